@@ -1,0 +1,41 @@
+# The two commands of the README are `make demo` and `make test`; both build .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := $(wildcard ssdtrain/storage/*.c ssdtrain/codecs/*.c)
+
+.PHONY: install demo test test-long lint docs bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py requirements-dev.txt $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/ssdtrain demo $(DEMO)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	SSDTRAIN_POISON=1 $(BIN)/python -m pytest -m "not long" $(TESTS)
+
+test-long: $(STAMP)
+	SSDTRAIN_POISON=1 $(BIN)/python -m pytest -m long $(TESTS)
+
+docs: $(STAMP)
+	$(BIN)/python -m ssdtrain.config.document docs/config.md
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.io_engine --json
+	$(BIN)/python -m benchmarks.activation --json --model gpt --layers 12
+
+clean:
+	rm -rf $(VENV) build *.egg-info ssdtrain/*/*.so

@@ -1,0 +1,69 @@
+"""Who may import whom: adapters and cli -> runtime -> planner, report -> offload, comm, compact -> storage, codecs -> config."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# A room may import itself and every room on a lower floor, never its neighbours on the same floor or anything above.
+FLOOR = {
+    "config": 0,
+    "device": 0,
+    "storage": 1,
+    "codecs": 1,
+    "offload": 2,
+    "comm": 2,
+    "compact": 2,
+    "planner": 3,
+    "report": 3,
+    "runtime": 4,
+    "api": 5,
+    "cli": 6,
+}
+FRAMEWORKS = {"deepspeed", "megatron", "transformers", "accelerate"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Absolute names of every module that `path` imports, relative imports resolved."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {f"{module}.{alias.name}" for alias in node.names} | {module}
+    return found
+
+
+def engine_files() -> list[Path]:
+    return sorted((ROOT / "ssdtrain").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", engine_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_engine_imports_downwards_and_no_framework(path: Path) -> None:
+    parts = path.relative_to(ROOT / "ssdtrain").with_suffix("").parts
+    room = parts[0]
+    for name in imports_of(path):
+        pieces = name.split(".")
+        assert pieces[0] not in FRAMEWORKS, f"{path} imports the framework {name}"
+        assert pieces[0] not in {"ssdtrain_ds", "ssdtrain_megatron"}, f"{path} imports {name}"
+        if pieces[0] != "ssdtrain" or len(pieces) == 1 or room == "__init__" or pieces[1] not in FLOOR:
+            continue
+        other = pieces[1]
+        assert other == room or FLOOR[other] < FLOOR[room], f"{path} ({room}) imports {name} from the floor above"
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {p.relative_to(ROOT / "ssdtrain").parts[0].removesuffix(".py") for p in engine_files()}
+    assert rooms - {"__init__", "__main__"} <= set(FLOOR)
+
+
+@pytest.mark.parametrize("package", ["ssdtrain_ds", "ssdtrain_megatron"])
+def test_adapters_do_not_know_each_other(package: str) -> None:
+    other = {"ssdtrain_ds": "ssdtrain_megatron", "ssdtrain_megatron": "ssdtrain_ds"}[package]
+    for path in (ROOT / package).rglob("*.py"):
+        assert not any(name.split(".")[0] == other for name in imports_of(path)), path
