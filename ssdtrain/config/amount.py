@@ -1,0 +1,70 @@
+"""How much of a microbatch's saved tensors is offloaded: everything, a fraction, or all but some bytes."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ssdtrain.config.errors import Refusal
+from ssdtrain.config.units import exact_size, parse_fraction, parse_size
+
+AMOUNT_ALLOWED = (
+    '"all", a fraction of the saved bytes such as 0.6 or "60%", '
+    'or a size with its unit such as "512MiB" (bytes that are kept, the last saved)'
+)
+
+
+@dataclass(frozen=True)
+class Amount:
+    """What `offload.amount` asks for.
+
+    Which tensors stay is the same for both limits: those saved last, because backward needs them first and an
+    SSD has the least time to bring them back (arXiv 2408.10013).
+    """
+
+    kind: Literal["all", "fraction", "keep"]
+    value: float | int = 1.0
+    """all: 1.0. fraction: the share of a tape's bytes that is offloaded, 0 <= value < 1. keep: bytes of a
+    tape that stay."""
+
+    def __post_init__(self) -> None:
+        fits = {"all": self.value == 1, "fraction": 0 <= self.value < 1, "keep": self.value >= 0}
+        if self.kind not in fits:
+            raise Refusal(f'has the unknown kind "{self.kind}"', '"all", "fraction", "keep"')
+        if not fits[self.kind]:
+            raise Refusal(
+                f"has the value {self.value}, which the kind {self.kind} cannot have", AMOUNT_ALLOWED
+            )
+
+    def __str__(self) -> str:
+        return str(self.plain())
+
+    def plain(self) -> str | float:
+        """The same amount as a config file writes it."""
+        if self.kind == "all":
+            return "all"
+        return float(self.value) if self.kind == "fraction" else exact_size(int(self.value))
+
+
+def parse_amount(value: Any) -> Amount:
+    """Reads "all", a fraction (0.6, "0.6", "60%") or the bytes to keep ("512MiB").
+
+    A bare number above 1 is refused: 60 may mean a percentage or bytes. 1 and "100%" are "all".
+
+    Raises:
+        Refusal: none of the three.
+    """
+    if isinstance(value, Amount):
+        return value
+    try:
+        if isinstance(value, str):
+            text = value.strip()
+            if text.lower() == "all":
+                return Amount("all")
+            if text.lower() == "auto":
+                raise Refusal("is not in this version", AMOUNT_ALLOWED)
+            if text[-1:].isalpha():
+                return Amount("keep", parse_size(text))
+        fraction = parse_fraction(value)
+    except Refusal as refusal:
+        bare = refusal.why == "is more than 1" and "%" not in str(value)
+        raise Refusal(f"{refusal.why} and has no unit" if bare else refusal.why, AMOUNT_ALLOWED) from None
+    return Amount("all") if fraction == 1 else Amount("fraction", fraction)

@@ -1,0 +1,117 @@
+"""What a key may hold: how its value is read, how it is written back, and the sentence that says what is
+allowed.
+
+The schema annotates its fields with these types. Error messages, flags and the generated documentation all
+ask `kind_of` for the same description, so none of them can drift from what the schema accepts.
+"""
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Le
+from pydantic import BeforeValidator
+from pydantic.fields import FieldInfo
+
+from ssdtrain.config import units
+from ssdtrain.config.amount import AMOUNT_ALLOWED, Amount, parse_amount
+from ssdtrain.config.errors import Refusal
+from ssdtrain.config.paths import DIRECTORY_ALLOWED, parse_directories, parse_directory
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one kind of value is read and written."""
+
+    name: str
+    """For the documentation's type column and as a flag's metavar."""
+    allowed: str
+    """Completes the sentence "allowed: ..."."""
+    parse: Callable[[Any], Any]
+    """From what JSON, YAML, Python or a flag holds to the engine's value. Raises `Refusal`."""
+    plain: Callable[[Any], Any] = lambda value: value
+    """Back to what JSON can hold, without loss."""
+    text: Callable[[str], Any] = str
+    """What a flag's text stands for in a dict."""
+    choices: tuple[str, ...] = ()
+    many: bool = False
+    """A flag takes several values."""
+
+
+def _positive_size(value: Any) -> int:
+    size = units.parse_size(value)
+    if size == 0:
+        raise Refusal("is zero", f"more than zero: {units.SIZE_ALLOWED}")
+    return size
+
+
+def _switch(value: Any) -> Any:
+    # YAML 1.1 reads a bare `on` or `off` as a boolean.
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+SIZE = Kind("size", units.SIZE_ALLOWED, units.parse_size, units.exact_size)
+POSITIVE_SIZE = Kind("size", f"more than zero: {units.SIZE_ALLOWED}", _positive_size, units.exact_size)
+DURATION = Kind("seconds", units.DURATION_ALLOWED, units.parse_duration)
+AMOUNT = Kind("amount", AMOUNT_ALLOWED, parse_amount, Amount.plain)
+DIRECTORY = Kind("directory", DIRECTORY_ALLOWED, parse_directory)
+DIRECTORIES = Kind(
+    "directories",
+    f"one directory or a list of them; each is {DIRECTORY_ALLOWED}",
+    parse_directories,
+    list,
+    many=True,
+)
+
+Size = Annotated[int, BeforeValidator(units.parse_size), SIZE]
+"""Bytes, 0 or more."""
+PositiveSize = Annotated[int, BeforeValidator(_positive_size), POSITIVE_SIZE]
+"""Bytes, 1 or more."""
+Seconds = Annotated[float, BeforeValidator(units.parse_duration), DURATION]
+AmountField = Annotated[Amount, BeforeValidator(parse_amount), AMOUNT]
+Directory = Annotated[str, BeforeValidator(parse_directory), DIRECTORY]
+Directories = Annotated[tuple[str, ...], BeforeValidator(parse_directories), DIRECTORIES]
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
+
+
+def kind_of(field: FieldInfo) -> Kind:
+    """The kind of a schema field: the one it is annotated with, or the one its plain type implies."""
+    annotation, metadata = _unwrap(field.annotation, list(field.metadata))
+    for item in metadata:
+        if isinstance(item, Kind):
+            return item
+    if get_origin(annotation) is Literal:
+        choices = get_args(annotation)
+        return Kind("choice", ", ".join(f'"{choice}"' for choice in choices), _identity, choices=choices)
+    if annotation is bool:
+        return Kind("boolean", "true or false", _identity)
+    if annotation is int:
+        return Kind("number", _range(metadata), _identity, text=int)
+    raise TypeError(f"the schema holds {annotation!r}, which no kind describes")
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _unwrap(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
+    """Strips `| None` and Annotated, collecting what Annotated carries."""
+    while True:
+        if get_origin(annotation) in (Union, types.UnionType):
+            (annotation,) = [part for part in get_args(annotation) if part is not type(None)]
+        elif get_origin(annotation) is Annotated:
+            annotation, *carried = get_args(annotation)
+            metadata += carried
+        else:
+            return annotation, metadata
+
+
+def _range(metadata: list[Any]) -> str:
+    limits: list[str] = []
+    for item in [*metadata, *(m for info in metadata if isinstance(info, FieldInfo) for m in info.metadata)]:
+        if isinstance(item, Ge):
+            limits.append(f"from {item.ge}")
+        if isinstance(item, Le):
+            limits.append(f"to {item.le}")
+    return " ".join(["a whole number", *limits])

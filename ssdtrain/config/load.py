@@ -1,0 +1,168 @@
+"""Makes a config of a dict or a file, and says everything that is wrong with it at once."""
+
+import difflib
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from ssdtrain.config.errors import ConfigError, Contradiction, Problem, Refusal
+from ssdtrain.config.files import KEY, read_block
+from ssdtrain.config.kinds import kind_of
+from ssdtrain.config.paths import expand_path, has_placeholder, problem_with_directory
+from ssdtrain.config.schema import LATER, Config, Section
+
+Source = dict[str, Any] | Path | str | Config | None
+
+
+def load_config(source: Source, *, path: str = KEY) -> Config:
+    """The config that `source` asks for.
+
+    Args:
+        source: the block as a dict; the path of a YAML or JSON file; a Config, which is returned as it is; or
+            None, which asks for nothing.
+        path: what the full key of an error begins with.
+
+    Raises:
+        ConfigError: the file cannot be read, or keys or values are refused; all problems are listed.
+    """
+    if isinstance(source, Config):
+        return source
+    if source is None:
+        return Config()
+    if isinstance(source, dict):
+        return config_from_dict(source, path=path)
+    if isinstance(source, str | Path):
+        return config_from_dict(read_block(source, path=path), path=path, source=str(source))
+    allowed = "a dict, the path of a YAML or JSON file, a Config or None"
+    raise ConfigError([Problem(path, source, f"is a {type(source).__name__}", allowed)])
+
+
+def config_from_dict(block: dict[str, Any], *, path: str = KEY, source: str | None = None) -> Config:
+    """`load_config` for a block that is already a dict; `source` is the file it came from, for errors."""
+    problems = list(_repeated_keys(block, path))
+    known = _known_part(block, Config, path, "", problems)
+    config = None
+    try:
+        config = Config.model_validate(known)
+    except ValidationError as error:
+        problems += _from_pydantic(error, path)
+    if config is not None and config.offload is not None:
+        problems += _files_in_the_way(config.offload.directories, f"{path}.offload.directories")
+    if problems or config is None:
+        raise ConfigError(problems, source)
+    return config
+
+
+def _repeated_keys(block: Any, path: str) -> Iterator[Problem]:
+    """Keys that the file wrote twice, at any depth."""
+    if not isinstance(block, dict):
+        return
+    for key in getattr(block, "repeated", ()):
+        yield Problem(
+            f"{path}.{key}", block[key], "is the last of several values of this key", "each key once"
+        )
+    for key, value in block.items():
+        yield from _repeated_keys(value, f"{path}.{key}")
+
+
+def _known_part(
+    block: dict[Any, Any], section: type[Section], path: str, within: str, problems: list[Problem]
+) -> dict[str, Any]:
+    """`block` without the keys that the schema does not have; for each of those a problem is added."""
+    known: dict[str, Any] = {}
+    for key, value in block.items():
+        field = section.model_fields.get(key) if isinstance(key, str) else None
+        if field is None:
+            problems.append(_unknown_key(key, value, section, path, f"{within}{key}"))
+            continue
+        inner = section_of(field)
+        if inner is not None and isinstance(value, dict):
+            value = _known_part(value, inner, f"{path}.{key}", f"{key}.", problems)
+        elif inner is not None and not isinstance(value, Section):
+            allowed = "a block of keys, or leaving it out"
+            problems.append(Problem(f"{path}.{key}", value, "is no block of keys", allowed))
+            continue
+        known[key] = value
+    return known
+
+
+def _unknown_key(key: Any, value: Any, section: type[Section], path: str, within: str) -> Problem:
+    allowed = f"the keys {', '.join(section.model_fields)}"
+    if within in LATER:
+        return Problem(
+            f"{path}.{key}",
+            value,
+            "is set, but this key is not in this version",
+            f"leaving it out; {allowed}",
+        )
+    why = "is set, but there is no such key"
+    hint = _similar(str(key), section, path)
+    return Problem(f"{path}.{key}", value, f"{why} (did you mean {hint}?)" if hint else why, allowed)
+
+
+def _similar(key: str, section: type[Section], path: str) -> str | None:
+    """The full key that was probably meant: a near miss here, or the same name in another section."""
+    near = difflib.get_close_matches(key.lower().replace("-", "_"), list(section.model_fields), n=1)
+    if near:
+        return f"{path}.{near[0]}"
+    root = path.split(".")[0] if section is not Config else path
+    everywhere = {full.rsplit(".", 1)[-1]: full for full in key_paths(Config, root)}
+    return everywhere.get(key)
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The section class that a field holds, or None where it holds a value."""
+    annotation = field.annotation
+    parts = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    for part in parts:
+        if isinstance(part, type) and issubclass(part, Section):
+            return part
+    return None
+
+
+def key_paths(section: type[Section], path: str) -> Iterator[str]:
+    """The full path of every key that holds a value, in the schema's order."""
+    for name, field in section.model_fields.items():
+        inner = section_of(field)
+        if inner is None:
+            yield f"{path}.{name}"
+        else:
+            yield from key_paths(inner, f"{path}.{name}")
+
+
+def _from_pydantic(error: ValidationError, path: str) -> Iterator[Problem]:
+    for found in error.errors():
+        where = ".".join([path, *map(str, found["loc"])])
+        cause = found.get("ctx", {}).get("error")
+        if isinstance(cause, Contradiction):
+            for key, value, why, allowed in cause.found:
+                yield Problem(f"{where}.{key}", value, why, allowed)
+        elif isinstance(cause, Refusal):
+            yield Problem(where, found["input"], cause.why, cause.allowed)
+        else:
+            yield Problem(where, found["input"], "is refused", _allowed_at(found["loc"]))
+
+
+def _allowed_at(location: tuple[int | str, ...]) -> str:
+    section: type[Section] = Config
+    for name in location[:-1]:
+        inner = section_of(section.model_fields[str(name)])
+        if inner is None:
+            break
+        section = inner
+    return kind_of(section.model_fields[str(location[-1])]).allowed
+
+
+def _files_in_the_way(directories: tuple[str, ...], key: str) -> Iterator[Problem]:
+    """Directories that are the same on every rank are checked when the config is read, the others when a rank
+    expands them."""
+    for index, text in enumerate(directories):
+        if has_placeholder(text):
+            continue
+        why = problem_with_directory(expand_path(text, rank=0, local_rank=0))
+        if why is not None:
+            yield Problem(f"{key}[{index}]", text, why, "a directory; it need not exist yet")

@@ -1,0 +1,170 @@
+"""Directories as a config names them, and as a rank uses them: placeholders, `~`, relative paths, what lies
+there."""
+
+import getpass
+import logging
+import os
+import socket
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ssdtrain.config.errors import ConfigError, Problem, Refusal
+
+logger = logging.getLogger(__name__)
+
+PLACEHOLDERS = ("rank", "local_rank", "host", "user")
+DIRECTORY_ALLOWED = (
+    f"a directory; {', '.join(f'{{{name}}}' for name in PLACEHOLDERS)} and ~ are expanded on each rank, "
+    "it need not exist yet, but must not be a file"
+)
+MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+
+
+def parse_directory(value: Any) -> str:
+    """A directory as text with known placeholders only, otherwise unchanged.
+
+    Raises:
+        Refusal: not text or a path, empty, an unknown placeholder, an unbalanced brace, a "$" (nothing
+            expands it).
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise Refusal(f"is a {type(value).__name__}", DIRECTORY_ALLOWED)
+    text = os.fspath(value)
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise Refusal("names no directory", DIRECTORY_ALLOWED)
+    if "$" in text:
+        raise Refusal("holds a $, and environment variables are not expanded here", DIRECTORY_ALLOWED)
+    try:
+        fields = list(string.Formatter().parse(text))
+    except ValueError as error:
+        raise Refusal(f"has unbalanced braces ({error})", DIRECTORY_ALLOWED) from None
+    for _, name, spec, conversion in fields:
+        if name is not None and (name not in PLACEHOLDERS or spec or conversion):
+            raise Refusal(f'has the unknown placeholder "{{{name}}}"', DIRECTORY_ALLOWED)
+    return text
+
+
+def parse_directories(value: Any) -> tuple[str, ...]:
+    """One directory or a sequence of them, as a tuple.
+
+    Raises:
+        Refusal: one of them is refused by `parse_directory`, or one is there twice.
+    """
+    if isinstance(value, str | os.PathLike):
+        value = (value,)
+    if not isinstance(value, list | tuple):
+        raise Refusal(
+            f"is a {type(value).__name__}", f"one directory or a list of them; each is {DIRECTORY_ALLOWED}"
+        )
+    texts = tuple(map(parse_directory, value))
+    for twice in repeated([Path(os.path.abspath(os.path.expanduser(text))) for text in texts]):
+        raise Refusal(f'holds "{twice}" twice', "each directory once; one slab is made in each")
+    return texts
+
+
+def repeated(paths: list[Path]) -> Iterator[Path]:
+    """Every path that is in the list a second time."""
+    seen: set[Path] = set()
+    for path in paths:
+        if path in seen:
+            yield path
+        seen.add(path)
+
+
+def expand_path(
+    text: str, *, rank: int, local_rank: int, host: str | None = None, user: str | None = None
+) -> Path:
+    """The absolute path of `text` on one rank.
+
+    Args:
+        rank: global rank, for {rank}.
+        local_rank: rank within the node, for {local_rank}.
+        host: for {host}; None is this machine's name.
+        user: for {user}; None is the user of this process.
+    """
+    names = {
+        "rank": rank,
+        "local_rank": local_rank,
+        "host": socket.gethostname() if host is None else host,
+        "user": _user() if user is None else user,
+    }
+    return Path(os.path.abspath(os.path.expanduser(text.format(**names))))
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container without an entry for the user id; KeyError before Python 3.13
+        return str(os.getuid())
+
+
+def has_placeholder(text: str) -> bool:
+    """Whether where `text` leads depends on the rank."""
+    return any(name is not None for _, name, _, _ in string.Formatter().parse(text))
+
+
+def problem_with_directory(path: Path) -> str | None:
+    """Why `path` cannot be a directory, or None. What does not exist yet is fine if it can be made below a
+    directory."""
+    for place in (path, *path.parents):
+        if place.is_dir():
+            return None
+        if os.path.lexists(place):
+            kind = "a broken link" if not place.exists() else "a file"
+            return f"is {kind}" if place == path else f'lies below "{place}", which is {kind}'
+    return None
+
+
+def check_directories(paths: tuple[Path, ...], key: str) -> None:
+    """Refuses directories that cannot be, and warns of those in memory.
+
+    Args:
+        key: full path of the key that names them; the index is added to it.
+
+    Raises:
+        ConfigError: a file is in the way, or two are the same directory (after links are followed).
+    """
+    problems = []
+    for index, path in enumerate(paths):
+        why = problem_with_directory(path)
+        if why is not None:
+            problems.append(Problem(f"{key}[{index}]", str(path), why, DIRECTORY_ALLOWED))
+    for twice in repeated([Path(os.path.realpath(path)) for path in paths]):
+        why = "is named twice (after placeholders and links)"
+        problems.append(Problem(key, str(twice), why, "each directory once; one slab is made in each"))
+    if problems:
+        raise ConfigError(problems)
+    for index, path in enumerate(paths):
+        kind = file_system_of(path)
+        if kind in MEMORY_FILE_SYSTEMS:
+            logger.warning(
+                "%s[%d]: %s lies on %s, which is memory and no drive: what is offloaded there frees no RAM. "
+                "Use a directory on an SSD, or `host` to offload to RAM.",
+                key,
+                index,
+                path,
+                kind,
+            )
+
+
+def file_system_of(path: Path, mounts: str = "/proc/self/mounts") -> str | None:
+    """The type ("ext4", "tmpfs", ...) of the file system that holds `path`; None where the system does not
+    say."""
+    try:
+        lines = Path(mounts).read_text(errors="surrogateescape").splitlines()
+    except OSError:  # not Linux, or no /proc
+        return None
+    real = Path(os.path.realpath(path))
+    best, kind = -1, None
+    for line in lines:
+        _, where, name, *_ = line.split(" ")
+        # The kernel writes blanks, tabs, newlines and backslashes as octal escapes.
+        point = Path(
+            where.encode("latin-1", "surrogateescape").decode("unicode_escape") if "\\" in where else where
+        )
+        # Later lines cover earlier ones that are mounted on the same point, hence >=.
+        if real.is_relative_to(point) and len(point.parts) >= best:
+            best, kind = len(point.parts), name
+    return kind
