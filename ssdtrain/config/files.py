@@ -23,7 +23,7 @@ def read_block(file: str | Path, *, path: str = KEY) -> dict[str, Any]:
     """
     name = Path(file).expanduser()
     try:
-        text = name.read_text(encoding="utf-8")
+        text = name.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             [Problem(path, str(file), f"cannot be read ({error})", "a YAML or JSON file")]

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from ssdtrain.config.errors import ConfigError, Contradiction, Problem, Refusal
 from ssdtrain.config.files import KEY, read_block
 from ssdtrain.config.kinds import kind_of
-from ssdtrain.config.paths import expand_path, has_placeholder, problem_with_directory
+from ssdtrain.config.paths import DIRECTORY_ALLOWED, expand_path, has_placeholder, problem_with_directory
 from ssdtrain.config.schema import LATER, Config, Section
 
 Source = dict[str, Any] | Path | str | Config | None
@@ -43,37 +43,32 @@ def load_config(source: Source, *, path: str = KEY) -> Config:
 
 def config_from_dict(block: dict[str, Any], *, path: str = KEY, source: str | None = None) -> Config:
     """`load_config` for a block that is already a dict; `source` is the file it came from, for errors."""
-    problems = list(_repeated_keys(block, path))
+    problems: list[Problem] = []
     known = _known_part(block, Config, path, "", problems)
     config = None
     try:
         config = Config.model_validate(known)
     except ValidationError as error:
         problems += _from_pydantic(error, path)
-    if config is not None and config.offload is not None:
-        problems += _files_in_the_way(config.offload.directories, f"{path}.offload.directories")
+    if config is not None:
+        problems += _files_in_the_way(config, path)
     if problems or config is None:
         raise ConfigError(problems, source)
     return config
 
 
-def _repeated_keys(block: Any, path: str) -> Iterator[Problem]:
-    """Keys that the file wrote twice, at any depth."""
-    if not isinstance(block, dict):
-        return
-    for key in getattr(block, "repeated", ()):
-        yield Problem(
-            f"{path}.{key}", block[key], "is the last of several values of this key", "each key once"
-        )
-    for key, value in block.items():
-        yield from _repeated_keys(value, f"{path}.{key}")
-
-
 def _known_part(
     block: dict[Any, Any], section: type[Section], path: str, within: str, problems: list[Problem]
 ) -> dict[str, Any]:
-    """`block` without the keys that the schema does not have; for each of those a problem is added."""
+    """`block` without the keys that the schema does not have; for each of those a problem is added.
+
+    `path` is the full key of the section, `within` the same from the root of the schema on, with a trailing
+    dot.
+    """
     known: dict[str, Any] = {}
+    for key in getattr(block, "repeated", ()):
+        why = "is the last of several values of this key"
+        problems.append(Problem(f"{path}.{key}", block[key], why, "each key once"))
     for key, value in block.items():
         field = section.model_fields.get(key) if isinstance(key, str) else None
         if field is None:
@@ -100,17 +95,17 @@ def _unknown_key(key: Any, value: Any, section: type[Section], path: str, within
             f"leaving it out; {allowed}",
         )
     why = "is set, but there is no such key"
-    hint = _similar(str(key), section, path)
+    root = path.removesuffix(f".{within.rpartition('.')[0]}")
+    hint = _similar(str(key), section, path, root)
     return Problem(f"{path}.{key}", value, f"{why} (did you mean {hint}?)" if hint else why, allowed)
 
 
-def _similar(key: str, section: type[Section], path: str) -> str | None:
+def _similar(key: str, section: type[Section], path: str, root: str) -> str | None:
     """The full key that was probably meant: a near miss here, or the same name in another section."""
     near = difflib.get_close_matches(key.lower().replace("-", "_"), list(section.model_fields), n=1)
     if near:
         return f"{path}.{near[0]}"
-    root = path.split(".")[0] if section is not Config else path
-    everywhere = {full.rsplit(".", 1)[-1]: full for full in key_paths(Config, root)}
+    everywhere = {full.rpartition(".")[2]: full for full in key_paths(Config, root)}
     return everywhere.get(key)
 
 
@@ -157,12 +152,14 @@ def _allowed_at(location: tuple[int | str, ...]) -> str:
     return kind_of(section.model_fields[str(location[-1])]).allowed
 
 
-def _files_in_the_way(directories: tuple[str, ...], key: str) -> Iterator[Problem]:
-    """Directories that are the same on every rank are checked when the config is read, the others when a rank
-    expands them."""
-    for index, text in enumerate(directories):
-        if has_placeholder(text):
-            continue
-        why = problem_with_directory(expand_path(text, rank=0, local_rank=0))
-        if why is not None:
-            yield Problem(f"{key}[{index}]", text, why, "a directory; it need not exist yet")
+def _files_in_the_way(config: Config, path: str) -> Iterator[Problem]:
+    """Directories that are the same on every rank; the others are checked when a rank expands them."""
+    named = [(f"{path}.report.path", config.report.path)] if config.report.path is not None else []
+    if config.offload is not None:
+        for index, text in enumerate(config.offload.directories):
+            named.append((f"{path}.offload.directories[{index}]", text))
+    for key, text in named:
+        if text is not None and not has_placeholder(text):
+            why = problem_with_directory(expand_path(text, rank=0, local_rank=0))
+            if why is not None:
+                yield Problem(key, text, why, DIRECTORY_ALLOWED)

@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from ssdtrain.config import paths
 from ssdtrain.config.amount import Amount
-from ssdtrain.config.errors import Contradiction
+from ssdtrain.config.errors import ConfigError, Contradiction, Problem
 from ssdtrain.config.kinds import (
     AmountField,
     Directories,
@@ -24,7 +24,7 @@ from ssdtrain.config.kinds import (
     Switch,
     kind_of,
 )
-from ssdtrain.config.units import KiB, MiB, format_size
+from ssdtrain.config.units import KiB, MiB, exact_size
 
 LATER = frozenset({"comm", "compact", "planner", "offload.codec", "offload.verify", "report.trace"})
 """Keys of later versions: they are refused by name, so that nobody takes silence for consent."""
@@ -121,7 +121,7 @@ class OffloadConfig(Section):
             yield "directories", list(self.directories), why, "at least one directory, or host above 0"
         if not self.directories and self.capacity is not None:
             why = "limits drives, but directories is empty"
-            yield "capacity", format_size(self.capacity), why, "leaving it out, or at least one directory"
+            yield "capacity", exact_size(self.capacity), why, "leaving it out, or at least one directory"
         if not self.directories and self.direct == "on":
             why = "concerns drives, but directories is empty"
             yield "direct", self.direct, why, "leaving it out, or at least one directory"
@@ -136,8 +136,8 @@ class OffloadConfig(Section):
     def _too_large(self, key: str, bound: str, consequence: str) -> Iterator[Found]:
         value, limit = getattr(self, key), getattr(self, bound)
         if value is not None and limit is not None and value > limit:
-            why = f"is more than {bound} ({format_size(limit)}), {consequence}"
-            yield key, format_size(value), why, f"at most {bound}"
+            why = f"is more than {bound} ({exact_size(limit)}), {consequence}"
+            yield key, exact_size(value), why, f"at most {bound}"
 
     def expand(
         self,
@@ -208,12 +208,25 @@ class ReportConfig(Section):
     {user} and ~ are expanded on each rank. By default none is written."""
 
     def expand(
-        self, *, rank: int, local_rank: int, host: str | None = None, user: str | None = None
+        self,
+        *,
+        rank: int,
+        local_rank: int,
+        host: str | None = None,
+        user: str | None = None,
+        path: str = "ssdtrain.report",
     ) -> Path | None:
-        """The absolute directory of one rank, or None where no file is asked for. It is not made."""
+        """The absolute directory of one rank, or None where no file is asked for. It is not made.
+
+        Arguments and errors as those of `OffloadConfig.expand`.
+        """
         if self.path is None:
             return None
-        return paths.expand_path(self.path, rank=rank, local_rank=local_rank, host=host, user=user)
+        found = paths.expand_path(self.path, rank=rank, local_rank=local_rank, host=host, user=user)
+        why = paths.problem_with_directory(found)
+        if why is not None:
+            raise ConfigError([Problem(f"{path}.path", str(found), why, paths.DIRECTORY_ALLOWED)])
+        return found
 
 
 class Config(Section):

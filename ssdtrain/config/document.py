@@ -1,0 +1,183 @@
+"""Writes docs/config.md from the schema: `python -m ssdtrain.config.document docs/config.md`."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic.fields import FieldInfo
+
+from ssdtrain.config.files import KEY
+from ssdtrain.config.flags import FILE_FLAG, flags, to_arguments
+from ssdtrain.config.kinds import kind_of
+from ssdtrain.config.load import load_config, section_of
+from ssdtrain.config.paths import PLACEHOLDERS
+from ssdtrain.config.schema import LATER, Config, Section
+from ssdtrain.config.units import DURATION_UNITS, SIZE_UNITS, exact_size, format_duration
+
+EXAMPLE: dict[str, Any] = {
+    "offload": {
+        "directories": ["/nvme0/{user}/ssdtrain", "/nvme1/{user}/ssdtrain"],
+        "host": "4GiB",
+        "amount": 0.8,
+    },
+    "report": {"interval": 20},
+}
+"""Shown as JSON, as YAML and as flags."""
+
+INTRODUCTION = """\
+# Configuration
+
+This page is generated from the schema by `make docs`; edit `ssdtrain/config/schema.py`.
+
+One schema serves the `"ssdtrain"` block of a DeepSpeed JSON, a YAML or JSON file, a Python dict and
+command-line flags. Leaving a key out gives its default, and no default has to be written down; a block for
+accelerate must not hold the value `"auto"`, which accelerate keeps for itself. A feature whose section is absent
+is off. Unknown keys, values of the wrong kind and values that exclude each other are refused when the config is
+read, all in one error:
+
+```
+{error}
+```
+"""
+
+
+def document() -> str:
+    """The whole of docs/config.md."""
+    return "\n".join([_introduction(), _examples(), _values(), *_sections(Config, ()), _later()])
+
+
+def _introduction() -> str:
+    refused = {"offload": {"directories": "/nvme0", "treads": 8, "host": "4G"}}
+    try:
+        load_config(refused)
+    except ValueError as error:
+        return INTRODUCTION.format(error=error)
+    raise AssertionError(f"the config that shows an error is accepted: {refused}")
+
+
+def _examples() -> str:
+    config = load_config(EXAMPLE)
+    block = config.to_dict()
+    as_json = json.dumps({"train_micro_batch_size_per_gpu": 4, KEY: block}, indent=2)
+    as_yaml = yaml.safe_dump(block, sort_keys=False)
+    as_flags = " \\\n    ".join(_flag_lines(to_arguments(config)))
+    return f"""\
+## The same config three ways
+
+In a DeepSpeed JSON, beside DeepSpeed's own keys:
+
+```json
+{as_json}
+```
+
+In a YAML file (or JSON, or below a key `{KEY}` in either), for plain PyTorch and for `{FILE_FLAG}`:
+
+```yaml
+{as_yaml}```
+
+As flags of Megatron-LM, where a flag that is given wins over the file of `{FILE_FLAG} FILE`:
+
+```
+    {as_flags}
+```
+"""
+
+
+def _flag_lines(arguments: list[str]) -> Iterator[str]:
+    line: list[str] = []
+    for argument in arguments:
+        if argument.startswith("--") and line:
+            yield " ".join(line)
+            line = []
+        line.append(f"'{argument}'" if "{" in argument else argument)
+    yield " ".join(line)
+
+
+def _values() -> str:
+    sizes, durations = ", ".join(SIZE_UNITS), ", ".join(DURATION_UNITS)
+    places = ", ".join(f"`{{{name}}}`" for name in PLACEHOLDERS)
+    return f"""\
+## Values
+
+- **size**: bytes as a whole number, or a number and a unit: `"64MiB"`, `"0.5TB"`. Units: {sizes};
+  those with an i are powers of 1024. `64M` is refused, because it has two readings.
+- **seconds**: a number, or a number and a unit: `10`, `"500ms"`. Units: {durations}.
+- **amount**: `"all"`; a fraction such as `0.6` or `"60%"`; or a size with its unit, the bytes that stay.
+- **directories**: one or a list. {places} and `~` are expanded on each rank,
+  relative paths start at the working directory. `$` is refused: nothing expands it here.
+"""
+
+
+def _sections(section: type[Section], keys: tuple[str, ...]) -> Iterator[str]:
+    title = ".".join((KEY, *keys))
+    lines = [f"## {title}", "", *_paragraph(section.__doc__ or ""), ""]
+    inner: list[tuple[type[Section], str]] = []
+    rows: list[str] = []
+    names = {flag.keys: flag for flag in flags()}
+    for name, field in section.model_fields.items():
+        below = section_of(field)
+        if below is not None:
+            inner.append((below, name))
+            continue
+        flag = names[(*keys, name)]
+        given = f"`{flag.name}`" + (f", `{flag.name.replace('--', '--no-', 1)}`" if flag.boolean else "")
+        row = [f"`{name}`", _type(field), _default(field), _one_line(field.description or ""), given]
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    lines += ["| key | type | default | meaning | flag |", "|---|---|---|---|---|", *rows, ""]
+    yield "\n".join(lines)
+    for below, name in inner:
+        yield from _sections(below, (*keys, name))
+
+
+def _paragraph(docstring: str) -> list[str]:
+    return [line.strip() for line in docstring.strip().splitlines()]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _type(field: FieldInfo) -> str:
+    kind = kind_of(field)
+    if kind.choices:
+        return ", ".join(f'`"{choice}"`' for choice in kind.choices)
+    return kind.allowed if kind.name == "number" else kind.name
+
+
+def _default(field: FieldInfo) -> str:
+    value, kind = field.default, kind_of(field)
+    if value is None or value == ():
+        return "-"
+    if kind.name == "seconds":
+        return f'`"{format_duration(value)}"`'
+    if kind.name == "size":
+        return f'`"{exact_size(value)}"`' if value else "`0`"
+    return f"`{json.dumps(kind.plain(value))}`"
+
+
+def _later() -> str:
+    keys = ", ".join(f"`{KEY}.{key}`" for key in sorted(LATER))
+    return f"""\
+## Not in this version
+
+{keys} are refused with "not in this version".
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Writes the page to the file that is named, or to standard output."""
+    if len(arguments) > 1:
+        print("usage: python -m ssdtrain.config.document [FILE]", file=sys.stderr)
+        return 2
+    if arguments:
+        Path(arguments[0]).write_text(document(), encoding="utf-8")
+    else:
+        print(document(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,160 @@
+"""Command-line flags made from the schema, and the config that parsed flags ask for.
+
+A flag's default is None, "not given": the schema holds the defaults, and a flag that was given wins over the
+file of --ssdtrain-config.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ssdtrain.config.errors import Refusal
+from ssdtrain.config.files import KEY, read_block
+from ssdtrain.config.kinds import Kind, kind_of
+from ssdtrain.config.load import config_from_dict, section_of
+from ssdtrain.config.schema import Config, Section
+
+FILE_FLAG = f"--{KEY}-config"
+FILE_DEST = f"{KEY}_config"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One key of the schema on a command line. A boolean key has a second flag, --no-..., for false."""
+
+    name: str
+    """As in "--ssdtrain-offload-directories"."""
+    dest: str
+    """Attribute of the namespace, as in "ssdtrain_offload_directories"."""
+    keys: tuple[str, ...]
+    """Where the value stands in the block, as in ("offload", "directories")."""
+    kind: Kind
+    boolean: bool
+    help: str
+
+    @property
+    def path(self) -> str:
+        """The full key, as in "ssdtrain.offload.directories"."""
+        return ".".join((KEY, *self.keys))
+
+    def add_to(self, parser: argparse._ActionsContainer) -> None:
+        """Adds the flag to a parser or to a group of one."""
+        # argparse formats help texts with %.
+        common: dict[str, Any] = {"dest": self.dest, "default": None, "help": self.help.replace("%", "%%")}
+        if self.boolean:
+            parser.add_argument(self.name, action=argparse.BooleanOptionalAction, **common)
+            return
+        if self.kind.choices:
+            common["choices"] = self.kind.choices
+        else:
+            common["metavar"] = self.kind.name.upper()
+        if self.kind.many:
+            common["nargs"] = "+"
+        parser.add_argument(self.name, type=self._read, **common)
+
+    def _read(self, text: str) -> Any:
+        """Checks one value while argparse can still name the flag; what stays in the namespace is plain.
+
+        Frameworks print their namespace and save it in checkpoints, so it holds text and numbers only.
+        """
+        try:
+            value = self.kind.text(text)
+            self.kind.parse([value] if self.kind.many else value)
+        except Refusal as refusal:
+            raise argparse.ArgumentTypeError(f"{text!r} {refusal}") from None
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is refused; allowed: {self.kind.allowed}") from None
+        return value
+
+
+def flags(section: type[Section] = Config, keys: tuple[str, ...] = ()) -> Iterator[Flag]:
+    """A flag for every key of the schema, in its order."""
+    for name, field in section.model_fields.items():
+        path = (*keys, name)
+        inner = section_of(field)
+        if inner is not None:
+            yield from flags(inner, path)
+            continue
+        words = [KEY, *path]
+        kind = kind_of(field)
+        yield Flag(
+            name="--" + "-".join(words).replace("_", "-"),
+            dest="_".join(words),
+            keys=path,
+            kind=kind,
+            boolean=field.annotation is bool,
+            help=" ".join((field.description or "").split()),
+        )
+
+
+def add_flags(parser: argparse._ActionsContainer) -> None:
+    """Adds --ssdtrain-config and a flag for every key to a parser or to a group of one."""
+    parser.add_argument(
+        FILE_FLAG,
+        dest=FILE_DEST,
+        default=None,
+        metavar="FILE",
+        help="A YAML or JSON file with the SSDTrain config. Flags that are given win over what it says.",
+    )
+    for flag in flags():
+        flag.add_to(parser)
+
+
+def from_namespace(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The block that parsed flags ask for, given flags over the file; None where neither was given.
+
+    Attributes that the namespace lacks (one restored from a checkpoint of a run without SSDTrain) count as
+    not given.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no block.
+    """
+    file = getattr(args, FILE_DEST, None)
+    given = [(flag, getattr(args, flag.dest, None)) for flag in flags()]
+    given = [(flag, value) for flag, value in given if value is not None]
+    if file is None and not given:
+        return None
+    block = {} if file is None else read_block(file)
+    for flag, value in given:
+        place = block
+        for key in flag.keys[:-1]:
+            # A section that the file wrote as something else is left for config_from_dict to refuse.
+            place = place.setdefault(key, {}) if isinstance(place, dict) else place
+        if isinstance(place, dict):
+            place[flag.keys[-1]] = value
+    return block
+
+
+def config_from_namespace(args: argparse.Namespace) -> Config | None:
+    """The config that parsed flags ask for; None where neither a flag nor a file was given.
+
+    Raises:
+        ConfigError: as `load_config`; flags and the file together are one config.
+    """
+    block = from_namespace(args)
+    if block is None:
+        return None
+    return config_from_dict(block, source=getattr(args, FILE_DEST, None))
+
+
+def to_arguments(config: Config) -> list[str]:
+    """The command line that asks for `config`; keys at their defaults are left out."""
+    block = config.to_dict()
+    found: list[str] = []
+    for flag in flags():
+        value: Any = block
+        for key in flag.keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is None:
+            continue
+        if flag.boolean:
+            found.append(flag.name if value else flag.name.replace("--", "--no-", 1))
+        else:
+            found += [flag.name, *map(_text, value if flag.kind.many else [value])]
+    return found
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
