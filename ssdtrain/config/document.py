@@ -34,9 +34,9 @@ This page is generated from the schema by `make docs`; edit `ssdtrain/config/sch
 
 One schema serves the `"ssdtrain"` block of a DeepSpeed JSON, a YAML or JSON file, a Python dict and
 command-line flags. Leaving a key out gives its default, and no default has to be written down; a block for
-accelerate must not hold the value `"auto"`, which accelerate keeps for itself. A feature whose section is absent
-is off. Unknown keys, values of the wrong kind and values that exclude each other are refused when the config is
-read, all in one error:
+accelerate must not hold the value `"auto"`, which accelerate keeps for itself. A feature whose section is
+absent is off. Unknown keys, values of the wrong kind and values that exclude each other are refused when the
+config is read, all in one error:
 
 ```
 {error}
@@ -102,8 +102,8 @@ def _values() -> str:
     return f"""\
 ## Values
 
-- **size**: bytes as a whole number, or a number and a unit: `"64MiB"`, `"0.5TB"`. Units: {sizes};
-  those with an i are powers of 1024. `64M` is refused, because it has two readings.
+- **size**: bytes as a whole number, or a number and a unit: `"64MiB"`, `"0.5TB"`.
+  Units: {sizes}; those with an i are powers of 1024. `64M` is refused, because it has two readings.
 - **seconds**: a number, or a number and a unit: `10`, `"500ms"`. Units: {durations}.
 - **amount**: `"all"`; a fraction such as `0.6` or `"60%"`; or a size with its unit, the bytes that stay.
 - **directories**: one or a list. {places} and `~` are expanded on each rank,
@@ -122,7 +122,8 @@ def _sections(section: type[Section], keys: tuple[str, ...]) -> Iterator[str]:
         if below is not None:
             inner.append((below, name))
             continue
-        flag = names[(*keys, name)]
+        path = (*keys, name)
+        flag = names[path]
         given = f"`{flag.name}`" + (f", `{flag.name.replace('--', '--no-', 1)}`" if flag.boolean else "")
         row = [f"`{name}`", _type(field), _default(field), _one_line(field.description or ""), given]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
