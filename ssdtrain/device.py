@@ -1,0 +1,148 @@
+"""Streams and events of the device that a tensor lives on; on the CPU every one of them is a no-op.
+
+The engine copies between device memory and pinned host buffers on side streams. Three rules keep that correct, each learnt
+from a corruption in somebody's code:
+
+- The current stream is resolved at each use, on the thread that runs, and never inside a `with stream:` block
+  (torchtitan #2581).
+- A side stream waits for the event of the stream that made the data before it reads it, and a restore target is allocated
+  on the compute stream, which the side stream waits for before it writes (TRL #7195).
+- Memory is kept alive by a reference until the event has passed. `record_stream` is never used: it makes reuse, and so the
+  peak, depend on timing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "device_for"]
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Device(Protocol):
+    """What the engine needs of a device."""
+
+    kind: str
+
+    def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
+        """Queue the copy of `source` (device, uint8) into `target` (pinned host, uint8) after the current stream's work."""
+
+    def copy_to_device(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
+        """Queue the copy of `source` (pinned host) into `target`, allocated on the current stream."""
+
+    def event_handle(self, event: Event | None) -> int:
+        """The raw event that the I/O pool waits for before it writes; 0 where there is none."""
+
+    def wait(self, event: Event | None) -> None:
+        """Make the current stream wait for `event`, without blocking the host."""
+
+    def capturing(self) -> bool:
+        """True while the current stream is being captured into a graph."""
+
+    def host_register(self) -> Any | None:
+        """A callable (address, nbytes) -> unregister that pins host memory, or None where nothing is to be pinned."""
+
+
+class CpuDevice:
+    """The CPU: no streams, no pinning; the I/O pool reads and writes tensors where they are."""
+
+    kind = "cpu"
+
+    def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
+        target.copy_(source)
+        return None
+
+    def copy_to_device(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
+        target.copy_(source)
+        return None
+
+    def event_handle(self, event: Event | None) -> int:
+        return 0
+
+    def wait(self, event: Event | None) -> None:
+        return None
+
+    def capturing(self) -> bool:
+        return False
+
+    def host_register(self) -> None:
+        return None
+
+
+class CudaDevice:
+    """One CUDA device with a stream for stores and one for loads, so that neither delays the other.
+
+    Args:
+        device: the CUDA device; its index is resolved once.
+    """
+
+    kind = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self.device = torch.device("cuda", index)
+        self._store_stream = torch.cuda.Stream(self.device)
+        self._load_stream = torch.cuda.Stream(self.device)
+
+    def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
+        return self._copy(source, target, self._store_stream)
+
+    def copy_to_device(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
+        return self._copy(source, target, self._load_stream)
+
+    def _copy(
+        self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream
+    ) -> torch.cuda.Event:
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        event = torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event.record(stream)
+        return event
+
+    def event_handle(self, event: Event | None) -> int:
+        return int(event.cuda_event) if event is not None else 0  # type: ignore[attr-defined]
+
+    def wait(self, event: Event | None) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def host_register(self) -> Any:
+        runtime = torch.cuda.cudart()
+
+        def register(address: int, nbytes: int) -> Any:
+            torch.cuda.check_error(int(runtime.cudaHostRegister(address, nbytes, 0)))
+
+            def unregister() -> None:
+                torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
+
+            return unregister
+
+        return register
+
+
+def device_for(device: torch.device) -> Device:
+    """The layer for `device`.
+
+    Raises:
+        ValueError: the engine moves CPU and CUDA tensors only.
+    """
+    if device.type == "cpu":
+        return CpuDevice()
+    if device.type == "cuda":
+        return CudaDevice(device)
+    raise ValueError(
+        f"device {device} is not supported: SSDTrain offloads tensors of 'cpu' and 'cuda' devices"
+    )

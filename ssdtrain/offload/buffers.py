@@ -1,0 +1,85 @@
+"""The arena that restored tensors live in, sized by what was seen unless the user said how large it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ssdtrain.offload.meter import ActivationMeter
+from ssdtrain.storage import Arena, Lease
+
+__all__ = ["Buffers"]
+
+MiB = 1 << 20
+
+
+class Buffers:
+    """One arena at a time; an outgrown one is closed when its last buffer has come back.
+
+    Args:
+        nbytes: fixed size in bytes, or None: as much as `fit` finds it to need.
+        register: pins the arena's memory for a device, or None.
+        meter: told the bytes of the arena, if they are of the memory that activations take.
+    """
+
+    def __init__(
+        self, nbytes: int | None, register: Callable[[int, int], Any] | None, meter: ActivationMeter | None
+    ) -> None:
+        self._fixed = nbytes
+        self._register = register
+        self._meter = meter
+        self._arena: Arena | None = None
+        self._outgrown: list[Arena] = []
+        if nbytes is not None:
+            self._make(nbytes)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the arena, 0 before there is one."""
+        return self._arena.capacity if self._arena is not None else 0
+
+    @property
+    def allocated(self) -> int:
+        """Bytes handed out and not yet returned, outgrown arenas included."""
+        arenas = [*self._outgrown, *([self._arena] if self._arena is not None else [])]
+        return sum(arena.allocated for arena in arenas)
+
+    def _make(self, nbytes: int) -> None:
+        self._arena = Arena(nbytes, register=self._register)
+        self._count(self._arena.capacity)
+
+    def _count(self, nbytes: int) -> None:
+        if self._meter is not None:
+            self._meter.adjust(nbytes)
+
+    def fit(self, wanted: int) -> None:
+        """Have at least `wanted` bytes, unless the size is fixed. Grows by a quarter at least, so that it settles."""
+        self._close_returned()
+        if self._fixed is not None or wanted <= self.capacity:
+            return
+        if self._arena is not None:
+            wanted = max(wanted, self.capacity * 5 // 4)
+            self._outgrown.append(self._arena)
+            self._close_returned()
+        self._make(-(-wanted // (2 * MiB)) * 2 * MiB)
+
+    def acquire(self, nbytes: int, lead: int = 0) -> Lease | None:
+        """A buffer of `nbytes` whose address is `lead` modulo the I/O alignment, or None: full, or none made yet."""
+        return self._arena.acquire(nbytes, lead=lead) if self._arena is not None else None
+
+    def _close_returned(self) -> None:
+        still = []
+        for arena in self._outgrown:
+            if arena.allocated:
+                still.append(arena)
+            else:
+                self._count(-arena.capacity)
+                arena.close()
+        self._outgrown = still
+
+    def close(self) -> None:
+        """Close what is not in use any more. Buffers that a tensor still owns keep their arena mapped."""
+        if self._arena is not None:
+            self._outgrown.append(self._arena)
+            self._arena = None
+        self._close_returned()

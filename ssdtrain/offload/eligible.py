@@ -1,0 +1,108 @@
+"""Which saved tensors may leave memory.
+
+Note: [What must not move]
+
+- Parameters and buffers, and every view of one: they are not activations, and they stay in memory anyway. A view is found
+  by its storage where the model was registered, by `_base` otherwise (ZeRO-3 hands out `W.t()` of a gathered parameter whose
+  storage nobody could register in advance).
+- The copy that autocast makes of a parameter: it lives in autocast's cache as long as the region does. Its `grad_fn` (or
+  that of its base) is a `ToCopyBackward0` whose next function accumulates into a Parameter.
+- Tensors of classes the engine does not know, and tensors whose bytes alone do not say their value: conjugate or negative
+  bit, sparse, quantised, nested, fake, functional, functorch-wrapped.
+- Storages that a framework frees and fills again by itself (`storage.resize_(0)`).
+- Small tensors: the operation costs more than the bytes are worth.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+__all__ = ["Eligibility"]
+
+_is_functional = torch._is_functional_tensor
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+class Eligibility:
+    """Decides by looks alone whether a saved tensor may move; says nothing about whether it should.
+
+    Args:
+        min_bytes: saved tensors of fewer bytes stay.
+        device_type: tensors of other devices stay.
+    """
+
+    def __init__(self, min_bytes: int, device_type: str) -> None:
+        self.min_bytes = min_bytes
+        self.device_type = device_type
+        self._modules: list[nn.Module] = []
+        self._fixed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._fixed_when: list[Callable[[torch.Tensor], bool]] = []
+        self._refuse_when: list[Callable[[torch.Tensor], bool]] = []
+
+    def register(self, module: nn.Module) -> None:
+        """Refuse the parameters and buffers of `module`, wherever their storages move: `refresh` looks again."""
+        self._modules.append(module)
+        self.refresh()
+
+    def fixed_when(self, predicate: Callable[[torch.Tensor], bool]) -> None:
+        """Treat also what `predicate` says as a parameter: an adapter's way to name its framework's own classes."""
+        self._fixed_when.append(predicate)
+
+    def refuse_when(self, predicate: Callable[[torch.Tensor], bool]) -> None:
+        """Refuse also what `predicate` says: an adapter's way to name storages that its framework resizes."""
+        self._refuse_when.append(predicate)
+
+    def refresh(self) -> None:
+        """Collect the storages of the registered modules. Frameworks re-map them (a distributed optimizer's flat buffer).
+
+        They are known by weak reference: an address that is used again by an activation is not mistaken for a parameter.
+        """
+        fixed = {}
+        for tensor in self._tensors():
+            if type(tensor.data) is torch.Tensor and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                fixed[id(storage)] = weakref.ref(storage)
+        self._fixed = fixed
+
+    def _tensors(self) -> Iterable[torch.Tensor]:
+        for module in self._modules:
+            yield from module.parameters()
+            yield from module.buffers()
+
+    def is_fixed(self, tensor: torch.Tensor) -> bool:
+        """True for parameters, buffers, and the views and copies of them that autograd saves: these are no activations."""
+        base = tensor._base
+        if isinstance(tensor, nn.Parameter) or (base is not None and isinstance(base, nn.Parameter)):
+            return True
+        if self._fixed and type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            known = self._fixed.get(id(storage))
+            if known is not None and known() is storage:
+                return True
+        node = (tensor if base is None else base).grad_fn
+        if node is not None and node.name() == "ToCopyBackward0":
+            source = node.next_functions[0][0]
+            if isinstance(getattr(source, "variable", None), nn.Parameter):
+                return True
+        return any(predicate(tensor) for predicate in self._fixed_when)
+
+    def is_plain(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor's storage, dtype, sizes and strides say all there is to say about it."""
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.layout is torch.strided
+            and tensor.device.type == self.device_type
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+            and not tensor.is_quantized
+            and not _is_functional(tensor)
+            and not _is_wrapped(tensor)
+        )
+
+    def refused_by_adapter(self, tensor: torch.Tensor) -> bool:
+        """True if an adapter named this tensor as one that its framework moves or frees by itself."""
+        return any(predicate(tensor) for predicate in self._refuse_when)

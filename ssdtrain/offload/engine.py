@@ -1,0 +1,407 @@
+"""The offload engine: answers autograd's saved-tensor hooks.
+
+Note: [Threads]
+Pack runs on the threads that run forward, unpack on those that run backward (autograd's own threads for devices). One lock
+guards all regions, tapes and counters. No wait holds it, and nothing that runs at an arbitrary moment (`__del__`, the end of a
+buffer, the death of a storage) takes it: those append to queues, which the next call drains. The I/O pool's workers know
+nothing of Python.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import torch
+
+from ssdtrain.device import Device
+from ssdtrain.offload.amount import Plan
+from ssdtrain.offload.buffers import Buffers
+from ssdtrain.offload.eligible import Eligibility
+from ssdtrain.offload.meter import ActivationMeter
+from ssdtrain.offload.mover import Mover
+from ssdtrain.offload.prefetch import Prefetcher
+from ssdtrain.offload.region import Handle, Kept, Region, State, restride, view_of
+from ssdtrain.offload.sharing import Extent, Regions
+from ssdtrain.offload.statistics import OffloadStatistics
+from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.transfer import DirectTransfer, StagedTransfer, Transfer
+from ssdtrain.storage import IOCancelled, IOFailure, Operation, SpillStore
+
+__all__ = ["EngineOptions", "OffloadEngine"]
+
+logger = logging.getLogger("ssdtrain")
+
+_graph_task = torch._C._current_graph_task_id
+
+MiB = 1 << 20
+
+PATIENCE = 60.0  # seconds of waiting for one load between warnings
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the engine needs to know; the runtime fills it from the config.
+
+    Sizes in bytes, times in seconds. None: chosen by the engine from what it sees.
+    """
+
+    min_bytes: int = 256 << 10
+    in_flight: int = 256 * MiB
+    prefetch: int | None = None
+    buffer: int | None = None
+    deadline: float = 10.0
+    raise_when_full: bool = False
+    staged: bool | None = None  # None: staged through pinned buffers on a GPU, in place on the CPU
+    timeline: bool = False
+
+
+class OffloadEngine:
+    """Moves saved tensors between memory and the tiers of a store.
+
+    Args:
+        store: the tiers; the engine does not close it.
+        device: the layer for streams and events.
+        torch_device: tensors of this device move, others stay.
+        plan: which regions leave.
+        options: sizes and times.
+
+    Raises:
+        StoreFull, IOFailure: from `pack` and `unpack`, on the thread that trains.
+    """
+
+    def __init__(
+        self,
+        store: SpillStore,
+        device: Device,
+        torch_device: torch.device,
+        plan: Plan,
+        options: EngineOptions,
+    ) -> None:
+        self.options = options
+        self.plan = plan
+        self.device = device
+        self.statistics = OffloadStatistics()
+        self.meter = ActivationMeter(timeline=options.timeline)
+        self.eligible = Eligibility(max(1, options.min_bytes), torch_device.type)
+        # On a GPU the arena is host memory: it is not what activations take there.
+        counted = self.meter if device.kind == "cpu" else None
+        self.buffers = Buffers(options.buffer, device.host_register(), counted)
+        staged = device.kind != "cpu" if options.staged is None else options.staged
+        transfer: Transfer
+        if staged:
+            transfer = StagedTransfer(store, self.buffers, self.meter.see, device, torch_device)
+        else:
+            transfer = DirectTransfer(store, self.buffers, self.meter.see)
+        self._staged = staged
+        self.mover = Mover(store, transfer, self.statistics, raise_when_full=options.raise_when_full)
+        self.prefetcher = Prefetcher(self.mover, options.prefetch or 0)
+        self._regions = Regions()
+        self._released: SimpleQueue[tuple[Region, bool]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._largest = 0
+        self._closed = False
+
+    # Forward
+
+    def pack(self, tape: Tape, tensor: torch.Tensor) -> Handle | Kept:
+        """What autograd keeps instead of `tensor`.
+
+        Raises:
+            StoreFull: no tier has room, and the config says to raise.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return Kept(tensor)
+        if self.eligible.is_fixed(tensor) or not self.eligible.is_plain(tensor):
+            return Kept(tensor)
+        storage = tensor.untyped_storage()
+        with self._lock:
+            self._drain()
+            self.statistics.saved_tensors += 1
+            self.meter.see(storage)
+            if tensor.nbytes < self.eligible.min_bytes or self._refused(tensor):
+                return Kept(tensor)
+            extent = Extent.of(tensor, storage)
+            if extent.end - extent.start < self.eligible.min_bytes:
+                return Kept(tensor)  # an expanded tensor looks larger than it is
+            region = self._regions.find(tensor, storage, extent)
+            if region is not None:
+                self.statistics.shared_tensors += 1
+                return self._handle(region, tensor, extent)
+            region = self._regions.make(tensor, storage, extent, tape, self._released)
+            self.statistics.saved_bytes += region.nbytes
+            self.statistics.live_regions += 1
+            if region.packed is not None:
+                self.statistics.packed_bytes += region.nbytes
+                self.meter.see(region.tensor.untyped_storage())
+            self._largest = max(self._largest, region.nbytes)
+            leaves = not tape.keep and self.plan.offload(tape, region.nbytes)
+            tape.append(region)
+            handle = self._handle(region, tensor, extent)
+            if not leaves:
+                self.mover.keep(region)
+        if leaves:
+            self._store(region)
+        return handle
+
+    def _refused(self, tensor: torch.Tensor) -> bool:
+        # What is saved while a backward runs (recomputation, double backward) is needed at once.
+        return _graph_task() != -1 or self.eligible.refused_by_adapter(tensor) or self.device.capturing()
+
+    def _handle(self, region: Region, tensor: torch.Tensor, extent: Extent) -> Handle:
+        region.handles += 1
+        region.waiting += 1
+        offset = 0 if region.packed is not None else (extent.start - region.start) // tensor.itemsize
+        return Handle(region, (tensor.dtype, tensor.shape, tensor.stride(), offset))
+
+    def _store(self, region: Region) -> None:
+        """Begin the store of `region` as soon as the stores in flight leave room, or keep it past the deadline."""
+        deadline: float | None = None
+        full = False  # no staging buffer: one store at least has to end first
+        while True:
+            with self._lock:
+                self.mover.reap()
+                oldest = self.mover.oldest_store()
+                room = oldest is None or self.mover.in_flight + region.nbytes <= self.options.in_flight
+                if room and not (full and oldest is not None):
+                    if self.mover.begin_store(region):
+                        return
+                    full = True
+                    if oldest is None:
+                        self._keep_late(region)
+                        return
+                assert oldest is not None
+                operation = oldest.operation
+            assert operation is not None
+            now = time.monotonic()
+            deadline = now + self.options.deadline if deadline is None else deadline
+            ended = now < deadline and self._wait_quietly(operation, deadline - now)
+            with self._lock:
+                self.statistics.store_wait_seconds += time.monotonic() - now
+                full = False
+                if not ended:
+                    self._keep_late(region)
+                    return
+
+    @staticmethod
+    def _wait_quietly(operation: Operation, timeout: float) -> bool:
+        """Wait until `operation` is over, well or not: the mover sees to how it ended. False: timeout."""
+        try:
+            return operation.wait(timeout)
+        except (IOFailure, IOCancelled):
+            return True
+
+    def _keep_late(self, region: Region) -> None:
+        if not self.statistics.kept_late_bytes:
+            logger.warning(
+                "stores in flight did not end within offload.deadline=%gs: a saved tensor of %d bytes stays in memory "
+                "(counted in the report; faster drives, a lower offload.amount or more offload.buffer help)",
+                self.options.deadline,
+                region.nbytes,
+            )
+        self.statistics.kept_late_bytes += region.nbytes
+        self.mover.keep(region)
+
+    # Backward
+
+    def unpack(self, held: Handle | Kept) -> torch.Tensor:
+        """The tensor that `pack` was given: same bytes, dtype, sizes and strides.
+
+        Raises:
+            RuntimeError: it was modified in place since, as autograd says without hooks; or the engine was closed.
+            IOFailure: it could not be read back.
+        """
+        if isinstance(held, Kept):
+            if held.tensor._version != held.version:
+                raise _modified(held.tensor, held.tensor._version, held.version)
+            return held.tensor
+        region = held.region
+        waited = 0.0
+        while True:
+            with self._lock:
+                if waited:
+                    self._count_load_wait(region, waited)
+                if region.changed():
+                    raise _modified(region.probe, region.probe._version, region.version, held.geometry)
+                tensor = self._try_unpack(held)
+                self.prefetcher.run(region.tape)
+                if tensor is not None:
+                    return tensor
+                operation = region.operation
+            if operation is not None:
+                began = time.monotonic()
+                if not self._wait_quietly(operation, PATIENCE):
+                    logger.warning(
+                        "backward has waited %g s for %d bytes to come back", PATIENCE, region.nbytes
+                    )
+                waited = time.monotonic() - began
+
+    def _count_load_wait(self, region: Region, seconds: float) -> None:
+        self.statistics.load_wait_seconds += seconds
+        key = (region.tape.chunk, region.index)
+        self.statistics.load_waits[key] = self.statistics.load_waits.get(key, 0.0) + seconds
+
+    def _try_unpack(self, handle: Handle) -> torch.Tensor | None:
+        """The tensor if its bytes are in memory; else None, with their load under way."""
+        region = handle.region
+        if os.getpid() != self._pid:
+            raise RuntimeError("a saved tensor that was offloaded cannot be used in a forked process")
+        self._drain()
+        region.tape.reached(region.index, again=handle.unpacked)
+        if region.state is State.STORED:
+            if self._closed:
+                raise RuntimeError(
+                    "a saved tensor is needed after the offload engine was closed: close it after backward"
+                )
+            self._size_buffers()
+            self.mover.begin_load(region, asked=True)
+        if region.state is State.LOADING:
+            assert region.operation is not None
+            if not region.operation.done():
+                return None
+            self.mover.end_load(region)
+        if region.state is State.RESIDENT and self._written(region):
+            assert region.loaded is not None
+            raise _modified(region.loaded, region.loaded._version, region.loaded_version, handle.geometry)
+        if region.state is State.LOADED and self._written(region):
+            # Backward wrote into the buffer: those are not the bytes that were saved. See Note: [Buffers belong to the tensor].
+            self.mover.drop_loaded(region)
+            return self._try_unpack(handle)
+        if region.state is State.STORING and not self.mover.stop_store(region):
+            self.mover.recall(region)
+            if region.loaded is None:
+                self.statistics.forwarded_bytes += region.nbytes
+        return self._hand_out(handle)
+
+    @staticmethod
+    def _written(region: Region) -> bool:
+        return region.loaded is not None and region.loaded._version != region.loaded_version
+
+    def _hand_out(self, handle: Handle) -> torch.Tensor:
+        region = handle.region
+        if region.loaded is not None:
+            self.mover.transfer.end_load(region)
+            base, start = region.loaded, 0
+        else:
+            base, start = region.tensor, region.start
+        if region.packed is None:
+            tensor = view_of(base, start, handle.geometry)
+        else:
+            dtype = handle.geometry[0]
+            dense = torch.empty(0, dtype=dtype, device=base.device).set_(
+                base.untyped_storage(), 0, region.packed
+            )
+            tensor = restride(dense, handle.geometry)
+        if not handle.unpacked:
+            handle.unpacked = True
+            region.waiting -= 1
+        region.passed = region.tape.pass_number
+        self.mover.asked_for(region)
+        if region.waiting <= 0 and region.loaded is not None and region.slot is not None:
+            if region.state is State.LOADED:
+                self.mover.drop_loaded(region)
+            else:
+                region.loaded = None
+        return tensor
+
+    def _size_buffers(self) -> None:
+        """Choose how far to read ahead and how large the arena has to be, where the config does not say."""
+        if self.options.prefetch is None:
+            free = self.buffers.capacity // 2 if self.options.buffer is not None else 1024 * MiB
+            self.prefetcher.limit = min(max(4 * self._largest, 32 * MiB), free)
+        self.buffers.fit(self.prefetcher.limit + 3 * self._largest)
+
+    # Between the two
+
+    def finish_forward(self, tape: Tape) -> None:
+        """The forward of `tape` is over."""
+        with self._lock:
+            self._drain()
+            self.plan.finished(tape)
+            self._regions.forget_dead()
+
+    def prefetch(self, tape: Tape) -> None:
+        """The backward of `tape` is about to begin: start its loads."""
+        with self._lock:
+            self._drain()
+            self._size_buffers()
+            self.prefetcher.run(tape)
+
+    def next_backward(self, tapes: list[Tape]) -> None:
+        """Whose backward follows the present one, in order: reads go on there when a tape runs out."""
+        with self._lock:
+            self.prefetcher.next_tapes = tapes
+
+    def drain(self) -> None:
+        """Take note of what autograd dropped and of what the drives have finished."""
+        with self._lock:
+            self._drain()
+
+    def _drain(self) -> None:
+        released = self._released
+        while not released.empty():
+            try:
+                region, unpacked = released.get_nowait()
+            except Empty:
+                break
+            region.handles -= 1
+            if not unpacked:
+                region.waiting -= 1
+            if region.handles == 0:
+                self._regions.forget(region)
+                self.mover.release(region)
+                self.statistics.live_regions -= 1
+        self.mover.reap()
+        self.meter.drain()
+
+    def snapshot(self) -> OffloadStatistics:
+        """The counters now."""
+        with self._lock:
+            self._drain()
+            statistics = self.statistics.copy()
+            statistics.in_flight_bytes = self.mover.in_flight
+            statistics.activation_bytes = self.meter.live_bytes
+            statistics.activation_peak_bytes = self.meter.peak_bytes
+            return statistics
+
+    def reset_peak(self) -> None:
+        """Begin a new peak of activation memory, and a new timeline where one is recorded."""
+        with self._lock:
+            self._drain()
+            self.meter.reset_peak()
+
+    def close(self) -> None:
+        """Wait for the transfers under way and move nothing any more.
+
+        Handles still alive become inert: what is in memory can be unpacked, what is in a tier raises.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._drain()
+            busy = [region.operation for region in self.mover.busy()] if os.getpid() == self._pid else []
+        for operation in busy:
+            if operation is not None:
+                self._wait_quietly(operation, self.options.deadline)
+        with self._lock:
+            self._drain()
+            self.buffers.close()
+
+
+def _modified(tensor: torch.Tensor, version: int, expected: int, geometry: object = None) -> RuntimeError:
+    """The error that autograd raises by itself where no hooks are installed."""
+    dtype, size = (
+        (geometry[0], geometry[1]) if isinstance(geometry, tuple) else (tensor.dtype, tuple(tensor.shape))
+    )
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{dtype} {list(size)}] is at version {version}; expected version {expected} instead. Hint: enable anomaly "
+        "detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )

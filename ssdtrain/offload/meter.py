@@ -1,0 +1,76 @@
+"""Activation memory: the bytes that are alive for backward, counted as they come and go.
+
+Counted are the whole storages of saved tensors, each once however many views of it were saved, for as long as the storage
+really lives: also while somebody else holds it, since its bytes are in memory all the same. Parameters and buffers are not
+counted. `adjust` adds what is not a saved storage: the arena, restore buffers outside it.
+
+torch keeps the Python object of a storage as long as the storage itself, so a weak reference to it dies exactly when the
+memory goes. The callback may run anywhere, in the middle of a cyclic collection too: it only appends to a queue.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from queue import Empty, SimpleQueue
+
+import torch
+
+__all__ = ["ActivationMeter"]
+
+
+class ActivationMeter:
+    """Live and peak bytes of saved storages. Not thread-safe by itself: the engine calls it under its lock.
+
+    Args:
+        timeline: also keep (seconds, bytes) at every change, for a plot. Off by default: it grows with every saved tensor.
+    """
+
+    def __init__(self, *, timeline: bool = False) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.record = timeline
+        self.timeline: list[tuple[float, int]] = []
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._dead: SimpleQueue[int] = SimpleQueue()
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        """Count `storage` from now until it dies, if it is not counted already."""
+        key = id(storage)
+        known = self._seen.get(key)
+        if known is not None:
+            if known[0]() is storage:
+                return
+            # A dead storage's key, reused before its death was drained.
+            self.drain()
+        nbytes = storage.nbytes()
+        dead = self._dead
+        # `dead` and `key` are bound now: the callback must not reach for this object, which may be gone.
+        self._seen[key] = (weakref.ref(storage, lambda _, put=dead.put, key=key: put(key)), nbytes)  # type: ignore[misc]
+        self.adjust(nbytes)
+
+    def adjust(self, nbytes: int) -> None:
+        """Add `nbytes` (negative: subtract) that are alive for backward but are no saved storage."""
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self.record:
+            self.timeline.append((time.perf_counter(), self.live_bytes))
+
+    def drain(self) -> None:
+        """Take off what has died. Cheap when nothing has."""
+        dead = self._dead
+        while not dead.empty():
+            try:
+                key = dead.get_nowait()
+            except Empty:
+                return
+            known = self._seen.get(key)
+            if known is not None and known[0]() is None:
+                del self._seen[key]
+                self.adjust(-known[1])
+
+    def reset_peak(self) -> None:
+        """Start a new peak and a new timeline from what is alive now."""
+        self.drain()
+        self.peak_bytes = self.live_bytes
+        self.timeline = [(time.perf_counter(), self.live_bytes)] if self.record else []

@@ -1,0 +1,292 @@
+"""The one place that changes where a region's bytes are.
+
+```
+RESIDENT -> STORING -> STORED -> LOADING -> LOADED -> STORED ...
+    ^          |                                        |
+    +-cancelled+ failed, forwarded       RELEASED <-----+ from any state, when the last handle is gone
+```
+
+Every method is called with the engine's lock held, and none waits for I/O. What must be waited for is an `Operation`, and the
+engine waits for it outside the lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from ssdtrain.offload.region import Region, State
+from ssdtrain.offload.statistics import OffloadStatistics
+from ssdtrain.offload.transfer import Transfer
+from ssdtrain.storage import SpillStore, StoreFull
+
+__all__ = ["Mover"]
+
+logger = logging.getLogger("ssdtrain")
+
+
+class Mover:
+    """Starts, finishes, cancels and abandons the transfers of regions.
+
+    Args:
+        store: the tiers.
+        transfer: how bytes leave and enter tensors.
+        statistics: counters to keep.
+        raise_when_full: raise `StoreFull` when no tier has room, instead of keeping the region in memory.
+    """
+
+    def __init__(
+        self,
+        store: SpillStore,
+        transfer: Transfer,
+        statistics: OffloadStatistics,
+        *,
+        raise_when_full: bool = False,
+    ) -> None:
+        self.store = store
+        self.transfer = transfer
+        self.statistics = statistics
+        self.in_flight = 0  # bytes of stores whose operation has not ended
+        self.ahead = 0  # bytes loaded, or being loaded, that backward has not asked for yet
+        self._raise_when_full = raise_when_full
+        self._stores: deque[Region] = deque()  # in the order in which they began
+        self._ahead: deque[Region] = deque()  # in the order in which backward will ask
+        self._leaving: list[Region] = []  # released, but an operation still uses their memory
+        self._warned_full = False
+
+    # Stores
+
+    def begin_store(self, region: Region) -> bool:
+        """RESIDENT -> STORING, or kept where no tier has room. False: no staging buffer now; try after a store has ended.
+
+        Raises:
+            StoreFull: no room, and `raise_when_full`.
+        """
+        try:
+            region.slot = self.store.reserve(region.nbytes)
+        except StoreFull as error:
+            self._keep_for_want_of_room(region, error)
+            return True
+        if not self.transfer.begin_store(region):
+            self._free_slot(region)
+            return False
+        region.state = State.STORING
+        region.wanted = False
+        self.in_flight += region.nbytes
+        self._stores.append(region)
+        self.statistics.offloaded_bytes += region.nbytes
+        return True
+
+    def keep(self, region: Region) -> None:
+        """The region stays in memory: by plan, or because its store could not begin in time."""
+        self.statistics.kept_bytes += region.nbytes
+
+    def _keep_for_want_of_room(self, region: Region, error: StoreFull) -> None:
+        if self._raise_when_full:
+            raise error
+        self.statistics.kept_full_bytes += region.nbytes
+        self.keep(region)
+        if not self._warned_full:
+            self._warned_full = True
+            logger.warning("saved tensors stay in memory from now on where no tier has room: %s", error)
+
+    def oldest_store(self) -> Region | None:
+        """The store in flight that began first."""
+        return self._stores[0] if self._stores else None
+
+    def reap(self) -> None:
+        """Take note of what has ended. Cheap when nothing has."""
+        transfer = self.transfer
+        transfer.poll()
+        for region in self._stores:
+            if region.state is not State.STORING or not transfer.departed(region):
+                break
+            region.empty_()
+        while self._stores and self._stores[0].operation is not None and self._stores[0].operation.done():
+            self._end_store(self._stores.popleft())
+        if self._leaving:
+            self._leaving = [region for region in self._leaving if not self._gone(region)]
+
+    def _end_store(self, region: Region) -> None:
+        assert region.operation is not None
+        error = region.operation.failed()
+        if error is not None and region.state is not State.RELEASED:
+            self._store_failed(region, error)
+            return
+        self.in_flight -= region.nbytes
+        if region.state is State.RELEASED:
+            self.transfer.end_store(region)
+            region.empty_()
+        elif region.wanted and region.tensor.untyped_storage().nbytes():
+            # Backward is near and the bytes are still here: they need not come back.
+            self.transfer.end_store(region)
+            self._forward(region)
+        elif region.loaded is not None:
+            self.transfer.end_store(region)
+            region.state = State.LOADED
+        else:
+            self.transfer.end_store(region)
+            region.empty_()
+            region.state = State.STORED
+
+    def _forward(self, region: Region) -> None:
+        self._free_slot(region)
+        region.state = State.RESIDENT
+        self.statistics.forwarded_bytes += region.nbytes
+
+    def _store_failed(self, region: Region, error: OSError) -> None:
+        """A failing drive gets no more data; the bytes, which are still in memory, go to the next tier or stay."""
+        assert region.slot is not None
+        self.statistics.failed_stores += 1
+        self.store.retire(region.slot, error)
+        self._free_slot(region)
+        try:
+            region.slot = self.store.reserve(region.nbytes)
+        except StoreFull as full:
+            self.in_flight -= region.nbytes
+            recalled = region.loaded is not None or self.transfer.recall(region)
+            self.transfer.end_store(region)
+            region.state = State.RESIDENT
+            assert recalled or region.tensor.untyped_storage().nbytes(), "a failed store had let its bytes go"
+            self._keep_for_want_of_room(region, full)
+            return
+        self.transfer.rewrite(region)
+        self._stores.append(region)
+
+    def stop_store(self, region: Region) -> bool:
+        """STORING -> RESIDENT if not a byte of it has been written yet: a write avoided. False: too late."""
+        if region.operation is None or not region.operation.cancel():
+            return False
+        self._stores.remove(region)
+        self.in_flight -= region.nbytes
+        self.statistics.cancelled_bytes += region.nbytes
+        self.statistics.offloaded_bytes -= region.nbytes
+        if region.loaded is None:
+            self.transfer.recall(region)
+        self.transfer.end_store(region)
+        self._free_slot(region)
+        region.state = State.RESIDENT
+        return True
+
+    def recall(self, region: Region) -> None:
+        """The bytes of a region being stored are in the staging buffer only: bring them back from there."""
+        if region.loaded is None and self.transfer.recall(region):
+            self.statistics.forwarded_bytes += region.nbytes
+
+    # Loads
+
+    def begin_load(self, region: Region, *, asked: bool) -> bool:
+        """STORED -> LOADING. False: no buffer, and nobody has asked for it yet.
+
+        A load that backward asked for never waits for a buffer that only backward frees: it drops what was loaded ahead,
+        the last needed first, and where that is not enough it allocates outside of the arena.
+        """
+        if not self.transfer.begin_load(region, outside=False):
+            if not asked:
+                return False
+            while self._evict():
+                if self.transfer.begin_load(region, outside=False):
+                    break
+            else:
+                self.transfer.begin_load(region, outside=True)
+                self.statistics.outside_bytes += region.nbytes
+        region.state = State.LOADING
+        if not asked:
+            region.ahead = True
+            self.ahead += region.nbytes
+            self._ahead.append(region)
+        return True
+
+    def end_load(self, region: Region) -> None:
+        """LOADING -> LOADED: the read has ended.
+
+        Raises:
+            IOFailure: it failed; the region goes back to STORED, and nothing is handed out.
+        """
+        assert region.operation is not None
+        error = region.operation.failed()
+        if error is not None:
+            self._not_ahead(region)
+            self.transfer.abandon_load(region)
+            region.state = State.STORED
+            raise error
+        self.transfer.advance_load(region)
+        region.state = State.LOADED
+        self.statistics.loaded_bytes += region.nbytes
+
+    def drop_loaded(self, region: Region) -> None:
+        """LOADED -> STORED: the region lets go of the buffer; tensors that were handed out own it."""
+        self._not_ahead(region)
+        region.loaded = None
+        region.event = None
+        region.state = State.STORED
+
+    def asked_for(self, region: Region) -> None:
+        """Backward has come to this region: it is ahead no more."""
+        self._not_ahead(region)
+
+    def _not_ahead(self, region: Region) -> None:
+        if region.ahead:
+            region.ahead = False
+            self.ahead -= region.nbytes
+            self._ahead.remove(region)
+
+    def _evict(self) -> bool:
+        """Drop the load ahead that is needed last. False: there is none that can be dropped."""
+        for region in reversed(self._ahead):
+            if region.state is State.LOADING:
+                assert region.operation is not None
+                if not region.operation.cancel() and not region.operation.done():
+                    continue
+                self.transfer.abandon_load(region)
+            self.drop_loaded(region)
+            self.statistics.evicted_bytes += region.nbytes
+            return True
+        return False
+
+    # Release
+
+    def release(self, region: Region) -> None:
+        """The last handle is gone: cancel what has not begun, free the slot, keep the memory that I/O still uses."""
+        state = region.state
+        if state is State.RELEASED:
+            return
+        operation = region.operation
+        self._not_ahead(region)
+        region.state = State.RELEASED
+        if state is State.STORING:
+            assert operation is not None
+            if operation.cancel():
+                self._stores.remove(region)
+                self.in_flight -= region.nbytes
+                self.statistics.cancelled_bytes += region.nbytes
+                self.statistics.offloaded_bytes -= region.nbytes
+                self.transfer.end_store(region)
+                region.empty_()
+            # Otherwise it stays among the stores, and with it the memory that is being written from.
+        elif state is State.LOADING:
+            assert operation is not None
+            if operation.cancel():
+                self.transfer.abandon_load(region)
+            else:
+                self._leaving.append(region)
+        else:
+            region.loaded = None
+            region.empty_()
+        self._free_slot(region)
+        region.tape.remove(region)
+
+    def _gone(self, region: Region) -> bool:
+        if region.operation is not None and not region.operation.done():
+            return False
+        self.transfer.abandon_load(region)
+        return True
+
+    def _free_slot(self, region: Region) -> None:
+        if region.slot is not None:
+            self.store.free(region.slot)
+            region.slot = None
+
+    def busy(self) -> list[Region]:
+        """Regions whose memory an operation uses."""
+        return [*self._stores, *self._leaving, *(r for r in self._ahead if r.state is State.LOADING)]

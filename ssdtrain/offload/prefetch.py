@@ -1,0 +1,58 @@
+"""Reads ahead of backward, along the tape."""
+
+from __future__ import annotations
+
+from ssdtrain.offload.mover import Mover
+from ssdtrain.offload.region import State
+from ssdtrain.offload.tape import Tape
+
+__all__ = ["Prefetcher"]
+
+
+class Prefetcher:
+    """Keeps up to `limit` bytes loaded ahead of where backward is.
+
+    The tape says what comes next: the reverse of what was saved. When it runs out, `next_tapes` say whose backward follows.
+    Within that distance a store that has not begun is cancelled, since its bytes are about to be needed, and one that has
+    begun leaves its bytes in memory.
+
+    Args:
+        mover: starts the loads.
+        limit: bytes ahead; 0: none, except what `limit` cannot hold alone.
+    """
+
+    def __init__(self, mover: Mover, limit: int) -> None:
+        self.limit = limit
+        self.next_tapes: list[Tape] = []
+        self._mover = mover
+
+    def run(self, tape: Tape) -> None:
+        """Issue what fits, beginning below where backward is on `tape`. Called with the engine's lock held."""
+        if self.limit <= 0:
+            return
+        near = self._along(tape, self.limit)
+        for following in self.next_tapes:
+            if near <= 0:
+                return
+            if following is not tape:
+                near = self._along(following, near)
+
+    def _along(self, tape: Tape, near: int) -> int:
+        """Go down `tape` for `near` bytes; returns the bytes of that distance that are left."""
+        mover = self._mover
+        start = len(tape.regions) if tape.cursor is None else tape.cursor
+        for index in range(start - 1, -1, -1):
+            region = tape.regions[index]
+            if region is None or (region.passed == tape.pass_number and not region.waiting):
+                continue
+            if region.state is State.STORED:
+                if mover.ahead and mover.ahead + region.nbytes > self.limit:
+                    return 0
+                if not mover.begin_load(region, asked=False):
+                    return 0
+            elif region.state is State.STORING and not mover.stop_store(region):
+                region.wanted = True
+            near -= region.nbytes
+            if near <= 0:
+                return 0
+        return near

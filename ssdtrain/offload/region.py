@@ -1,0 +1,227 @@
+"""A region: bytes of one storage that are kept once; a handle: what autograd holds for each saved tensor in it."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from queue import SimpleQueue
+
+    from ssdtrain.device import Event
+    from ssdtrain.offload.tape import Tape
+    from ssdtrain.storage import Lease, Operation, Slot
+
+__all__ = [
+    "Geometry",
+    "Handle",
+    "Kept",
+    "Region",
+    "State",
+    "densest",
+    "restride",
+    "same_version_counter",
+    "view_of",
+]
+
+# dtype, sizes, strides and storage offset (in elements of dtype) from the start of the region.
+Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
+
+_NOTHING: dict[torch.device, torch.Tensor] = {}
+
+
+class State(enum.Enum):
+    """Where the bytes of a region are. Changed by the engine alone, under its lock."""
+
+    RESIDENT = "resident"  # in memory only
+    STORING = "storing"  # in memory, and on the way to a tier
+    STORED = "stored"  # in a tier only
+    LOADING = "loading"  # in a tier, and on the way to memory
+    LOADED = "loaded"  # in a tier and in memory
+    RELEASED = "released"  # nowhere: nobody needs them any more
+
+
+class Region:
+    """Bytes [start, start + nbytes) of one storage, kept once however many saved tensors view them.
+
+    Note: [The probe]
+    `tensor` is a detached alias of the first tensor saved. When the bytes have left memory its storage is taken away
+    (`empty_`), but the object remains: it still shares the version counter of the original, so an in-place write to the
+    original is noticed whenever it happens. Regions that hold a packed copy watch the original through `probe`.
+
+    Note: [Buffers belong to the tensor]
+    `loaded` is the buffer that a load filled. What `unpack` hands out shares its storage and its version counter. The
+    storage owns the buffer: it goes back to the arena when the last view dies, not when the handle does. Megatron's
+    vocabulary-parallel cross entropy returns its saved tensor, modified, as the gradient; a buffer that went back with the
+    handle would be overwritten under it. A write is seen on the counter, and the buffer is not handed out again.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "ahead",
+        "dtype",
+        "event",
+        "geometry",
+        "handles",
+        "index",
+        "key",
+        "lead",
+        "lease",
+        "loaded",
+        "loaded_version",
+        "nbytes",
+        "operation",
+        "packed",
+        "passed",
+        "probe",
+        "releases",
+        "slot",
+        "start",
+        "state",
+        "tape",
+        "tensor",
+        "version",
+        "waiting",
+        "wanted",
+    )
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        probe: torch.Tensor,
+        start: int,
+        nbytes: int,
+        tape: Tape,
+        releases: SimpleQueue[tuple[Region, bool]],
+    ) -> None:
+        self.tensor = tensor
+        self.probe = probe
+        self.start = start
+        self.nbytes = nbytes
+        self.tape = tape
+        self.releases = releases
+        self.version = probe._version
+        self.index = -1  # place on the tape
+        self.key = 0  # of its storage, among the regions that can be joined
+        self.packed: tuple[int, ...] | None = None  # shape of the packed copy, if it is one
+        self.state = State.RESIDENT
+        self.handles = 0  # handles alive
+        self.waiting = 0  # handles alive that were never unpacked
+        self.passed = -1  # the tape's pass in which backward last used it
+        self.wanted = False  # backward is near: keep the bytes when the store ends
+        self.ahead = False  # loaded, or being loaded, before anybody asked
+        self.lead = 0  # address modulo the I/O alignment
+        self.slot: Slot | None = None
+        self.operation: Operation | None = None
+        self.event: Event | None = None  # the copy off or onto the device
+        self.lease: Lease | None = None  # the staging buffer of a device copy
+        self.loaded: torch.Tensor | None = None
+        self.loaded_version = 0
+
+    @property
+    def address(self) -> int:
+        """Host or device address of the first byte, while the bytes are in `tensor`."""
+        return self.tensor.untyped_storage().data_ptr() + self.start
+
+    def changed(self) -> bool:
+        """True if the original was modified in place since it was saved."""
+        return self.probe._version != self.version
+
+    def empty_(self) -> None:
+        """Let go of the bytes and keep the version counter. See Note: [The probe]."""
+        self.tensor.data = _nothing(self.tensor.device)
+
+
+def _nothing(device: torch.device) -> torch.Tensor:
+    found = _NOTHING.get(device)
+    if found is None:
+        found = _NOTHING.setdefault(device, torch.empty(0, device=device))
+    return found
+
+
+class Handle:
+    """What the pack hook returns for a tensor that may move. Its life is autograd's own reference.
+
+    Note: [Release through a queue]
+    `__del__` runs anywhere: on an autograd thread, in cyclic collection, inside a section that holds the engine's lock. It
+    only appends to a queue, which pack, unpack and step drain.
+    """
+
+    __slots__ = ("__weakref__", "geometry", "region", "unpacked")
+
+    def __init__(self, region: Region, geometry: Geometry) -> None:
+        self.region = region
+        self.geometry = geometry
+        self.unpacked = False
+
+    def __del__(self) -> None:
+        # `region` is missing if __init__ never ran.
+        region = getattr(self, "region", None)
+        if region is not None:
+            region.releases.put((region, self.unpacked))
+
+
+class Kept:
+    """What the pack hook returns for a tensor that stays: the tensor, and the version at which it was saved.
+
+    With hooks autograd no longer compares versions, so the comparison is ours for these too.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # A leaf is returned as the same object; a detached alias of anything else, because a saved output that is held as
+        # itself holds its own graph.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.version = tensor._version
+
+
+def view_of(base: torch.Tensor, byte_offset: int, geometry: Geometry) -> torch.Tensor:
+    """A tensor over the storage of `base` with exactly this geometry that is no view and shares `base`'s version counter.
+
+    Args:
+        base: any tensor over the storage.
+        byte_offset: where the region begins in that storage, in bytes.
+        geometry: of the saved tensor, relative to the region.
+    """
+    dtype, size, stride, offset = geometry
+    alias = base.detach()
+    typed = torch.empty(0, dtype=dtype, device=base.device)
+    typed.set_(base.untyped_storage(), byte_offset // dtype.itemsize + offset, size, stride)
+    alias.data = typed
+    return alias
+
+
+def restride(dense: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """A tensor with the sizes and strides of `geometry`, filled from the packed copy `dense` that `densest` made."""
+    dtype, size, stride, _ = geometry
+    tensor = torch.empty_strided(size, stride, dtype=dtype, device=dense.device)
+    _own_elements(tensor).copy_(dense)
+    return tensor
+
+
+def densest(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of the elements of `tensor`, expanded dimensions (stride 0) once."""
+    return _own_elements(tensor.detach()).clone(memory_format=torch.contiguous_format)
+
+
+def _own_elements(tensor: torch.Tensor) -> torch.Tensor:
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def same_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if an in-place write to one is seen on the other. `.data` makes aliases with a counter of their own.
+
+    torch does not show a counter's identity, so this one is moved and put back.
+    """
+    version = one._version
+    if other._version != version:
+        return False
+    with torch.autograd._unsafe_preserve_version_counter(one):
+        torch.autograd.graph.increment_version(one)
+        return other._version != version

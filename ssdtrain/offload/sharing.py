@@ -1,0 +1,139 @@
+"""Which saved tensors share a region.
+
+Note: [Regions by storage]
+Storages are known by weak reference, never by address: an address is used again as soon as its storage dies. A saved tensor
+joins a region that contains its bytes and watches the same version counter. `.data` makes an alias of the same bytes with a
+counter of its own; writes through one are not seen on the other, so it gets a region of its own.
+
+Note: [Strided views]
+A view that leaves gaps (Megatron's QKV split: three views, each over 99% of one storage) becomes a region over the whole
+storage where its own bytes are a fair part of it, and the next views join. Where they are a small part, their bytes are copied
+together and the copy is what leaves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
+
+from ssdtrain.offload.region import Region, State, densest, same_version_counter
+from ssdtrain.offload.tape import Tape
+
+__all__ = ["Extent", "Regions"]
+
+# A view with gaps takes the whole storage along if at least this part of the storage is its own.
+WHOLE_STORAGE = 0.2
+
+
+class Extent(NamedTuple):
+    """Bytes [start, end) of its storage that a tensor spans, and how many of them are its own."""
+
+    start: int
+    end: int
+    own: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> Extent:
+        itemsize = tensor.itemsize
+        start = tensor.storage_offset() * itemsize
+        if tensor.is_contiguous():
+            nbytes = tensor.numel() * itemsize
+            return Extent(start, start + nbytes, nbytes)
+        last = 0
+        own = itemsize
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            last += (size - 1) * stride
+            if stride:  # an expanded dimension has no bytes of its own
+                own *= size
+        end = start + (last + 1) * itemsize
+        return Extent(start, end, min(own, end - start))
+
+
+class Regions:
+    """The live regions by storage. Called with the engine's lock held."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, tuple[weakref.ref[torch.UntypedStorage], list[Region]]] = {}
+
+    def find(self, tensor: torch.Tensor, storage: torch.UntypedStorage, extent: Extent) -> Region | None:
+        """A region whose bytes contain those of `tensor`, as they are now."""
+        known = self._by_storage.get(id(storage))
+        if known is None:
+            return None
+        if known[0]() is not storage:
+            del self._by_storage[id(storage)]
+            return None
+        for region in known[1]:
+            if (
+                region.start <= extent.start
+                and extent.end <= region.start + region.nbytes
+                and region.start % tensor.itemsize == 0
+                and extent.start % tensor.itemsize == 0
+                and region.state is not State.RELEASED
+                and not region.changed()
+                and same_version_counter(tensor, region.probe)
+            ):
+                return region
+        return None
+
+    def make(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        extent: Extent,
+        tape: Tape,
+        released: SimpleQueue[tuple[Region, bool]],
+    ) -> Region:
+        """A new region for `tensor`: its extent, the whole storage, or a packed copy. See Note: [Strided views]."""
+        alias = tensor.detach()
+        start, nbytes = extent.start, extent.end - extent.start
+        if extent.own < nbytes:
+            if extent.own >= WHOLE_STORAGE * storage.nbytes():
+                start, nbytes = 0, storage.nbytes()
+            elif extent.own < nbytes // 2 and _no_overlap(tensor):
+                return _packed(tensor, alias, tape, released)
+        region = Region(alias, alias, start, nbytes, tape, released)
+        region.key = key = id(storage)
+        known = self._by_storage.get(key)
+        if known is None or known[0]() is not storage:
+            known = self._by_storage[key] = (weakref.ref(storage), [])
+        known[1].append(region)
+        return region
+
+    def forget(self, region: Region) -> None:
+        """The region is released."""
+        known = self._by_storage.get(region.key)
+        if known is not None and region in known[1]:
+            known[1].remove(region)
+            if not known[1]:
+                del self._by_storage[region.key]
+
+    def forget_dead(self) -> None:
+        """Drop the entries of storages that have died: nobody can join their regions any more."""
+        dead = [key for key, (storage, _) in self._by_storage.items() if storage() is None]
+        for key in dead:
+            del self._by_storage[key]
+
+
+def _packed(
+    tensor: torch.Tensor, probe: torch.Tensor, tape: Tape, released: SimpleQueue[tuple[Region, bool]]
+) -> Region:
+    dense = densest(tensor)
+    region = Region(dense, probe, 0, dense.nbytes, tape, released)
+    region.packed = tuple(dense.shape)
+    probe.data = torch.empty(0, dtype=probe.dtype, device=probe.device)  # it only watches the version
+    return region
+
+
+def _no_overlap(tensor: torch.Tensor) -> bool:
+    """True if no two elements share an address, expanded dimensions aside."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride and size > 1:
+            if stride <= reach:
+                return False
+            reach += (size - 1) * stride
+    return True

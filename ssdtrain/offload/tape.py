@@ -1,0 +1,54 @@
+"""The regions that one forward of one microbatch on one model chunk saved, in order."""
+
+from __future__ import annotations
+
+from ssdtrain.offload.region import Region
+
+__all__ = ["Tape"]
+
+
+class Tape:
+    """Backward reads a tape from its end. A pipeline has several alive.
+
+    Args:
+        chunk: the model chunk (virtual pipeline stage).
+        microbatch: the microbatch; (chunk, microbatch) names the tape while it is alive.
+        keep: nothing of this tape leaves memory, because its backward follows at once.
+    """
+
+    __slots__ = ("chunk", "cursor", "keep", "live", "microbatch", "nbytes", "pass_number", "regions")
+
+    def __init__(self, chunk: int = 0, microbatch: int = 0, *, keep: bool = False) -> None:
+        self.chunk = chunk
+        self.microbatch = microbatch
+        self.keep = keep
+        self.nbytes = 0  # bytes of all its regions, kept ones included
+        self.live = 0  # regions not released
+        self.cursor: int | None = None  # backward has come down to this index; None: not begun
+        self.pass_number = 0  # backward passes begun: retain_graph makes more than one
+        self.regions: list[Region | None] = []
+
+    def append(self, region: Region) -> None:
+        region.index = len(self.regions)
+        self.regions.append(region)
+        self.nbytes += region.nbytes
+        self.live += 1
+
+    def remove(self, region: Region) -> None:
+        """Forget a released region: the tape must not keep its last reference."""
+        self.regions[region.index] = None
+        self.live -= 1
+
+    def reached(self, index: int, *, again: bool) -> None:
+        """Backward asks for region `index`; `again`: a handle that was unpacked before, so this is a new pass."""
+        if self.cursor is None:
+            self.cursor = len(self.regions)
+        if again and index > self.cursor:
+            self.pass_number += 1
+            self.cursor = index
+        self.cursor = min(self.cursor, index)
+
+    def __repr__(self) -> str:
+        return (
+            f"Tape(chunk={self.chunk}, microbatch={self.microbatch}, regions={self.live}/{len(self.regions)})"
+        )

@@ -1,0 +1,247 @@
+"""How a region's bytes get from a tensor to a tier and back.
+
+Two ways. `DirectTransfer` lets the I/O pool read and write CPU tensors where they are: no copy in user space, and the tensor
+stays until its write has ended. `StagedTransfer` is for device memory: a copy on a side stream into a pinned buffer, then
+the pool; the tensor goes as soon as the copy has left the device. On the CPU the staged way works too (its events are
+no-ops), which is how it is tested without a GPU.
+
+Both are called with the engine's lock held and never wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ssdtrain.device import Device, Event
+from ssdtrain.offload.buffers import Buffers
+from ssdtrain.offload.region import Region
+from ssdtrain.storage import ALIGNMENT, Lease, SpillStore
+
+__all__ = ["DirectTransfer", "StagedTransfer", "Transfer"]
+
+
+class Transfer(Protocol):
+    """The moves of one region; the mover decides when, and keeps the states."""
+
+    buffers: Buffers
+
+    def begin_store(self, region: Region) -> bool:
+        """Queue the write of `region` to `region.slot`. False: there is no buffer for it now."""
+
+    def departed(self, region: Region) -> bool:
+        """True if the bytes have left the tensor, so that it may be emptied before the write has ended."""
+
+    def end_store(self, region: Region) -> None:
+        """The write is over, well or not, and nothing is to be done with its buffer any more."""
+
+    def rewrite(self, region: Region) -> None:
+        """Write again, to a new `region.slot`, what a failed write left in memory."""
+
+    def recall(self, region: Region) -> bool:
+        """Make the bytes of a region being stored resident again from its buffer. False: they are still in the tensor."""
+
+    def begin_load(self, region: Region, *, outside: bool) -> bool:
+        """Queue the read of `region`. False: the arena is full (`outside`: then allocate outside of it)."""
+
+    def advance_load(self, region: Region) -> None:
+        """The read has ended: begin what follows it."""
+
+    def end_load(self, region: Region) -> None:
+        """Order what follows on the current stream after the load."""
+
+    def abandon_load(self, region: Region) -> None:
+        """Let go of the buffers of a load that was cancelled, failed or is of no use any more."""
+
+    def poll(self) -> None:
+        """Return the buffers whose copies have passed."""
+
+
+def _bytes_of(lease: Lease) -> torch.Tensor:
+    """The lease as a uint8 tensor that owns it: the buffer goes back when the storage dies."""
+    return torch.frombuffer(lease.give(), dtype=torch.uint8)
+
+
+class DirectTransfer:
+    """CPU tensors, read and written in place by the I/O pool."""
+
+    def __init__(
+        self, store: SpillStore, buffers: Buffers, seen: Callable[[torch.UntypedStorage], None]
+    ) -> None:
+        self.store = store
+        self._seen = seen
+        self.buffers = buffers
+
+    def begin_store(self, region: Region) -> bool:
+        assert region.slot is not None
+        address = region.address
+        region.lead = address % ALIGNMENT
+        region.operation = self.store.write(region.slot, address)
+        return True
+
+    def departed(self, region: Region) -> bool:
+        return False  # the pool reads the tensor itself until the write has ended
+
+    def end_store(self, region: Region) -> None:
+        region.operation = None
+
+    def rewrite(self, region: Region) -> None:
+        self.begin_store(region)
+
+    def recall(self, region: Region) -> bool:
+        return False
+
+    def begin_load(self, region: Region, *, outside: bool) -> bool:
+        assert region.slot is not None
+        lease = self.buffers.acquire(region.nbytes, region.lead)
+        if lease is not None:
+            region.loaded = _bytes_of(lease)
+        elif outside:
+            region.loaded = torch.empty(region.nbytes, dtype=torch.uint8)
+            self._seen(region.loaded.untyped_storage())
+        else:
+            return False
+        region.operation = self.store.read(region.slot, region.loaded.data_ptr())
+        return True
+
+    def advance_load(self, region: Region) -> None:
+        assert region.loaded is not None
+        region.operation = None
+        region.loaded_version = region.loaded._version
+
+    def end_load(self, region: Region) -> None:
+        return None
+
+    def abandon_load(self, region: Region) -> None:
+        region.operation = None
+        region.loaded = None
+
+    def poll(self) -> None:
+        return None
+
+
+class StagedTransfer:
+    """Device tensors, through pinned buffers of the arena.
+
+    Note: [Emptying before the write has ended]
+    The copy off the device is ordered on the store stream. When its event has passed, the bytes are in the pinned buffer,
+    and the tensor may go while the pool still writes. From then on the buffer is the only place that holds them.
+    """
+
+    def __init__(
+        self,
+        store: SpillStore,
+        buffers: Buffers,
+        seen: Callable[[torch.UntypedStorage], None],
+        device: Device,
+        torch_device: torch.device,
+    ) -> None:
+        self.store = store
+        self._seen = seen
+        self.buffers = buffers
+        self.device = device
+        self.torch_device = torch_device
+        # Buffers that nobody needs any more, but that a copy on a side stream still reads or writes.
+        self._passing: list[tuple[Event, Lease]] = []
+
+    def begin_store(self, region: Region) -> bool:
+        assert region.slot is not None
+        lease = self.buffers.acquire(region.nbytes)
+        if lease is None:
+            return False
+        source = torch.empty(0, dtype=torch.uint8, device=region.tensor.device)
+        source.set_(region.tensor.untyped_storage(), region.start, (region.nbytes,), (1,))
+        region.lease = lease
+        region.lead = 0
+        region.event = self.device.copy_to_host(source, torch.frombuffer(lease.view(), dtype=torch.uint8))
+        self._write(region)
+        return True
+
+    def _write(self, region: Region) -> None:
+        assert region.slot is not None and region.lease is not None
+        handle = self.device.event_handle(region.event)
+        region.operation = self.store.write(region.slot, region.lease.address, after_event=handle)
+
+    def departed(self, region: Region) -> bool:
+        return region.event is None or region.event.query()
+
+    def end_store(self, region: Region) -> None:
+        region.operation = None
+        self._give_back(region)
+        region.event = None
+
+    def _give_back(self, region: Region) -> None:
+        """Return the staging buffer once the copy that uses it has passed. A cancelled store's copy may still write it."""
+        lease, region.lease = region.lease, None
+        if lease is None:
+            return
+        if region.event is None or region.event.query():
+            lease.release()
+        else:
+            self._passing.append((region.event, lease))
+
+    def _restored(self, nbytes: int) -> torch.Tensor:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        self._seen(tensor.untyped_storage())
+        return tensor
+
+    def rewrite(self, region: Region) -> None:
+        self._write(region)
+
+    def recall(self, region: Region) -> bool:
+        if region.lease is None or region.tensor.numel():
+            return False
+        host = torch.frombuffer(region.lease.view(), dtype=torch.uint8)
+        region.loaded = self._restored(region.nbytes)
+        event = self.device.copy_to_device(host, region.loaded)
+        if event is not None:
+            # The pinned buffer may go back to the arena as soon as its write has ended: the copy must be over by then.
+            event.synchronize()
+        region.loaded_version = region.loaded._version
+        return True
+
+    def begin_load(self, region: Region, *, outside: bool) -> bool:
+        assert region.slot is not None
+        lease = self.buffers.acquire(region.nbytes)
+        if lease is not None:
+            region.lease = lease
+            region.operation = self.store.read(region.slot, lease.address)
+        elif outside:
+            region.loaded = torch.empty(region.nbytes, dtype=torch.uint8)
+            region.operation = self.store.read(region.slot, region.loaded.data_ptr())
+        else:
+            return False
+        return True
+
+    def advance_load(self, region: Region) -> None:
+        region.operation = None
+        if region.lease is not None:
+            host = torch.frombuffer(region.lease.view(), dtype=torch.uint8)
+        else:
+            assert region.loaded is not None
+            host = region.loaded
+        region.loaded = self._restored(region.nbytes)
+        region.event = self.device.copy_to_device(host, region.loaded)
+        if region.lease is None and region.event is not None:
+            region.event.synchronize()  # a pageable buffer: it dies with this frame
+        region.loaded_version = region.loaded._version
+        self._give_back(region)
+
+    def end_load(self, region: Region) -> None:
+        self.device.wait(region.event)
+
+    def abandon_load(self, region: Region) -> None:
+        region.operation = None
+        self._give_back(region)
+        region.loaded = None
+
+    def poll(self) -> None:
+        still = []
+        for event, lease in self._passing:
+            if event.query():
+                lease.release()
+            else:
+                still.append((event, lease))
+        self._passing = still
