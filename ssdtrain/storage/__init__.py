@@ -1,0 +1,32 @@
+"""Bytes to host memory and drives, and back: the I/O pool, the arena, the spill files, their tiers, drives
+and budgets.
+
+Knows bytes, addresses and file descriptors, nothing of tensors or torch. May import `ssdtrain.config`. It
+never reads back bytes that it did not write, never turns a failed transfer into data, and leaves no name and
+no space on a drive after its process ends.
+"""
+
+from ssdtrain.storage.arena import Arena, Lease
+from ssdtrain.storage.errors import IOCancelled, IOFailure, StoreClosed, StoreFull
+from ssdtrain.storage.faults import Faults
+from ssdtrain.storage.memory import ALIGNMENT
+from ssdtrain.storage.pool import Operation, Pool, make_pool
+from ssdtrain.storage.store import Slot, SpillStore, Stats, TierStats
+
+__all__ = [
+    "ALIGNMENT",
+    "Arena",
+    "Faults",
+    "IOCancelled",
+    "IOFailure",
+    "Lease",
+    "Operation",
+    "Pool",
+    "Slot",
+    "SpillStore",
+    "Stats",
+    "StoreClosed",
+    "StoreFull",
+    "TierStats",
+    "make_pool",
+]

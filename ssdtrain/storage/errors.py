@@ -1,0 +1,81 @@
+"""What storage raises. Each error carries the path and the figures, and its text says what to do."""
+
+import errno as codes
+import os
+from typing import Any
+
+ADVICE = {
+    codes.ENOSPC: "free space there, lower `capacity`, or add another directory",
+    codes.EDQUOT: "raise the quota of that file system, lower `capacity`, or add another directory",
+    codes.EIO: "the drive or its file system failed (see dmesg and `smartctl -a`): take another directory",
+    codes.EINVAL: "the file system refused an aligned O_DIRECT transfer: set `direct` to 'off'",
+    codes.EFAULT: "the buffer was unmapped while in use: it must stay alive until the operation is done",
+}
+
+
+def advice(errno: int) -> str:
+    return ADVICE.get(errno, "check that the directory's file system is healthy and writable")
+
+
+class IOCancelled(RuntimeError):
+    """Raised by `Operation.wait` when the operation was cancelled: none of its bytes were transferred."""
+
+
+class StoreClosed(RuntimeError):
+    """A closed store, pool or arena was used, or one that belongs to the parent of a forked process."""
+
+
+class IOFailure(OSError):
+    """A transfer failed. None of the bytes it should have delivered may be used.
+
+    Attributes: `errno`, `strerror`, `filename` (the spill directory), `operation` ("read" or "write"),
+    `offset` (bytes, in the spill file), `nbytes` (of the transfer).
+    """
+
+    def __init__(
+        self,
+        errno: int,
+        strerror: str = "",
+        filename: str | None = None,
+        operation: str = "transfer",
+        offset: int = 0,
+        nbytes: int = 0,
+    ) -> None:
+        super().__init__(errno, strerror or os.strerror(errno), filename)
+        self.operation = operation
+        self.offset = offset
+        self.nbytes = nbytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = (self.errno, self.strerror, self.filename, self.operation, self.offset, self.nbytes)
+        return type(self), arguments
+
+    def __str__(self) -> str:
+        name = codes.errorcode.get(self.errno or 0, str(self.errno))
+        return (
+            f"{self.operation} of {self.nbytes} bytes at offset {self.offset} of the spill file in {self.filename}"
+            f" failed: {self.strerror} [{name}]; {advice(self.errno or 0)}"
+        )
+
+
+class StoreFull(OSError):
+    """No tier has room for a reservation.
+
+    Attributes, in bytes: `wanted`, `free` (unused, perhaps in pieces too small), `capacity`. `filename` joins
+    the paths.
+    """
+
+    def __init__(self, path: str, wanted: int, free: int, capacity: int, detail: str = "") -> None:
+        super().__init__(codes.ENOSPC, detail or "the store is full", path)
+        self.wanted = wanted
+        self.free = free
+        self.capacity = capacity
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.filename, self.wanted, self.free, self.capacity, self.strerror)
+
+    def __str__(self) -> str:
+        return (
+            f"no room for {self.wanted} bytes: {self.free} of {self.capacity} bytes are free in"
+            f" {self.filename or 'host memory'} ({self.strerror}); raise the capacity, free space, add another directory, or offload less"
+        )

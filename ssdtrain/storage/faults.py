@@ -1,0 +1,74 @@
+"""Faults that tests inject below the store: delays, short transfers, EINTR, EIO, ENOSPC, torn order.
+
+Nothing here draws from a random generator. Every decision is a hash of (seed, question, kind of operation,
+its number, piece, attempt), so that one seed always gives the same faults however threads are scheduled, in
+both engines.
+"""
+
+import errno
+from dataclasses import dataclass, field
+
+MASK = (1 << 64) - 1
+
+# The questions, first argument of `chance` after the seed. `_iopool_faults.h` has the same numbers.
+DELAY, DELAY_LENGTH, SHORT, SHORT_LENGTH, INTERRUPT, FAIL, FAIL_PIECE, SHUFFLE = range(1, 9)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong, and how often. Probabilities lie in [0, 1]; operations are numbered from 0, writes and
+    reads apart.
+
+    Copies to and from the host tier are delayed, cut short and torn too, but never fail.
+    """
+
+    seed: int = 0
+    delay: float = 0.0
+    """Probability that a piece sleeps before its transfer."""
+    max_delay: float = 0.01
+    """Longest sleep, seconds."""
+    short: float = 0.0
+    """Probability that one call transfers only a part of what was asked."""
+    interrupt: float = 0.0
+    """Probability that one call returns EINTR (below 1, else it would never end)."""
+    fail_writes: frozenset[int] = field(default_factory=frozenset)
+    """Numbers of the writes that fail."""
+    fail_reads: frozenset[int] = field(default_factory=frozenset)
+    write_failure: float = 0.0
+    """Probability that any write fails."""
+    read_failure: float = 0.0
+    error: int = errno.EIO
+    """The errno of the failures."""
+    torn: bool = False
+    """Serve the pieces of one operation in shuffled order."""
+    full_after: int | None = None
+    """Growing a spill file beyond this many bytes gives ENOSPC, after a partial allocation."""
+    full_drive: int | None = None
+    """The only drive (by index) that `full_after` is about; None means every drive."""
+
+    def __post_init__(self) -> None:
+        for name in ("delay", "short", "interrupt", "write_failure", "read_failure"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1 or (name == "interrupt" and value == 1):
+                raise ValueError(f"Faults.{name} is a probability, got {value}")
+        if self.max_delay < 0:
+            raise ValueError(f"Faults.max_delay is a time in seconds, got {self.max_delay}")
+
+
+def mix(x: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def hashed(seed: int, question: int, kind: int, serial: int, piece: int, attempt: int) -> int:
+    x = seed & MASK
+    for value in (question, kind, serial, piece, attempt):
+        x = mix((x ^ value) + 0x9E3779B97F4A7C15 & MASK)
+    return x
+
+
+def chance(seed: int, question: int, kind: int, serial: int, piece: int = 0, attempt: int = 0) -> float:
+    """A number in [0, 1) that depends on its arguments alone."""
+    return (hashed(seed, question, kind, serial, piece, attempt) >> 11) * 2.0**-53

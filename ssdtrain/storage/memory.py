@@ -1,0 +1,133 @@
+"""Host memory below Python's own: anonymous maps on huge pages, kept from forked children, on the caller's
+NUMA node.
+"""
+
+import ctypes
+import logging
+import mmap
+import os
+import platform
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 4096
+HUGE_PAGE = 2 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MPOL_PREFERRED = 1
+_MBIND = {"x86_64": 237, "aarch64": 235}
+
+
+def poisoned() -> bool:
+    """Whether SSDTRAIN_POISON=1 asks for freed memory and slots to be overwritten by 0xFF, a NaN in every
+    float format.
+    """
+    return os.environ.get("SSDTRAIN_POISON") == "1"
+
+
+# The whole address space as one buffer: slicing it is 4x cheaper than a ctypes array for each address.
+_SPACE = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
+
+
+def view(address: int, nbytes: int) -> memoryview:
+    """A writable memoryview of bytes at an address. It owns nothing: the memory must outlive it."""
+    return _SPACE[address : address + nbytes]
+
+
+def copy(target: int, source: int, nbytes: int) -> None:
+    """memcpy between addresses, with the GIL released."""
+    ctypes.memmove(target, source, nbytes)
+
+
+def fill(address: int, byte: int, nbytes: int) -> None:
+    ctypes.memset(address, byte, nbytes)
+
+
+class Map:
+    """`nbytes` of private anonymous memory, aligned to the huge page, absent in forked children.
+
+    Pages are taken when first touched. Not freed by the garbage collector: `close` unmaps, and does so in the
+    process that mapped only, because a child may have something else at that address.
+    """
+
+    def __init__(self, nbytes: int, *, huge_pages: bool = True) -> None:
+        self.nbytes = (
+            -(-nbytes // HUGE_PAGE) * HUGE_PAGE if huge_pages else -(-nbytes // ALIGNMENT) * ALIGNMENT
+        )
+        self._pid = os.getpid()
+        slack = HUGE_PAGE if huge_pages else 0
+        base = _libc.mmap(
+            None,
+            self.nbytes + slack,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+            -1,
+            0,
+        )
+        if base == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise MemoryError(
+                f"cannot map {nbytes} bytes of host memory: {os.strerror(code)}; lower the size of the arena or of"
+                " the host tier, or raise the limit (ulimit -v)"
+            )
+        self.address = base + (-base % HUGE_PAGE if huge_pages else 0)
+        for start, end in ((base, self.address), (self.address + self.nbytes, base + self.nbytes + slack)):
+            if end > start:
+                _libc.munmap(start, end - start)
+        self._advise(mmap.MADV_DONTFORK, "MADV_DONTFORK", required=True)
+        if huge_pages:
+            self._advise(mmap.MADV_HUGEPAGE, "MADV_HUGEPAGE", required=False)
+        _prefer_this_node(self.address, self.nbytes)
+
+    def _advise(self, advice: int, name: str, *, required: bool) -> None:
+        if _libc.madvise(self.address, self.nbytes, advice) == 0:
+            return
+        code = ctypes.get_errno()
+        if required:
+            self.close()
+            raise OSError(code, f"madvise({name}) on {self.nbytes} bytes failed: {os.strerror(code)}")
+        logger.info(
+            "this kernel gives no huge pages (%s: %s): transfers will cost more CPU", name, os.strerror(code)
+        )
+
+    def close(self) -> None:
+        if self.nbytes and self._pid == os.getpid():
+            _libc.munmap(self.address, self.nbytes)
+        self.nbytes = 0
+
+
+def numa_node() -> int | None:
+    """The NUMA node this thread runs on, or None where there is only one."""
+    if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2:
+        return None
+    cpu, node = ctypes.c_uint(), ctypes.c_uint()
+    if not hasattr(_libc, "getcpu") or _libc.getcpu(ctypes.byref(cpu), ctypes.byref(node)) != 0:
+        return None
+    return node.value
+
+
+def _prefer_this_node(address: int, nbytes: int) -> None:
+    """Ask for pages of the caller's node even when a worker on another node touches them first. A preference,
+    not a demand.
+    """
+    node = numa_node()
+    call = _MBIND.get(platform.machine())
+    if node is None or call is None or node >= 64:
+        return
+    mask = ctypes.c_ulong(1 << node)
+    arguments = (
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(nbytes),
+        _MPOL_PREFERRED,
+        ctypes.byref(mask),
+        ctypes.c_ulong(65),
+        0,
+    )
+    if _libc.syscall(ctypes.c_long(call), *arguments) != 0:
+        logger.info("cannot prefer NUMA node %d for the arena: %s", node, os.strerror(ctypes.get_errno()))

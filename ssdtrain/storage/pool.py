@@ -1,0 +1,180 @@
+"""Which I/O engine runs, and what both have in common: the operation's interface and the making of its
+errors.
+"""
+
+import errno
+import importlib
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ssdtrain.storage.errors import IOFailure
+from ssdtrain.storage.faults import Faults
+from ssdtrain.storage.pieces import WRITE
+from ssdtrain.storage.python_engine import PythonPool
+from ssdtrain.storage.python_transfer import END_OF_FILE, EVENT, NOTHING_WRITTEN
+
+logger = logging.getLogger(__name__)
+
+PIECE = 8 << 20
+"""Bytes of the pieces that a large operation is cut into, so that several workers serve it."""
+
+
+class Operation(Protocol):
+    """A transfer that was queued. Thread-safe; may be dropped while in flight.
+
+    `nbytes` is its size; `seconds`, once it is done, the time from the first piece's beginning to the last
+    one's end.
+    """
+
+    nbytes: int
+    seconds: float
+
+    def done(self) -> bool:
+        """Whether it finished: succeeded, failed or was cancelled."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait, without the GIL, at most `timeout` seconds. True when it succeeded, False when time ran out.
+
+        Raises:
+            IOFailure: it failed; none of its bytes may be used.
+            IOCancelled: it was cancelled.
+            StoreClosed: it belongs to the parent of this process.
+        """
+        ...
+
+    def cancel(self) -> bool:
+        """True: none of its bytes was or will be transferred, the memory is free again. False: too late."""
+        ...
+
+    def failed(self) -> IOFailure | None:
+        """The error it failed with, or None if it has not (yet) failed. Never waits."""
+        ...
+
+
+class Pool(Protocol):
+    """Worker threads for some files and for host memory. See `PythonPool` for what each method does."""
+
+    engine: str
+
+    def submit(
+        self, kind: int, address: int, nbytes: int, lead: int, extents: Sequence[int], event: int = 0
+    ) -> Operation: ...
+    def hold(self, *, begun: bool = False, writes: bool = True, reads: bool = True) -> None: ...
+    def release(self) -> None: ...
+    def counters(self) -> tuple[list[tuple[int, int, float, float]], int]: ...
+    def close(self) -> None: ...
+
+
+class ErrorMaker:
+    """Turns what a worker saw into an `IOFailure`. Called as (kind, queue, code, detail, offset, nbytes)."""
+
+    def __init__(self, directories: Sequence[str]) -> None:
+        self._directories = list(directories)
+
+    def __call__(self, kind: int, queue: int, code: int, detail: int, offset: int, nbytes: int) -> IOFailure:
+        operation = "read" if kind & 1 else "write"
+        directory = self._directories[queue] if queue < len(self._directories) else "host memory"
+        if detail == EVENT:
+            text = f"the CUDA event in front of it failed with CUDA error {code}"
+            return IOFailure(errno.EIO, text, directory, operation, offset, nbytes)
+        text = {END_OF_FILE: "the file ended early", NOTHING_WRITTEN: "the system wrote 0 bytes"}.get(
+            detail, os.strerror(code)
+        )
+        return IOFailure(code, text, directory, operation, offset, nbytes)
+
+
+def load_extension() -> Any:
+    """The C engine's module. Raises ImportError where the package was installed without a compiler."""
+    return importlib.import_module("ssdtrain.storage._iopool")
+
+
+class _Told:
+    fallback = False
+
+
+def make_pool(
+    files: Sequence[tuple[int, bool]],
+    directories: Sequence[str],
+    *,
+    engine: str = "auto",
+    threads: int = 4,
+    host_threads: int = 0,
+    piece: int = PIECE,
+    faults: Faults | None = None,
+    event_wait: int = 0,
+    set_device: int = 0,
+    device: int = -1,
+) -> Pool:
+    """Start the workers.
+
+    Args:
+        files: (descriptor, whether it is open with O_DIRECT) of each drive.
+        directories: their directories, for error texts.
+        engine: "c", "python", or "auto": C where it was built, else Python with one log line.
+        threads: workers per drive.
+        host_threads: workers that copy to and from the host tier; 0 without one.
+        piece: bytes, a multiple of 4096.
+        event_wait: address of `int f(void *event)`, called by a worker before the first byte of an operation
+            that has an
+            event: cudaEventSynchronize, or another that returns 0 for success.
+        set_device: address of `int f(int device)`, called once by each worker that waits for an event:
+            cudaSetDevice.
+
+    Raises:
+        ValueError: an unknown engine, or a size that does not fit.
+        ImportError: engine="c" and the extension was not built.
+    """
+    if engine not in ("auto", "c", "python"):
+        raise ValueError(f"engine is 'auto', 'c' or 'python', got {engine!r}")
+    if threads < 1 or piece < 4096 or piece % 4096:
+        raise ValueError(
+            f"an I/O pool needs at least 1 thread and pieces of n x 4096 bytes, got {threads} and {piece}"
+        )
+    make_error = ErrorMaker(directories)
+    settings: dict[str, Any] = {
+        "threads": threads,
+        "host_threads": host_threads,
+        "piece": piece,
+        "make_error": make_error,
+    }
+    settings |= {"event_wait": event_wait, "set_device": set_device, "device": device}
+    if engine != "python":
+        try:
+            return load_extension().Pool(list(files), faults=as_tuple(faults), **settings)
+        except ImportError as error:
+            if engine == "c":
+                raise ImportError(
+                    "the C I/O engine was not built: install a C compiler and reinstall, or set the engine to 'auto'"
+                ) from error
+            if not _Told.fallback:
+                _Told.fallback = True
+                logger.warning(
+                    "the C I/O engine was not built (%s): the Python engine runs, slower while Python is busy",
+                    error,
+                )
+    return PythonPool(files, faults=faults, **settings)
+
+
+def as_tuple(faults: Faults | None) -> tuple[Any, ...] | None:
+    """Faults in the order in which the C engine parses them."""
+    if faults is None:
+        return None
+    return (
+        faults.seed & ((1 << 64) - 1),
+        faults.delay,
+        faults.max_delay,
+        faults.short,
+        faults.interrupt,
+        faults.write_failure,
+        faults.read_failure,
+        faults.error,
+        int(faults.torn),
+        tuple(sorted(faults.fail_writes)),
+        tuple(sorted(faults.fail_reads)),
+    )
+
+
+assert WRITE == 0

@@ -1,0 +1,429 @@
+"""Where bytes go: host memory first, then the drives. Reservations, transfers, cancellation, release,
+figures.
+
+Note: [Free never blocks] `SpillStore.free` runs in finalizers, perhaps on a thread that holds the store's
+lock. It cancels (without a lock), appends the slot to a deque, and drains the deque only if the lock is free
+at that moment; else whoever reserves next does. A slot whose transfers are still running waits in `_ending`:
+its space is not handed out before they ended.
+"""
+
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssdtrain.storage import forks, memory
+from ssdtrain.storage.arena import Arena, Lease
+from ssdtrain.storage.errors import StoreClosed, StoreFull
+from ssdtrain.storage.faults import Faults
+from ssdtrain.storage.memory import ALIGNMENT
+from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, READ, WRITE, image_bytes
+from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
+from ssdtrain.storage.slab import Slab
+
+logger = logging.getLogger(__name__)
+
+SHARE_OF_FREE_SPACE = 0.9
+"""How much of a drive's free space the ranks of a node may take when no capacity is given."""
+
+
+class Slot:
+    """A place for `nbytes` bytes in one tier. Opaque but for the attributes without an underscore.
+
+    `tier` is "host" or "ssd"; `drive` the index of the (first) drive; `address` that of the bytes in the host
+    tier, else 0.
+    """
+
+    __slots__ = ("_extents", "_held", "_lead", "_lease", "_operations", "address", "drive", "nbytes", "tier")
+
+    def __init__(self, nbytes: int, extents: tuple[int, ...], lease: Lease | None) -> None:
+        self.nbytes = nbytes
+        self.tier = "ssd" if lease is None else "host"
+        self.drive = extents[0] if lease is None else -1
+        self.address = 0 if lease is None else lease.address
+        self._extents = extents  # flat: queue, offset, length, ...
+        self._lease = lease
+        self._lead = -1  # address % 4096 of what was written; -1: nothing yet
+        self._held = [True]
+        self._operations: tuple[Operation, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Slot({self.nbytes} bytes, {self.tier}{'' if self.drive < 0 else f' {self.drive}'})"
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """Figures of one drive or of the host tier. Bytes are payload; seconds are those with a transfer under
+    way.
+    """
+
+    path: str
+    capacity: int
+    allocated: int
+    used: int
+    bytes_written: int
+    bytes_read: int
+    write_seconds: float
+    read_seconds: float
+    direct: bool = False
+    retired: bool = False
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Figures of a store since it was made. Totals cover the drives and the host tier."""
+
+    engine: str
+    bytes_written: int
+    bytes_read: int
+    bytes_cancelled: int
+    live_slots: int
+    live_bytes: int
+    capacity: int
+    write_seconds: float
+    read_seconds: float
+    drives: tuple[TierStats, ...]
+    host: TierStats | None
+
+    @property
+    def ssd_bytes_written(self) -> int:
+        return sum(drive.bytes_written for drive in self.drives)
+
+    @property
+    def ssd_bytes_read(self) -> int:
+        return sum(drive.bytes_read for drive in self.drives)
+
+
+class SpillStore:
+    """Slots in host memory and on drives, and transfers to and from them. Thread-safe.
+
+    Args:
+        directories: one per drive; several share the load, and slots larger than `stripe` are spread over
+            them. capacity: bytes per directory for this rank; None is 90% of the free space, divided by
+            `local_world_size`. host_bytes: size of the host tier in front of the drives, bytes; 0 for none.
+            threads: workers per drive. engine: "auto", "c" or "python". direct: "auto", "on" or "off":
+            O_DIRECT. faults: injected faults (tests). stripe: bytes above which a slot is spread over several
+            drives. event_wait, set_device, device: see `make_pool`.
+
+    Raises:
+        OSError: a directory is missing, read-only or no directory, or refuses O_DIRECT under direct="on";
+        names the path. ValueError: no tier at all, or figures that make no sense.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str | Path],
+        *,
+        capacity: int | None = None,
+        host_bytes: int = 0,
+        threads: int = 4,
+        engine: str = "auto",
+        direct: str = "auto",
+        local_world_size: int = 1,
+        faults: Faults | None = None,
+        stripe: int = PIECE,
+        event_wait: int = 0,
+        set_device: int = 0,
+        device: int = -1,
+    ) -> None:
+        if not directories and not host_bytes:
+            raise ValueError("a spill store needs a directory or a host tier (host_bytes)")
+        if direct not in ("auto", "on", "off"):
+            raise ValueError(f"direct is 'auto', 'on' or 'off', got {direct!r}")
+        if (
+            local_world_size < 1
+            or host_bytes < 0
+            or stripe < ALIGNMENT
+            or (capacity is not None and capacity < ALIGNMENT)
+        ):
+            raise ValueError(
+                f"local_world_size={local_world_size}, host_bytes={host_bytes}, stripe={stripe}, capacity={capacity}:"
+                f" at least 1 rank, 0, {ALIGNMENT} and {ALIGNMENT} bytes"
+            )
+        self._lock = threading.Lock()
+        self._freed: deque[Slot] = deque()
+        self._ending: list[Slot] = []
+        self._live_slots = self._live_bytes = 0
+        self._stripe = stripe
+        self._closed = False
+        self._generation = forks.generation()
+        self._slabs: list[Slab] = []
+        self._host: Arena | None = None
+        self._pattern: memory.Map | None = None
+        try:
+            for index, directory in enumerate(Path(d) for d in directories):
+                room = capacity if capacity is not None else _default_capacity(directory, local_world_size)
+                self._slabs.append(Slab(directory, index, room, direct=direct, faults=faults))
+            if host_bytes:
+                self._host = Arena(host_bytes)
+            self.pool: Pool = make_pool(
+                [(slab.fd, slab.direct) for slab in self._slabs],
+                [str(slab.directory) for slab in self._slabs],
+                engine=engine,
+                threads=threads,
+                host_threads=threads if host_bytes else 0,
+                faults=faults,
+                event_wait=event_wait,
+                set_device=set_device,
+                device=device,
+            )
+        except BaseException:
+            for slab in self._slabs:
+                slab.close()
+            if self._host is not None:
+                self._host.close()
+            raise
+        if memory.poisoned():
+            self._pattern = memory.Map(1 << 20, huge_pages=False)
+            memory.fill(self._pattern.address, 0xFF, self._pattern.nbytes)
+        forks.track(self)
+        self._shutdown = weakref.finalize(
+            self, _close_parts, self.pool, self._slabs, self._host, self._pattern
+        )
+
+    def reserve(self, nbytes: int) -> Slot:
+        """A slot for `nbytes` bytes: in the host tier while it has room, then on the drive that holds least.
+
+        Raises:
+            StoreFull: no tier has room.
+            StoreClosed: after close, or in a forked child.
+        """
+        if nbytes < 0:
+            raise ValueError(f"a slot cannot have {nbytes} bytes")
+        forks.check(self._generation, "this store")
+        with self._lock:
+            self._check_open()
+            self._drain()
+            slot = self._reserve_host(nbytes) or self._reserve_drives(nbytes)
+            if slot is None:
+                raise self._full(nbytes)
+            self._live_slots += 1
+            self._live_bytes += nbytes
+            return slot
+
+    def write(self, slot: Slot, address: int, *, after_event: int = 0) -> Operation:
+        """Queue the store of `slot.nbytes` bytes at `address` (any alignment), which must stay alive and
+        unchanged until done.
+
+        Args:
+            after_event: a CUDA event (its handle) that a worker waits for before the first byte is read; 0
+                for none. The
+                event must live until the operation is done.
+        """
+        return self._submit(slot, WRITE, address, after_event)
+
+    def read(self, slot: Slot, address: int) -> Operation:
+        """Queue the load of a slot into `address`. The caller has waited for the slot's write.
+
+        Any alignment; without a copy where `address % 4096` is that of the write (`Arena.acquire(lead=...)`).
+
+        Raises:
+            ValueError: nothing was written to the slot, or it was freed.
+        """
+        if slot._lead < 0:
+            raise ValueError(f"{slot} was never written")
+        return self._submit(slot, READ, address, 0)
+
+    def free(self, slot: Slot) -> None:
+        """Cancel what has not begun, and reuse the space once what has begun is over. Idempotent, never
+        blocks.
+        """
+        try:
+            slot._held.pop()
+        except IndexError:
+            return
+        if self._generation != forks.generation():
+            return
+        for operation in slot._operations:
+            operation.cancel()
+        self._freed.append(slot)
+        # Note: [Free never blocks]
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._lock.release()
+
+    def retire(self, slot: Slot, error: BaseException) -> None:
+        """Reserve nothing more on the drive that `error` is about (else: on the slot's drives). What is
+        stored stays readable.
+        """
+        if slot.tier == "host" or self._generation != forks.generation():
+            return
+        with self._lock:
+            drives = [self._slabs[queue] for queue in slot._extents[::3]]
+            named = [slab for slab in drives if str(slab.directory) == getattr(error, "filename", None)]
+            for slab in named or drives:
+                if not slab.retired:
+                    slab.retired = True
+                    left = sum(not other.retired for other in self._slabs)
+                    logger.warning(
+                        "the drive behind %s takes no more data after an error: %s; %d of %d drives are left",
+                        slab.directory, error, left, len(self._slabs),
+                    )  # fmt: skip
+
+    @property
+    def stats(self) -> Stats:
+        with self._lock:
+            if not self._closed:
+                self._drain()
+            queues, cancelled = self.pool.counters()
+            drives = tuple(
+                TierStats(
+                    str(s.directory),
+                    s.capacity,
+                    s.allocator.size,
+                    s.used,
+                    *queues[s.index],
+                    s.direct,
+                    s.retired,
+                )
+                for s in self._slabs
+            )
+            host = None
+            if self._host is not None:
+                size = self._host.capacity
+                host = TierStats("host memory", size, size, self._host.allocated, *queues[-1])
+            tiers = [*drives, *([host] if host else [])]
+            return Stats(
+                engine=self.pool.engine,
+                bytes_written=sum(tier.bytes_written for tier in tiers),
+                bytes_read=sum(tier.bytes_read for tier in tiers),
+                bytes_cancelled=cancelled,
+                live_slots=self._live_slots,
+                live_bytes=self._live_bytes,
+                capacity=sum(tier.capacity for tier in tiers),
+                write_seconds=sum(tier.write_seconds for tier in tiers),
+                read_seconds=sum(tier.read_seconds for tier in tiers),
+                drives=drives,
+                host=host,
+            )
+
+    def close(self) -> None:
+        """Wait for what is in flight, cancel the rest, close the files: their space is free again.
+        Idempotent.
+        """
+        if self._generation != forks.generation():
+            return
+        with self._lock:
+            self._closed = True
+        self._shutdown()
+
+    def __enter__(self) -> "SpillStore":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def after_fork(self) -> None:
+        """In a forked child: give up the files, so that the child does not hold their space."""
+        for slab in self._slabs:
+            slab.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosed("this spill store is closed")
+
+    def _submit(self, slot: Slot, kind: int, address: int, event: int) -> Operation:
+        forks.check(self._generation, "this store")
+        self._check_open()
+        if not slot._held:
+            raise ValueError(f"{slot} was freed")
+        if slot._lease is not None:
+            slot._lead = 0
+            operation = self.pool.submit(
+                COPY_OUT if kind == READ else COPY_IN, address, slot.nbytes, 0, slot._extents, event
+            )
+        else:
+            if kind == WRITE:
+                slot._lead = address % ALIGNMENT
+            operation = self.pool.submit(kind, address, slot.nbytes, slot._lead, slot._extents, event)
+        slot._operations = (*(old for old in slot._operations if not old.done()), operation)
+        return operation
+
+    def _reserve_host(self, nbytes: int) -> Slot | None:
+        lease = self._host.acquire(nbytes) if self._host is not None else None
+        return None if lease is None else Slot(nbytes, (len(self._slabs), lease.address, nbytes), lease)
+
+    def _reserve_drives(self, nbytes: int) -> Slot | None:
+        """On as many drives as the slot has stripes, the emptiest first; on fewer where some are full."""
+        drives = [slab for slab in self._slabs if not slab.retired]
+        if len(drives) > 1:
+            drives.sort(key=lambda slab: slab.used)
+        image = image_bytes(nbytes)
+        for parts in range(min(len(drives), max(1, -(-nbytes // self._stripe))), 0, -1):
+            share = -(-image // parts // ALIGNMENT) * ALIGNMENT
+            extents: list[int] = []
+            for slab in drives:
+                length = min(share, image - share * (len(extents) // 3))
+                offset = slab.take(length)
+                if offset is not None:
+                    extents += (slab.index, offset, length)
+                    if len(extents) == 3 * parts:
+                        return Slot(nbytes, tuple(extents), None)
+            self._give(extents)
+        return None
+
+    def _give(self, extents: Sequence[int]) -> None:
+        for at in range(0, len(extents), 3):
+            slab = self._slabs[extents[at]]
+            length = slab.give(extents[at + 1])
+            if self._pattern is not None:
+                slab.poison(extents[at + 1], length, memory.view(self._pattern.address, self._pattern.nbytes))
+
+    def _drain(self) -> None:
+        while self._freed:
+            self._ending.append(self._freed.popleft())
+        if not self._ending or self._closed:
+            return
+        still: list[Slot] = []
+        for slot in self._ending:
+            if not all(operation.done() for operation in slot._operations):
+                still.append(slot)
+                continue
+            if slot._lease is not None:
+                slot._lease.release()
+            else:
+                self._give(slot._extents)
+            self._live_slots -= 1
+            self._live_bytes -= slot.nbytes
+        self._ending = still
+
+    def _full(self, nbytes: int) -> StoreFull:
+        parts = [
+            f"{slab.directory}: {slab.free} free{', retired' if slab.retired else ''}" for slab in self._slabs
+        ]
+        if self._host is not None:
+            parts.append(f"host tier: {self._host.capacity - self._host.allocated} free")
+        usable = [slab for slab in self._slabs if not slab.retired]
+        return StoreFull(
+            os.pathsep.join(str(slab.directory) for slab in self._slabs),
+            nbytes,
+            sum(slab.free for slab in usable),
+            sum(slab.capacity for slab in self._slabs),
+            "; ".join(parts),
+        )
+
+
+def _default_capacity(directory: Path, local_world_size: int) -> int:
+    try:
+        figures = os.statvfs(directory)
+    except OSError:
+        return ALIGNMENT  # the slab's own check names what is wrong with the directory
+    free = figures.f_bavail * figures.f_frsize
+    return max(ALIGNMENT, int(free * SHARE_OF_FREE_SPACE / local_world_size))
+
+
+def _close_parts(pool: Pool, slabs: list[Slab], host: Arena | None, pattern: memory.Map | None) -> None:
+    """What close, the garbage collector and the interpreter's exit do, whichever comes first."""
+    pool.close()
+    for slab in slabs:
+        slab.close()
+    if host is not None:
+        host.close(force=True)
+    if pattern is not None:
+        pattern.close()
