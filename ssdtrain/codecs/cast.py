@@ -1,0 +1,102 @@
+"""Casts: the value in another floating-point format, or as it is."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ssdtrain.codecs import native
+from ssdtrain.codecs.base import FixedSizeCodec, Key
+
+_TARGETS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Cast(FixedSizeCodec):
+    """Round to nearest even in bfloat16 ("bf16") or float16 ("fp16").
+
+    Values beyond the target's range become Inf, as the cast does, and clear the finite flag. float16 flushes
+    values below 2^-25 to zero, so it does not contract; bfloat16 has the range of float32.
+    """
+
+    target: str
+    backend: str = field(default="auto", compare=False)
+
+    @property
+    def spec(self) -> str:
+        return self.target
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _TARGETS[self.target]
+
+    @property
+    def unbiased(self) -> bool:
+        return False
+
+    @property
+    def contractive(self) -> bool:
+        return self.target == "bf16"
+
+    @property
+    def bits_per_value(self) -> float:
+        return 16.0
+
+    def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return 2 * numel
+
+    def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
+        data = body[: 2 * flat.numel()].view(self.dtype)
+        body[2 * flat.numel() :].zero_()
+        if self.target == "bf16" and native.usable(self.backend, flat, body):
+            return native.bf16_encode(flat, data)
+        data.copy_(flat)
+        return torch.isfinite(data).all()
+
+    def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
+        data = body[: 2 * out.numel()].view(self.dtype)
+        if accumulate:
+            out.add_(data)
+        else:
+            out.copy_(data)
+
+
+@dataclass(frozen=True)
+class Raw(FixedSizeCodec):
+    """The bits of the tensor as they are, behind the header: the codec to compare the others with."""
+
+    @property
+    def spec(self) -> str:
+        return "raw"
+
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+    @property
+    def contractive(self) -> bool:
+        return True
+
+    @property
+    def lossless(self) -> bool:
+        return True
+
+    @property
+    def bits_per_value(self) -> float:
+        return 32.0
+
+    def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return numel * dtype.itemsize
+
+    def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
+        nbytes = flat.numel() * flat.dtype.itemsize
+        body[:nbytes].view(flat.dtype).copy_(flat)
+        body[nbytes:].zero_()
+        return torch.isfinite(flat).all()
+
+    def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
+        data = body[: out.numel() * out.dtype.itemsize].view(out.dtype)
+        if accumulate:
+            out.add_(data)
+        else:
+            out.copy_(data)

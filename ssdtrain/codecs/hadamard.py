@@ -1,0 +1,113 @@
+"""A Hadamard rotation in front of another codec: it spreads a few large values over their block, so that
+block scales fit better.
+
+It helps heavy-tailed tensors (gradients, SwiGLU hidden states) and does nothing for Gaussian ones. The
+rotation is orthonormal: the error of the inner codec comes back with the same L2 norm, and what is unbiased
+or contractive stays so.
+"""
+
+import math
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ssdtrain.codecs import native
+from ssdtrain.codecs.base import FixedSizeCodec, Key
+from ssdtrain.codecs.philox import philox
+
+SIZES = (16, 32, 64, 128, 256)
+_SIGN_SEED = 0x5353_4454  # any constant: the signs are part of the format
+
+
+@dataclass(frozen=True)
+class Hadamard(FixedSizeCodec):
+    """Rotate blocks of `size` values by H D / sqrt(size), encode the result as float32 with `inner`.
+
+    D holds fixed random signs; without them a block of equal values, the commonest structure there is, would
+    become one large one. The tensor is filled up with zeros to a multiple of `size`. A finite value above
+    2^127 / sqrt(size) may overflow and is then reported as not finite; Inf and NaN spread over their block of
+    `size` values.
+    """
+
+    inner: FixedSizeCodec
+    size: int = 128
+    backend: str = field(default="auto", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.size not in SIZES:
+            raise ValueError(f"hadamard={self.size}: the rotation has {', '.join(map(str, SIZES))} values")
+
+    @property
+    def spec(self) -> str:
+        return f"{self.inner.spec}{',' if ':' in self.inner.spec else ':'}hadamard={self.size}"
+
+    @property
+    def unbiased(self) -> bool:
+        return self.inner.unbiased
+
+    @property
+    def contractive(self) -> bool:
+        return self.inner.contractive
+
+    @property
+    def bits_per_value(self) -> float:
+        return self.inner.bits_per_value
+
+    def _padded(self, numel: int) -> int:
+        return -(-numel // self.size) * self.size
+
+    def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return self.inner._body_bytes(self._padded(numel), torch.float32)
+
+    def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
+        padded = self._padded(flat.numel())
+        if native.usable(self.backend, flat):
+            rotated = torch.empty(padded, dtype=torch.float32, device=flat.device)
+            native.rotate(flat, rotated, signs(self.size, flat.device))
+        else:
+            x = torch.zeros(padded, dtype=torch.float32, device=flat.device)
+            x[: flat.numel()].copy_(flat)
+            rotated = rotate(x.view(-1, self.size) * signs(self.size, x.device)).view(-1)
+        return self.inner._encode(rotated, body, key)
+
+    def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
+        rotated = torch.empty(self._padded(out.numel()), dtype=torch.float32, device=out.device)
+        self.inner._decode(body, rotated, False)
+        if native.usable(self.backend, out):
+            native.unrotate(rotated, out, signs(self.size, out.device), accumulate)
+            return
+        values = (rotate(rotated.view(-1, self.size)) * signs(self.size, out.device)).view(-1)[: out.numel()]
+        if accumulate:
+            out.add_(values)
+        else:
+            out.copy_(values)
+
+
+def rotate(x_NB: Tensor) -> Tensor:
+    """x H / sqrt(B) for float32 [N, B], B a power of two, by log2(B) butterflies in a fixed order (pairs 1,
+    2, 4, ... apart), which every implementation repeats addition by addition."""
+    N, B = x_NB.shape
+    x = x_NB * _unit(B)  # first, so that the sums do not overflow
+    half = 1
+    while half < B:
+        a, b = x.view(N, B // (2 * half), 2, half).unbind(2)
+        x = torch.stack((a + b, a - b), dim=2).view(N, B)
+        half *= 2
+    return x
+
+
+def _unit(size: int) -> float:
+    return float(torch.tensor(1 / math.sqrt(size), dtype=torch.float32, device="cpu"))
+
+
+def signs(size: int, device: torch.device) -> Tensor:
+    """float32 [size] of 1 and -1."""
+    return _signs(size).to(device)
+
+
+@cache
+def _signs(size: int) -> Tensor:
+    word = philox(torch.arange(size, dtype=torch.int64, device="cpu"), Key(_SIGN_SEED))[0]
+    return 1.0 - 2.0 * (word & 1).to(torch.float32)

@@ -1,0 +1,133 @@
+"""The door to `_native`, the C implementation for tensors in host memory; its results are those of the torch
+reference, bit for bit.
+
+Every function takes contiguous tensors and releases the interpreter lock while it runs, so codecs in threads
+do not hold up the training loop. Where the extension was not built, `usable` says no and the torch reference
+takes over.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ssdtrain.codecs import scales
+from ssdtrain.codecs.base import Key
+
+if TYPE_CHECKING:
+    from ssdtrain.codecs.block import IntBlock
+
+_log = logging.getLogger(__name__)
+_DTYPE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+@cache
+def module() -> ModuleType | None:
+    """The extension, or None (with one warning) where it was not built."""
+    try:
+        from ssdtrain.codecs import _native  # type: ignore[attr-defined]
+    except ImportError as error:
+        _log.warning("codecs run in plain torch on the CPU, several times slower: %s", error)
+        return None
+    return _native
+
+
+def usable(backend: str, *tensors: Tensor) -> bool:
+    """Whether the C implementation is to be used: `backend` allows it and every tensor is in host memory.
+
+    Raises:
+        RuntimeError: `backend` is "native" and the extension is missing or a tensor is elsewhere.
+    """
+    if backend not in ("auto", "native"):
+        return False
+    host = all(t.device.type == "cpu" for t in tensors)
+    if host and module() is not None:
+        return True
+    if backend == "native":
+        where = (
+            "the C extension is not built"
+            if host
+            else f"the tensor is on {tensors[0].device}, not in host memory"
+        )
+        raise RuntimeError(f"codec backend native: {where}")
+    return False
+
+
+def _native() -> ModuleType:
+    found = module()
+    assert found is not None, "ask usable() first"
+    return found
+
+
+def block_encode(codec: IntBlock, flat: Tensor, body: Tensor, key: Key | None) -> bool:
+    """Encode `flat` [numel] into `body`; returns whether every block is finite."""
+    blocks, codes, _ = scales.sections(flat.numel(), codec.block, codec.vectors, codec.bits)
+    body[2 * blocks * codec.vectors : codes].zero_()
+    key = key if codec.stochastic and key is not None else Key(0)
+    largest = scales.LARGEST[flat.dtype]
+    cap = scales.largest_scale(codec.largest_code, flat.dtype) if codec.symmetric else largest
+    start = body.data_ptr()
+    return _native().block_encode(
+        flat.data_ptr(),
+        _DTYPE[flat.dtype],
+        flat.numel(),
+        codec.block,
+        codec.bits,
+        codec.symmetric,
+        codec.stochastic,
+        start,
+        start + codes,
+        cap,
+        key.seed & 0xFFFFFFFFFFFFFFFF,
+        key.step & 0xFFFFFFFF,
+        key.tensor & 0xFFFFFFFF,
+        key.rank & 0xFFFFFFFF,
+    )
+
+
+def block_decode(codec: IntBlock, body: Tensor, out: Tensor, accumulate: bool) -> None:
+    """Decode into `out` [numel], or add to it."""
+    _, codes, _ = scales.sections(out.numel(), codec.block, codec.vectors, codec.bits)
+    start = body.data_ptr()
+    _native().block_decode(
+        start,
+        start + codes,
+        out.numel(),
+        codec.block,
+        codec.bits,
+        codec.symmetric,
+        out.data_ptr(),
+        _DTYPE[out.dtype],
+        accumulate,
+    )
+
+
+def bf16_encode(flat: Tensor, data: Tensor) -> bool:
+    """Round `flat` [numel] to bfloat16 `data` [numel]; returns whether every result is finite."""
+    return _native().bf16_encode(flat.data_ptr(), _DTYPE[flat.dtype], flat.numel(), data.data_ptr())
+
+
+def rotate(flat: Tensor, rotated: Tensor, signs: Tensor) -> None:
+    """Signs and Hadamard rotation of blocks of `signs.numel()`; `rotated` is float32, padded to whole
+    blocks."""
+    _native().rotate(
+        flat.data_ptr(), _DTYPE[flat.dtype], flat.numel(), signs.data_ptr(), signs.numel(), rotated.data_ptr()
+    )
+
+
+def unrotate(rotated: Tensor, out: Tensor, signs: Tensor, accumulate: bool) -> None:
+    """The inverse into `out` [numel], or onto it; overwrites `rotated`."""
+    _native().unrotate(
+        rotated.data_ptr(),
+        out.numel(),
+        signs.data_ptr(),
+        signs.numel(),
+        out.data_ptr(),
+        _DTYPE[out.dtype],
+        accumulate,
+    )

@@ -1,0 +1,92 @@
+"""Blocks of values that share a bfloat16 scale: what the integer and float8 codecs have in common."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ssdtrain.codecs.base import align
+
+BLOCK_SIZES = (32, 64, 128, 256)
+
+# No scale is below this: the smallest normal number (twice that for asymmetric blocks, which halve it), so
+# that a device that flushes denormals divides by the same scale as one that does not.
+SMALLEST_SCALE = 2.0**-126
+
+# Values beyond this, in the dtype that is encoded, are clipped to it. For float32 it is the largest bfloat16:
+# a scale is a bfloat16, and a decoded value must not overflow where the value did not.
+LARGEST = {
+    torch.float32: float.fromhex("0x1.FEp127"),
+    torch.bfloat16: float.fromhex("0x1.FEp127"),
+    torch.float16: 65504.0,
+}
+
+
+def check_block(block: int) -> None:
+    if block not in BLOCK_SIZES:
+        raise ValueError(f"block={block}: a block has {', '.join(map(str, BLOCK_SIZES))} values")
+
+
+def split(flat: Tensor, block: int) -> Tensor:
+    """float32 [blocks, block] of `flat` [numel]; the last block is filled up with the last value."""
+    short = -flat.numel() % block
+    if short:
+        flat = torch.cat([flat, flat[-1:].expand(short)])
+    return flat.to(torch.float32).view(-1, block)
+
+
+def write(values: Tensor, out: Tensor, accumulate: bool) -> None:
+    """float32 `values` [blocks, block] to `out` [numel], or onto it."""
+    flat = values.reshape(-1)[: out.numel()]
+    if accumulate:
+        out.add_(flat)
+    else:
+        out.copy_(flat)
+
+
+def ceil_bf16(x: Tensor) -> Tensor:
+    """The smallest bfloat16 >= x, as float32, for finite x >= 0."""
+    return ((x.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+
+
+def floor_bf16(x: Tensor) -> Tensor:
+    """The largest bfloat16 <= x, as float32, for finite x."""
+    bits = x.view(torch.int32)
+    return (torch.where(bits < 0, bits + 0xFFFF, bits) & -0x10000).view(torch.float32)
+
+
+@cache
+def largest_scale(largest_code: float, source: torch.dtype) -> float:
+    """The largest scale whose largest code does not overflow `source`."""
+    quotient = torch.tensor([LARGEST[source] / largest_code], dtype=torch.float32, device="cpu")
+    return float(floor_bf16(quotient)[0])
+
+
+def symmetric_scale(v_NB: Tensor, largest_code: float, source: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scales of blocks whose codes reach from -largest_code to largest_code.
+
+    A scale is rounded up to bfloat16, so no value lies outside the codes (clipping would bias stochastic
+    rounding).
+
+    Returns:
+        float32 [N] scales, NaN where the block holds Inf or NaN, and bool [N], whether the block is finite.
+    """
+    amax = v_NB.abs().amax(dim=1)
+    finite = torch.isfinite(amax)
+    scale = ceil_bf16(torch.where(finite, amax, 0.0) / largest_code)
+    scale = scale.clamp(SMALLEST_SCALE, largest_scale(largest_code, source))
+    return torch.where(finite, scale, torch.nan), finite
+
+
+def sections(numel: int, block: int, vectors: int, bits: int) -> tuple[int, int, int]:
+    """Number of blocks, offset of the codes and size of the body in bytes, with `vectors` bfloat16 numbers
+    per block."""
+    blocks = -(-numel // block)
+    codes = align(2 * vectors * blocks)
+    return blocks, codes, codes + blocks * block * bits // 8
+
+
+def check_counters(numel: int) -> None:
+    """Refuse more values than one key has counters for: four values share one of 2^32."""
+    if numel > (1 << 34) - max(BLOCK_SIZES):
+        raise ValueError(f"{numel} values need more than 2^32 random counters: encode the tensor in slices")
