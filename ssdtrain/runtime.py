@@ -1,0 +1,315 @@
+"""What a config asks for, built once and attached to a model: the only door that adapters use.
+
+A training loop tells the runtime what happens, and the runtime turns it into calls on the engine:
+
+```python
+runtime = Runtime(load_config({"offload": {"directories": "/nvme"}}), device=torch.device("cuda", 0))
+runtime.register(model)                     # its parameters and buffers never move
+for step in range(steps):
+    with runtime.step():
+        for microbatch in range(count):
+            with runtime.forward(microbatch=microbatch):
+                loss = model(batch[microbatch])
+            with runtime.backward(microbatch=microbatch):
+                loss.backward()
+        optimizer.step()
+runtime.close()
+```
+
+A pipeline calls `forward` and `backward` in its own order with several microbatches alive, names what comes next by
+`next_backward`, and passes `keep=True` where the backward follows its forward at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ssdtrain.config import Config, OffloadConfig
+from ssdtrain.device import device_for
+from ssdtrain.offload.amount import AmountPlan
+from ssdtrain.offload.engine import EngineOptions, OffloadEngine
+from ssdtrain.offload.hooks import Recording
+from ssdtrain.offload.statistics import OffloadStatistics
+from ssdtrain.offload.tape import Tape
+from ssdtrain.storage import Faults, SpillStore, Stats
+
+__all__ = ["Runtime", "RuntimeStatistics"]
+
+logger = logging.getLogger("ssdtrain")
+
+MiB = 1 << 20
+
+# Steps after which an enabled feature must have done something.
+FIRST_STEPS = 3
+
+
+class RuntimeStatistics:
+    """What happened since the runtime was made: `offload` from the engine, `store` from the tiers, steps and their seconds."""
+
+    __slots__ = ("offload", "step_seconds", "steps", "store")
+
+    def __init__(self, offload: OffloadStatistics, store: Stats, steps: int, step_seconds: float) -> None:
+        self.offload = offload
+        self.store = store
+        self.steps = steps
+        self.step_seconds = step_seconds
+
+
+class Runtime:
+    """The engine that a config asks for, for one rank and one model.
+
+    Args:
+        config: a checked config. With `enabled: false` or no `offload` section every method does nothing.
+        device: where the model's activations live.
+        rank, local_rank: fill the placeholders of directories.
+        local_world_size: ranks that share this node's drives and memory.
+        faults: for tests.
+
+    Raises:
+        ConfigError: a directory cannot be what the config says.
+        OSError: a directory cannot be used; names the path and the remedy.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str = "cpu",
+        rank: int = 0,
+        local_rank: int = 0,
+        local_world_size: int = 1,
+        faults: Faults | None = None,
+        staged: bool | None = None,
+        timeline: bool = False,
+    ) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        self.engine: OffloadEngine | None = None
+        self.steps = 0
+        self._store: SpillStore | None = None
+        self._tapes: dict[tuple[int, int], weakref.ref[Tape]] = {}
+        self._began = 0.0
+        self._step_seconds = 0.0
+        self._attached: list[Callable[[], None]] = []
+        if config.active and config.offload is not None:
+            self._build(config.offload, rank, local_rank, local_world_size, faults, staged, timeline)
+
+    def _build(
+        self,
+        offload: OffloadConfig,
+        rank: int,
+        local_rank: int,
+        local_world_size: int,
+        faults: Faults | None,
+        staged: bool | None,
+        timeline: bool,
+    ) -> None:
+        directories = offload.expand(rank=rank, local_rank=local_rank)
+        for directory in directories:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        layer = device_for(self.device)
+        buffer = offload.buffer
+        in_flight, prefetch = offload.in_flight, offload.prefetch
+        if layer.kind != "cpu" or staged:
+            # All transfers pass through the pinned arena, which is made at start: half of it for each direction.
+            buffer = buffer or max(4 * in_flight, 1024 * MiB)
+            in_flight = min(in_flight, buffer // 2)
+            prefetch = buffer // 2 if prefetch is None else prefetch
+        # check_host_budget(offload.host + (buffer or 0), local_world_size)
+        store = SpillStore(
+            directories,
+            capacity=offload.capacity,
+            host_bytes=offload.host,
+            threads=offload.threads,
+            engine=offload.engine,
+            direct=offload.direct,
+            local_world_size=local_world_size,
+            faults=faults,
+        )
+        options = EngineOptions(
+            min_bytes=offload.min_bytes,
+            in_flight=in_flight,
+            prefetch=prefetch,
+            buffer=buffer,
+            deadline=offload.deadline,
+            raise_when_full=offload.on_full == "raise",
+            staged=staged,
+            timeline=timeline,
+        )
+        self._store = store
+        self.engine = OffloadEngine(store, layer, self.device, AmountPlan(offload.amount), options)
+        # A graph may outlive the runtime, and needs the engine (through its hooks) as long as it lives. The store goes with
+        # the engine, and at interpreter exit.
+        self._finalizer = weakref.finalize(self.engine, store.close)
+
+    @property
+    def enabled(self) -> bool:
+        """True if there is anything to do."""
+        return self.engine is not None
+
+    # The model
+
+    def register(self, model: nn.Module) -> None:
+        """Never move the parameters and buffers of `model`. Call it after the framework has wrapped the model."""
+        if self.engine is not None:
+            self.engine.eligible.register(model)
+
+    def attach(self, model: nn.Module) -> None:
+        """Offload what every call of `model` saves, until `close`. Each call with gradients is one tape.
+
+        `model.forward` is wrapped on the instance, outside of what `torch.compile` compiles.
+        """
+        if self.engine is None:
+            return
+        self.register(model)
+        plain = model.forward
+        had_own = "forward" in model.__dict__
+
+        @functools.wraps(plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return plain(*args, **kwargs)
+            with self.forward():
+                return plain(*args, **kwargs)
+
+        wrapped = torch.compiler.disable(forward, recursive=False)
+        model.forward = wrapped
+
+        def detach() -> None:
+            if model.__dict__.get("forward") is wrapped:
+                if had_own:
+                    model.forward = plain
+                else:
+                    del model.forward
+
+        self._attached.append(detach)
+
+    # The loop
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One optimizer step; an exception inside still ends it."""
+        self.step_begin()
+        try:
+            yield
+        finally:
+            self.step_end()
+
+    def step_begin(self) -> None:
+        """Parameters may have moved since the last step: look where they are."""
+        self._began = time.perf_counter()
+        if self.engine is not None:
+            self.engine.eligible.refresh()
+
+    def step_end(self) -> None:
+        """Count the step, and say so if offload is on and has done nothing."""
+        if self._began:
+            self._step_seconds += time.perf_counter() - self._began
+            self._began = 0.0
+        self.steps += 1
+        if self.engine is None:
+            return
+        self.engine.drain()
+        if self.steps == FIRST_STEPS:
+            self._complain_of_idleness(self.engine.snapshot())
+
+    def _complain_of_idleness(self, found: OffloadStatistics) -> None:
+        if found.offloaded_bytes or found.cancelled_bytes or found.kept_full_bytes or found.kept_late_bytes:
+            return
+        if not found.saved_tensors:
+            why = "no saved tensor was seen: is the forward inside the runtime, and do inner saved-tensor hooks take all of it?"
+        elif not found.saved_bytes:
+            why = (
+                f"none of {found.saved_tensors} saved tensors may move: lower offload.min_bytes "
+                f"({self.engine.options.min_bytes if self.engine else 0} bytes), and check the device ({self.device})"
+            )
+        else:
+            why = f"the plan kept all {found.saved_bytes} bytes: raise offload.amount"
+        logger.warning("offload is enabled and moved nothing in the first %d steps: %s", FIRST_STEPS, why)
+
+    def forward(
+        self, chunk: int = 0, microbatch: int | None = None, *, keep: bool = False
+    ) -> AbstractContextManager[Tape | None]:
+        """A context for the forward of one microbatch on one model chunk.
+
+        Args:
+            chunk: the model chunk (virtual pipeline stage) on this rank.
+            microbatch: names the tape together with `chunk` until its backward; None: one that nobody names.
+            keep: its backward follows at once, so nothing leaves memory.
+        """
+        if self.engine is None:
+            return nullcontext()
+        if microbatch is None:
+            microbatch = -1
+        tape = Tape(chunk, microbatch, keep=keep)
+        self._tapes[chunk, microbatch] = weakref.ref(tape)
+        return Recording(self.engine, tape)
+
+    @contextmanager
+    def backward(self, chunk: int = 0, microbatch: int | None = None) -> Iterator[None]:
+        """A context for the backward of a tape: its loads start now, its end is noted."""
+        tape = self._tape(chunk, -1 if microbatch is None else microbatch)
+        if self.engine is None or tape is None:
+            yield
+            return
+        self.engine.prefetch(tape)
+        try:
+            yield
+        finally:
+            self.engine.drain()
+
+    def next_backward(self, *tapes: tuple[int, int]) -> None:
+        """Name the (chunk, microbatch) whose backwards come next, in order.
+
+        Their loads start as soon as the present backward leaves room; with none running, now.
+        """
+        if self.engine is None:
+            return
+        found = [tape for key in tapes if (tape := self._tape(*key)) is not None]
+        self.engine.next_backward(found)
+        if found:
+            self.engine.prefetch(found[0])
+
+    def _tape(self, chunk: int, microbatch: int) -> Tape | None:
+        known = self._tapes.get((chunk, microbatch))
+        tape = known() if known is not None else None
+        if tape is None:
+            self._tapes.pop((chunk, microbatch), None)
+        return tape
+
+    # Figures
+
+    def statistics(self) -> RuntimeStatistics | None:
+        """The figures so far; None where nothing is enabled."""
+        if self.engine is None or self._store is None:
+            return None
+        return RuntimeStatistics(self.engine.snapshot(), self._store.stats, self.steps, self._step_seconds)
+
+    def reset_peak(self) -> None:
+        """Begin a new peak of activation memory."""
+        if self.engine is not None:
+            self.engine.reset_peak()
+
+    def close(self) -> None:
+        """Detach from models, wait for what is in flight, close files and buffers. Idempotent."""
+        while self._attached:
+            self._attached.pop()()
+        if self.engine is not None:
+            self.engine.close()
+            self._finalizer()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
