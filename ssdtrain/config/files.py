@@ -1,7 +1,6 @@
 """Reads the block out of a YAML or JSON file, remembering keys that the file wrote twice."""
 
 import json
-from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,24 +76,14 @@ class _Mapping(dict[Any, Any]):
 class _Loader(yaml.SafeLoader):
     """PyYAML's SafeLoader, except that it builds `_Mapping`."""
 
-    def construct_mapping_checked(self, node: yaml.MappingNode) -> Iterator[_Mapping]:
-        mapping = _Mapping()
-        yield mapping  # before its content, so that an anchor inside may refer to it
-        # A merge (<<) brings keys that the mapping may repeat on purpose: only those written here are
-        # counted.
-        written = [
-            self.construct_object(key, deep=True)
-            for key, _ in node.value
-            if key.tag != "tag:yaml.org,2002:merge"
-        ]
-        for key in written:
-            if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is no text", node.start_mark
-                )
+    def construct_checked(self, node: yaml.MappingNode) -> _Mapping:
+        # A merge (<<) brings keys that the mapping may repeat on purpose: only those written here are counted.
+        own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        written = [self.construct_object(key, deep=True) for key in own]
         self.flatten_mapping(node)
-        mapping.update(self.construct_mapping(node, deep=True))
+        mapping = _Mapping(self.construct_mapping(node, deep=True))
         mapping.repeated = tuple(key for key in mapping if written.count(key) > 1)
+        return mapping
 
 
-_Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_mapping_checked)
+_Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_checked)

@@ -39,10 +39,16 @@ class Kind:
     """A flag takes several values."""
 
 
+POSITIVE_SIZE_ALLOWED = f"more than zero: {units.SIZE_ALLOWED}"
+
+
 def _positive_size(value: Any) -> int:
-    size = units.parse_size(value)
+    try:
+        size = units.parse_size(value)
+    except Refusal as refusal:
+        raise Refusal(refusal.why, POSITIVE_SIZE_ALLOWED) from None
     if size == 0:
-        raise Refusal("is zero", f"more than zero: {units.SIZE_ALLOWED}")
+        raise Refusal("is zero", POSITIVE_SIZE_ALLOWED)
     return size
 
 
@@ -52,7 +58,7 @@ def _switch(value: Any) -> Any:
 
 
 SIZE = Kind("size", units.SIZE_ALLOWED, units.parse_size, units.exact_size)
-POSITIVE_SIZE = Kind("size", f"more than zero: {units.SIZE_ALLOWED}", _positive_size, units.exact_size)
+POSITIVE_SIZE = Kind("size", POSITIVE_SIZE_ALLOWED, _positive_size, units.exact_size)
 DURATION = Kind("seconds", units.DURATION_ALLOWED, units.parse_duration)
 AMOUNT = Kind("amount", AMOUNT_ALLOWED, parse_amount, Amount.plain)
 DIRECTORY = Kind("directory", DIRECTORY_ALLOWED, parse_directory)

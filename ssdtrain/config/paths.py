@@ -4,6 +4,7 @@ there."""
 import getpass
 import logging
 import os
+import re
 import socket
 import string
 from collections.abc import Iterator
@@ -153,7 +154,7 @@ def file_system_of(path: Path, mounts: str = "/proc/self/mounts") -> str | None:
     """The type ("ext4", "tmpfs", ...) of the file system that holds `path`; None where the system does not
     say."""
     try:
-        lines = Path(mounts).read_text(errors="surrogateescape").splitlines()
+        lines = Path(mounts).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:  # not Linux, or no /proc
         return None
     real = Path(os.path.realpath(path))
@@ -161,9 +162,7 @@ def file_system_of(path: Path, mounts: str = "/proc/self/mounts") -> str | None:
     for line in lines:
         _, where, name, *_ = line.split(" ")
         # The kernel writes blanks, tabs, newlines and backslashes as octal escapes.
-        point = Path(
-            where.encode("latin-1", "surrogateescape").decode("unicode_escape") if "\\" in where else where
-        )
+        point = Path(re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), where))
         # Later lines cover earlier ones that are mounted on the same point, hence >=.
         if real.is_relative_to(point) and len(point.parts) >= best:
             best, kind = len(point.parts), name

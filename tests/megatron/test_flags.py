@@ -1,0 +1,172 @@
+"""The --ssdtrain-* flags beside a framework's own, parsed by a real argparse parser."""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ssdtrain.config import Amount, ConfigError, load_config
+from ssdtrain.config.flags import flags
+from ssdtrain_megatron import add_arguments, config_from_args
+
+
+def parser() -> argparse.ArgumentParser:
+    """A parser as Megatron-LM makes it: no abbreviations, and flags of its own before ours."""
+    made = argparse.ArgumentParser(allow_abbrev=False)
+    made.add_argument_group(title="checkpointing").add_argument("--save")
+    made.add_argument("--bf16", action="store_true")
+    assert add_arguments(made) is made
+    return made
+
+
+def test_all_flags_together_make_one_config() -> None:
+    args = parser().parse_args(
+        shlex.split(
+            """
+            --bf16 --ssdtrain-enabled --ssdtrain-offload-directories '/nvme0/{user}' /nvme1 --save out
+            --ssdtrain-offload-capacity 0.5TB --ssdtrain-offload-host 4GiB --ssdtrain-offload-amount 60%
+            --ssdtrain-offload-min-bytes 1MiB --ssdtrain-offload-buffer 2GiB --ssdtrain-offload-in-flight 1e9
+            --ssdtrain-offload-prefetch 0 --ssdtrain-offload-deadline 500ms --ssdtrain-offload-threads 8
+            --ssdtrain-offload-engine python --ssdtrain-offload-direct off --ssdtrain-offload-on-full raise
+            --no-ssdtrain-checkpoint-use-reentrant --no-ssdtrain-checkpoint-preserve-rng-state
+            --ssdtrain-checkpoint-determinism-check none --no-ssdtrain-checkpoint-early-stop
+            --ssdtrain-report-interval 10 --ssdtrain-report-path runs
+            """
+        )
+    )
+    assert (args.bf16, args.save) == (True, "out")
+    config = config_from_args(args)
+    assert config == load_config(
+        {
+            "offload": {
+                "directories": ["/nvme0/{user}", "/nvme1"],
+                "capacity": 500 * 10**9,
+                "host": 4 * 2**30,
+                "amount": Amount("fraction", 0.6),
+                "min_bytes": 2**20,
+                "buffer": 2**31,
+                "in_flight": 10**9,
+                "prefetch": 0,
+                "deadline": 0.5,
+                "threads": 8,
+                "engine": "python",
+                "direct": "off",
+                "on_full": "raise",
+            },
+            "checkpoint": {"preserve_rng_state": False, "determinism_check": "none", "early_stop": False},
+            "report": {"interval": 10, "path": "runs"},
+        }
+    )
+
+
+def test_without_a_flag_there_is_no_config() -> None:
+    assert config_from_args(parser().parse_args(["--bf16"])) is None
+
+
+def test_a_namespace_from_before_the_flags_counts_as_not_given() -> None:
+    assert config_from_args(argparse.Namespace(save="out")) is None
+
+
+def test_a_given_flag_wins_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("offload: {directories: [/a, /b], host: 1GiB, threads: 2}\nreport: {interval: 5}\n")
+    arguments = ["--ssdtrain-config", str(file)]
+    config = config_from_args(parser().parse_args(arguments))
+    assert config == load_config(file)
+    given = ["--ssdtrain-offload-directories", "/c", "--ssdtrain-offload-host", "0", "--no-ssdtrain-enabled"]
+    config = config_from_args(parser().parse_args(arguments + given))
+    assert config == load_config(
+        {"enabled": False, "offload": {"directories": "/c", "threads": 2}, "report": {"interval": 5}}
+    )
+
+
+def test_a_flag_does_not_hide_what_is_wrong_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    arguments = ["--ssdtrain-config", str(file), "--ssdtrain-offload-threads", "8"]
+    for text, path in [
+        ("offload:\n", "ssdtrain.offload"),
+        ("offload: {directories: /a, treads: 4}\n", "ssdtrain.offload.treads"),
+        ("offload: {directories: /a, threads: 1, threads: 2}\n", "ssdtrain.offload.threads"),
+        ("comm: {}\n", "ssdtrain.comm"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(ConfigError) as error:
+            config_from_args(parser().parse_args(arguments))
+        assert path in [problem.path for problem in error.value.problems]
+        assert str(file) in str(error.value)
+
+
+def test_what_flags_ask_for_together_is_checked() -> None:
+    args = parser().parse_args(["--ssdtrain-offload-threads", "8"])
+    with pytest.raises(ConfigError, match=r"ssdtrain\.offload\.directories: \[\] leaves no place"):
+        config_from_args(args)
+    args = parser().parse_args(["--ssdtrain-report-interval", "-1"])
+    with pytest.raises(
+        ConfigError, match=r"ssdtrain\.report\.interval: -1 .* allowed: a whole number from 0"
+    ):
+        config_from_args(args)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--ssdtrain-offload-host 4G", "unknown unit"),
+        ("--ssdtrain-offload-amount 60", "has no unit"),
+        ("--ssdtrain-offload-threads four", "allowed: a whole number from 1 to 64"),
+        ("--ssdtrain-offload-engine rust", "'auto', 'c', 'python'"),
+        ("--ssdtrain-offload-directories /x/{gpu}", "unknown placeholder"),
+        ("--ssdtrain-offload-directories", "expected at least one argument"),
+        ("--ssdtrain-offload-deadline soon", "allowed: seconds"),
+    ],
+)
+def test_a_refused_value_names_its_flag_and_what_is_allowed(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(arguments.split())
+    error = capsys.readouterr().err.replace(
+        "choose from auto, c, python", "choose from 'auto', 'c', 'python'"
+    )
+    assert f"argument {arguments.split()[0]}: " in error
+    assert said in error
+
+
+@pytest.mark.parametrize(
+    "flag", ["--ssdtrain-offload-treads", "--ssdtrain-offload", "--no-ssdtrain-offload-host"]
+)
+def test_an_unknown_flag_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args([flag, "1"])
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_the_namespace_holds_only_what_a_framework_can_print_and_save() -> None:
+    args = parser().parse_args(
+        ["--ssdtrain-offload-directories", "/a", "--ssdtrain-offload-amount", "512MiB"]
+    )
+    assert json.loads(json.dumps(vars(args))) == vars(args)
+    assert all(
+        value is None for key, value in vars(parser().parse_args([])).items() if key.startswith("ssdtrain")
+    )
+
+
+def test_help_names_every_flag() -> None:
+    text = parser().format_help()
+    for flag in flags():
+        assert flag.name in text
+    assert "60%" in text
+
+
+def test_the_flags_need_no_megatron() -> None:
+    program = (
+        "import sys; sys.modules['megatron'] = None\n"
+        "import argparse, ssdtrain_megatron as s\n"
+        "args = s.add_arguments(argparse.ArgumentParser()).parse_args(['--ssdtrain-report-interval', '3'])\n"
+        "assert s.config_from_args(args).report.interval == 3\n"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=root, timeout=120)
