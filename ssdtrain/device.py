@@ -13,6 +13,8 @@ from a corruption in somebody's code:
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +53,9 @@ class Device(Protocol):
     def host_register(self) -> Any | None:
         """A callable (address, nbytes) -> unregister that pins host memory, or None where nothing is to be pinned."""
 
+    def event_functions(self) -> dict[str, int]:
+        """`event_wait`, `set_device` (addresses of C functions) and `device`, as the I/O pool takes them; {} for none."""
+
 
 class CpuDevice:
     """The CPU: no streams, no pinning; the I/O pool reads and writes tensors where they are."""
@@ -76,6 +81,9 @@ class CpuDevice:
 
     def host_register(self) -> None:
         return None
+
+    def event_functions(self) -> dict[str, int]:
+        return {}
 
 
 class CudaDevice:
@@ -103,7 +111,7 @@ class CudaDevice:
         self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream
     ) -> torch.cuda.Event:
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # a worker that waits for it sleeps instead of spinning
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             event.record(stream)
@@ -131,6 +139,33 @@ class CudaDevice:
             return unregister
 
         return register
+
+    def event_functions(self) -> dict[str, int]:
+        runtime = _loaded_cuda_runtime()
+        return {
+            "event_wait": _address_of(runtime.cudaEventSynchronize),
+            "set_device": _address_of(runtime.cudaSetDevice),
+            "device": self.device.index,
+        }
+
+
+def _address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _loaded_cuda_runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch itself has loaded: an event means nothing to another copy of it.
+
+    Raises:
+        OSError: torch has none loaded as a shared library.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if "libcudart" in path and path.startswith("/"):
+            return ctypes.CDLL(path)
+    raise OSError(
+        "torch.cuda is in use, but no libcudart is loaded in this process: is torch linked statically to it?"
+    )
 
 
 def device_for(device: torch.device) -> Device:

@@ -135,6 +135,7 @@ class Runtime:
             direct=offload.direct,
             local_world_size=local_world_size,
             faults=faults,
+            **layer.event_functions(),
         )
         options = EngineOptions(
             min_bytes=offload.min_bytes,

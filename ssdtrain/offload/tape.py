@@ -16,7 +16,17 @@ class Tape:
         keep: nothing of this tape leaves memory, because its backward follows at once.
     """
 
-    __slots__ = ("__weakref__", "chunk", "cursor", "keep", "live", "microbatch", "nbytes", "pass_number", "regions")
+    __slots__ = (
+        "__weakref__",
+        "chunk",
+        "cursor",
+        "keep",
+        "live",
+        "microbatch",
+        "nbytes",
+        "pass_number",
+        "regions",
+    )
 
     def __init__(self, chunk: int = 0, microbatch: int = 0, *, keep: bool = False) -> None:
         self.chunk = chunk
