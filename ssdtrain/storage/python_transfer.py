@@ -3,7 +3,6 @@ twin.
 """
 
 import errno
-import mmap
 import os
 import time
 from typing import TYPE_CHECKING
@@ -16,6 +15,9 @@ from ssdtrain.storage.pieces import COPY_IN, READ, WRITE, Piece
 
 if TYPE_CHECKING:
     from ssdtrain.storage.python_engine import PythonOperation
+
+SECTOR = 512
+"""Bytes: what an O_DIRECT transfer may stop at."""
 
 BOUNCE = 1 << 20
 """Bytes of a worker's bounce buffer for reads into a differently aligned address."""
@@ -171,10 +173,10 @@ class Transfer:
                 done = os.pwritev(fd, parts, offset) if writing else os.preadv(fd, parts, offset)
             except OSError as error:
                 raise TransferError(error.errno or errno.EIO, ERRNO, offset) from error
+            if done < left and unit > 1:
+                done -= done % SECTOR
             if done == 0:
                 raise TransferError(errno.EIO, NOTHING_WRITTEN if writing else END_OF_FILE, offset)
-            if done < left and unit > 1:
-                done -= done % 512
             offset, left = offset + done, left - done
             vector = _after(vector, done)
 
@@ -217,6 +219,3 @@ def _before(vector: list[memoryview], count: int) -> list[memoryview]:
             head.append(part[:count])
             count -= min(count, len(part))
     return head
-
-
-assert mmap.PAGESIZE % 512 == 0

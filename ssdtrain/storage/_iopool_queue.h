@@ -1,0 +1,275 @@
+/* Queues, workers, operations' lives. No Python here: a worker never takes the GIL.
+ *
+ * Locks, in the order in which they are taken: Pool.submitting, Queue.lock, Operation.lock; Pool.gate alone. A cancel takes
+ * none but Operation.lock, to wake waiters. */
+#ifndef SSDTRAIN_IOPOOL_QUEUE_H
+#define SSDTRAIN_IOPOOL_QUEUE_H
+
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "_iopool_transfer.h"
+
+#define STACK (512 << 10) /* bytes; virtual, a worker uses a few KiB, a CUDA call more */
+
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t ready;
+    Piece *head[2], *tail[2]; /* writes, reads */
+    int fd, direct;
+    uint64_t bytes[2];
+    double seconds[2], since[2]; /* time with a transfer under way */
+    int active[2];
+} Queue;
+
+typedef struct Pool Pool;
+
+typedef struct {
+    Pool *pool;
+    Queue *queue;
+    char *bounce;
+    int number, device_set;
+    pthread_t thread;
+} Worker;
+
+struct Pool {
+    Queue *queues;
+    Worker *workers;
+    int queue_count, worker_count, started;
+    char *bounce;
+    uint64_t piece;
+    Faults *faults;
+    int (*event_wait)(void *);
+    int (*set_device)(int);
+    int device;
+    pthread_mutex_t submitting; /* closed, serials */
+    atomic_int closed;
+    int joined;
+    int64_t serials[4];
+    atomic_int held[2], held_begun[2];
+    pthread_mutex_t gate, joining;
+    pthread_cond_t opened;
+    atomic_ullong cancelled;
+};
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+static void forget(Operation *op) {
+    if (atomic_fetch_sub(&op->references, 1) != 1) return;
+    pthread_mutex_destroy(&op->lock);
+    pthread_cond_destroy(&op->ended);
+    free(op);
+}
+
+static void finish(Operation *op) {
+    pthread_mutex_lock(&op->lock);
+    if (op->begun > 0) op->seconds = now() - op->begun;
+    atomic_store(&op->finished, 1);
+    pthread_cond_broadcast(&op->ended);
+    pthread_mutex_unlock(&op->lock);
+}
+
+/* 1 if nothing of it was or will be transferred. Its pieces stay queued until a worker drops them. */
+static int cancel(Pool *pool, Operation *op) {
+    int expected = QUEUED;
+    if (!atomic_compare_exchange_strong(&op->state, &expected, CANCELLED)) return expected == CANCELLED;
+    atomic_fetch_add(&pool->cancelled, op->nbytes);
+    finish(op);
+    return 1;
+}
+
+static int claim(Operation *op) {
+    int expected = QUEUED;
+    return atomic_compare_exchange_strong(&op->state, &expected, RUNNING) || expected == RUNNING;
+}
+
+static void fail(Operation *op, const Piece *piece, Failure failure) {
+    pthread_mutex_lock(&op->lock);
+    if (!op->failed) {
+        op->code = failure.code;
+        op->detail = failure.detail;
+        op->error_queue = piece->queue;
+        op->error_offset = failure.offset;
+        op->error_bytes = (int64_t)(piece->end - piece->start);
+        atomic_store(&op->failed, 1);
+    }
+    pthread_mutex_unlock(&op->lock);
+}
+
+/* The next piece: reads first, because an unpack waits for them. NULL when the pool is closed and nothing is left. */
+static Piece *take(Pool *pool, Queue *queue) {
+    Piece *piece = NULL;
+    pthread_mutex_lock(&queue->lock);
+    while (!piece) {
+        for (int direction = 1; direction >= 0 && !piece; direction--) {
+            if (!queue->head[direction] || (pool->held[direction] && !pool->closed)) continue;
+            piece = queue->head[direction];
+            queue->head[direction] = piece->next;
+        }
+        if (piece || pool->closed) break;
+        pthread_cond_wait(&queue->ready, &queue->lock);
+    }
+    pthread_mutex_unlock(&queue->lock);
+    return piece;
+}
+
+static int await_event(Worker *w, const Operation *op, const Piece *piece, Failure *failure) {
+    Pool *pool = w->pool;
+    int code = 0;
+    if (pool->set_device && !w->device_set) {
+        code = pool->set_device(pool->device);
+        w->device_set = !code;
+    }
+    if (!code && pool->event_wait) code = pool->event_wait((void *)(uintptr_t)op->event);
+    if (code) *failure = (Failure){code, EVENT, piece->offset};
+    return code;
+}
+
+static void run(Worker *w, Operation *op, Piece *piece) {
+    Queue *queue = w->queue;
+    Failure failure;
+    int direction = op->kind & 1, moved = 0;
+    if (w->pool->held_begun[direction]) {
+        pthread_mutex_lock(&w->pool->gate);
+        while (w->pool->held_begun[direction]) pthread_cond_wait(&w->pool->opened, &w->pool->gate);
+        pthread_mutex_unlock(&w->pool->gate);
+    }
+    if (op->event && !op->failed && await_event(w, op, piece, &failure)) fail(op, piece, failure);
+    double begun = now();
+    pthread_mutex_lock(&op->lock);
+    if (!(op->begun > 0)) op->begun = begun;
+    pthread_mutex_unlock(&op->lock);
+    pthread_mutex_lock(&queue->lock);
+    if (!queue->active[direction]++) queue->since[direction] = begun;
+    pthread_mutex_unlock(&queue->lock);
+    if (!op->failed) {
+        moved = !transfer_piece(w->pool->faults, op, piece, queue->fd, queue->direct, w->bounce, &failure);
+        if (!moved) fail(op, piece, failure);
+    }
+    pthread_mutex_lock(&queue->lock);
+    if (moved) queue->bytes[direction] += piece->end - (piece->start > op->lead ? piece->start : op->lead);
+    if (!--queue->active[direction]) queue->seconds[direction] += now() - queue->since[direction];
+    pthread_mutex_unlock(&queue->lock);
+}
+
+static void *work(void *argument) {
+    Worker *w = argument;
+    Piece *piece;
+    while ((piece = take(w->pool, w->queue))) {
+        Operation *op = piece->operation;
+        int mine = claim(op);
+        if (mine) run(w, op, piece);
+        if (atomic_fetch_sub(&op->remaining, 1) == 1) {
+            if (mine) finish(op);
+            forget(op);
+        }
+    }
+    return NULL;
+}
+
+static void append(Queue *queue, Piece *piece) {
+    int direction = piece->operation->kind & 1;
+    pthread_mutex_lock(&queue->lock);
+    piece->next = NULL;
+    if (queue->head[direction]) queue->tail[direction]->next = piece;
+    else queue->head[direction] = piece;
+    queue->tail[direction] = piece;
+    pthread_cond_signal(&queue->ready);
+    pthread_mutex_unlock(&queue->lock);
+}
+
+/* Queue every piece, in the order of `op->piece`. The caller holds a reference. 0, or -1 when the pool is closed. */
+static int enqueue(Pool *pool, Operation *op) {
+    pthread_mutex_lock(&pool->submitting);
+    if (pool->closed) {
+        pthread_mutex_unlock(&pool->submitting);
+        return -1;
+    }
+    op->serial = pool->serials[op->kind]++;
+    if (pool->faults && pool->faults->torn)
+        for (int last = op->pieces - 1; last > 0; last--) {
+            uint64_t at = hashed(pool->faults->seed, SHUFFLE, op->kind, op->serial, last, 0) % (uint64_t)(last + 1);
+            Piece other = op->piece[last];
+            op->piece[last] = op->piece[at];
+            op->piece[at] = other;
+        }
+    for (int i = 0; i < op->pieces; i++) append(&pool->queues[op->piece[i].queue], &op->piece[i]);
+    pthread_mutex_unlock(&pool->submitting);
+    return 0;
+}
+
+static void wake(Pool *pool) {
+    for (int i = 0; i < pool->queue_count; i++) {
+        pthread_mutex_lock(&pool->queues[i].lock);
+        pthread_cond_broadcast(&pool->queues[i].ready);
+        pthread_mutex_unlock(&pool->queues[i].lock);
+    }
+}
+
+static void release_held(Pool *pool) {
+    pthread_mutex_lock(&pool->gate);
+    for (int i = 0; i < 2; i++) pool->held[i] = pool->held_begun[i] = 0;
+    pthread_cond_broadcast(&pool->opened);
+    pthread_mutex_unlock(&pool->gate);
+    wake(pool);
+}
+
+/* Cancel what has not begun, wait for the rest, end the workers. A second caller waits for the first. */
+static void close_pool(Pool *pool) {
+    pthread_mutex_lock(&pool->submitting);
+    for (int i = 0; i < pool->queue_count; i++) {
+        Queue *queue = &pool->queues[i];
+        pthread_mutex_lock(&queue->lock);
+        pool->closed = 1;
+        for (int direction = 0; direction < 2; direction++)
+            for (Piece *p = queue->head[direction]; p; p = p->next) cancel(pool, p->operation);
+        pthread_mutex_unlock(&queue->lock);
+    }
+    pool->closed = 1;
+    pthread_mutex_unlock(&pool->submitting);
+    release_held(pool);
+    pthread_mutex_lock(&pool->joining);
+    if (!pool->joined)
+        for (int i = 0; i < pool->started; i++) pthread_join(pool->workers[i].thread, NULL);
+    pool->joined = 1;
+    pthread_mutex_unlock(&pool->joining);
+}
+
+/* Start the workers with every signal blocked: signals are the interpreter's. 0 or an errno. */
+static int start_workers(Pool *pool) {
+    sigset_t all, before;
+    pthread_attr_t attributes;
+    int code = pthread_attr_init(&attributes);
+    if (code) return code;
+    pthread_attr_setstacksize(&attributes, STACK);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (int i = 0; i < pool->worker_count && !code; i++) {
+        code = pthread_create(&pool->workers[i].thread, &attributes, work, &pool->workers[i]);
+        if (code) break;
+        pthread_setname_np(pool->workers[i].thread, "ssdtrain-io");
+        pool->started++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+    return code;
+}
+
+static void free_pool(Pool *pool) {
+    if (pool->bounce) munmap(pool->bounce, (size_t)pool->worker_count * BOUNCE);
+    if (pool->faults) {
+        free(pool->faults->chosen[0]);
+        free(pool->faults->chosen[1]);
+        free(pool->faults);
+    }
+    free(pool->queues);
+    free(pool->workers);
+    free(pool);
+}
+
+#endif

@@ -1,0 +1,172 @@
+/* One piece's transfer: vectored calls, bounce buffers, injected faults. See "Note: [Image]" in pieces.py for the layout;
+ * python_transfer.py does the same. No Python here: this runs without the GIL. */
+#ifndef SSDTRAIN_IOPOOL_TRANSFER_H
+#define SSDTRAIN_IOPOOL_TRANSFER_H
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "_iopool_faults.h"
+
+#define ALIGNMENT 4096
+#define SECTOR 512 /* what O_DIRECT may stop at */
+#define BOUNCE (1 << 20) /* bytes of a worker's bounce buffer, for reads into a differently aligned address */
+
+enum { WRITE, READ, COPY_IN, COPY_OUT };
+enum { ERRNO, END_OF_FILE, NOTHING_WRITTEN, EVENT };
+enum { QUEUED, RUNNING, CANCELLED };
+
+struct Operation;
+
+/* Image bytes [start, end) at `offset` of its queue's file (of memory, for a copy); `start` is block-aligned. */
+typedef struct Piece {
+    struct Operation *operation;
+    struct Piece *next;
+    int64_t offset;
+    uint64_t start, end;
+    int queue, index;
+} Piece;
+
+typedef struct Operation {
+    atomic_int references; /* the Python object, and the pieces together while any is queued */
+    atomic_int state;      /* QUEUED until a worker or a canceller takes it, once */
+    atomic_int finished, failed, remaining;
+    int kind, pieces;
+    uint64_t address, nbytes, lead, event;
+    int64_t serial;
+    int code, detail, error_queue; /* the first failure, under `lock` */
+    int64_t error_offset, error_bytes;
+    double begun, seconds; /* under `lock` until finished */
+    pthread_mutex_t lock;
+    pthread_cond_t ended;
+    Piece piece[];
+} Operation;
+
+typedef struct {
+    int code, detail;
+    int64_t offset;
+} Failure;
+
+static uint64_t round_down(uint64_t x) { return x / ALIGNMENT * ALIGNMENT; }
+static uint64_t round_up(uint64_t x) { return round_down(x + ALIGNMENT - 1); }
+
+/* preadv or pwritev until all went over, through EINTR and short transfers. `unit` is what a resumed call must be aligned
+ * to; an odd rest of a short call is transferred again. `vector` is used up. */
+static int transfer(const Faults *f, const Operation *op, int piece, int fd, struct iovec *vector, int count, int64_t offset,
+                    uint64_t unit, Failure *failure) {
+    uint64_t left = 0;
+    for (int i = 0; i < count; i++) left += vector[i].iov_len;
+    for (int attempt = 0; left; attempt++) {
+        struct iovec limited[3];
+        struct iovec *call = vector;
+        int parts = count;
+        if (f) {
+            if (f->interrupt > 0 && chance(f->seed, INTERRUPT, op->kind, op->serial, piece, attempt) < f->interrupt) continue;
+            if (f->shorten > 0 && left > unit && chance(f->seed, SHORT, op->kind, op->serial, piece, attempt) < f->shorten) {
+                uint64_t units = (left - 1) / unit;
+                uint64_t want = (1 + hashed(f->seed, SHORT_LENGTH, op->kind, op->serial, piece, attempt) % units) * unit;
+                for (parts = 0; want && parts < count; parts++) {
+                    limited[parts] = vector[parts];
+                    if (limited[parts].iov_len > want) limited[parts].iov_len = want;
+                    want -= limited[parts].iov_len;
+                }
+                call = limited;
+            }
+        }
+        ssize_t done = op->kind == WRITE ? pwritev(fd, call, parts, offset) : preadv(fd, call, parts, offset);
+        if (done < 0 && errno == EINTR) continue;
+        if (done < 0) {
+            *failure = (Failure){errno, ERRNO, offset};
+            return -1;
+        }
+        uint64_t gone = (uint64_t)done;
+        if (gone < left && unit > 1) gone -= gone % SECTOR;
+        if (!gone) {
+            *failure = (Failure){EIO, op->kind == WRITE ? NOTHING_WRITTEN : END_OF_FILE, offset};
+            return -1;
+        }
+        offset += (int64_t)gone;
+        left -= gone;
+        for (; count && gone >= vector->iov_len; count--) gone -= (vector++)->iov_len;
+        if (count) {
+            vector->iov_base = (char *)vector->iov_base + gone;
+            vector->iov_len -= gone;
+        }
+    }
+    return 0;
+}
+
+/* Image and memory agree mod 4096: whole blocks in place, the first and the last one through the bounce buffer. */
+static int transfer_aligned(const Faults *f, const Operation *op, const Piece *p, int fd, char *bounce, Failure *failure) {
+    char *origin = (char *)(uintptr_t)(op->address - op->lead);
+    uint64_t start = p->start > op->lead ? p->start : op->lead;
+    uint64_t first = round_down(start), last = round_up(p->end), low = first, high = last;
+    struct { uint64_t from, to; char *at; } edge[2];
+    int edges = 0, count = 0;
+    struct iovec vector[3];
+    if (start > first) {
+        edge[edges].from = start;
+        edge[edges].to = p->end < first + ALIGNMENT ? p->end : first + ALIGNMENT;
+        edge[edges++].at = bounce + (start - first);
+        low = first + ALIGNMENT;
+        vector[count++] = (struct iovec){bounce, ALIGNMENT};
+    }
+    int tail = p->end < last && low < last;
+    if (tail) {
+        high = last - ALIGNMENT;
+        edge[edges].from = high;
+        edge[edges].to = p->end;
+        edge[edges++].at = bounce + ALIGNMENT;
+    }
+    if (low < high) vector[count++] = (struct iovec){origin + low, high - low};
+    if (tail) vector[count++] = (struct iovec){bounce + ALIGNMENT, ALIGNMENT};
+    if (op->kind == WRITE && edges) {
+        memset(bounce, 0, 2 * ALIGNMENT);
+        for (int i = 0; i < edges; i++) memcpy(edge[i].at, origin + edge[i].from, edge[i].to - edge[i].from);
+    }
+    if (transfer(f, op, p->index, fd, vector, count, p->offset + (int64_t)(first - p->start), ALIGNMENT, failure)) return -1;
+    if (op->kind == READ)
+        for (int i = 0; i < edges; i++) memcpy(origin + edge[i].from, edge[i].at, edge[i].to - edge[i].from);
+    return 0;
+}
+
+/* A read to an address of another lead than was written: every chunk is copied. */
+static int read_elsewhere(const Faults *f, const Operation *op, const Piece *p, int fd, char *bounce, Failure *failure) {
+    char *origin = (char *)(uintptr_t)(op->address - op->lead);
+    for (uint64_t at = p->start; at < p->end; at += BOUNCE) {
+        uint64_t end = p->end - at < BOUNCE ? p->end : at + BOUNCE;
+        uint64_t from = at > op->lead ? at : op->lead;
+        if (from >= end) continue;
+        struct iovec vector = {bounce, round_up(end - at)};
+        if (transfer(f, op, p->index, fd, &vector, 1, p->offset + (int64_t)(at - p->start), ALIGNMENT, failure)) return -1;
+        memcpy(origin + from, bounce + (from - at), end - from);
+    }
+    return 0;
+}
+
+static int transfer_piece(const Faults *f, const Operation *op, const Piece *p, int fd, int direct, char *bounce, Failure *failure) {
+    inject_delay(f, op->kind, op->serial, p->index);
+    if (injects_failure(f, op->kind, op->serial, p->index, op->pieces)) {
+        *failure = (Failure){f->error, ERRNO, p->offset};
+        return -1;
+    }
+    if (op->kind > READ) {
+        char *mine = (char *)(uintptr_t)(op->address + p->start), *stored = (char *)(uintptr_t)p->offset;
+        memcpy(op->kind == COPY_IN ? stored : mine, op->kind == COPY_IN ? mine : stored, p->end - p->start);
+        return 0;
+    }
+    uint64_t start = p->start > op->lead ? p->start : op->lead;
+    char *source = (char *)(uintptr_t)(op->address + start - op->lead);
+    if (!direct) {
+        struct iovec vector = {source, p->end - start};
+        return transfer(f, op, p->index, fd, &vector, 1, p->offset + (int64_t)(start - p->start), 1, failure);
+    }
+    if (((uintptr_t)source - start) % ALIGNMENT) return read_elsewhere(f, op, p, fd, bounce, failure);
+    return transfer_aligned(f, op, p, fd, bounce, failure);
+}
+
+#endif
