@@ -131,3 +131,17 @@ def unrotate(rotated: Tensor, out: Tensor, signs: Tensor, accumulate: bool) -> N
         _DTYPE[out.dtype],
         accumulate,
     )
+
+
+def zfp_encode(flat: Tensor, body: Tensor, block_bits: int) -> bool:
+    """Encode `flat` [numel]; returns whether every block is finite."""
+    return _native().zfp_encode(
+        flat.data_ptr(), _DTYPE[flat.dtype], flat.numel(), block_bits, body.data_ptr(), body.numel()
+    )
+
+
+def zfp_decode(body: Tensor, out: Tensor, block_bits: int, accumulate: bool) -> None:
+    """Decode into `out` [numel], or add to it."""
+    _native().zfp_decode(
+        body.data_ptr(), body.numel(), block_bits, out.numel(), out.data_ptr(), _DTYPE[out.dtype], accumulate
+    )

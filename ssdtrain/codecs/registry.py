@@ -13,6 +13,7 @@ from ssdtrain.codecs.block import IntBlock
 from ssdtrain.codecs.cast import Cast, Raw
 from ssdtrain.codecs.fp8 import Float8Block
 from ssdtrain.codecs.hadamard import Hadamard
+from ssdtrain.codecs.zfp import Zfp
 
 BACKENDS = ("auto", "torch", "native", "triton")
 _DEFAULT_HADAMARD = 128
@@ -93,6 +94,10 @@ def _fp8(p: _Parameters, backend: str) -> Codec:
     return p.hadamard(Float8Block(p.text("format", "e4m3"), block, backend), block, backend)
 
 
+def _zfp(p: _Parameters, backend: str) -> Codec:
+    return p.hadamard(Zfp(p.number("rate", 8.0), backend), _DEFAULT_HADAMARD, backend)
+
+
 _BLOCK = ("block", "round", "asymmetric", "hadamard")
 _CODECS: dict[str, _Entry] = {
     "raw": _Entry(lambda p, backend: Raw(), (), "the bits as they are"),
@@ -102,6 +107,7 @@ _CODECS: dict[str, _Entry] = {
     "int4": _Entry(_integer(4), _BLOCK, "4-bit integers, a scale per block"),
     "int2": _Entry(_integer(2), _BLOCK, "2-bit integers, a scale per block"),
     "fp8": _Entry(_fp8, ("format", "block", "hadamard"), "float8 e4m3 or e5m2, a scale per block"),
+    "zfp": _Entry(_zfp, ("rate", "hadamard"), "ZFP in one dimension at a fixed rate"),
 }
 
 

@@ -31,6 +31,8 @@ SPECS = [
     "fp8",
     "fp8:format=e5m2,block=64,hadamard=32",
     "bf16:hadamard",
+    "zfp",
+    "zfp:rate=13.75",
 ]
 LENGTHS = [0, 1, 2, 31, 127, 128, 129, 1000]
 
