@@ -145,3 +145,13 @@ def zfp_decode(body: Tensor, out: Tensor, block_bits: int, accumulate: bool) -> 
     _native().zfp_decode(
         body.data_ptr(), body.numel(), block_bits, out.numel(), out.data_ptr(), _DTYPE[out.dtype], accumulate
     )
+
+
+def mask_pack(flat: Tensor, packed: Tensor) -> None:
+    """bool [numel] to bits."""
+    _native().mask_pack(flat.data_ptr(), flat.numel(), packed.data_ptr())
+
+
+def mask_unpack(packed: Tensor, out: Tensor) -> None:
+    """Bits to bool [numel]."""
+    _native().mask_unpack(packed.data_ptr(), out.numel(), out.data_ptr())

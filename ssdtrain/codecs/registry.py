@@ -13,6 +13,8 @@ from ssdtrain.codecs.block import IntBlock
 from ssdtrain.codecs.cast import Cast, Raw
 from ssdtrain.codecs.fp8 import Float8Block
 from ssdtrain.codecs.hadamard import Hadamard
+from ssdtrain.codecs.lossless import Lossless
+from ssdtrain.codecs.mask import Mask, SparseMask
 from ssdtrain.codecs.zfp import Zfp
 
 BACKENDS = ("auto", "torch", "native", "triton")
@@ -98,6 +100,14 @@ def _zfp(p: _Parameters, backend: str) -> Codec:
     return p.hadamard(Zfp(p.number("rate", 8.0), backend), _DEFAULT_HADAMARD, backend)
 
 
+def _lossless(p: _Parameters, backend: str) -> Codec:
+    return Lossless(p.integer("level", 1))
+
+
+def _mask(p: _Parameters, backend: str) -> Codec:
+    return SparseMask(backend) if p.switch("sparse") else Mask(backend)
+
+
 _BLOCK = ("block", "round", "asymmetric", "hadamard")
 _CODECS: dict[str, _Entry] = {
     "raw": _Entry(lambda p, backend: Raw(), (), "the bits as they are"),
@@ -108,6 +118,10 @@ _CODECS: dict[str, _Entry] = {
     "int2": _Entry(_integer(2), _BLOCK, "2-bit integers, a scale per block"),
     "fp8": _Entry(_fp8, ("format", "block", "hadamard"), "float8 e4m3 or e5m2, a scale per block"),
     "zfp": _Entry(_zfp, ("rate", "hadamard"), "ZFP in one dimension at a fixed rate"),
+    "lossless": _Entry(
+        _lossless, ("level",), "byte planes and zstandard, in host memory, size depends on the data"
+    ),
+    "mask": _Entry(_mask, ("sparse",), "one bit per bool; sparse: positions where that is smaller"),
 }
 
 
