@@ -154,12 +154,14 @@ def _allowed_at(location: tuple[int | str, ...]) -> str:
 
 def _files_in_the_way(config: Config, path: str) -> Iterator[Problem]:
     """Directories that are the same on every rank; the others are checked when a rank expands them."""
-    named = [(f"{path}.report.path", config.report.path)] if config.report.path is not None else []
+    named: list[tuple[str, str]] = []
+    if config.report.path is not None:
+        named.append((f"{path}.report.path", config.report.path))
     if config.offload is not None:
         for index, text in enumerate(config.offload.directories):
             named.append((f"{path}.offload.directories[{index}]", text))
     for key, text in named:
-        if text is not None and not has_placeholder(text):
+        if not has_placeholder(text):
             why = problem_with_directory(expand_path(text, rank=0, local_rank=0))
             if why is not None:
                 yield Problem(key, text, why, DIRECTORY_ALLOWED)

@@ -108,6 +108,11 @@ def test_values_that_exclude_each_other_name_both(
         OffloadConfig(**offload)
 
 
+def test_a_limit_may_be_used_up() -> None:
+    same = dict.fromkeys(["min_bytes", "capacity", "host", "buffer", "prefetch", "in_flight"], "1GiB")
+    assert load_config({"offload": {"directories": "/a", **same}}).active
+
+
 def test_a_reentrant_checkpoint_has_no_determinism_check() -> None:
     (problem,) = refused({"checkpoint": {"use_reentrant": True, "determinism_check": "none"}}).problems
     assert problem.path == "ssdtrain.checkpoint.determinism_check"

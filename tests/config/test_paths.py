@@ -119,15 +119,15 @@ def test_a_file_in_the_way_is_refused_when_the_config_is_read(tmp_path: Path) ->
 
 
 def test_a_file_in_the_way_of_one_rank_is_refused_on_that_rank(tmp_path: Path) -> None:
-    (tmp_path / "1").touch()
+    (tmp_path / "0").touch()
     config = offload(f"{tmp_path}/{{rank}}")
-    config.expand(rank=0, local_rank=0)
+    assert config.expand(rank=1, local_rank=0) == (tmp_path / "1",)
     with pytest.raises(ConfigError, match=r"here\.offload\.directories\[0\]: .* is a file"):
-        config.expand(rank=1, local_rank=0, path="here.offload")
-    report = ReportConfig(path=f"{tmp_path}/{{rank}}")
-    assert report.expand(rank=0, local_rank=0) == tmp_path / "0"
+        config.expand(rank=0, local_rank=0, path="here.offload")
+    report = load_config({"report": {"path": f"{tmp_path}/{{rank}}"}}).report
+    assert report.expand(rank=1, local_rank=0) == tmp_path / "1"
     with pytest.raises(ConfigError, match=r"ssdtrain\.report\.path: .* is a file"):
-        report.expand(rank=1, local_rank=0)
+        report.expand(rank=0, local_rank=0)
 
 
 def test_no_report_directory_is_none() -> None:
