@@ -7,26 +7,38 @@ no space on a drive after its process ends.
 """
 
 from ssdtrain.storage.arena import Arena, Lease
-from ssdtrain.storage.errors import IOCancelled, IOFailure, StoreClosed, StoreFull
+from ssdtrain.storage.budget import HostBudget, check_host_budget
+from ssdtrain.storage.drive import Drive, SmartLog, drive_of
+from ssdtrain.storage.endurance import projected_life, rated_bytes
+from ssdtrain.storage.errors import HostBudgetExceeded, IOCancelled, IOFailure, StoreClosed, StoreFull
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.pool import Operation, Pool, make_pool
-from ssdtrain.storage.store import Slot, SpillStore, Stats, TierStats
+from ssdtrain.storage.stats import Stats, TierStats
+from ssdtrain.storage.store import Slot, SpillStore
 
 __all__ = [
     "ALIGNMENT",
     "Arena",
+    "Drive",
     "Faults",
+    "HostBudget",
+    "HostBudgetExceeded",
     "IOCancelled",
     "IOFailure",
     "Lease",
     "Operation",
     "Pool",
     "Slot",
+    "SmartLog",
     "SpillStore",
     "Stats",
     "StoreClosed",
     "StoreFull",
     "TierStats",
+    "check_host_budget",
+    "drive_of",
     "make_pool",
+    "projected_life",
+    "rated_bytes",
 ]

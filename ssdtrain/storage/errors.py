@@ -25,6 +25,10 @@ class StoreClosed(RuntimeError):
     """A closed store, pool or arena was used, or one that belongs to the parent of a forked process."""
 
 
+class HostBudgetExceeded(MemoryError):
+    """The ranks of this node ask for more host memory than the node gives."""
+
+
 class IOFailure(OSError):
     """A transfer failed. None of the bytes it should have delivered may be used.
 
@@ -77,5 +81,6 @@ class StoreFull(OSError):
     def __str__(self) -> str:
         return (
             f"no room for {self.wanted} bytes: {self.free} of {self.capacity} bytes are free in"
-            f" {self.filename or 'host memory'} ({self.strerror}); raise the capacity, free space, add another directory, or offload less"
+            f" {self.filename or 'host memory'} ({self.strerror}); raise the capacity, free space, add another"
+            " directory, or offload less"
         )

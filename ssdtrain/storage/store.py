@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ssdtrain.storage import forks, memory
@@ -24,6 +23,7 @@ from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, READ, WRITE, image_bytes
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
 from ssdtrain.storage.slab import Slab
+from ssdtrain.storage.stats import Stats, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -53,49 +53,6 @@ class Slot:
 
     def __repr__(self) -> str:
         return f"Slot({self.nbytes} bytes, {self.tier}{'' if self.drive < 0 else f' {self.drive}'})"
-
-
-@dataclass(frozen=True)
-class TierStats:
-    """Figures of one drive or of the host tier. Bytes are payload; seconds are those with a transfer under
-    way.
-    """
-
-    path: str
-    capacity: int
-    allocated: int
-    used: int
-    bytes_written: int
-    bytes_read: int
-    write_seconds: float
-    read_seconds: float
-    direct: bool = False
-    retired: bool = False
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Figures of a store since it was made. Totals cover the drives and the host tier."""
-
-    engine: str
-    bytes_written: int
-    bytes_read: int
-    bytes_cancelled: int
-    live_slots: int
-    live_bytes: int
-    capacity: int
-    write_seconds: float
-    read_seconds: float
-    drives: tuple[TierStats, ...]
-    host: TierStats | None
-
-    @property
-    def ssd_bytes_written(self) -> int:
-        return sum(drive.bytes_written for drive in self.drives)
-
-    @property
-    def ssd_bytes_read(self) -> int:
-        return sum(drive.bytes_read for drive in self.drives)
 
 
 class SpillStore:

@@ -1,0 +1,104 @@
+"""Whether a node has the host memory that all its ranks ask for, found out at start instead of by the OOM killer."""
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssdtrain.storage.errors import HostBudgetExceeded
+
+UNLIMITED = 1 << 60
+"""cgroup v1 writes a number near 2^63 where there is no limit."""
+
+
+@dataclass(frozen=True)
+class HostBudget:
+    """What a node asks for and what it has, in bytes; None where a limit does not exist."""
+
+    wanted: int
+    available: int
+    """MemAvailable of the kernel."""
+    cgroup: int | None
+    """What the memory cgroup still allows, its file cache counted as free."""
+    memlock: int | None
+    """RLIMIT_MEMLOCK of this process."""
+
+
+def check_host_budget(
+    per_rank_bytes: int,
+    local_world_size: int,
+    *,
+    locked: bool = False,
+    proc: Path = Path("/proc"),
+    sysfs: Path = Path("/sys"),
+) -> HostBudget:
+    """Compare the host memory of all ranks of this node (arena and host tier) with what the node gives.
+
+    Args:
+        per_rank_bytes: host memory of one rank.
+        local_world_size: ranks on this node.
+        locked: the memory counts against RLIMIT_MEMLOCK (mlock, RDMA registration). cudaHostRegister does not: the driver
+            pins pages without that accounting.
+        proc, sysfs: where the kernel's files are.
+
+    Raises:
+        HostBudgetExceeded: with every figure and what to lower.
+    """
+    wanted = per_rank_bytes * local_world_size
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    memlock = None if soft == resource.RLIM_INFINITY else soft
+    budget = HostBudget(wanted, _mem_available(proc), _cgroup_room(proc, sysfs), memlock)
+    limits = [("MemAvailable", wanted, budget.available), ("the memory cgroup", wanted, budget.cgroup)]
+    if locked:
+        limits.append(("RLIMIT_MEMLOCK (ulimit -l)", per_rank_bytes, memlock))
+    for name, asked, limit in limits:
+        if limit is not None and asked > limit:
+            raise HostBudgetExceeded(
+                f"{local_world_size} ranks x {per_rank_bytes} bytes of host memory = {wanted} bytes, but {name} leaves {limit}"
+                f" bytes (MemAvailable {budget.available}, cgroup {budget.cgroup}, memlock {memlock}): lower the arena or the"
+                " host tier per rank, run fewer ranks per node, or raise that limit"
+            )
+    return budget
+
+
+def _mem_available(proc: Path) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{proc / 'meminfo'} has no MemAvailable line: a kernel of 3.14 or later is needed")
+
+
+def _cgroup_room(proc: Path, sysfs: Path) -> int | None:
+    """The smallest room over this process's memory cgroup and its ancestors."""
+    rooms = []
+    membership = proc / "self/cgroup"
+    for line in membership.read_text().splitlines() if membership.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            rooms += _rooms(sysfs / "fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            rooms += _rooms(sysfs / "fs/cgroup/memory", path, *names)
+    return min(rooms, default=None)
+
+
+def _rooms(root: Path, path: str, limit: str, usage: str, cache: str) -> list[int]:
+    # Inside a container the path may be the host's, which is not mounted here: then only the root counts.
+    found = []
+    group = root / path.lstrip("/")
+    while True:
+        if (group / limit).exists():
+            text = (group / limit).read_text().strip()
+            if text != "max" and int(text) < UNLIMITED:
+                used = int((group / usage).read_text()) - _statistic(group / "memory.stat", cache)
+                found.append(max(0, int(text) - used))
+        if group == root or root not in group.parents:
+            return found
+        group = group.parent
+
+
+def _statistic(path: Path, name: str) -> int:
+    for line in path.read_text().splitlines() if path.exists() else []:
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0

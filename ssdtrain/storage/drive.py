@@ -1,0 +1,157 @@
+"""The drive behind a directory: what it is, how full, how worn, what was written to it."""
+
+import ctypes
+import fcntl
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SECTOR = 512
+"""Bytes per sector in /sys/block/*/stat, whatever the drive's own sectors are."""
+
+DATA_UNIT = 512_000
+"""Bytes per data unit of an NVMe SMART log (NVM Express base specification, log page 02h)."""
+
+
+@dataclass(frozen=True)
+class Drive:
+    """The whole disk below a directory. `device` is "" where there is none (tmpfs, overlay, network)."""
+
+    directory: str
+    mount: str
+    filesystem: str
+    device: str
+    model: str
+    size: int
+    """Bytes of the disk; of the file system where there is no disk."""
+    rotational: bool
+    """What the kernel says; some virtual SSDs say yes."""
+
+    def free_bytes(self) -> int:
+        figures = os.statvfs(self.directory)
+        return figures.f_bavail * figures.f_frsize
+
+    def written_bytes(self, sysfs: Path = Path("/sys")) -> int | None:
+        """Bytes that this host wrote to the disk since it started; None where there is no disk."""
+        path = sysfs / "block" / self.device / "stat"
+        if not self.device or not path.exists():
+            return None
+        return int(path.read_text().split()[6]) * SECTOR
+
+    def smart(self) -> "SmartLog | None":
+        """The drive's own account of its wear; None where it is no NVMe drive or this user may not ask."""
+        return read_smart(Path("/dev") / self.device) if self.device.startswith("nvme") else None
+
+
+@dataclass(frozen=True)
+class SmartLog:
+    percentage_used: int
+    """Of the rated endurance; passes 100 on a drive that outlives it."""
+    data_bytes_written: int
+
+
+def drive_of(directory: str | Path, *, proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> Drive:
+    """Find the disk behind a directory by its device number and the mount table.
+
+    Raises:
+        OSError: the directory does not exist.
+    """
+    path = Path(directory).resolve()
+    number = os.stat(path).st_dev
+    mount, filesystem, source = _mount_of(path, number, proc)
+    block = sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
+    if not block.exists() and source.startswith("/dev/") and Path(source).exists():
+        # btrfs and others give their files a device number of their own; the mount's source is the disk.
+        number = os.stat(source).st_rdev
+        block = sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
+    figures = os.statvfs(path)
+    size = figures.f_blocks * figures.f_frsize
+    if not block.exists():
+        return Drive(str(path), mount, filesystem, "", "", size, False)
+    disk = block.resolve()
+    if (disk / "partition").exists():
+        disk = disk.parent
+    return Drive(
+        str(path),
+        mount,
+        filesystem,
+        disk.name,
+        _read(disk / "device/model"),
+        int(_read(disk / "size") or 0) * SECTOR or size,
+        _read(disk / "queue/rotational") == "1",
+    )
+
+
+def _mount_of(path: Path, number: int, proc: Path) -> tuple[str, str, str]:
+    """(mount point, file system, source) of the innermost mount that holds `path`."""
+    wanted = f"{os.major(number)}:{os.minor(number)}"
+    best = ("", "", "")
+    for line in (proc / "self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        fields = before.split()
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
+        inside = path == Path(point) or Path(point) in path.parents
+        # A later mount on the same point hides the earlier one, hence >=.
+        if inside and fields[2] == wanted and len(point) >= len(best[0]):
+            filesystem, source = after.split()[:2]
+            best = (point, filesystem, source)
+    return best
+
+
+def _read(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""
+
+
+class _AdminCommand(ctypes.Structure):
+    """struct nvme_admin_cmd of linux/nvme_ioctl.h."""
+
+    _fields_ = [
+        ("opcode", ctypes.c_uint8),
+        ("flags", ctypes.c_uint8),
+        ("reserved", ctypes.c_uint16),
+        ("namespace", ctypes.c_uint32),
+        ("cdw2", ctypes.c_uint32),
+        ("cdw3", ctypes.c_uint32),
+        ("metadata", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("metadata_length", ctypes.c_uint32),
+        ("data_length", ctypes.c_uint32),
+        *[(f"cdw{n}", ctypes.c_uint32) for n in range(10, 16)],
+        ("timeout_ms", ctypes.c_uint32),
+        ("result", ctypes.c_uint32),
+    ]
+
+
+_NVME_IOCTL_ADMIN_CMD = 0xC0484E41
+_GET_LOG_PAGE, _SMART_LOG, _LOG_BYTES = 0x02, 0x02, 512
+
+
+def read_smart(device: Path) -> SmartLog | None:
+    """Ask an NVMe drive for its SMART log. None, with a debug line, where that is refused (it usually needs root)."""
+    log = ctypes.create_string_buffer(_LOG_BYTES)
+    command = _AdminCommand(
+        opcode=_GET_LOG_PAGE,
+        namespace=0xFFFFFFFF,
+        address=ctypes.addressof(log),
+        data_length=_LOG_BYTES,
+        cdw10=_SMART_LOG | (_LOG_BYTES // 4 - 1) << 16,
+    )
+    try:
+        with device.open("rb") as file:
+            status = fcntl.ioctl(file, _NVME_IOCTL_ADMIN_CMD, command)
+    except OSError as error:
+        logger.debug("no SMART log from %s: %s", device, error)
+        return None
+    if status:
+        logger.debug("no SMART log from %s: NVMe status %#x", device, status)
+        return None
+    return parse_smart(log.raw)
+
+
+def parse_smart(log: bytes) -> SmartLog:
+    """Byte 5 is the percentage used, bytes 48 to 63 the data units written (little-endian)."""
+    return SmartLog(log[5], int.from_bytes(log[48:64], "little") * DATA_UNIT)
