@@ -20,6 +20,7 @@ FLOOR = {
     "report": 3,
     "runtime": 4,
     "api": 5,
+    "__init__": 6,
     "cli": 6,
 }
 FRAMEWORKS = {"deepspeed", "megatron", "transformers", "accelerate"}

@@ -292,10 +292,7 @@ class OffloadEngine:
         if region.packed is None:
             tensor = view_of(base, start, handle.geometry)
         else:
-            dtype = handle.geometry[0]
-            dense = torch.empty(0, dtype=dtype, device=base.device).set_(
-                base.untyped_storage(), 0, region.packed
-            )
+            dense = base if base.dtype != torch.uint8 else base.view(handle.geometry[0]).view(region.packed)
             tensor = restride(dense, handle.geometry)
         if not handle.unpacked:
             handle.unpacked = True

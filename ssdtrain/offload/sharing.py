@@ -38,16 +38,16 @@ class Extent(NamedTuple):
     @staticmethod
     def of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> Extent:
         itemsize = tensor.itemsize
-        start = tensor.storage_offset() * itemsize
+        start = int(tensor.storage_offset()) * itemsize
         if tensor.is_contiguous():
             nbytes = tensor.numel() * itemsize
             return Extent(start, start + nbytes, nbytes)
         last = 0
         own = itemsize
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            last += (size - 1) * stride
+            last += (int(size) - 1) * int(stride)
             if stride:  # an expanded dimension has no bytes of its own
-                own *= size
+                own *= int(size)
         end = start + (last + 1) * itemsize
         return Extent(start, end, min(own, end - start))
 

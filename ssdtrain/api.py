@@ -1,0 +1,137 @@
+"""What a plain PyTorch user writes: `with ssdtrain.offload(...)`, `ssdtrain.attach(...)`, `ssdtrain.checkpoint(...)`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ssdtrain.config import Config, load_config
+from ssdtrain.offload.checkpoint import Checkpoint
+from ssdtrain.offload.tape import Tape
+from ssdtrain.runtime import Runtime
+
+__all__ = ["Offload", "attach", "checkpoint", "offload"]
+
+checkpoint = Checkpoint()
+
+
+class Offload:
+    """A context manager around forwards: what they save for backward leaves memory. Enter it for each forward.
+
+    The runtime lives as long as this object or a graph made inside; `close` ends it at once.
+
+    Attributes:
+        runtime: for statistics and more.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._entered = threading.local()  # hooks belong to the thread that installs them
+
+    def __enter__(self) -> Offload:
+        recording = self.runtime.forward()
+        recording.__enter__()
+        self._stack().append(recording)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack().pop().__exit__(kind, error, trace)
+
+    @property
+    def tape(self) -> Tape | None:
+        """The tape being recorded, or None outside."""
+        stack = self._stack()
+        return getattr(stack[-1], "tape", None) if stack else None
+
+    def _stack(self) -> list[Any]:
+        found: list[Any] = self._entered.__dict__.setdefault("stack", [])
+        return found
+
+    def close(self) -> None:
+        """Wait for what is in flight and give back all space."""
+        self.runtime.close()
+
+
+def offload(
+    directories: str | Path | list[str] | tuple[str, ...] | None = None,
+    *,
+    model: nn.Module | None = None,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> Offload:
+    """Offload what forwards save for backward.
+
+    Example:
+        >>> offloading = ssdtrain.offload("/mnt/nvme", model=model)
+        >>> for batch in batches:
+        ...     with offloading:
+        ...         loss = model(batch)
+        ...     loss.backward()
+
+    Args:
+        directories: on the drives; may be left out where `host` gives a tier of host memory.
+        model: its parameters and buffers stay; without it parameters are recognised by their class, buffers are not.
+        device: of the activations; by default the model's, else CPU.
+        options: keys of the config's `offload` section, as in `min_bytes="1MiB"`.
+
+    Raises:
+        ConfigError: names the key, the value and what is allowed.
+        OSError: a directory cannot be used.
+    """
+    section = dict(options)
+    if directories is not None:
+        section["directories"] = (
+            [str(d) for d in directories] if isinstance(directories, list | tuple) else str(directories)
+        )
+    runtime = Runtime(load_config({"offload": section}), device=_device_of(model, device))
+    if model is not None:
+        runtime.register(model)
+    return Offload(runtime)
+
+
+def attach(
+    model: nn.Module,
+    config: Config | Mapping[str, Any] | str | Path,
+    *,
+    device: torch.device | str | None = None,
+    rank: int = 0,
+    local_rank: int = 0,
+    local_world_size: int = 1,
+) -> Runtime:
+    """Offload what every call of `model` saves for backward, until `close` of the runtime that is returned.
+
+    Args:
+        model: called as before; nothing about it changes but its `forward`, which is wrapped.
+        config: a `Config`, a dict of its sections, or a YAML or JSON file.
+        device: of the activations; by default the model's.
+        rank, local_rank, local_world_size: of this process, for directories and shared drives.
+
+    Raises:
+        ConfigError: names the key, the value and what is allowed.
+        OSError: a directory cannot be used.
+    """
+    source = dict(config) if isinstance(config, Mapping) else config
+    runtime = Runtime(
+        load_config(source),
+        device=_device_of(model, device),
+        rank=rank,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+    )
+    runtime.attach(model)
+    return runtime
+
+
+def _device_of(model: nn.Module | None, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    first = next(model.parameters(), None) if model is not None else None
+    return first.device if first is not None else torch.device("cpu")

@@ -1,0 +1,140 @@
+"""Recompute and offload together: checkpointing whose saved inputs leave memory.
+
+torch's own checkpoint saves the inputs of a block by autograd's means, outside of the hooks that it installs for the block.
+Inside an offload context they therefore go to the tape and come back ahead of the recomputation like any other saved tensor.
+What this adds: keyword tensors are saved the same way, and random generators that torch does not know (Megatron's tracker,
+DeepSpeed's) are restored for the recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch.utils.checkpoint
+from torch.utils.checkpoint import noop_context_fn
+
+from ssdtrain.config import CheckpointConfig
+
+__all__ = ["Checkpoint"]
+
+
+class RandomState(NamedTuple):
+    """How to read and write the state of a generator that torch's checkpoint does not save."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+class Checkpoint:
+    """`torch.utils.checkpoint.checkpoint` with the defaults of a config, callable the same way.
+
+    Example:
+        >>> checkpoint = Checkpoint()
+        >>> with runtime.forward():
+        ...     for block in blocks:
+        ...         x = checkpoint(block, x, mask=mask)
+
+    Args:
+        config: defaults for calls that do not say otherwise.
+    """
+
+    def __init__(self, config: CheckpointConfig | None = None) -> None:
+        self.config = config if config is not None else CheckpointConfig()
+        self._random: dict[str, RandomState] = {}
+
+    def register_random_state(self, name: str, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+        """Save and restore one more generator around every recomputation.
+
+        Args:
+            name: registering it again replaces it.
+            read: returns a state that later use of the generator does not change.
+            write: takes what `read` returned.
+        """
+        self._random[name] = RandomState(read, write)
+
+    def unregister_random_state(self, name: str) -> None:
+        self._random.pop(name, None)
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        use_reentrant: bool | None = None,
+        preserve_rng_state: bool | None = None,
+        context_fn: Callable[
+            [], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+        ] = noop_context_fn,
+        determinism_check: str | None = None,
+        debug: bool = False,
+        early_stop: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run `function(*args, **kwargs)` and save its inputs only; backward runs it again.
+
+        The arguments are those of `torch.utils.checkpoint.checkpoint`; None takes the config's.
+
+        Raises:
+            ValueError: what torch's refuses: keyword arguments, `context_fn` or `debug` with `use_reentrant=True`.
+        """
+        config = self.config
+        reentrant = config.use_reentrant if use_reentrant is None else use_reentrant
+        preserve = config.preserve_rng_state if preserve_rng_state is None else preserve_rng_state
+        states = tuple(self._random.values()) if preserve else ()
+        if reentrant:
+            replay = _Replay(function, (), states)
+            return torch.utils.checkpoint.checkpoint(
+                replay,
+                *args,
+                use_reentrant=True,
+                preserve_rng_state=preserve,
+                context_fn=context_fn,
+                debug=debug,
+                **kwargs,
+            )
+        # Positional arguments are what torch saves for backward; keyword ones it would hold as they are.
+        replay = _Replay(function, tuple(kwargs), states)
+        with torch.utils.checkpoint.set_checkpoint_early_stop(
+            config.early_stop if early_stop is None else early_stop
+        ):
+            return torch.utils.checkpoint.checkpoint(
+                replay,
+                *args,
+                *kwargs.values(),
+                use_reentrant=False,
+                preserve_rng_state=preserve,
+                context_fn=context_fn,
+                determinism_check=config.determinism_check
+                if determinism_check is None
+                else determinism_check,
+                debug=debug,
+            )
+
+
+class _Replay:
+    """Runs a function; every run after the first begins with the generators as they were at the first."""
+
+    def __init__(
+        self, function: Callable[..., Any], names: tuple[str, ...], states: tuple[RandomState, ...]
+    ) -> None:
+        self._function = function
+        self._names = names
+        self._states = states
+        self._first: list[Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        count = len(args) - len(self._names)
+        kwargs = dict(zip(self._names, args[count:], strict=True))
+        if self._first is None:
+            self._first = [state.read() for state in self._states]
+            return self._function(*args[:count], **kwargs)
+        present = [state.read() for state in self._states]
+        try:
+            for state, value in zip(self._states, self._first, strict=True):
+                state.write(value)
+            return self._function(*args[:count], **kwargs)
+        finally:
+            # torch ends a recomputation early by an exception.
+            for state, value in zip(self._states, present, strict=True):
+                state.write(value)

@@ -1,0 +1,138 @@
+"""Variants of the engine that every test of it runs with, and the check that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ssdtrain.config import load_config
+from ssdtrain.runtime import Runtime
+
+MIN_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the engine."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    staged: bool = False
+    slots: int | None = None
+    drives: int = 1
+
+
+VARIANTS = [
+    Variant("c"),
+    Variant("python", {"engine": "python"}),
+    # The way of device memory, through staging buffers; on the CPU its streams and events do nothing.
+    Variant("staged", {"buffer": "64MiB"}, staged=True),
+    # Room for two restored tensors and one store at a time.
+    Variant("two-slots", {"in_flight": 1}, slots=2),
+    Variant("staged-two-slots", {"buffer": "64MiB", "in_flight": 1}, staged=True, slots=2),
+    Variant("host-tier", {"host": "1MiB"}),
+    Variant("no-prefetch", {"prefetch": 0}),
+    Variant("two-drives", drives=2),
+]
+
+
+def only_slots(runtime: Runtime, count: int) -> None:
+    """Let the engine hold at most `count` buffers at a time."""
+    assert runtime.engine is not None
+    buffers = runtime.engine.buffers
+    acquire = buffers.acquire
+
+    def acquire_few(nbytes: int, lead: int = 0) -> Any:
+        arena = buffers._arena
+        if arena is not None and arena.allocated and len(arena._allocator._taken) >= count:
+            return None
+        return acquire(nbytes, lead)
+
+    buffers.acquire = acquire_few  # type: ignore[method-assign]
+
+
+def open_files() -> set[str]:
+    return {f"{fd}:{_link(fd)}" for fd in os.listdir("/proc/self/fd") if "deleted" in _link(fd) or "ssdtrain" in _link(fd)}
+
+
+def _link(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def io_threads() -> int:
+    native = sum(
+        Path(f"/proc/self/task/{task}/comm").read_text().startswith("ssdtrain") for task in os.listdir("/proc/self/task")
+    )
+    return native + sum(thread.name.startswith("ssdtrain") for thread in threading.enumerate())
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """After every test: no file and no thread of the engine's."""
+    gc.collect()
+    before, threads = open_files(), io_threads()
+    yield
+    gc.collect()
+    assert open_files() <= before
+    assert io_threads() == threads
+
+
+MakeRuntime = Callable[..., Runtime]
+
+
+@pytest.fixture
+def make_runtime(tmp_path: Path) -> Iterator[MakeRuntime]:
+    """Builds runtimes; at the end they must hold no region and no slot, and are closed."""
+    made: list[Runtime] = []
+
+    def make(variant: Variant = VARIANTS[0], **more: Any) -> Runtime:
+        build = {key: more.pop(key) for key in ("faults", "timeline", "checkpoint") if key in more}
+        directories = [str(tmp_path / f"ssdtrain-{len(made)}-{drive}") for drive in range(variant.drives)]
+        section = {"directories": directories, "min_bytes": MIN_BYTES, **variant.options, **more}
+        config: dict[str, Any] = {"offload": section}
+        if "checkpoint" in build:
+            config["checkpoint"] = build.pop("checkpoint")
+        runtime = Runtime(load_config(config), staged=variant.staged or None, **build)
+        if variant.slots is not None:
+            only_slots(runtime, variant.slots)
+        made.append(runtime)
+        return runtime
+
+    yield make
+    gc.collect()
+    for runtime in made:
+        found = runtime.statistics()
+        assert found is not None
+        if not getattr(runtime, "expects_live", False):
+            assert found.offload.live_regions == 0
+            assert runtime.engine is not None and runtime.engine.buffers.allocated == 0
+            drained = runtime.statistics()
+            assert drained is not None and drained.store.live_slots == 0
+            assert found.offload.in_flight_bytes == 0
+        runtime.close()
+
+
+@pytest.fixture(params=VARIANTS, ids=lambda variant: variant.name)
+def variant(request: pytest.FixtureRequest) -> Variant:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> Iterator[None]:
+    """Bits are compared: the same threads and the same seed on both sides."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)

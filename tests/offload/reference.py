@@ -1,0 +1,39 @@
+"""The synchronous reference: every saved tensor is written to a file of its own at once, and read back when asked for.
+
+No regions, no threads, no reuse, nothing clever: what the engine must agree with bit for bit. It shares no code with it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+
+class SynchronousOffload:
+    """Saved-tensor hooks over plain files. Parameters are left alone, as are tensors that are no plain dense data."""
+
+    def __init__(self, directory: Path, min_bytes: int) -> None:
+        self.directory = directory
+        self.min_bytes = min_bytes
+        self.count = 0
+
+    def pack(self, tensor: torch.Tensor) -> object:
+        if isinstance(tensor, torch.nn.Parameter) or type(tensor) is not torch.Tensor or tensor.nbytes < self.min_bytes:
+            return tensor if tensor.is_leaf else tensor.detach()
+        path = self.directory / f"{self.count}.bin"
+        self.count += 1
+        path.write_bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return (path, tensor.dtype, tensor.shape, tensor.stride())
+
+    def unpack(self, held: object) -> torch.Tensor:
+        if isinstance(held, torch.Tensor):
+            return held
+        path, dtype, shape, stride = held
+        flat = torch.frombuffer(bytearray(path.read_bytes()), dtype=dtype).view(shape)
+        tensor = torch.empty_strided(shape, stride, dtype=dtype)
+        tensor.copy_(flat)
+        return tensor
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
