@@ -1,0 +1,46 @@
+"""Bytes and seconds as people read them: three significant digits and the unit that fits."""
+
+from ssdtrain.config.units import GiB, KiB, MiB, TiB
+
+YEAR_SECONDS = 365.0 * 86400
+
+_SIZES = {"TiB": TiB, "GiB": GiB, "MiB": MiB, "KiB": KiB}
+_DURATIONS = {
+    "years": YEAR_SECONDS,
+    "days": 86400.0,
+    "h": 3600.0,
+    "min": 60.0,
+    "s": 1.0,
+    "ms": 1e-3,
+    "us": 1e-6,
+}
+
+
+def _digits(number: float) -> str:
+    """Three significant digits, and no exponent up to a million: 1.23, 12.3, 123, 1234."""
+    if number >= 99.95:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"
+
+
+def size_text(size: float) -> str:
+    """`size` in bytes: 1288490189 is "1.20 GiB", 512 is "512 B"."""
+    for unit, scale in _SIZES.items():
+        if abs(size) >= scale:
+            return f"{'-' if size < 0 else ''}{_digits(abs(size) / scale)} {unit}"
+    return f"{size:.0f} B"
+
+
+def duration_text(seconds: float) -> str:
+    """`seconds`: 0.0021 is "2.10 ms", 1e8 is "3.17 years". Not finite is "unlimited"."""
+    if seconds != seconds or seconds in (float("inf"), float("-inf")):
+        return "unlimited"
+    for unit, scale in _DURATIONS.items():
+        if abs(seconds) >= scale:
+            return f"{'-' if seconds < 0 else ''}{_digits(abs(seconds) / scale)} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds:.1e} s"
+
+
+def ratio_text(value: float, base: float) -> str:
+    """`value` relative to `base`: "x0.30"; nothing where there is no base."""
+    return f"x{value / base:.2f}" if base > 0 else ""
