@@ -1,0 +1,169 @@
+"""What every storage test runs under: both engines, and a check that no descriptor, thread or live slot stays behind."""
+
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ssdtrain.storage import Arena, Lease, SpillStore
+
+
+def counts() -> tuple[int, int]:
+    """(open descriptors, threads) of this process, C threads included."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = counts()
+    yield
+    deadline = time.monotonic() + 5
+    while True:
+        after = counts()
+        if all(now <= then for now, then in zip(after, before, strict=True)) or time.monotonic() > deadline:
+            break
+        gc.collect()
+        time.sleep(0.01)  # a joined thread may show in /proc for a moment longer
+    assert after[0] <= before[0], "the test left open descriptors"
+    assert after[1] <= before[1], "the test left threads"
+
+
+@pytest.fixture(params=["c", "python"])
+def engine(request: pytest.FixtureRequest) -> str:
+    if request.param == "c" and not list(Path(sys.modules[SpillStore.__module__].__file__ or "").parent.glob("_iopool*.so")):
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        assert compiler is None, f"there is a compiler ({compiler}) but the C engine was not built"
+        pytest.skip("the C engine was not built: this machine has no C compiler")
+    return str(request.param)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(64 << 20)
+    yield made
+    made.close(force=True)
+
+
+@pytest.fixture
+def make_store(tmp_path: Path, engine: str) -> Iterator[Callable[..., SpillStore]]:
+    """Makes stores on `drives` directories and closes them; checks that the test freed every slot."""
+    made: list[SpillStore] = []
+
+    def make(drives: int = 1, *, leaks: bool = False, **settings: object) -> SpillStore:
+        directories = [tmp_path / f"drive{n}" for n in range(drives)]
+        for directory in directories:
+            directory.mkdir(exist_ok=True)
+        settings.setdefault("capacity", 256 << 20)
+        settings.setdefault("engine", engine)
+        store = SpillStore(directories, **settings)  # type: ignore[arg-type]
+        if not leaks:
+            made.append(store)
+        else:
+            closing.append(store)
+        return store
+
+    closing: list[SpillStore] = []
+    yield make
+    for store in made:
+        live = store.stats.live_slots
+        store.close()
+        assert live == 0, f"{live} slots were not freed"
+    for store in closing:
+        store.close()
+
+
+def payload(nbytes: int, seed: int = 1) -> bytes:
+    """Bytes that differ at every place and for every seed, cheap to make."""
+    block = bytes((seed * 37 + i * i + (i >> 8)) & 0xFF for i in range(min(nbytes, 65537)))
+    return (block * (nbytes // max(1, len(block)) + 1))[:nbytes]
+
+
+def filled(arena: Arena, nbytes: int, *, lead: int = 0, seed: int = 1) -> Lease:
+    lease = arena.acquire(nbytes, lead=lead)
+    assert lease is not None
+    lease.view()[:] = payload(nbytes, seed)
+    return lease
+
+
+def blank(arena: Arena, nbytes: int, *, lead: int = 0) -> Lease:
+    lease = arena.acquire(nbytes, lead=lead)
+    assert lease is not None
+    lease.view()[:] = b"\xaa" * nbytes
+    return lease
+
+
+def contents(store: SpillStore, slot: object, arena: Arena) -> bytes:
+    """What a slot holds, read back."""
+    lease = blank(arena, slot.nbytes)  # type: ignore[attr-defined]
+    assert store.read(slot, lease.address).wait(30)  # type: ignore[arg-type]
+    data = bytes(lease.view())
+    lease.release()
+    return data
+
+
+@pytest.fixture
+def small_filesystem(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts a tmpfs of a given size (bytes); skips where this user may not mount."""
+    mounted: list[Path] = []
+
+    def mount(nbytes: int, options: str = "") -> Path:
+        point = tmp_path / f"mount{len(mounted)}"
+        point.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}{options}", "tmpfs", str(point)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("a file system of a chosen size needs the mount command")
+        if done.returncode:
+            pytest.skip(f"a file system of a chosen size needs the right to mount: {done.stderr.strip()}")
+        mounted.append(point)
+        return point
+
+    yield mount
+    for point in mounted:
+        subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+def free_bytes(path: Path) -> int:
+    figures = os.statvfs(path)
+    return figures.f_bfree * figures.f_frsize
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether the condition came true. The time is a limit for hanging tests, not a measurement."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts Python on a script; kills and reaps what is left at the end of the test."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start(script: str, *arguments: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()

@@ -1,0 +1,91 @@
+"""The allocator hands no byte to two owners and forgets none."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from ssdtrain.storage.allocator import RangeAllocator
+
+UNIT = 4096
+
+
+class Allocation(RuleBasedStateMachine):
+    """Any sequence of take, give and extend, against a plain list of the ranges that are out."""
+
+    taken = Bundle("taken")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = RangeAllocator(64 * UNIT, UNIT)
+        self.out: dict[int, int] = {}
+
+    @rule(target=taken, nbytes=st.integers(0, 20 * UNIT))
+    def take(self, nbytes: int) -> int | None:
+        fits = max((end - start for start, end in self.allocator.free_ranges), default=0)
+        offset = self.allocator.take(nbytes)
+        length = self.allocator.rounded(nbytes)
+        assert (offset is not None) == (fits >= length), "a range that fits is found, and only then"
+        if offset is None:
+            return None
+        assert offset % UNIT == 0 and offset + length <= self.allocator.size
+        self.out[offset] = length
+        return offset
+
+    @rule(offset=consumes(taken))
+    def give(self, offset: int | None) -> None:
+        if offset is not None:
+            assert self.allocator.give(offset) == self.out.pop(offset)
+
+    @rule(units=st.integers(0, 8))
+    def extend(self, units: int) -> None:
+        self.allocator.extend(units * UNIT)
+
+    @invariant()
+    def ranges_tile_the_space(self) -> None:
+        free = [(start, end - start) for start, end in self.allocator.free_ranges]
+        position, was_free = 0, False
+        for start, length in sorted([*free, *self.out.items()]):
+            assert start == position, "ranges overlap or leave a hole"
+            is_free = start not in self.out
+            assert length > 0 and not (is_free and was_free), "two free neighbours did not join"
+            position, was_free = start + length, is_free
+        assert position == self.allocator.size
+        assert self.allocator.used == sum(self.out.values())
+
+    def teardown(self) -> None:
+        for offset in list(self.out):
+            self.allocator.give(offset)
+        assert self.allocator.free_ranges == [(0, self.allocator.size)]
+
+
+Allocation.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAllocation = Allocation.TestCase
+
+
+def test_the_smallest_range_that_fits_is_taken() -> None:
+    allocator = RangeAllocator(10 * UNIT, UNIT)
+    a, b, c, d = (allocator.take(n * UNIT) for n in (4, 1, 2, 3))
+    assert (a, b, c, d) == (0, 4 * UNIT, 5 * UNIT, 7 * UNIT)
+    allocator.give(0)
+    allocator.give(5 * UNIT)
+    assert allocator.take(2 * UNIT) == 5 * UNIT, "2 units lie in the hole of 2, not at the start of the hole of 4"
+
+
+def test_a_range_given_back_twice_is_an_error() -> None:
+    allocator = RangeAllocator(2 * UNIT, UNIT)
+    offset = allocator.take(1)
+    assert offset is not None
+    allocator.give(offset)
+    with pytest.raises(KeyError):
+        allocator.give(offset)
+
+
+def test_trailing_is_what_growing_adds_to() -> None:
+    allocator = RangeAllocator(0, UNIT)
+    assert allocator.trailing == 0 and allocator.take(1) is None
+    allocator.extend(3 * UNIT)
+    allocator.take(UNIT)
+    assert allocator.trailing == 2 * UNIT
+    allocator.extend(UNIT)
+    assert allocator.trailing == 3 * UNIT

@@ -1,0 +1,101 @@
+"""Every byte comes back: engine x size x alignment of source and target x tier x drives, aligned and buffered."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from ssdtrain.storage import ALIGNMENT, Arena, Faults, SpillStore
+from ssdtrain.storage.pieces import cut, image_bytes
+from tests.storage.conftest import blank, contents, filled, payload
+
+MiB = 1 << 20
+STRIPE = MiB
+SIZES = [0, 1, 511, 4096, 4097, 77_777, MiB - 1, 3 * STRIPE + 12_345, 9 * MiB + 1]
+ROUGH = Faults(seed=7, short=0.3, interrupt=0.2, torn=True)
+
+
+@pytest.mark.parametrize("faults", [None, ROUGH], ids=["smooth", "rough"])
+@pytest.mark.parametrize("direct", ["auto", "off"])
+@pytest.mark.parametrize(("drives", "host"), [(1, 0), (3, 0), (0, 64 * MiB)], ids=["drive", "striped", "host"])
+def test_bytes_come_back_whatever_the_alignments(
+    make_store: Callable[..., SpillStore], arena: Arena, drives: int, host: int, direct: str, faults: Faults | None
+) -> None:
+    store = make_store(drives, host_bytes=host, direct=direct, stripe=STRIPE, faults=faults)
+    for nbytes in SIZES:
+        for source_lead, target_leads in ((0, (0, 64)), (64, (64, 0, 100)), (4095, (4095, 1))):
+            source = filled(arena, nbytes, lead=source_lead)
+            slot = store.reserve(nbytes)
+            assert store.write(slot, source.address).wait(30)
+            source.view()[:] = bytes(nbytes)
+            for target_lead in target_leads:
+                # A byte of each neighbour shows a transfer that goes beyond its ends.
+                target = blank(arena, nbytes + 2, lead=(target_lead - 1) % ALIGNMENT)
+                assert store.read(slot, target.address + 1).wait(30)
+                expected = b"\xaa" + payload(nbytes) + b"\xaa"
+                assert bytes(target.view()) == expected, (nbytes, source_lead, target_lead)
+                target.release()
+            source.release()
+            store.free(slot)
+    assert store.stats.live_bytes == 0
+
+
+def test_many_slots_keep_apart(make_store: Callable[..., SpillStore], arena: Arena) -> None:
+    store = make_store(2, host_bytes=2 * MiB, stripe=64 << 10)
+    sizes = [1, 4000, 70_000, 123_456, MiB] * 6
+    leases = [filled(arena, n, lead=(64 * i) % ALIGNMENT, seed=i) for i, n in enumerate(sizes)]
+    slots = [store.reserve(n) for n in sizes]
+    assert {slot.tier for slot in slots} == {"host", "ssd"}
+    for operation in [store.write(slot, lease.address) for slot, lease in zip(slots, leases, strict=True)]:
+        assert operation.wait(30)
+    for i, slot in enumerate(slots):
+        assert contents(store, slot, arena) == payload(sizes[i], i)
+    for slot, lease in zip(slots, leases, strict=True):
+        store.free(slot)
+        lease.release()
+
+
+def test_a_slot_may_be_written_again_from_another_alignment(make_store: Callable[..., SpillStore], arena: Arena) -> None:
+    store = make_store()
+    slot = store.reserve(10_000)
+    for seed, lead in enumerate((64, 0, 4000)):
+        lease = filled(arena, 10_000, lead=lead, seed=seed)
+        assert store.write(slot, lease.address).wait(30)
+        assert contents(store, slot, arena) == payload(10_000, seed)
+        lease.release()
+    store.free(slot)
+
+
+def test_an_unaligned_buffer_costs_two_extra_blocks_at_most() -> None:
+    for nbytes in (1, 4096, 5 * MiB + 3):
+        assert nbytes <= image_bytes(nbytes) <= nbytes + 2 * ALIGNMENT
+
+
+@pytest.mark.parametrize("lead", [0, 1, 4095])
+@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 100_000])
+def test_pieces_tile_an_operation_and_begin_at_blocks(nbytes: int, lead: int) -> None:
+    extents = (0, 0, 8192, 1, 40_960, 4096, 0, 81_920, image_bytes(100_000))
+    covered = lead
+    for piece in cut(extents, lead, nbytes, 12_288):
+        assert piece.start % ALIGNMENT == 0 and piece.offset % ALIGNMENT == 0
+        assert max(piece.start, lead) == covered and piece.end - piece.start <= 12_288
+        covered = piece.end
+    assert covered == lead + nbytes
+
+
+def test_direct_writes_bypass_the_page_cache_even_from_an_unaligned_buffer(
+    make_store: Callable[..., SpillStore], arena: Arena, tmp_path: object
+) -> None:
+    store = make_store(direct="auto")
+    slab = store._slabs[0]
+    if not slab.direct:
+        pytest.skip(f"{slab.directory} refuses O_DIRECT")
+    source = filled(arena, 4 * MiB, lead=64)
+    slot = store.reserve(source.nbytes)
+    assert store.write(slot, source.address).wait(30)
+    assert os.pread(slab.fd, 0, 0) == b""
+    with open(f"/proc/self/fdinfo/{slab.fd}") as info:
+        flags = int(next(line for line in info if line.startswith("flags:")).split()[1], 8)
+    assert flags & os.O_DIRECT and flags & os.O_CLOEXEC
+    store.free(slot)
+    source.release()
