@@ -18,6 +18,7 @@ def extension(module: str, source: str) -> list[Extension]:
         Extension(
             module,
             [source],
+            depends=[str(header) for header in Path(source).parent.glob("*.h")],
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
             define_macros=[("Py_LIMITED_API", "0x030A0000")],

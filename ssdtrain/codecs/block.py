@@ -133,9 +133,9 @@ class IntBlock(FixedSizeCodec):
             q_NB = q_NB.clamp_(0, self.largest_code)
         offset = 2 ** (self.bits - 1) if self.symmetric else 0
         q_NB = torch.where(finite_N[:, None], q_NB, 0.0) + offset
-        _write_bf16(body[: 2 * blocks], scale_N)
+        scales.write_bf16(body[: 2 * blocks], scale_N)
         if not self.symmetric:
-            _write_bf16(body[2 * blocks : 4 * blocks], zero_N)
+            scales.write_bf16(body[2 * blocks : 4 * blocks], zero_N)
         body[2 * blocks * self.vectors : codes].zero_()
         body[codes:end].copy_(_pack(q_NB.to(torch.uint8), self.bits).view(-1))
         return finite_N.all()
@@ -152,9 +152,10 @@ class IntBlock(FixedSizeCodec):
         lowest = -scales.largest_scale(1, source)  # the zero point is a bfloat16 too
         zero_N = scales.floor_bf16(low_N.clamp(min=lowest) + 0.0)  # -0.0 becomes 0.0
         # Divided before they are subtracted: the difference may exceed float32.
-        foot_N = zero_N / self.largest_code
-        spread_N = (high_N / self.largest_code - foot_N).clamp(min=0.0)
-        most_N = scales.floor_bf16((largest / self.largest_code - foot_N).clamp(min=0.0))
+        foot_N = scales.divide(zero_N, self.largest_code)
+        spread_N = (scales.divide(high_N, self.largest_code) - foot_N).clamp(min=0.0)
+        head_N = scales.divide(torch.full_like(zero_N, largest), self.largest_code)
+        most_N = scales.floor_bf16((head_N - foot_N).clamp(min=0.0))
         scale_N = torch.minimum(scales.ceil_bf16(spread_N), most_N).clamp(min=2 * scales.SMALLEST_SCALE)
         return (
             torch.where(finite_N, scale_N, torch.nan),
@@ -179,10 +180,6 @@ def _round_stochastically(y_NB: Tensor, key: Key) -> Tensor:
     floor_NB = y_NB.floor()
     u_NB = uniform_blocks(y_NB.shape[0], y_NB.shape[1], key, y_NB.device)
     return floor_NB + (u_NB < y_NB - floor_NB)
-
-
-def _write_bf16(section: Tensor, values: Tensor) -> None:
-    section.view(torch.bfloat16).copy_(values)
 
 
 def _pack(codes_NB: Tensor, bits: int) -> Tensor:

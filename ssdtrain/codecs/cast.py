@@ -55,7 +55,9 @@ class Cast(FixedSizeCodec):
 
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         data = body[: 2 * out.numel()].view(self.dtype)
-        if accumulate:
+        if self.target == "bf16" and native.usable(self.backend, body, out):
+            native.bf16_decode(data, out, accumulate)
+        elif accumulate:
             out.add_(data)
         else:
             out.copy_(data)

@@ -58,7 +58,7 @@ class Float8Block(FixedSizeCodec):
         v_NB = scales.split(flat, self.block)
         scale_N, finite_N = scales.symmetric_scale(v_NB, largest, flat.dtype)
         y_NB = torch.where(finite_N[:, None], v_NB / scale_N[:, None], 0.0).clamp_(-largest, largest)
-        body[: 2 * blocks].view(torch.bfloat16).copy_(scale_N)
+        scales.write_bf16(body[: 2 * blocks], scale_N)
         body[2 * blocks : codes].zero_()
         body[codes:end].view(self.dtype).copy_(y_NB.view(-1))
         return finite_N.all()

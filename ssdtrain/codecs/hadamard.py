@@ -65,7 +65,7 @@ class Hadamard(FixedSizeCodec):
         padded = self._padded(flat.numel())
         if native.usable(self.backend, flat):
             rotated = torch.empty(padded, dtype=torch.float32, device=flat.device)
-            native.rotate(flat, rotated, signs(self.size, flat.device))
+            native.rotate(flat, rotated, signs(self.size, flat.device), _unit(self.size))
         else:
             x = torch.zeros(padded, dtype=torch.float32, device=flat.device)
             x[: flat.numel()].copy_(flat)
@@ -76,7 +76,7 @@ class Hadamard(FixedSizeCodec):
         rotated = torch.empty(self._padded(out.numel()), dtype=torch.float32, device=out.device)
         self.inner._decode(body, rotated, False)
         if native.usable(self.backend, out):
-            native.unrotate(rotated, out, signs(self.size, out.device), accumulate)
+            native.unrotate(rotated, out, signs(self.size, out.device), _unit(self.size), accumulate)
             return
         values = (rotate(rotated.view(-1, self.size)) * signs(self.size, out.device)).view(-1)[: out.numel()]
         if accumulate:
@@ -98,6 +98,7 @@ def rotate(x_NB: Tensor) -> Tensor:
     return x
 
 
+@cache
 def _unit(size: int) -> float:
     return float(torch.tensor(1 / math.sqrt(size), dtype=torch.float32, device="cpu"))
 

@@ -69,8 +69,9 @@ def block_encode(codec: IntBlock, flat: Tensor, body: Tensor, key: Key | None) -
     blocks, codes, _ = scales.sections(flat.numel(), codec.block, codec.vectors, codec.bits)
     body[2 * blocks * codec.vectors : codes].zero_()
     key = key if codec.stochastic and key is not None else Key(0)
-    largest = scales.LARGEST[flat.dtype]
-    cap = scales.largest_scale(codec.largest_code, flat.dtype) if codec.symmetric else largest
+    cap = scales.LARGEST[flat.dtype]
+    if codec.symmetric:
+        cap = scales.largest_scale(codec.largest_code, flat.dtype)
     start = body.data_ptr()
     return _native().block_encode(
         flat.data_ptr(),
@@ -83,6 +84,7 @@ def block_encode(codec: IntBlock, flat: Tensor, body: Tensor, key: Key | None) -
         start,
         start + codes,
         cap,
+        -scales.largest_scale(1, flat.dtype),
         key.seed & 0xFFFFFFFFFFFFFFFF,
         key.step & 0xFFFFFFFF,
         key.tensor & 0xFFFFFFFF,
@@ -112,21 +114,33 @@ def bf16_encode(flat: Tensor, data: Tensor) -> bool:
     return _native().bf16_encode(flat.data_ptr(), _DTYPE[flat.dtype], flat.numel(), data.data_ptr())
 
 
-def rotate(flat: Tensor, rotated: Tensor, signs: Tensor) -> None:
-    """Signs and Hadamard rotation of blocks of `signs.numel()`; `rotated` is float32, padded to whole
+def bf16_decode(data: Tensor, out: Tensor, accumulate: bool) -> None:
+    """bfloat16 `data` [numel] into `out` [numel], or onto it."""
+    _native().bf16_decode(data.data_ptr(), out.numel(), out.data_ptr(), _DTYPE[out.dtype], accumulate)
+
+
+def rotate(flat: Tensor, rotated: Tensor, signs: Tensor, unit: float) -> None:
+    """Signs, `unit` and Hadamard rotation of blocks of `signs.numel()`; `rotated` is float32, padded to whole
     blocks."""
     _native().rotate(
-        flat.data_ptr(), _DTYPE[flat.dtype], flat.numel(), signs.data_ptr(), signs.numel(), rotated.data_ptr()
+        flat.data_ptr(),
+        _DTYPE[flat.dtype],
+        flat.numel(),
+        signs.data_ptr(),
+        signs.numel(),
+        unit,
+        rotated.data_ptr(),
     )
 
 
-def unrotate(rotated: Tensor, out: Tensor, signs: Tensor, accumulate: bool) -> None:
+def unrotate(rotated: Tensor, out: Tensor, signs: Tensor, unit: float, accumulate: bool) -> None:
     """The inverse into `out` [numel], or onto it; overwrites `rotated`."""
     _native().unrotate(
         rotated.data_ptr(),
         out.numel(),
         signs.data_ptr(),
         signs.numel(),
+        unit,
         out.data_ptr(),
         _DTYPE[out.dtype],
         accumulate,

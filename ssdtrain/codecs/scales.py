@@ -62,6 +62,17 @@ def largest_scale(largest_code: float, source: torch.dtype) -> float:
     return float(floor_bf16(quotient)[0])
 
 
+def write_bf16(section: Tensor, values: Tensor) -> None:
+    """float32 `values` that are bfloat16 numbers or NaN. Not by a cast: torch's gives NaN other bits in vector loops than behind
+    them."""
+    section.view(torch.int16).copy_(values.view(torch.int32) >> 16)
+
+
+def divide(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, rounded once. `x / number` is not that on CUDA, where torch multiplies by the reciprocal."""
+    return x / torch.full_like(x, divisor)
+
+
 def symmetric_scale(v_NB: Tensor, largest_code: float, source: torch.dtype) -> tuple[Tensor, Tensor]:
     """Scales of blocks whose codes reach from -largest_code to largest_code.
 
@@ -73,7 +84,7 @@ def symmetric_scale(v_NB: Tensor, largest_code: float, source: torch.dtype) -> t
     """
     amax = v_NB.abs().amax(dim=1)
     finite = torch.isfinite(amax)
-    scale = ceil_bf16(torch.where(finite, amax, 0.0) / largest_code)
+    scale = ceil_bf16(divide(torch.where(finite, amax, 0.0), largest_code))
     scale = scale.clamp(SMALLEST_SCALE, largest_scale(largest_code, source))
     return torch.where(finite, scale, torch.nan), finite
 

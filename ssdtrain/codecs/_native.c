@@ -1,0 +1,223 @@
+/* The codecs for tensors in host memory, with the results of the torch reference bit for bit.
+ *
+ * Arguments are addresses and sizes that native.py has checked; nothing here knows torch. Every function releases the interpreter
+ * lock while it works and keeps no state, so any number of threads may call it. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "_native_block.h"
+#include "_native_floats.h"
+#include "_native_zfp.h"
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "payloads are little endian"
+#endif
+
+typedef unsigned long long address;
+
+#define AT(a) ((void *)(uintptr_t)(a))
+
+static PyObject *py_block_encode(PyObject *self, PyObject *args) {
+    (void)self;
+    address x, scales, data, seed;
+    long long numel;
+    int dtype, finite;
+    unsigned int step, tensor, rank;
+    block_format f;
+    if (!PyArg_ParseTuple(args, "KiLiippKKffKIII", &x, &dtype, &numel, &f.block, &f.bits, &f.symmetric, &f.stochastic,
+                          &scales, &data, &f.cap, &f.lowest, &seed, &step, &tensor, &rank))
+        return NULL;
+    f.key = (random_key){seed, step, tensor, rank};
+    Py_BEGIN_ALLOW_THREADS;
+    finite = block_encode(AT(x), dtype, numel, &f, AT(scales), AT(data));
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(finite);
+}
+
+static PyObject *py_block_decode(PyObject *self, PyObject *args) {
+    (void)self;
+    address scales, data, out;
+    long long numel;
+    int dtype, accumulate;
+    block_format f = {0};
+    if (!PyArg_ParseTuple(args, "KKLiipKip", &scales, &data, &numel, &f.block, &f.bits, &f.symmetric, &out, &dtype,
+                          &accumulate))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    block_decode(AT(scales), AT(data), numel, &f, AT(out), dtype, accumulate);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+enum { CHUNK = 256 };
+
+EVERY_CPU static int bf16_encode(const void *x, int dtype, int64_t numel, uint16_t *out) {
+    float v[CHUNK];
+    uint16_t most = 0;
+    for (int64_t at = 0; at < numel; at += CHUNK) {
+        int count = numel - at < CHUNK ? (int)(numel - at) : CHUNK;
+        const float *values = (const float *)x + at;
+        if (dtype != FLOAT32) {
+            load(v, x, dtype, at, count, count);
+            values = v;
+        }
+        uint16_t *restrict h = out + at;
+        for (int i = 0; i < count; i++) {
+            h[i] = to_bfloat16(values[i]);
+            uint16_t magnitude = h[i] & 0x7fffu;
+            most = magnitude > most ? magnitude : most;
+        }
+    }
+    return most < 0x7f80u;
+}
+
+EVERY_CPU static void bf16_decode(const uint16_t *restrict data, int64_t numel, void *out, int dtype, int accumulate) {
+    float v[CHUNK];
+    for (int64_t at = 0; at < numel; at += CHUNK) {
+        int count = numel - at < CHUNK ? (int)(numel - at) : CHUNK;
+        float *values = dtype == FLOAT32 && !accumulate ? (float *)out + at : v;
+        for (int i = 0; i < count; i++) values[i] = from_bfloat16(data[at + i]);
+        if (values == v) store(v, out, dtype, at, count, accumulate);
+    }
+}
+
+static PyObject *py_bf16_encode(PyObject *self, PyObject *args) {
+    (void)self;
+    address x, out;
+    long long numel;
+    int dtype, finite;
+    if (!PyArg_ParseTuple(args, "KiLK", &x, &dtype, &numel, &out)) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    finite = bf16_encode(AT(x), dtype, numel, AT(out));
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(finite);
+}
+
+static PyObject *py_bf16_decode(PyObject *self, PyObject *args) {
+    (void)self;
+    address data, out;
+    long long numel;
+    int dtype, accumulate;
+    if (!PyArg_ParseTuple(args, "KLKip", &data, &numel, &out, &dtype, &accumulate)) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    bf16_decode(AT(data), numel, AT(out), dtype, accumulate);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_rotate(PyObject *self, PyObject *args) {
+    (void)self;
+    address x, signs, out;
+    long long numel;
+    int dtype, size;
+    float unit;
+    if (!PyArg_ParseTuple(args, "KiLKifK", &x, &dtype, &numel, &signs, &size, &unit, &out)) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    rotate(AT(x), dtype, numel, AT(signs), size, unit, AT(out));
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_unrotate(PyObject *self, PyObject *args) {
+    (void)self;
+    address rotated, signs, out;
+    long long numel;
+    int dtype, size, accumulate;
+    float unit;
+    if (!PyArg_ParseTuple(args, "KLKifKip", &rotated, &numel, &signs, &size, &unit, &out, &dtype, &accumulate)) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    unrotate(AT(rotated), numel, AT(signs), size, unit, AT(out), dtype, accumulate);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_zfp_encode(PyObject *self, PyObject *args) {
+    (void)self;
+    address x, body;
+    long long numel, body_bytes;
+    int dtype, block_bits, finite;
+    if (!PyArg_ParseTuple(args, "KiLiKL", &x, &dtype, &numel, &block_bits, &body, &body_bytes)) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    finite = zfp_encode(AT(x), dtype, numel, block_bits, AT(body), body_bytes / 8);
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(finite);
+}
+
+static PyObject *py_zfp_decode(PyObject *self, PyObject *args) {
+    (void)self;
+    address body, out;
+    long long numel, body_bytes;
+    int dtype, block_bits, accumulate;
+    if (!PyArg_ParseTuple(args, "KLiLKip", &body, &body_bytes, &block_bits, &numel, &out, &dtype, &accumulate)) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    zfp_decode(AT(body), body_bytes / 8, block_bits, numel, AT(out), dtype, accumulate);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+/* Eight bytes of 0 or 1 to eight bits by one product, and back. */
+static void mask_pack(const uint8_t *x, int64_t numel, uint8_t *out) {
+    int64_t at = 0;
+    for (; at + 8 <= numel; at += 8) {
+        uint64_t w;
+        memcpy(&w, x + at, 8);
+        out[at / 8] = (uint8_t)((w & 0x0101010101010101u) * 0x0102040810204080u >> 56);
+    }
+    if (at < numel) {
+        unsigned byte = 0;
+        for (int i = 0; at + i < numel; i++) byte |= (x[at + i] & 1u) << i;
+        out[at / 8] = (uint8_t)byte;
+    }
+}
+
+static void mask_unpack(const uint8_t *data, int64_t numel, uint8_t *out) {
+    int64_t at = 0;
+    for (; at + 8 <= numel; at += 8) {
+        uint64_t w = (data[at / 8] * 0x0101010101010101u & 0x8040201008040201u) + 0x7f7f7f7f7f7f7f7fu;
+        w = w >> 7 & 0x0101010101010101u;
+        memcpy(out + at, &w, 8);
+    }
+    for (int i = 0; at + i < numel; i++) out[at + i] = data[at / 8] >> i & 1;
+}
+
+static PyObject *py_mask_pack(PyObject *self, PyObject *args) {
+    (void)self;
+    address x, out;
+    long long numel;
+    if (!PyArg_ParseTuple(args, "KLK", &x, &numel, &out)) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    mask_pack(AT(x), numel, AT(out));
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_mask_unpack(PyObject *self, PyObject *args) {
+    (void)self;
+    address data, out;
+    long long numel;
+    if (!PyArg_ParseTuple(args, "KLK", &data, &numel, &out)) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    mask_unpack(AT(data), numel, AT(out));
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"block_encode", py_block_encode, METH_VARARGS, NULL}, {"block_decode", py_block_decode, METH_VARARGS, NULL},
+    {"bf16_encode", py_bf16_encode, METH_VARARGS, NULL},   {"bf16_decode", py_bf16_decode, METH_VARARGS, NULL},
+    {"rotate", py_rotate, METH_VARARGS, NULL},             {"unrotate", py_unrotate, METH_VARARGS, NULL},
+    {"zfp_encode", py_zfp_encode, METH_VARARGS, NULL},     {"zfp_decode", py_zfp_decode, METH_VARARGS, NULL},
+    {"mask_pack", py_mask_pack, METH_VARARGS, NULL},       {"mask_unpack", py_mask_unpack, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "ssdtrain.codecs._native", "The codecs for host memory; reached through native.py.", 0,
+    methods, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void) {
+    zfp_tables();
+    return PyModule_Create(&definition);
+}

@@ -1,0 +1,137 @@
+"""The C implementation against the torch reference: the same bytes and the same values, bit for bit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ssdtrain.codecs import Codec, make_codec, payload_finite
+from ssdtrain.codecs import native as native_module
+from tests.codecs.common import FLOATS, payload, randn
+
+SPECS = [
+    "bf16",
+    *(
+        f"int{bits}:block={block}{more}"
+        for bits in (8, 4, 2)
+        for block in (32, 64, 128, 256)
+        for more in ("",)
+    ),
+    "int8:round=stochastic",
+    "int4:block=64,round=stochastic",
+    "int2:block=32,round=stochastic",
+    "int8:asymmetric",
+    "int4:asymmetric,block=64",
+    "int2:asymmetric,block=32,round=stochastic",
+    "int4:block=64,round=stochastic,asymmetric,hadamard=256",
+    "int8:hadamard=16",
+    "bf16:hadamard=32",
+    "zfp:rate=2.25",
+    "zfp:rate=8",
+    "zfp:rate=13.75",
+    "zfp:rate=16",
+    "zfp:rate=32",
+    "zfp:rate=8,hadamard=64",
+]
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Bits with every NaN alike: torch's own casts give different NaN in vector loops and behind them."""
+    values = torch.where(torch.isnan(values), torch.full_like(values, torch.nan), values)
+    return values.view(torch.int32 if values.dtype == torch.float32 else torch.int16)
+
+
+def assert_same(spec: str, x: Tensor) -> None:
+    ours, reference = make_codec(spec, "native"), make_codec(spec, "torch")
+    a, b = payload(ours, x), payload(reference, x)
+    assert bool(payload_finite(a)) == bool(payload_finite(b)) == bool(_encodable(spec, x).isfinite().all())
+    if spec.startswith("bf16"):
+        assert torch.equal(_bits(_body(ours, a, x)), _bits(_body(reference, b, x)))
+    else:
+        assert torch.equal(a, b)
+    for dtype in FLOATS:
+        into = torch.empty(x.shape, dtype=dtype), torch.empty(x.shape, dtype=dtype)
+        assert torch.equal(_bits(ours.decode(b, into[0])), _bits(reference.decode(b, into[1])))
+    base = randn(*x.shape, seed=9)
+    c, d = base.clone(), base.clone()
+    ours.decode(b, c, accumulate=True)
+    reference.decode(b, d, accumulate=True)
+    assert torch.equal(_bits(c), _bits(d))
+
+
+def _encodable(spec: str, x: Tensor) -> Tensor:
+    """What decides whether the payload is finite."""
+    if "hadamard" in spec:
+        x = torch.where(x.float().abs() < 1e36, x.float(), torch.nan)
+    return x.bfloat16() if spec.startswith("bf16") else x
+
+
+def _body(codec: Codec, buf: Tensor, x: Tensor) -> Tensor:
+    return codec.decode(buf, torch.empty(x.shape, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_same_bytes_for_every_length_and_scale(spec: str, dtype: torch.dtype) -> None:
+    for numel in (1, 2, 3, 31, 64, 65, 127, 1000, 4099):
+        for scale in (1.0, 1e-4, 3e-7):
+            assert_same(spec, (randn(numel, seed=numel) * scale).to(dtype))
+    if dtype == torch.bfloat16:
+        assert_same(spec, (randn(300) * 1e-38).to(dtype))
+        assert_same(spec, (randn(300) * 1e35).to(dtype))
+
+
+special = st.sampled_from([0.0, -0.0, 1e-45, -1e-42, 2.0**-126, 6e-8, 65504.0, -65504.0, 3.3e38, -3.4e38])
+bad = st.sampled_from([float("inf"), -float("inf"), float("nan")])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    runs=st.lists(
+        st.tuples(
+            st.one_of(st.floats(width=32), special, bad, st.floats(-2, 2, width=32)), st.integers(1, 90)
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    noise=st.sampled_from([0.0, 1e-41, 1e-3, 1.0]),
+    spec=st.sampled_from([s for s in SPECS if "hadamard" not in s]),
+    dtype=st.sampled_from(FLOATS),
+)
+def test_the_same_bytes_for_any_values(
+    runs: list[tuple[float, int]], noise: float, spec: str, dtype: torch.dtype
+) -> None:
+    x = torch.cat([torch.full((n,), v) for v, n in runs])
+    assert_same(spec, (x + noise * randn(x.numel())).to(dtype))
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.binary(min_size=1, max_size=300))
+def test_masks_are_the_same_bytes(data: bytes) -> None:
+    x = torch.frombuffer(bytearray(data), dtype=torch.uint8) > 127
+    a, b = payload(make_codec("mask", "native"), x), payload(make_codec("mask", "torch"), x)
+    assert torch.equal(a, b)
+    assert torch.equal(make_codec("mask", "native").decode(b, torch.empty_like(x)), x)
+
+
+def test_every_float16_converts_as_in_torch() -> None:
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    buf = payload(make_codec("bf16", "native"), x)
+    out = torch.empty(x.shape, dtype=torch.bfloat16)
+    assert torch.equal(_bits(make_codec("bf16", "native").decode(buf, out)), _bits(x.bfloat16()))
+    wide = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    buf = payload(make_codec("bf16", "native"), wide)
+    half = make_codec("bf16", "native").decode(buf, torch.empty(wide.shape, dtype=torch.float16))
+    assert torch.equal(_bits(half), _bits(wide.to(torch.float16)))
+
+
+def test_without_the_extension_torch_takes_over_and_insisting_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = randn(100)
+    with_c = payload(make_codec("int8"), x)
+    monkeypatch.setattr(native_module, "module", lambda: None)
+    assert torch.equal(payload(make_codec("int8"), x), with_c)
+    with pytest.raises(RuntimeError, match="not built"):
+        payload(make_codec("int8", "native"), x)
