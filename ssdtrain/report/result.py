@@ -82,9 +82,3 @@ class RunResult:
             )
         timeline = [(float(at), int(alive)) for at, alive in record["activation_timeline"]]
         return cls(**{**record, "activation_timeline": timeline})
-
-
-def life_seconds(rated_bytes: float, bytes_per_step: float, step_seconds: float) -> float:
-    """Seconds of this training until `rated_bytes` are written (SSDTrain, section 3.4: rated bytes x step time / bytes
-    per step). Infinite if nothing is written."""
-    return rated_bytes * step_seconds / bytes_per_step if bytes_per_step > 0 else float("inf")

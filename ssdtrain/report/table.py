@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
-from ssdtrain.config.units import exact_size
-from ssdtrain.report.result import RunResult, life_seconds
+from ssdtrain.report.result import RunResult
 from ssdtrain.report.text import duration_text, ratio_text, size_text
+from ssdtrain.storage.endurance import projected_life
 
 
 def comparison_table(
-    runs: Sequence[RunResult], *, rated_bytes: int, titles: dict[str, str] | None = None, title: str = ""
+    runs: Sequence[RunResult], *, rated_bytes: float, titles: dict[str, str] | None = None, title: str = ""
 ) -> Table:
     """A row per figure; what moved to SSD is "-" in runs that wrote nothing.
 
@@ -20,6 +20,10 @@ def comparison_table(
         titles: Column headings by `RunResult.name`.
     """
     base = runs[0]
+
+    def life(run: RunResult) -> str:
+        return duration_text(projected_life(rated_bytes, run.bytes_written / run.steps, run.step_median))
+
     rows: list[tuple[str, Callable[[RunResult], str]]] = [
         ("final loss", lambda run: f"{run.final_loss:.6f}"),
         (
@@ -32,14 +36,7 @@ def comparison_table(
         ("written to SSD per step", _per_step(size_text, lambda run: run.bytes_written)),
         ("read from SSD per step", _per_step(size_text, lambda run: run.bytes_read)),
         ("waited for SSD per step", _per_step(duration_text, lambda run: run.stall_seconds)),
-        (
-            f"SSD life, rated {exact_size(rated_bytes)}",
-            _if_written(
-                lambda run: duration_text(
-                    life_seconds(rated_bytes, run.bytes_written / run.steps, run.step_median)
-                )
-            ),
-        ),
+        (f"SSD life, rated {rated_bytes / 1e12:.0f} TB", _if_written(life)),
     ]
     if base.device_peak_bytes is not None:
         rows.insert(

@@ -15,6 +15,7 @@ from ssdtrain.report.plot import MatplotlibMissing, plot_activation_memory
 from ssdtrain.report.result import RunResult
 from ssdtrain.report.table import comparison_table
 from ssdtrain.report.text import duration_text, size_text
+from ssdtrain.storage import drive_of, rated_bytes
 from ssdtrain_ds.demo.process import ModeFailed, ModeProcess
 from ssdtrain_ds.demo.settings import MODES, TITLES, Settings
 
@@ -58,6 +59,11 @@ def main(arguments: list[str] | None = None, console: Console | None = None) -> 
         directory = chosen.directory or stack.enter_context(
             tempfile.TemporaryDirectory(prefix="ssdtrain-", dir=chosen.out)
         )
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        if drive_of(directory).filesystem == "tmpfs":
+            console.print(
+                f"{directory} is on tmpfs, which is memory: give --directory on a drive", style="yellow"
+            )
         try:
             settings = settings_of(chosen, Path(directory).absolute())
         except ValueError as error:
@@ -68,7 +74,8 @@ def main(arguments: list[str] | None = None, console: Console | None = None) -> 
             console.print(f"[bold red]{type(error).__name__}[/]", end=": ")
             console.print(str(error), markup=False, highlight=False)
             return FAILED
-    return show(runs, chosen.out, chosen.rated_writes, console)
+        rated = chosen.rated_writes or rated_bytes(drive_of(directory).size)
+    return show(runs, chosen.out, rated, console)
 
 
 def settings_of(chosen: argparse.Namespace, directory: Path) -> Settings:
@@ -121,7 +128,7 @@ def show_step(mode: str, line: dict[str, Any], task: TaskID, progress: Progress,
         )
 
 
-def show(runs: list[RunResult], out: Path, rated_bytes: int, console: Console) -> int:
+def show(runs: list[RunResult], out: Path, rated: float, console: Console) -> int:
     """The table, the files and the verdict; returns the exit status."""
     about = runs[0].about
     title = (
@@ -130,7 +137,7 @@ def show(runs: list[RunResult], out: Path, rated_bytes: int, console: Console) -
     )
     console.print()
     console.print(title, highlight=False)
-    console.print(comparison_table(runs, rated_bytes=rated_bytes, titles=TITLES))
+    console.print(comparison_table(runs, rated_bytes=rated, titles=TITLES))
     results = out / "results.jsonl"
     with results.open("w") as stream:
         for run in runs:

@@ -1,0 +1,26 @@
+"""The models that benchmarks train. The GPT is the demo's, so that their figures speak of the same thing."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from ssdtrain_ds.demo.model import GPT, GPTConfig
+
+__all__ = ["GPT", "MODELS", "GPTConfig", "gpt"]
+
+
+def gpt(
+    *,
+    layers: int,
+    hidden: int = 384,
+    heads: int = 6,
+    sequence: int = 512,
+    recomputed_blocks: int = 0,
+) -> GPT:
+    """Called with (tokens, targets), int64 of shape (microbatch, sequence), it returns the mean loss."""
+    config = GPTConfig(layers=layers, hidden=hidden, heads=heads, sequence=sequence)
+    return GPT(config, recomputed_blocks=recomputed_blocks)
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"gpt": gpt}
+"""By the name that `--model` takes."""

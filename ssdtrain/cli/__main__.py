@@ -1,0 +1,5 @@
+import sys
+
+from ssdtrain.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,180 @@
+"""`ssdtrain doctor`: what is installed, what was built, and what the drives behind directories can do."""
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ssdtrain import __version__
+from ssdtrain.cli.versions import OLDEST, TESTED, installed, too_old
+from ssdtrain.report.text import size_text
+from ssdtrain.storage import drive_of
+from ssdtrain.storage.slab import open_nameless, refuses_direct
+
+GOOD, NOTE, WARNING, BROKEN = "ok", "-", "warning", "broken"
+STYLES = {GOOD: "green", NOTE: "dim", WARNING: "yellow", BROKEN: "bold red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    subject: str
+    found: str
+    verdict: str
+    """ok; "-" for what is missing and need not be there; warning: works, worse than it could; broken: SSDTrain will not run."""
+    remedy: str = ""
+
+
+def run(arguments: list[str]) -> int:
+    """0, or 1 if something is broken."""
+    parser = argparse.ArgumentParser(prog="ssdtrain doctor", description=__doc__)
+    parser.add_argument(
+        "directories", nargs="*", type=Path, default=[Path(".")], help="of the config; else this one"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    chosen = parser.parse_args(arguments)
+    findings = [*software(), *extensions(), *hardware()]
+    for directory in chosen.directories:
+        findings += drive(directory)
+    broken = any(finding.verdict == BROKEN for finding in findings)
+    if chosen.json:
+        print(json.dumps({"broken": broken, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        show(findings, Console())
+    return 1 if broken else 0
+
+
+def software() -> Iterator[Finding]:
+    yield Finding("ssdtrain", __version__, GOOD)
+    old = sys.version_info < (3, 10)
+    yield Finding(
+        "python", platform.python_version(), BROKEN if old else GOOD, "3.10 or newer is needed" if old else ""
+    )
+    for package, tested in TESTED.items():
+        yield version_finding(package, installed(package), tested)
+    for package, use in {
+        "matplotlib": "plots",
+        "zstandard": "lossless codec",
+        "triton": "GPU kernels",
+    }.items():
+        found = installed(package)
+        yield Finding(
+            package, found or "not installed", GOOD if found else NOTE, "" if found else f"only for {use}"
+        )
+
+
+def version_finding(package: str, found: str | None, tested: tuple[str, ...]) -> Finding:
+    run_with = f"tests were run with {', '.join(tested)}"
+    if found is None:
+        needed = package in OLDEST
+        return Finding(
+            package,
+            "not installed",
+            BROKEN if needed else NOTE,
+            "" if needed else f"only for its users; {run_with}",
+        )
+    if too_old(package, found):
+        return Finding(
+            package, found, BROKEN, f"{'.'.join(map(str, OLDEST[package]))} or newer is needed; {run_with}"
+        )
+    return Finding(package, found, GOOD) if found in tested else Finding(package, found, WARNING, run_with)
+
+
+def extensions() -> Iterator[Finding]:
+    """The C extensions; each has a slower stand-in."""
+    stand_ins = {
+        "storage._iopool": ("C I/O engine", "Python threads"),
+        "codecs._native": ("C codecs", "plain torch"),
+    }
+    for module, (name, stand_in) in stand_ins.items():
+        try:
+            importlib.import_module(f"ssdtrain.{module}")
+            yield Finding(name, "built", GOOD)
+        except ImportError:
+            remedy = f"slower, by {stand_in}: install a C compiler and reinstall ssdtrain"
+            yield Finding(name, "not built", WARNING, remedy)
+
+
+def hardware() -> Iterator[Finding]:
+    yield from devices()
+    yield Finding("processors", str(os.cpu_count()), GOOD)
+    switch = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    state = switch.read_text().partition("[")[2].partition("]")[0] if switch.exists() else "unknown"
+    if state in ("always", "madvise"):
+        yield Finding("huge pages", state, GOOD)
+    else:
+        yield Finding("huge pages", state, WARNING, f"more CPU time per byte: write madvise to {switch}")
+
+
+def devices() -> Iterator[Finding]:
+    if installed("torch") is None:
+        return  # `software` has said so.
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library of it is missing.
+        yield Finding("torch", f"cannot be imported: {error}", BROKEN, "reinstall torch")
+        return
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        yield Finding("CUDA", ", ".join(names), GOOD)
+    else:
+        yield Finding("CUDA", "no device", NOTE, "training runs on the CPU")
+
+
+def drive(directory: Path) -> Iterator[Finding]:
+    """What a spill directory is, found by making a nameless file in it as training would."""
+    subject = str(directory)
+    try:
+        behind = drive_of(directory)
+        descriptor = open_nameless(directory)
+    except OSError as error:
+        yield Finding(
+            subject, error.strerror or str(error), BROKEN, "give a directory that exists and can be written"
+        )
+        return
+    try:
+        reason = refuses_direct(descriptor)
+    finally:
+        os.close(descriptor)
+    memory = behind.filesystem == "tmpfs"
+    yield Finding(
+        f"{subject}: file system",
+        f"{behind.filesystem} on {behind.mount}",
+        WARNING if memory else GOOD,
+        "this is memory, not a drive: use offload.host instead" if memory else "",
+    )
+    remedy = f"buffered I/O takes several times the CPU time ({reason})" if reason else ""
+    yield Finding(
+        f"{subject}: O_DIRECT", "refused" if reason else "works", WARNING if reason else GOOD, remedy
+    )
+    yield Finding(f"{subject}: free space", size_text(behind.free_bytes()), GOOD)
+    if behind.device:
+        name = " ".join(part for part in (behind.device, behind.model, size_text(behind.size)) if part)
+        slow = (
+            "the kernel calls it rotational, which some virtual SSDs are called too"
+            if behind.rotational
+            else ""
+        )
+        yield Finding(f"{subject}: drive", name, WARNING if slow else GOOD, slow)
+    smart = behind.smart()
+    if smart is not None:
+        worn = smart.percentage_used >= 90
+        found = f"{smart.percentage_used}% of its rating used, {size_text(smart.data_bytes_written)} written"
+        yield Finding(
+            f"{subject}: wear", found, WARNING if worn else GOOD, "near its rated end" if worn else ""
+        )
+
+
+def show(findings: list[Finding], console: Console) -> None:
+    table = Table("", "found", "", "what to do")
+    for finding in findings:
+        verdict = f"[{STYLES[finding.verdict]}]{finding.verdict}[/]"
+        table.add_row(finding.subject, finding.found, verdict, finding.remedy)
+    console.print(table)

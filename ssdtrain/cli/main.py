@@ -1,0 +1,36 @@
+"""`ssdtrain COMMAND ...`: finds the command and hands it the rest."""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from ssdtrain import __version__
+
+COMMANDS = {
+    "demo": "train a GPT with DeepSpeed, keeping, recomputing and offloading its activations, and compare",
+    "doctor": "what is installed, what was built, and what the drives behind directories can do",
+}
+"""Each is a module of this package with `run(arguments) -> exit status`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: that of the command; 2 where the command is missing or unknown."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["--version"]:
+        print(__version__)
+        return 0
+    if given[:1] in (["-h"], ["--help"]):
+        print(usage())
+        return 0
+    if not given or given[0] not in COMMANDS:
+        why = f"no command {given[0]!r}" if given else "which command?"
+        print(f"ssdtrain: {why}\n{usage()}", file=sys.stderr)
+        return 2
+    run: Callable[[list[str]], int] = import_module(f"ssdtrain.cli.{given[0]}").run
+    return run(given[1:])
+
+
+def usage() -> str:
+    lines = ["usage: ssdtrain COMMAND ..., with --help after a command for its options", ""]
+    lines += [f"  {name:<8} {summary}" for name, summary in COMMANDS.items()]
+    return "\n".join(lines)

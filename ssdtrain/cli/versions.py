@@ -1,0 +1,26 @@
+"""Which versions are installed and which were run with this version of SSDTrain, without importing any of them."""
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+TESTED = {"torch": ("2.13.0",), "deepspeed": ("0.19.8",), "megatron-core": ("0.16.1",)}
+"""Those that the tests were run with. Others are tried with a warning."""
+
+OLDEST = {"torch": (2, 6)}
+"""Below this SSDTrain does not start."""
+
+
+def installed(package: str) -> str | None:
+    """The version, without a local part such as "+cpu"; None if the package is not installed."""
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return None
+
+
+def too_old(package: str, found: str) -> bool:
+    oldest = OLDEST.get(package)
+    # "2.6.0rc1": only the leading numbers are compared.
+    return (
+        oldest is not None and tuple(int(part) for part in re.findall(r"\d+", found)[: len(oldest)]) < oldest
+    )
