@@ -73,13 +73,9 @@ def software() -> Iterator[Finding]:
 def version_finding(package: str, found: str | None, tested: tuple[str, ...]) -> Finding:
     run_with = f"tests were run with {', '.join(tested)}"
     if found is None:
-        needed = package in OLDEST
-        return Finding(
-            package,
-            "not installed",
-            BROKEN if needed else NOTE,
-            "" if needed else f"only for its users; {run_with}",
-        )
+        if package in OLDEST:
+            return Finding(package, "not installed", BROKEN, f"install it; {run_with}")
+        return Finding(package, "not installed", NOTE, f"only for its users; {run_with}")
     if too_old(package, found):
         return Finding(
             package, found, BROKEN, f"{'.'.join(map(str, OLDEST[package]))} or newer is needed; {run_with}"

@@ -50,6 +50,10 @@ class ModeProcess:
         finally:
             os.close(send)  # The child's copy is the last: where it ends, the lines end.
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def step(self) -> dict[str, Any]:
         """Trains one step and returns its line (keys step, loss, seconds).
 

@@ -43,6 +43,7 @@ class Settings:
                 f"{self.steps} steps leave none to time after {self.memory_steps} (at least 2) in which memory is read and "
                 f"{self.warmup} of warm-up: give at least {max(self.memory_steps, 2) + max(self.warmup, 0) + 1}"
             )
+        self.model  # noqa: B018 - the shape has conditions of its own
 
     @property
     def timed_steps(self) -> int:

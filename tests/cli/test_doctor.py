@@ -1,0 +1,111 @@
+import importlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import ssdtrain_ds._compat
+from ssdtrain.cli import doctor, main
+from ssdtrain.cli.versions import TESTED, installed, too_old
+from ssdtrain.storage import drive_of
+
+
+def findings(capsys: pytest.CaptureFixture[str], *directories: Path) -> tuple[int, dict[str, dict[str, str]]]:
+    status = main(["doctor", "--json", *map(str, directories)])
+    report = json.loads(capsys.readouterr().out)
+    assert report["broken"] is (status == 1)
+    return status, {finding["subject"]: finding for finding in report["findings"]}
+
+
+def test_this_machine_is_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = findings(capsys, tmp_path)
+    assert status == 0
+    assert found["torch"]["found"] == torch.__version__.partition("+")[0]
+    assert found["deepspeed"]["found"] == installed("deepspeed")
+    assert found[f"{tmp_path}: file system"]["found"].startswith(drive_of(tmp_path).filesystem)
+    assert found[f"{tmp_path}: O_DIRECT"]["found"] in ("works", "refused")
+
+
+def test_the_table_has_the_same_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for subject in ("python", "torch", "deepspeed", "megatron-core", "C I/O engine", "CUDA", "what to do"):
+        assert subject in printed
+
+
+def test_it_leaves_nothing_in_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    findings(capsys, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_directory_that_is_missing_or_none_is_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path in (tmp_path / "missing", file):
+        status, found = findings(capsys, path)
+        assert status == 1
+        assert found[str(path)]["verdict"] == "broken"
+        assert found[str(path)]["remedy"]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no tmpfs here")
+def test_memory_that_poses_as_a_drive_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = findings(capsys, Path("/dev/shm"))
+    assert status == 0
+    assert found["/dev/shm: file system"]["verdict"] == "warning"
+    assert "memory, not a drive" in found["/dev/shm: file system"]["remedy"]
+
+
+def test_without_the_c_engine_it_says_what_runs_instead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plain = importlib.import_module
+
+    def refuse(name: str) -> object:
+        if name == "ssdtrain.storage._iopool":
+            raise ImportError(name)
+        return plain(name)
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    found = {finding.subject: finding for finding in doctor.extensions()}
+    assert found["C I/O engine"].verdict == "warning"
+    assert "Python threads" in found["C I/O engine"].remedy
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "verdict"),
+    [
+        ("torch", TESTED["torch"][0], "ok"),
+        ("torch", "2.9.1", "warning"),
+        ("torch", "2.5.1", "broken"),
+        ("torch", None, "broken"),
+        ("deepspeed", None, "-"),
+        ("deepspeed", "0.17.0", "warning"),
+    ],
+)
+def test_versions_are_judged_by_what_was_run(package: str, version: str | None, verdict: str) -> None:
+    finding = doctor.version_finding(package, version, TESTED[package])
+    assert finding.verdict == verdict
+    assert finding.remedy or verdict == "ok"
+
+
+def test_only_the_leading_numbers_of_a_version_are_compared() -> None:
+    assert not too_old("torch", "2.6.0rc1")
+    assert not too_old("torch", "3.0")
+    assert too_old("torch", "1.13.1")
+    assert not too_old("deepspeed", "0.0.1")
+
+
+def test_the_doctor_and_the_adapter_agree_on_what_was_tested() -> None:
+    assert TESTED["deepspeed"] == ssdtrain_ds._compat.TESTED
+
+
+def test_what_is_installed_is_what_python_imports() -> None:
+    assert installed("torch") == torch.__version__.partition("+")[0]
+    assert installed("no-such-package-here") is None

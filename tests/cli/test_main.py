@@ -1,0 +1,58 @@
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+import ssdtrain
+from ssdtrain.cli import main
+from ssdtrain.cli.main import COMMANDS
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_lists_every_command(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([flag]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in COMMANDS)
+
+
+def test_every_listed_command_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        assert importlib.util.find_spec(f"ssdtrain.cli.{name}") is not None
+
+
+@pytest.mark.parametrize(("arguments", "why"), [([], "which command?"), (["fly"], "no command 'fly'")])
+def test_a_missing_or_unknown_command_is_refused_with_the_list(
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert why in printed and "doctor" in printed
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == ssdtrain.__version__
+
+
+def test_no_command_imports_a_framework() -> None:
+    imports = "; ".join(f"import ssdtrain.cli.{name}" for name in COMMANDS)
+    code = f"import sys; {imports}; print(sorted({{m.split('.')[0] for m in sys.modules}} & {{'deepspeed', 'megatron'}}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_demo_without_deepspeed_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name)
+    )
+    assert main(["demo"]) == 2
+    assert "deepspeed not found: pip install 'ssdtrain[deepspeed,plot]'" in capsys.readouterr().err
+
+
+def test_the_demo_passes_options_and_exit_status_on(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--modes", "sleep"]) == 2
+    assert "ssdtrain demo: error: argument --modes: invalid choice: 'sleep'" in capfd.readouterr().err
