@@ -327,6 +327,7 @@ class OffloadEngine:
         with self._lock:
             self._drain()
             self._size_buffers()
+            tape.begin()
             self.prefetcher.run(tape)
 
     def next_backward(self, tapes: list[Tape]) -> None:

@@ -88,7 +88,8 @@ class Mover:
         self.keep(region)
         if not self._warned_full:
             self._warned_full = True
-            logger.warning("saved tensors stay in memory from now on where no tier has room: %s", error)
+            # The text, not the error: a log record must not hold the traceback, and with it the region.
+            logger.warning("saved tensors stay in memory from now on where no tier has room: %s", str(error))
 
     def oldest_store(self) -> Region | None:
         """The store in flight that began first."""

@@ -73,6 +73,7 @@ class Region:
         "loaded_version",
         "nbytes",
         "operation",
+        "origin",
         "packed",
         "passed",
         "probe",
@@ -106,6 +107,7 @@ class Region:
         self.index = -1  # place on the tape
         self.key = 0  # of its storage, among the regions that can be joined
         self.packed: tuple[int, ...] | None = None  # shape of the packed copy, if it is one
+        self.origin: Geometry | None = None  # and where in its storage the original lies
         self.state = State.RESIDENT
         self.handles = 0  # handles alive
         self.waiting = 0  # handles alive that were never unpacked

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from ssdtrain.offload.region import Region, State, densest, same_version_counter
+from ssdtrain.offload.region import Geometry, Region, State, densest, same_version_counter
 from ssdtrain.offload.tape import Tape
 
 __all__ = ["Extent", "Regions"]
@@ -68,10 +68,7 @@ class Regions:
             return None
         for region in known[1]:
             if (
-                region.start <= extent.start
-                and extent.end <= region.start + region.nbytes
-                and region.start % tensor.itemsize == 0
-                and extent.start % tensor.itemsize == 0
+                _contains(region, tensor, extent)
                 and region.state is not State.RELEASED
                 and not region.changed()
                 and same_version_counter(tensor, region.probe)
@@ -90,12 +87,16 @@ class Regions:
         """A new region for `tensor`: its extent, the whole storage, or a packed copy. See Note: [Strided views]."""
         alias = tensor.detach()
         start, nbytes = extent.start, extent.end - extent.start
+        packed = False
         if extent.own < nbytes:
             if extent.own >= WHOLE_STORAGE * storage.nbytes():
                 start, nbytes = 0, storage.nbytes()
-            elif extent.own < nbytes // 2 and _no_overlap(tensor):
-                return _packed(tensor, alias, tape, released)
-        region = Region(alias, alias, start, nbytes, tape, released)
+            else:
+                packed = extent.own < nbytes // 2 and _no_overlap(tensor)
+        if packed:
+            region = _packed(tensor, alias, tape, released)
+        else:
+            region = Region(alias, alias, start, nbytes, tape, released)
         region.key = key = id(storage)
         known = self._by_storage.get(key)
         if known is None or known[0]() is not storage:
@@ -124,8 +125,25 @@ def _packed(
     dense = densest(tensor)
     region = Region(dense, probe, 0, dense.nbytes, tape, released)
     region.packed = tuple(dense.shape)
+    region.origin = _origin(tensor)
     probe.data = torch.empty(0, dtype=probe.dtype, device=probe.device)  # it only watches the version
     return region
+
+
+def _origin(tensor: torch.Tensor) -> Geometry:
+    return tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+
+
+def _contains(region: Region, tensor: torch.Tensor, extent: Extent) -> bool:
+    if region.packed is not None:
+        return region.origin == _origin(tensor)
+    itemsize = tensor.itemsize
+    return (
+        region.start <= extent.start
+        and extent.end <= region.start + region.nbytes
+        and region.start % itemsize == 0
+        and extent.start % itemsize == 0
+    )
 
 
 def _no_overlap(tensor: torch.Tensor) -> bool:

@@ -49,6 +49,12 @@ class Tape:
         self.regions[region.index] = None
         self.live -= 1
 
+    def begin(self) -> None:
+        """A backward is about to begin; after an earlier one (retain_graph) it is a new pass from the end."""
+        if self.cursor is not None:
+            self.pass_number += 1
+            self.cursor = len(self.regions)
+
     def reached(self, index: int, *, again: bool) -> None:
         """Backward asks for region `index`; `again`: a handle that was unpacked before, so this is a new pass."""
         if self.cursor is None:

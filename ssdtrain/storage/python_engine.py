@@ -6,6 +6,7 @@ only, never during a transfer. `cancel` takes no lock, because it may run in a f
 holds it: worker and canceller race for one `dict.setdefault`, which is atomic.
 """
 
+import copy
 import ctypes
 import signal
 import threading
@@ -54,6 +55,9 @@ class PythonOperation:
             forks.check(self._generation, "this operation")
         return self._done
 
+    def begun(self) -> bool:
+        return self._owner.get("by") is _WORKER
+
     def wait(self, timeout: float | None = None) -> bool:
         if not self._done:
             forks.check(self._generation, "this operation")
@@ -61,7 +65,8 @@ class PythonOperation:
                 return False
             self._latch.release()
         if self._error is not None:
-            raise self._error
+            # A copy each time: a raised error holds its traceback, and the operation must not.
+            raise copy.copy(self._error)
         if self._owner.get("by") is not _WORKER:
             raise IOCancelled(f"this operation of {self.nbytes} bytes was cancelled: nothing was transferred")
         return True
@@ -76,7 +81,7 @@ class PythonOperation:
         return owner is not _WORKER
 
     def failed(self) -> IOFailure | None:
-        return self._error if self.done() else None
+        return copy.copy(self._error) if self.done() else None
 
     def _claim(self) -> bool:
         """Worker: whether the operation may run, because a worker began it before or begins it now."""

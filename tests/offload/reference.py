@@ -19,21 +19,21 @@ class SynchronousOffload:
         self.count = 0
 
     def pack(self, tensor: torch.Tensor) -> object:
-        if isinstance(tensor, torch.nn.Parameter) or type(tensor) is not torch.Tensor or tensor.nbytes < self.min_bytes:
+        plain = type(tensor) is torch.Tensor and not tensor.is_conj()
+        if isinstance(tensor, torch.nn.Parameter) or not plain or tensor.nbytes < self.min_bytes:
             return tensor if tensor.is_leaf else tensor.detach()
         path = self.directory / f"{self.count}.bin"
         self.count += 1
-        path.write_bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        span = tensor.detach().as_strided((last + 1,), (1,), tensor.storage_offset())
+        path.write_bytes(span.view(torch.uint8).numpy().tobytes())
         return (path, tensor.dtype, tensor.shape, tensor.stride())
 
     def unpack(self, held: object) -> torch.Tensor:
         if isinstance(held, torch.Tensor):
             return held
         path, dtype, shape, stride = held
-        flat = torch.frombuffer(bytearray(path.read_bytes()), dtype=dtype).view(shape)
-        tensor = torch.empty_strided(shape, stride, dtype=dtype)
-        tensor.copy_(flat)
-        return tensor
+        return torch.frombuffer(bytearray(path.read_bytes()), dtype=dtype).as_strided(shape, stride)
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)

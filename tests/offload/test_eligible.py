@@ -1,0 +1,144 @@
+"""What must not move does not."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.masked import masked_tensor
+
+from tests.offload.conftest import MakeRuntime
+
+
+def moved(runtime: object) -> int:
+    found = runtime.statistics()  # type: ignore[attr-defined]
+    assert found is not None
+    return int(found.offload.saved_bytes)
+
+
+def test_parameters_and_views_of_them_stay(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    weight = nn.Parameter(torch.randn(128, 128))
+    with runtime.forward():
+        loss = (weight.t() @ weight.view(-1)[:128]).sum() + (weight[4:] * weight[:124]).sum()
+    assert moved(runtime) == 0
+    loss.backward()
+
+
+def test_registered_parameters_are_known_by_storage(make_runtime: MakeRuntime) -> None:
+    """A detached view of a parameter has lost every sign of it but the storage."""
+    runtime = make_runtime()
+    model = nn.Linear(128, 128)
+    x = torch.randn(128, requires_grad=True)
+    runtime.register(model)
+    with runtime.forward():
+        loss = (x * model.weight.detach()[0]).sum() + (x * model.weight.data.view(-1)[:128]).sum()
+        big = (x.expand(128, 128) * model.weight.detach()).sum()
+    assert moved(runtime) == 0
+    (loss + big).backward()
+
+
+def test_buffers_stay_where_the_model_is_registered(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    model = nn.Module()
+    model.register_buffer("mask", torch.randn(128, 128))
+    x = torch.randn(128, 128, requires_grad=True)
+    runtime.register(model)
+    with runtime.forward():
+        loss = (x * model.mask).sum()
+    assert moved(runtime) == 0
+    loss.backward()
+
+
+def test_a_parameter_that_moved_is_found_again_at_the_next_step(make_runtime: MakeRuntime) -> None:
+    """A distributed optimizer re-maps parameters into a flat buffer."""
+    runtime = make_runtime()
+    model = nn.Linear(128, 128)
+    runtime.register(model)
+    flat = torch.cat([p.detach().view(-1) for p in model.parameters()])
+    offset = 0
+    for p in model.parameters():
+        p.data = flat[offset : offset + p.numel()].view_as(p)
+        offset += p.numel()
+    x = torch.randn(128, 128, requires_grad=True)
+    with runtime.step(), runtime.forward():
+        loss = (x * model.weight.detach()).sum()
+    assert moved(runtime) == 0
+    loss.backward()
+
+
+def test_the_copy_that_autocast_makes_of_a_parameter_stays(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    model = nn.Linear(256, 256)
+    x = torch.randn(8, 256, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16), runtime.forward():
+        loss = model(x).float().sum()
+    # The input's copy may move, the weight's (256 x 256 x 2 bytes) may not.
+    assert 0 < moved(runtime) < 256 * 256 * 2
+    loss.backward()
+
+
+def test_small_tensors_stay(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(min_bytes="1MiB")
+    x = torch.randn(256, 256, requires_grad=True)
+    with runtime.forward():
+        loss = (x.sin() * x.cos()).sum()
+        tall = x.mean().expand(4096, 4096)  # looks like 64 MiB, is 4 bytes
+        loss = loss + (tall * tall).sum()
+    assert moved(runtime) == 0
+    loss.backward()
+
+
+def test_classes_the_engine_does_not_know_stay(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+
+    class Mine(torch.Tensor):
+        pass
+
+    dense = torch.randn(128, 128)
+    with runtime.forward():
+        mine = dense.clone().as_subclass(Mine).requires_grad_()
+        loss = (mine * mine).sum()
+        loss.backward()
+        conj = torch.randn(128, 128, dtype=torch.complex64, requires_grad=True)
+        (torch.conj(conj + 1) * 2).abs().sum().backward()
+        sparse = torch.eye(512).to_sparse().requires_grad_()
+        torch.sparse.mm(sparse, torch.randn(512, 4)).sum().backward()
+        masked = masked_tensor(dense, dense > 0, requires_grad=True)
+        (masked * masked).sum().backward()
+    assert isinstance(mine.grad, torch.Tensor)
+
+
+def test_what_is_saved_while_backward_runs_stays(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    x = torch.randn(128, 128, requires_grad=True)
+    with runtime.forward():
+        y = x.sin()
+        before = moved(runtime)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert moved(runtime) == before
+    slope.sum().backward()
+
+
+def test_an_adapter_can_name_what_its_framework_resizes(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    assert runtime.engine is not None
+    x = torch.randn(128, 128, requires_grad=True)
+    y = x.detach() + 1
+    runtime.engine.eligible.refuse_when(lambda tensor: tensor.untyped_storage()._cdata == y.untyped_storage()._cdata)
+    with runtime.forward():
+        loss = (x * y).sum()
+    assert moved(runtime) == x.nbytes * 0
+    loss.backward()
+
+
+def test_functorch_transforms_inside_are_left_alone(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    x = torch.randn(16, 64, requires_grad=True)
+    with runtime.forward():
+        batched = torch.vmap(lambda row: row.sin() * row.cos())(x)
+        loss = batched.sum()
+    loss.backward()
+    plain = x.grad.clone()  # type: ignore[union-attr]
+    x.grad = None
+    torch.vmap(lambda row: row.sin() * row.cos())(x).sum().backward()
+    assert torch.equal(plain, x.grad)  # type: ignore[arg-type]

@@ -1,0 +1,265 @@
+"""Lifetimes follow autograd's own references: nothing lives longer than its graph, nothing is taken back too early."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ssdtrain
+from tests.offload import zoo
+from tests.offload.conftest import MakeRuntime, Variant, holds_nothing
+
+SIZE = 128
+
+
+def graph(runtime: object, depth: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    with runtime.forward():  # type: ignore[attr-defined]
+        y = x
+        for _ in range(depth):
+            y = y.sin()
+        loss = y.sum()
+    return x, loss
+
+
+def test_a_dropped_loss_frees_its_slots(variant: Variant, make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(variant)
+    _, loss = graph(runtime)
+    assert runtime.statistics().offload.live_regions > 0  # type: ignore[union-attr]
+    del loss, _
+    holds_nothing(runtime)
+
+
+def test_an_exception_in_forward_frees_what_was_saved(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    with pytest.raises(KeyError), runtime.forward():
+        (torch.randn(SIZE, SIZE, requires_grad=True).sin().cos()).sum()
+        raise KeyError
+    gc.collect()
+    holds_nothing(runtime)
+
+
+def test_an_exception_in_backward_leaves_a_graph_that_can_be_used_again(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    x, loss = graph(runtime)
+    fail = True
+
+    def hook(grad: torch.Tensor) -> None:
+        if fail:
+            raise KeyError("a hook of the user's")
+
+    x.register_hook(hook)
+    with pytest.raises(KeyError):
+        loss.backward(retain_graph=True)
+    fail = False
+    loss.backward()
+    assert x.grad is not None
+    del loss
+    holds_nothing(runtime)
+
+
+def test_a_non_leaf_output_that_was_saved_does_not_hold_its_graph(make_runtime: MakeRuntime) -> None:
+    """Returning a saved output itself from the pack hook makes a cycle that only the garbage collector ends."""
+    runtime = make_runtime(min_bytes="1MiB")
+    gc.disable()
+    try:
+        x = torch.randn(SIZE, SIZE, requires_grad=True)
+        with runtime.forward():
+            y = x.exp()  # saves its own output
+        alive = weakref.ref(y)
+        del y
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_memory_is_let_go_when_the_store_has_ended(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    with runtime.forward():
+        y = x.sin()
+        loss = y.sin().sum()
+    storage = weakref.ref(y.untyped_storage())
+    del y
+    runtime._store.pool.hold()  # type: ignore[union-attr] # nothing new; what is queued is done or will be
+    runtime._store.pool.release()  # type: ignore[union-attr]
+    deadline = 200
+    while storage() is not None and deadline:
+        runtime.engine.drain()  # type: ignore[union-attr]
+        deadline -= 1
+        if deadline < 100:
+            __import__("time").sleep(0.01)
+    assert storage() is None
+    loss.backward()
+
+
+def test_a_buffer_belongs_to_the_tensor_that_was_unpacked(make_runtime: MakeRuntime) -> None:
+    """Gradients that alias an unpacked buffer outlive their handle; the buffer must not be used again under them."""
+    runtime = make_runtime(buffer="2MiB")
+    kept = []
+
+    class Steal(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            y = x + 1
+            ctx.save_for_backward(y)
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            (y,) = ctx.saved_tensors
+            kept.append((y, y.clone()))
+            return grad
+
+    for _ in range(3):
+        x = torch.randn(SIZE, SIZE, requires_grad=True)
+        with runtime.forward():
+            y = x
+            for _ in range(12):
+                y = Steal.apply(y)
+            loss = y.sum()
+        loss.backward()
+        del loss, y
+    assert all(torch.equal(tensor, copy) for tensor, copy in kept)
+    assert runtime.statistics().offload.outside_bytes > 0  # type: ignore[union-attr] # more than the arena holds
+    kept.clear()
+    gc.collect()
+
+
+def test_what_backward_wrote_into_a_buffer_is_not_handed_out_again(make_runtime: MakeRuntime) -> None:
+    """Two handles of one region: the first backward scribbles over its buffer, the second needs the saved bytes."""
+    runtime = make_runtime()
+
+    class Scribble(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            (x,) = ctx.saved_tensors
+            found.append(x.clone())
+            x.zero_()
+            return grad
+
+    found: list[torch.Tensor] = []
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    with runtime.forward():
+        y = x + 1
+        loss = (Scribble.apply(y) + Scribble.apply(y)).sum()
+    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
+        pass
+    value = y.detach().clone()
+    del y
+    loss.backward()
+    assert len(found) == 2 and torch.equal(found[0], value) and torch.equal(found[1], value)
+
+
+def test_close_waits_and_makes_handles_inert(variant: Variant, make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(variant)
+    runtime.expects_live = True  # type: ignore[attr-defined]
+    x, loss = graph(runtime)
+    runtime.close()
+    runtime.close()
+    with pytest.raises(RuntimeError, match="after the offload engine was closed"):
+        loss.backward()
+    y = x.sin()  # and nothing else is harmed
+    y.sum().backward()
+    with runtime.forward():
+        z = (x.sin() * x.cos()).sum()
+    z.backward()
+
+
+def test_the_context_lives_as_long_as_its_graph(tmp_path: Path) -> None:
+    """`with ssdtrain.offload(...)` without a name: the graph is all that holds the engine."""
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    with ssdtrain.offload(str(tmp_path / "ssdtrain"), min_bytes="1KiB"):
+        loss = x.sin().sin().sum()
+    gc.collect()
+    loss.backward()
+    plain = x.detach().clone().requires_grad_()
+    plain.sin().sin().sum().backward()
+    assert torch.equal(x.grad, plain.grad)  # type: ignore[arg-type]
+
+
+def test_a_forked_child_neither_moves_nor_frees_anything(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    x, loss = graph(runtime)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with runtime.forward():
+                y = (x.detach().sin() * 2).sum()
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                code = 0 if "forked" in str(error) and torch.isfinite(y) else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    loss.backward()
+    assert torch.isfinite(x.grad).all()  # type: ignore[arg-type, union-attr]
+
+
+SCRIPT = """
+import torch, ssdtrain
+x = torch.randn(512, 512, requires_grad=True)
+o = ssdtrain.offload({directory!r}, min_bytes="1KiB", engine={engine!r})
+with o:
+    y = x
+    for _ in range(50):
+        y = y.sin()
+    loss = y.sum()
+{ending}
+"""
+
+ENDINGS = {
+    "stores in flight": "",
+    "a graph in a global": "graph = loss",
+    "an exception": "raise SystemExit(7)",
+    "loads in flight": "o.runtime.engine.prefetch(o.runtime._tapes[0, -1]()) if o.runtime._tapes[0, -1]() else None",
+    "backward half done": (
+        "class Stop(Exception): pass\n"
+        "def stop(g): raise Stop\n"
+        "x.register_hook(stop)\n"
+        "try: loss.backward()\n"
+        "except Stop: pass"
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", ["c", "python"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_interpreter_ends_cleanly(ending: str, engine: str, tmp_path: Path) -> None:
+    code = textwrap.dedent(SCRIPT).format(directory=str(tmp_path / "ssdtrain"), engine=engine, ending=ENDINGS[ending])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == (7 if ending == "an exception" else 0), done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
+    assert list((tmp_path / "ssdtrain").iterdir()) == []
+
+
+def test_training_for_many_steps_grows_nothing(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    sizes = set()
+    for step in range(60):
+        x = zoo.noise(16 + step % 5, 64)
+        with runtime.step(), runtime.forward():
+            loss = model(x).square().mean()
+        loss.backward()
+        if step >= 20:
+            sizes.add((len(runtime.engine._regions._by_storage), len(runtime.engine.meter._seen)))  # type: ignore[union-attr]
+    # What is alive between steps is the last graph at most.
+    assert max(a for a, _ in sizes) <= 8 and max(b for _, b in sizes) <= 16

@@ -1,0 +1,271 @@
+"""Each race that can corrupt or hang is forced here, not hoped for.
+
+`hold(begun=True)` lets an operation begin, so that it cannot be cancelled, and keeps it from transferring anything;
+`hold()` keeps it from beginning.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.offload.region import Handle, State
+from ssdtrain.runtime import Runtime
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, holds_nothing
+
+SIZE = 256
+
+DIRECT, STAGED = VARIANTS[0], VARIANTS[2]
+
+
+def chain(runtime: Runtime, depth: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    """A graph with `depth` regions of 256 KiB on one tape."""
+    x = torch.randn(SIZE, SIZE, requires_grad=True, generator=torch.Generator().manual_seed(0))
+    with runtime.forward():
+        y = x
+        for _ in range(depth):
+            y = y.sin()
+        loss = y.sum()
+    return x, loss
+
+
+def expected(depth: int = 6) -> torch.Tensor:
+    x = torch.randn(SIZE, SIZE, requires_grad=True, generator=torch.Generator().manual_seed(0))
+    y = x
+    for _ in range(depth):
+        y = y.sin()
+    y.sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def pool_of(runtime: Runtime) -> object:
+    assert runtime._store is not None
+    return runtime._store.pool
+
+
+def engine_of(runtime: Runtime) -> OffloadEngine:
+    assert runtime.engine is not None
+    return runtime.engine
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}"
+        time.sleep(0.001)
+
+
+def settled(runtime: Runtime) -> None:
+    until(lambda: runtime.statistics().offload.in_flight_bytes == 0, "the end of the stores")  # type: ignore[union-attr]
+
+
+@pytest.fixture(params=[DIRECT, VARIANTS[1], STAGED], ids=["c", "python", "staged"])
+def way(request: pytest.FixtureRequest) -> Variant:
+    return request.param  # type: ignore[no-any-return]
+
+
+def test_a_store_that_has_not_begun_is_cancelled(way: Variant, make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(way)
+    pool_of(runtime).hold(reads=False)  # type: ignore[attr-defined]
+    x, loss = chain(runtime)
+    loss.backward()  # would hang if it waited for a store
+    found = runtime.statistics()
+    assert found is not None
+    assert found.offload.cancelled_bytes == found.offload.saved_bytes > 0
+    assert found.offload.loaded_bytes == found.store.bytes_written == 0
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+
+
+def test_a_slow_store_is_forwarded(way: Variant, make_runtime: MakeRuntime) -> None:
+    """Its bytes are still in memory (Megatron-LM #7398: an inline reload races its own store)."""
+    runtime = make_runtime(way, threads=8)
+    pool_of(runtime).hold(begun=True, reads=False)  # type: ignore[attr-defined]
+    x, loss = chain(runtime)
+    time.sleep(0.05)  # let the workers take what they can: those have begun
+    loss.backward()
+    found = runtime.statistics()
+    assert found is not None
+    assert found.offload.forwarded_bytes > 0 and found.offload.loaded_bytes == 0
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+
+
+def test_unpack_overtakes_a_prefetch(way: Variant, make_runtime: MakeRuntime) -> None:
+    """Backward asks for what a prefetch has queued and not begun, then for what one has begun."""
+    runtime = make_runtime(way)
+    x, loss = chain(runtime)
+    settled(runtime)
+    tape = runtime._tape(0, -1)
+    assert tape is not None
+    for begun in (False, True):
+        pool_of(runtime).hold(begun=begun, writes=False)  # type: ignore[attr-defined]
+        engine_of(runtime).prefetch(tape)
+        assert engine_of(runtime).mover.ahead > 0
+        timer = threading.Timer(0.05, pool_of(runtime).release)  # type: ignore[attr-defined]
+        timer.start()
+        loss.backward(retain_graph=not begun)
+        timer.join()
+    assert torch.equal(x.grad, 2 * expected())  # type: ignore[arg-type]
+
+
+def test_a_released_region_keeps_its_memory_until_its_store_has_ended(way: Variant, make_runtime: MakeRuntime) -> None:
+    """Otherwise the drive reads from memory that somebody else is writing."""
+    runtime = make_runtime(way)
+    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
+    x, loss = chain(runtime, depth=2)
+    time.sleep(0.05)
+    engine = engine_of(runtime)
+    busy = [region for region in engine.mover.busy() if region.state is State.STORING]
+    assert busy
+    del x, loss
+    engine.drain()
+    written_from = [region.lease if way is STAGED else region.tensor.untyped_storage().nbytes() for region in busy]
+    assert all(written_from), "memory was let go under a store"
+    live = runtime.statistics().store.live_slots  # type: ignore[union-attr]
+    assert live >= len(busy), "a slot was free for others while an old store was in flight"
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+    del busy
+    holds_nothing(runtime)
+
+
+def test_a_released_region_keeps_its_buffer_until_its_load_has_ended(way: Variant, make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(way)
+    _, loss = chain(runtime)
+    settled(runtime)
+    tape = runtime._tape(0, -1)
+    assert tape is not None
+    pool_of(runtime).hold(begun=True, writes=False)  # type: ignore[attr-defined]
+    engine = engine_of(runtime)
+    engine.prefetch(tape)
+    time.sleep(0.05)
+    begun = engine.buffers.allocated
+    assert begun > 0
+    del loss, _, tape
+    engine.drain()
+    assert engine.buffers.allocated > 0, "a buffer went back while the drive was writing into it"
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+    holds_nothing(runtime)
+
+
+def test_a_pool_exhausted_by_prefetches_gives_way(way: Variant, make_runtime: MakeRuntime) -> None:
+    """Backward needs the first region while prefetches of the last hold every buffer."""
+    runtime = make_runtime(way, buffer="2MiB", in_flight="1MiB", prefetch="2MiB")
+    x, loss = chain(runtime, depth=40)
+    settled(runtime)
+    tape = runtime._tape(0, -1)
+    assert tape is not None
+    engine_of(runtime).prefetch(tape)
+    first = next(region for region in tape.regions if region is not None and region.state is State.STORED)
+    handle = Handle(first, (torch.float32, torch.Size((SIZE, SIZE)), (SIZE, 1), 0))
+    first.handles += 1
+    first.waiting += 1
+    assert torch.equal(engine_of(runtime).unpack(handle), x.detach())
+    del handle, first, tape
+    assert runtime.statistics().offload.evicted_bytes > 0  # type: ignore[union-attr]
+    loss.backward()
+    assert torch.equal(x.grad, expected(40))  # type: ignore[arg-type]
+
+
+def test_a_pool_exhausted_by_stores_makes_pack_wait_and_not_hang(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(STAGED, buffer="2MiB", in_flight="2MiB")
+    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
+    timer = threading.Timer(0.1, pool_of(runtime).release)  # type: ignore[attr-defined]
+    timer.start()
+    x, loss = chain(runtime, depth=20)
+    timer.join()
+    found = runtime.statistics()
+    assert found is not None and found.offload.store_wait_seconds > 0.01
+    assert found.offload.kept_bytes == 0
+    loss.backward()
+    assert torch.equal(x.grad, expected(20))  # type: ignore[arg-type]
+
+
+def test_past_the_deadline_a_tensor_is_kept(
+    way: Variant, make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = make_runtime(way, in_flight="512KiB", deadline=0.02)
+    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
+    x, loss = chain(runtime)
+    found = runtime.statistics()
+    assert found is not None
+    assert found.offload.kept_late_bytes == found.offload.kept_bytes == 4 * SIZE * SIZE * 4
+    assert sum("offload.deadline" in record.message for record in caplog.records) == 1
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+    loss.backward()
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+
+
+def test_a_full_host_tier_overflows_to_the_drive(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(host="2MiB")
+    x, loss = chain(runtime, depth=20)
+    settled(runtime)
+    store = runtime.statistics().store  # type: ignore[union-attr]
+    assert store.host is not None and store.host.bytes_written > 0 and store.ssd_bytes_written > 0
+    loss.backward()
+    assert torch.equal(x.grad, expected(20))  # type: ignore[arg-type]
+
+
+def test_a_handle_that_dies_under_the_lock_does_not_take_it(make_runtime: MakeRuntime) -> None:
+    """Cyclic collection can run `__del__` anywhere, also where this thread holds the engine's lock."""
+    runtime = make_runtime()
+    _, loss = chain(runtime)
+    engine = engine_of(runtime)
+    cycle: list[object] = [loss]
+    cycle.append(cycle)
+    del loss, _, cycle
+    done = threading.Event()
+
+    def collect_under_the_lock() -> None:
+        with engine._lock:
+            gc.collect()
+        done.set()
+
+    threading.Thread(target=collect_under_the_lock, daemon=True).start()
+    assert done.wait(20), "a finalizer waited for the lock that its own thread holds"
+    holds_nothing(runtime)
+
+
+def test_close_during_io_waits_for_it(way: Variant, make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(way)
+    runtime.expects_live = True  # type: ignore[attr-defined]
+    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
+    _, loss = chain(runtime)
+    timer = threading.Timer(0.1, pool_of(runtime).release)  # type: ignore[attr-defined]
+    timer.start()
+    runtime.close()
+    timer.join()
+    del loss
+
+
+def test_two_threads_ask_for_the_same_region(way: Variant, make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(way)
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    with runtime.forward():
+        y = x.sin()
+        losses = [(y * 1.0).exp().sum(), y.cos().sum()]  # cos saves y, exp its own
+        losses.append(y.sinh().sum())  # and so does sinh
+    settled(runtime)
+    pool_of(runtime).hold(writes=False)  # type: ignore[attr-defined]
+    gradients: dict[int, torch.Tensor] = {}
+
+    def ask(index: int) -> None:
+        (gradients[index],) = torch.autograd.grad(losses[index], y, retain_graph=True)
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in (1, 2, 1, 2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert torch.equal(gradients[1], -y.sin()) and torch.equal(gradients[2], y.cosh())
+    del losses, y
