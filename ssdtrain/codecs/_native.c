@@ -1,7 +1,7 @@
 /* The codecs for tensors in host memory, with the results of the torch reference bit for bit.
  *
- * Arguments are addresses and sizes that native.py has checked; nothing here knows torch. Every function releases the interpreter
- * lock while it works and keeps no state, so any number of threads may call it. */
+ * Arguments are addresses and sizes that native.py has checked; nothing here knows torch. Every function
+ * releases the interpreter lock while it works and keeps no state, so any number of threads may call it. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -25,8 +25,8 @@ static PyObject *py_block_encode(PyObject *self, PyObject *args) {
     int dtype, finite;
     unsigned int step, tensor, rank;
     block_format f;
-    if (!PyArg_ParseTuple(args, "KiLiippKKffKIII", &x, &dtype, &numel, &f.block, &f.bits, &f.symmetric, &f.stochastic,
-                          &scales, &data, &f.cap, &f.lowest, &seed, &step, &tensor, &rank))
+    if (!PyArg_ParseTuple(args, "KiLiippKKffKIII", &x, &dtype, &numel, &f.block, &f.bits, &f.symmetric,
+                          &f.stochastic, &scales, &data, &f.cap, &f.lowest, &seed, &step, &tensor, &rank))
         return NULL;
     f.key = (random_key){seed, step, tensor, rank};
     Py_BEGIN_ALLOW_THREADS;
@@ -41,8 +41,8 @@ static PyObject *py_block_decode(PyObject *self, PyObject *args) {
     long long numel;
     int dtype, accumulate;
     block_format f = {0};
-    if (!PyArg_ParseTuple(args, "KKLiipKip", &scales, &data, &numel, &f.block, &f.bits, &f.symmetric, &out, &dtype,
-                          &accumulate))
+    if (!PyArg_ParseTuple(args, "KKLiipKip", &scales, &data, &numel, &f.block, &f.bits, &f.symmetric, &out,
+                          &dtype, &accumulate))
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
     block_decode(AT(scales), AT(data), numel, &f, AT(out), dtype, accumulate);
@@ -72,7 +72,8 @@ EVERY_CPU static int bf16_encode(const void *x, int dtype, int64_t numel, uint16
     return most < 0x7f80u;
 }
 
-EVERY_CPU static void bf16_decode(const uint16_t *restrict data, int64_t numel, void *out, int dtype, int accumulate) {
+EVERY_CPU static void bf16_decode(const uint16_t *restrict data, int64_t numel, void *out, int dtype,
+                                  int accumulate) {
     float v[CHUNK];
     for (int64_t at = 0; at < numel; at += CHUNK) {
         int count = numel - at < CHUNK ? (int)(numel - at) : CHUNK;
@@ -125,7 +126,9 @@ static PyObject *py_unrotate(PyObject *self, PyObject *args) {
     long long numel;
     int dtype, size, accumulate;
     float unit;
-    if (!PyArg_ParseTuple(args, "KLKifKip", &rotated, &numel, &signs, &size, &unit, &out, &dtype, &accumulate)) return NULL;
+    if (!PyArg_ParseTuple(args, "KLKifKip", &rotated, &numel, &signs, &size, &unit, &out, &dtype,
+                          &accumulate))
+        return NULL;
     Py_BEGIN_ALLOW_THREADS;
     unrotate(AT(rotated), numel, AT(signs), size, unit, AT(out), dtype, accumulate);
     Py_END_ALLOW_THREADS;
@@ -149,7 +152,9 @@ static PyObject *py_zfp_decode(PyObject *self, PyObject *args) {
     address body, out;
     long long numel, body_bytes;
     int dtype, block_bits, accumulate;
-    if (!PyArg_ParseTuple(args, "KLiLKip", &body, &body_bytes, &block_bits, &numel, &out, &dtype, &accumulate)) return NULL;
+    if (!PyArg_ParseTuple(args, "KLiLKip", &body, &body_bytes, &block_bits, &numel, &out, &dtype,
+                          &accumulate))
+        return NULL;
     Py_BEGIN_ALLOW_THREADS;
     zfp_decode(AT(body), body_bytes / 8, block_bits, numel, AT(out), dtype, accumulate);
     Py_END_ALLOW_THREADS;
@@ -204,17 +209,29 @@ static PyObject *py_mask_unpack(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"block_encode", py_block_encode, METH_VARARGS, NULL}, {"block_decode", py_block_decode, METH_VARARGS, NULL},
-    {"bf16_encode", py_bf16_encode, METH_VARARGS, NULL},   {"bf16_decode", py_bf16_decode, METH_VARARGS, NULL},
-    {"rotate", py_rotate, METH_VARARGS, NULL},             {"unrotate", py_unrotate, METH_VARARGS, NULL},
-    {"zfp_encode", py_zfp_encode, METH_VARARGS, NULL},     {"zfp_decode", py_zfp_decode, METH_VARARGS, NULL},
-    {"mask_pack", py_mask_pack, METH_VARARGS, NULL},       {"mask_unpack", py_mask_unpack, METH_VARARGS, NULL},
+    {"block_encode", py_block_encode, METH_VARARGS, NULL},
+    {"block_decode", py_block_decode, METH_VARARGS, NULL},
+    {"bf16_encode", py_bf16_encode, METH_VARARGS, NULL},
+    {"bf16_decode", py_bf16_decode, METH_VARARGS, NULL},
+    {"rotate", py_rotate, METH_VARARGS, NULL},
+    {"unrotate", py_unrotate, METH_VARARGS, NULL},
+    {"zfp_encode", py_zfp_encode, METH_VARARGS, NULL},
+    {"zfp_decode", py_zfp_decode, METH_VARARGS, NULL},
+    {"mask_pack", py_mask_pack, METH_VARARGS, NULL},
+    {"mask_unpack", py_mask_unpack, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "ssdtrain.codecs._native", "The codecs for host memory; reached through native.py.", 0,
-    methods, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT,
+    "ssdtrain.codecs._native",
+    "The codecs for host memory; reached through native.py.",
+    0,
+    methods,
+    NULL,
+    NULL,
+    NULL,
+    NULL,
 };
 
 PyMODINIT_FUNC PyInit__native(void) {

@@ -1,4 +1,5 @@
-/* Block integers (block.py, Note: [Block codes]) and the Hadamard rotation (hadamard.py), operation by operation as in torch. */
+/* Block integers (block.py, Note: [Block codes]) and the Hadamard rotation (hadamard.py), operation by
+ * operation as in torch. */
 
 #ifndef SSDTRAIN_CODECS_BLOCK_H
 #define SSDTRAIN_CODECS_BLOCK_H
@@ -14,7 +15,7 @@ typedef struct {
 
 typedef struct {
     int block, bits, symmetric, stochastic;
-    float cap; /* symmetric: the largest scale; asymmetric: the largest value of the dtype */
+    float cap;    /* symmetric: the largest scale; asymmetric: the largest value of the dtype */
     float lowest; /* asymmetric: the smallest zero point */
     random_key key;
 } block_format;
@@ -27,36 +28,37 @@ INLINE float floor_bfloat16(float x) {
     return float_of((u >> 31 ? u + 0xffffu : u) & 0xffff0000u);
 }
 
+enum { PHILOX_LANES = 8 }; /* a quarter of the smallest block */
+
+/* 32-bit words in 64-bit lanes: the form in which compilers multiply them on vector units. */
+typedef uint64_t word_lanes __attribute__((vector_size(8 * PHILOX_LANES)));
+
 /* Philox4x32-10 for counters first .. first + count - 1; word j of counter i goes to words[j * count + i]. */
 INLINE void philox(uint32_t *restrict words, uint32_t first, int count, const random_key *key) {
-    uint32_t c0[BLOCK_MAX / 4], c1[BLOCK_MAX / 4], c2[BLOCK_MAX / 4], c3[BLOCK_MAX / 4];
-    uint32_t k0 = (uint32_t)key->seed, k1 = (uint32_t)(key->seed >> 32);
-    for (int i = 0; i < count; i++) {
-        c0[i] = first + (uint32_t)i;
-        c1[i] = key->step;
-        c2[i] = key->tensor;
-        c3[i] = key->rank;
-    }
-    for (int round = 0; round < 10; round++) {
-        for (int i = 0; i < count; i++) {
-            uint64_t p0 = (uint64_t)c0[i] * 0xD2511F53u, p2 = (uint64_t)c2[i] * 0xCD9E8D57u;
-            c0[i] = (uint32_t)(p2 >> 32) ^ c1[i] ^ k0;
-            c1[i] = (uint32_t)p2;
-            c2[i] = (uint32_t)(p0 >> 32) ^ c3[i] ^ k1;
-            c3[i] = (uint32_t)p0;
+    const word_lanes low = (word_lanes){0} + 0xffffffffu;
+    for (int base = 0; base < count; base += PHILOX_LANES) {
+        word_lanes c0, c1 = (word_lanes){0} + key->step, c2 = (word_lanes){0} + key->tensor;
+        word_lanes c3 = (word_lanes){0} + key->rank;
+        uint32_t k0 = (uint32_t)key->seed, k1 = (uint32_t)(key->seed >> 32);
+        for (int i = 0; i < PHILOX_LANES; i++) c0[i] = first + (uint32_t)(base + i);
+        for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+            word_lanes p0 = c0 * 0xD2511F53u, p2 = c2 * 0xCD9E8D57u;
+            c0 = (p2 >> 32) ^ c1 ^ k0;
+            c1 = p2 & low;
+            c2 = (p0 >> 32) ^ c3 ^ k1;
+            c3 = p0 & low;
         }
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    for (int i = 0; i < count; i++) {
-        words[i] = c0[i];
-        words[count + i] = c1[i];
-        words[2 * count + i] = c2[i];
-        words[3 * count + i] = c3[i];
+        for (int i = 0; i < PHILOX_LANES; i++) {
+            words[base + i] = (uint32_t)c0[i];
+            words[count + base + i] = (uint32_t)c1[i];
+            words[2 * count + base + i] = (uint32_t)c2[i];
+            words[3 * count + base + i] = (uint32_t)c3[i];
+        }
     }
 }
 
-/* The largest magnitude as bits: their order is that of the magnitudes, with Inf and NaN above every finite one. */
+/* The largest magnitude as bits: their order is that of the magnitudes, with Inf and NaN above every finite
+ * one. */
 INLINE uint32_t largest_bits(const float *restrict v, int block) {
     uint32_t most[LANES] = {0}, all = 0;
     for (int i = 0; i < block; i += LANES)
@@ -105,26 +107,28 @@ INLINE float asymmetric_scale(const float *v, const block_format *f, float codes
     return spread < 0x1p-125f ? 0x1p-125f : spread;
 }
 
-/* codes[0..block) of values v, 0.5 * (v - zero) / (0.5 * scale) in the asymmetric case and v / scale otherwise. */
+/* codes[0..block) of values v, 0.5 * (v - zero) / (0.5 * scale) in the asymmetric case and v / scale
+ * otherwise. */
 INLINE void quantise(uint8_t *restrict codes, const float *restrict v, const block_format *f, int symmetric,
                      int stochastic, float scale, float zero, const uint32_t *restrict words) {
     int block = f->block, reach = symmetric ? (1 << (f->bits - 1)) - 1 : (1 << f->bits) - 1;
-    float high = (float)reach, low = symmetric ? -high : 0.0f, half_scale = scale * 0.5f, half_zero = zero * 0.5f;
+    float high = (float)reach, low = symmetric ? -high : 0.0f, half_scale = scale * 0.5f,
+          half_zero = zero * 0.5f;
     int offset = symmetric ? reach + 1 : 0;
-    for (int i = 0; i < block; i += LANES)
-        for (int j = 0; j < LANES; j++) {
-            float y = symmetric ? v[i + j] / scale : (v[i + j] * 0.5f - half_zero) / half_scale, q;
-            y = clamp(y, low, high); /* the ends are whole, so clamping before rounding is clamping after it */
-            if (stochastic) {
-                float whole = (float)(int32_t)y;
-                whole = whole > y ? whole - 1.0f : whole;
-                float u = (float)(int32_t)(words[i + j] >> 8) * 0x1p-24f;
-                q = u < y - whole ? whole + 1.0f : whole;
-            } else {
-                q = (y + 0x1.8p23f) - 0x1.8p23f; /* to nearest even below 2^22 */
-            }
-            codes[i + j] = (uint8_t)((int32_t)q + offset);
+    for (int i = 0; i < block; i++) {
+        float y = symmetric ? v[i] / scale : (v[i] * 0.5f - half_zero) / half_scale;
+        y = clamp(y, low, high); /* the ends are whole, so clamping before rounding is clamping after it */
+        int32_t q;
+        if (stochastic) {
+            int32_t whole = (int32_t)y;
+            whole -= (float)whole > y;
+            float u = (float)(int32_t)(words[i] >> 8) * 0x1p-24f;
+            q = whole + (u < y - (float)whole);
+        } else {
+            q = (int32_t)((y + 0x1.8p23f) - 0x1.8p23f); /* to nearest even below 2^22 */
         }
+        codes[i] = (uint8_t)(q + offset);
+    }
 }
 
 INLINE void pack(uint8_t *restrict data, const uint8_t *restrict codes, int block, int bits) {
@@ -140,9 +144,10 @@ INLINE void pack(uint8_t *restrict data, const uint8_t *restrict codes, int bloc
     }
 }
 
-/* `scales` holds the scales of all blocks, behind them the zero points of asymmetric ones. Returns whether all are finite. */
-INLINE int encode_blocks(const void *x, int dtype, int64_t numel, const block_format *f, int symmetric, int stochastic,
-                         uint16_t *scales, uint8_t *data) {
+/* `scales` holds the scales of all blocks, behind them the zero points of asymmetric ones. Returns whether
+ * all are finite. */
+INLINE int encode_blocks(const void *x, int dtype, int64_t numel, const block_format *f, int symmetric,
+                         int stochastic, uint16_t *scales, uint8_t *data) {
     int64_t blocks = (numel + f->block - 1) / f->block;
     int block = f->block, finite = 1, bytes = block * f->bits / 8;
     float values[BLOCK_MAX], reach = (float)(symmetric ? (1 << (f->bits - 1)) - 1 : (1 << f->bits) - 1);
@@ -164,7 +169,8 @@ INLINE int encode_blocks(const void *x, int dtype, int64_t numel, const block_fo
             memset(codes, symmetric ? 1 << (f->bits - 1) : 0, (size_t)block);
         } else {
             float zero = 0.0f;
-            float scale = symmetric ? symmetric_scale(largest, f, reach) : asymmetric_scale(v, f, reach, &zero);
+            float scale =
+                symmetric ? symmetric_scale(largest, f, reach) : asymmetric_scale(v, f, reach, &zero);
             if (stochastic) philox(words, (uint32_t)(b * (block / 4)), block / 4, &f->key);
             quantise(codes, v, f, symmetric, stochastic, scale, zero, words);
             scales[b] = (uint16_t)(bits_of(scale) >> 16);
@@ -175,8 +181,8 @@ INLINE int encode_blocks(const void *x, int dtype, int64_t numel, const block_fo
     return finite;
 }
 
-EVERY_CPU static int block_encode(const void *x, int dtype, int64_t numel, const block_format *f, uint16_t *scales,
-                                  uint8_t *data) {
+EVERY_CPU static int block_encode(const void *x, int dtype, int64_t numel, const block_format *f,
+                                  uint16_t *scales, uint8_t *data) {
     if (f->symmetric)
         return f->stochastic ? encode_blocks(x, dtype, numel, f, 1, 1, scales, data)
                              : encode_blocks(x, dtype, numel, f, 1, 0, scales, data);
@@ -184,9 +190,10 @@ EVERY_CPU static int block_encode(const void *x, int dtype, int64_t numel, const
                          : encode_blocks(x, dtype, numel, f, 0, 0, scales, data);
 }
 
-/* `count` values of codes at `shift` of each byte; base + code * step in the halved or plain form of block.py. */
-INLINE void dequantise(float *restrict v, const uint8_t *restrict data, int count, int shift, int mask, int symmetric,
-                       int offset, float scale, float zero) {
+/* `count` values of codes at `shift` of each byte; base + code * step in the halved or plain form of
+ * block.py. */
+INLINE void dequantise(float *restrict v, const uint8_t *restrict data, int count, int shift, int mask,
+                       int symmetric, int offset, float scale, float zero) {
     for (int i = 0; i < count; i++) {
         float q = (float)(((data[i] >> shift) & mask) - offset);
         v[i] = symmetric ? q * scale : (zero * 0.5f + q * (scale * 0.5f)) * 2.0f;
@@ -217,8 +224,8 @@ INLINE void decode_blocks(const uint16_t *scales, const uint8_t *data, int64_t n
     }
 }
 
-EVERY_CPU static void block_decode(const uint16_t *scales, const uint8_t *data, int64_t numel, const block_format *f,
-                                   void *out, int dtype, int accumulate) {
+EVERY_CPU static void block_decode(const uint16_t *scales, const uint8_t *data, int64_t numel,
+                                   const block_format *f, void *out, int dtype, int accumulate) {
     if (f->symmetric)
         decode_blocks(scales, data, numel, f, 1, out, dtype, accumulate);
     else
@@ -243,8 +250,8 @@ INLINE void hadamard(float *v, int size) {
 }
 
 /* out[padded] = (x * signs) * unit, rotated, in blocks of `size`; the last block is filled up with zeros. */
-EVERY_CPU static void rotate(const void *x, int dtype, int64_t numel, const float *signs, int size, float unit,
-                             float *out) {
+EVERY_CPU static void rotate(const void *x, int dtype, int64_t numel, const float *signs, int size,
+                             float unit, float *out) {
     for (int64_t at = 0; at < numel; at += size) {
         float *v = out + at;
         int count = numel - at < size ? (int)(numel - at) : size;
@@ -256,8 +263,8 @@ EVERY_CPU static void rotate(const void *x, int dtype, int64_t numel, const floa
 }
 
 /* The inverse, over `rotated` in place and from there to `out`. */
-EVERY_CPU static void unrotate(float *rotated, int64_t numel, const float *signs, int size, float unit, void *out,
-                               int dtype, int accumulate) {
+EVERY_CPU static void unrotate(float *rotated, int64_t numel, const float *signs, int size, float unit,
+                               void *out, int dtype, int accumulate) {
     for (int64_t at = 0; at < numel; at += size) {
         float *v = rotated + at;
         for (int i = 0; i < size; i++) v[i] = v[i] * unit;

@@ -1,4 +1,5 @@
-/* Blocks of float32, float16 and bfloat16 values to float32 and back, as torch converts them (to nearest even). */
+/* Blocks of float32, float16 and bfloat16 values to float32 and back, as torch converts them (to nearest
+ * even). */
 
 #ifndef SSDTRAIN_CODECS_FLOATS_H
 #define SSDTRAIN_CODECS_FLOATS_H
@@ -7,8 +8,9 @@
 #include <string.h>
 
 #if defined(__GNUC__) && !defined(__clang__)
-/* Neither option changes a result; without them the compiler does not vectorise selects and roundings. Contraction to fused
- * multiply-add would change results: -std=c11 has it off, and this keeps it off under any other flag. */
+/* Neither option changes a result; without them the compiler does not vectorise selects and roundings.
+ * Contraction to fused multiply-add would change results: -std=c11 has it off, and this keeps it off under
+ * any other flag. */
 #pragma GCC optimize("no-trapping-math,no-math-errno,fp-contract=off")
 #else
 #pragma STDC FP_CONTRACT OFF
