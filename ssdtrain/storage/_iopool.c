@@ -64,6 +64,11 @@ static PyObject *operation_done(PyObject *self, PyObject *unused) {
     Py_RETURN_FALSE;
 }
 
+static PyObject *operation_begun(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return PyBool_FromLong(((OperationObject *)self)->op->state == RUNNING);
+}
+
 static PyObject *operation_error(OperationObject *o) {
     Operation *op = o->op;
     return PyObject_CallFunction(o->pool->make_error, "iiiiLL", op->kind, op->error_queue, op->code, op->detail,
@@ -139,6 +144,7 @@ static PyObject *operation_seconds(PyObject *self, void *unused) {
 
 static PyMethodDef operation_methods[] = {
     {"done", operation_done, METH_NOARGS, "Whether it finished: succeeded, failed or was cancelled."},
+    {"begun", operation_begun, METH_NOARGS, "Whether a worker took it, so that it can no longer be cancelled."},
     {"wait", (PyCFunction)(void (*)(void))operation_wait, METH_VARARGS | METH_KEYWORDS,
      "wait(timeout=None): wait without the GIL; True when it succeeded, False when time ran out."},
     {"cancel", operation_cancel, METH_NOARGS, "True: none of its bytes was or will be transferred. False: too late."},

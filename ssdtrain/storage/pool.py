@@ -35,6 +35,10 @@ class Operation(Protocol):
         """Whether it finished: succeeded, failed or was cancelled."""
         ...
 
+    def begun(self) -> bool:
+        """Whether a worker took it, so that it can no longer be cancelled."""
+        ...
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait, without the GIL, at most `timeout` seconds. True when it succeeded, False when time ran out.
 

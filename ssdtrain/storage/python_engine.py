@@ -183,12 +183,14 @@ class PythonPool:
         """Tests: let no operation begin; with `begun`, let it begin (it can no longer be cancelled) but
         transfer nothing.
         """
+        forks.check(self._generation, "this I/O pool")
         with self._lock:
             held = self._held_begun if begun else self._held
             held[:] = [held[0] or writes, held[1] or reads]
 
     def release(self) -> None:
         """Undo every `hold`."""
+        forks.check(self._generation, "this I/O pool")
         with self._lock:
             self._release()
 
@@ -196,6 +198,7 @@ class PythonPool:
         """Per queue (bytes written, bytes read, seconds writing, seconds reading), the host last; and bytes
         cancelled.
         """
+        forks.check(self._generation, "this I/O pool")
         with self._lock:
             while self._cancelled:
                 self._cancelled_bytes += self._cancelled.popleft()[1]

@@ -24,6 +24,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
+def preallocate(fd: int, offset: int, nbytes: int) -> int:
+    """fallocate(2), and not posix_fallocate, which writes zeros where the file system cannot. 0 or an errno."""
+    return 0 if _libc.fallocate(fd, 0, offset, nbytes) == 0 else ctypes.get_errno()
+
+
 def open_nameless(directory: Path) -> int:
     """A descriptor of a new private file (0600) in `directory` that has no name, so that it ends with its
     last process.
@@ -191,8 +196,8 @@ class Slab:
             and size + step > self._faults.full_after
         ):
             asked, code = max(0, self._faults.full_after - size) // ALIGNMENT * ALIGNMENT, errno.ENOSPC
-        if self._preallocates and asked and _libc.fallocate(self.fd, 0, size, asked) != 0:
-            code = ctypes.get_errno()
+        if self._preallocates and asked:
+            code = preallocate(self.fd, size, asked) or code
         if code in (errno.EOPNOTSUPP, errno.ENOSYS):
             self._preallocates = False
             logger.info("%s cannot preallocate: a full drive will show when it is written", self.directory)

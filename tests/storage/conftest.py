@@ -37,7 +37,9 @@ def nothing_is_left() -> Iterator[None]:
 
 @pytest.fixture(params=["c", "python"])
 def engine(request: pytest.FixtureRequest) -> str:
-    if request.param == "c" and not list(Path(sys.modules[SpillStore.__module__].__file__ or "").parent.glob("_iopool*.so")):
+    if request.param == "c" and not list(
+        Path(sys.modules[SpillStore.__module__].__file__ or "").parent.glob("_iopool*.so")
+    ):
         compiler = shutil.which("cc") or shutil.which("gcc")
         assert compiler is None, f"there is a compiler ({compiler}) but the C engine was not built"
         pytest.skip("the C engine was not built: this machine has no C compiler")

@@ -69,7 +69,9 @@ def test_the_smallest_range_that_fits_is_taken() -> None:
     assert (a, b, c, d) == (0, 4 * UNIT, 5 * UNIT, 7 * UNIT)
     allocator.give(0)
     allocator.give(5 * UNIT)
-    assert allocator.take(2 * UNIT) == 5 * UNIT, "2 units lie in the hole of 2, not at the start of the hole of 4"
+    assert allocator.take(2 * UNIT) == 5 * UNIT, (
+        "2 units lie in the hole of 2, not at the start of the hole of 4"
+    )
 
 
 def test_a_range_given_back_twice_is_an_error() -> None:

@@ -81,7 +81,9 @@ def test_a_given_lease_lives_as_long_as_the_last_tensor_of_its_storage(arena: Ar
     assert arena.allocated == 0
 
 
-def test_a_lease_whose_tensor_dies_in_a_cyclic_collection_under_the_arenas_lock_comes_back(arena: Arena) -> None:
+def test_a_lease_whose_tensor_dies_in_a_cyclic_collection_under_the_arenas_lock_comes_back(
+    arena: Arena,
+) -> None:
     lease = arena.acquire(4096)
     assert lease is not None
     cycle: list[object] = [torch.frombuffer(lease.give(), dtype=torch.uint8)]

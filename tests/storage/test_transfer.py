@@ -17,9 +17,16 @@ ROUGH = Faults(seed=7, short=0.3, interrupt=0.2, torn=True)
 
 @pytest.mark.parametrize("faults", [None, ROUGH], ids=["smooth", "rough"])
 @pytest.mark.parametrize("direct", ["auto", "off"])
-@pytest.mark.parametrize(("drives", "host"), [(1, 0), (3, 0), (0, 64 * MiB)], ids=["drive", "striped", "host"])
+@pytest.mark.parametrize(
+    ("drives", "host"), [(1, 0), (3, 0), (0, 64 * MiB)], ids=["drive", "striped", "host"]
+)
 def test_bytes_come_back_whatever_the_alignments(
-    make_store: Callable[..., SpillStore], arena: Arena, drives: int, host: int, direct: str, faults: Faults | None
+    make_store: Callable[..., SpillStore],
+    arena: Arena,
+    drives: int,
+    host: int,
+    direct: str,
+    faults: Faults | None,
 ) -> None:
     store = make_store(drives, host_bytes=host, direct=direct, stripe=STRIPE, faults=faults)
     for nbytes in SIZES:
@@ -55,7 +62,9 @@ def test_many_slots_keep_apart(make_store: Callable[..., SpillStore], arena: Are
         lease.release()
 
 
-def test_a_slot_may_be_written_again_from_another_alignment(make_store: Callable[..., SpillStore], arena: Arena) -> None:
+def test_a_slot_may_be_written_again_from_another_alignment(
+    make_store: Callable[..., SpillStore], arena: Arena
+) -> None:
     store = make_store()
     slot = store.reserve(10_000)
     for seed, lead in enumerate((64, 0, 4000)):

@@ -1,0 +1,141 @@
+"""The fault layer: what it injects shows up as it should, and one seed means one course of events in both engines."""
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ssdtrain.storage import Arena, Faults, IOFailure, SpillStore
+from ssdtrain.storage.faults import DELAY_LENGTH, chance, hashed, mix
+from ssdtrain.storage.pieces import WRITE
+from ssdtrain.storage.pool import load_extension
+from tests.storage.conftest import blank, contents, filled, payload
+
+MiB = 1 << 20
+Make = Callable[..., SpillStore]
+
+
+def test_both_engines_hash_alike(engine: str) -> None:
+    twin = load_extension().fault_hash if engine == "c" else hashed
+    for arguments in [(0,) * 6, (1, 2, 3, 4, 5, 6), (2**64 - 1, 8, 3, 10**12, 77, 2**31)]:
+        assert twin(*arguments) == hashed(*arguments)
+    assert mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF, (
+        "SplitMix64's first output from seed 0, as published"
+    )
+    values = [chance(3, 1, 0, serial) for serial in range(4000)]
+    assert all(0 <= value < 1 for value in values)
+    assert abs(sum(value < 0.25 for value in values) / 4000 - 0.25) < 0.03
+
+
+def course(directory: Path, engine: str, faults: Faults, arena: Arena) -> list[tuple[str, int, int, int]]:
+    """Sixty writes and reads in order; every failure as (operation, number, offset, bytes)."""
+    failures: list[tuple[str, int, int, int]] = []
+    store = SpillStore([directory], engine=engine, capacity=128 * MiB, faults=faults, threads=3)
+    with store:
+        for number in range(30):
+            nbytes = 1000 + 613_000 * number
+            source, target = filled(arena, nbytes, lead=64, seed=number), blank(arena, nbytes, lead=64)
+            slot = store.reserve(nbytes)
+            try:
+                store.write(slot, source.address).wait(30)
+                store.read(slot, target.address).wait(30)
+                assert bytes(target.view()) == payload(nbytes, number)
+            except IOFailure as error:
+                assert error.errno == faults.error
+                failures.append((error.operation, number, error.offset, error.nbytes))
+            store.free(slot)
+            source.release()
+            target.release()
+    return failures
+
+
+def test_a_seed_gives_the_same_failures_every_time_and_in_both_engines(
+    tmp_path: Path, engine: str, arena: Arena
+) -> None:
+    faults = Faults(seed=11, write_failure=0.15, read_failure=0.2, short=0.3, interrupt=0.3, torn=True)
+    reference = course(tmp_path, "python", faults, arena)
+    assert {operation for operation, *_ in reference} == {"read", "write"}
+    assert course(tmp_path, engine, faults, arena) == reference
+    other = course(tmp_path, engine, Faults(seed=12, write_failure=0.15, read_failure=0.2), arena)
+    assert other != reference
+
+
+@pytest.mark.parametrize("kind", ["short", "interrupt"])
+def test_short_and_interrupted_transfers_are_finished(make_store: Make, arena: Arena, kind: str) -> None:
+    store = make_store(faults=Faults(seed=5, **{kind: 0.9}))
+    for nbytes in (1, 4097, 3 * MiB + 1):
+        source = filled(arena, nbytes, lead=64)
+        slot = store.reserve(nbytes)
+        assert store.write(slot, source.address).wait(30)
+        for lead in (64, 0):
+            target = blank(arena, nbytes, lead=lead)
+            assert store.read(slot, target.address).wait(30)
+            assert bytes(target.view()) == payload(nbytes)
+            target.release()
+        store.free(slot)
+        source.release()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_chosen_operations_fail_with_the_chosen_error_and_no_others(
+    make_store: Make, arena: Arena, code: int
+) -> None:
+    store = make_store(faults=Faults(fail_writes=frozenset({1, 3}), fail_reads=frozenset({0}), error=code))
+    source = filled(arena, 20 * MiB)
+    slot = store.reserve(20 * MiB)
+    for number in range(5):
+        write = store.write(slot, source.address)
+        if number in (1, 3):
+            with pytest.raises(IOFailure) as raised:
+                write.wait(30)
+            assert raised.value.errno == code
+        else:
+            assert write.wait(30)
+    target = blank(arena, 20 * MiB)
+    with pytest.raises(IOFailure):
+        store.read(slot, target.address).wait(30)
+    assert store.read(slot, target.address).wait(30) and bytes(target.view()) == payload(20 * MiB)
+    store.free(slot)
+    source.release()
+    target.release()
+
+
+def test_pieces_of_a_torn_operation_still_make_it_whole(make_store: Make, arena: Arena) -> None:
+    store = make_store(2, faults=Faults(seed=3, torn=True, delay=0.5, max_delay=0.002), threads=1)
+    source = filled(arena, 30 * MiB)
+    slot = store.reserve(30 * MiB)
+    assert store.write(slot, source.address).wait(30)
+    assert contents(store, slot, arena) == payload(30 * MiB)
+    store.free(slot)
+    source.release()
+
+
+def test_the_host_tier_never_fails(make_store: Make, arena: Arena) -> None:
+    store = make_store(
+        0, host_bytes=8 * MiB, faults=Faults(write_failure=1.0, read_failure=1.0, delay=1.0, max_delay=0.001)
+    )
+    source = filled(arena, MiB)
+    slot = store.reserve(MiB)
+    assert store.write(slot, source.address).wait(30)
+    assert contents(store, slot, arena) == payload(MiB)
+    store.free(slot)
+    source.release()
+
+
+def test_a_delayed_write_is_seen_as_unfinished(make_store: Make, arena: Arena) -> None:
+    store = make_store(faults=Faults(delay=1.0, max_delay=1.0, seed=2))
+    slot = store.reserve(1)
+    source = filled(arena, 1)
+    assert chance(2, DELAY_LENGTH, WRITE, 0) > 0.3, "the seed gives a delay that outlasts the wait below"
+    write = store.write(slot, source.address)
+    assert not write.wait(0.02)
+    assert write.wait(30)
+    store.free(slot)
+    source.release()
+
+
+@pytest.mark.parametrize("wrong", [{"short": 1.5}, {"delay": -0.1}, {"interrupt": 1.0}, {"max_delay": -1}])
+def test_faults_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Faults(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,298 @@
+"""What an operation promises: waiting, polling, cancelling, failing; forced into each race by `hold`."""
+
+import ctypes
+import gc
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from ssdtrain.storage import Arena, Faults, IOCancelled, IOFailure, SpillStore, StoreClosed
+from ssdtrain.storage.memory import Map, fill
+from ssdtrain.storage.pieces import WRITE
+from tests.storage.conftest import blank, contents, eventually, filled, payload
+
+MiB = 1 << 20
+Make = Callable[..., SpillStore]
+libc = ctypes.CDLL(None)
+
+
+def address_of(function: object) -> int:
+    value = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
+    assert value
+    return value
+
+
+def test_an_operation_is_done_when_it_says_so(make_store: Make, arena: Arena) -> None:
+    store = make_store()
+    source = filled(arena, MiB)
+    slot = store.reserve(MiB)
+    store.pool.hold()
+    write = store.write(slot, source.address)
+    assert write.nbytes == MiB and not write.done() and write.failed() is None and write.seconds == 0
+    assert write.wait(0) is False and write.wait(0.02) is False and not write.done()
+    store.pool.release()
+    assert write.wait() is True and write.done() and write.failed() is None and write.seconds > 0
+    assert write.wait(0) is True and not write.cancel(), "too late"
+    store.free(slot)
+    source.release()
+
+
+@pytest.mark.parametrize("tier", ["host", "ssd"])
+def test_a_cancelled_write_writes_nothing(make_store: Make, arena: Arena, tier: str) -> None:
+    store = make_store(threads=1, host_bytes=64 * MiB if tier == "host" else 0)
+    nbytes = 20 * MiB + 5
+    first = filled(arena, nbytes, seed=1)
+    slot = store.reserve(nbytes)
+    assert slot.tier == tier
+    assert store.write(slot, first.address).wait(30)
+    first.release()
+    second = filled(arena, nbytes, seed=2)
+    store.pool.hold()
+    write = store.write(slot, second.address)
+    assert write.cancel() and write.cancel() and write.done()
+    with pytest.raises(IOCancelled, match=str(nbytes)):
+        write.wait()
+    assert write.failed() is None
+    second.release()
+    store.pool.release()
+    # One worker serves writes in order: when this one is done, the worker has passed the cancelled one.
+    marker, later = filled(arena, 1), store.reserve(1)
+    assert later.tier == tier and store.write(later, marker.address).wait(30)
+    assert contents(store, slot, arena) == payload(nbytes, 1)
+    assert store.stats.bytes_cancelled == nbytes and store.stats.bytes_written == nbytes + 1
+    store.free(slot)
+    store.free(later)
+    marker.release()
+
+
+def test_a_cancelled_read_leaves_the_target_alone_and_its_memory_may_go(
+    make_store: Make, arena: Arena
+) -> None:
+    store = make_store()
+    source = filled(arena, 4 * MiB)
+    slot = store.reserve(4 * MiB)
+    assert store.write(slot, source.address).wait(30)
+    memory = Map(4 * MiB)
+    fill(memory.address, 0x55, 4 * MiB)
+    store.pool.hold()
+    read = store.read(slot, memory.address)
+    assert read.cancel()
+    memory.close()  # a transfer now would fail with EFAULT or hit whatever is mapped there next
+    store.pool.release()
+    assert contents(store, slot, arena) == payload(4 * MiB)
+    assert read.failed() is None
+    store.free(slot)
+    source.release()
+
+
+def test_an_operation_that_began_cannot_be_cancelled(make_store: Make, arena: Arena) -> None:
+    store = make_store()
+    source = filled(arena, 30 * MiB)
+    slot = store.reserve(30 * MiB)
+    store.pool.hold(begun=True)
+    write = store.write(slot, source.address)
+    assert not write.done() and eventually(write.begun)
+    assert not write.cancel() and not write.done()
+    store.pool.release()
+    assert write.wait(30)
+    assert contents(store, slot, arena) == payload(30 * MiB)
+    store.free(slot)
+    source.release()
+
+
+def test_cancelling_and_beginning_race_to_one_winner(make_store: Make, arena: Arena) -> None:
+    store = make_store(threads=2)
+    sources = [filled(arena, 64 << 10, seed=1), filled(arena, 64 << 10, seed=2)]
+    slot = store.reserve(64 << 10)
+    won = 0
+    for _ in range(150):
+        assert store.write(slot, sources[0].address).wait(30)
+        write = store.write(slot, sources[1].address)
+        cancelled = write.cancel()
+        if not cancelled:
+            assert write.wait(30)
+        won += cancelled
+        assert contents(store, slot, arena) == payload(64 << 10, 1 if cancelled else 2)
+    assert store.stats.bytes_cancelled == won * (64 << 10)
+    store.free(slot)
+    for source in sources:
+        source.release()
+
+
+def test_an_operation_may_be_dropped_in_flight(make_store: Make, arena: Arena) -> None:
+    store = make_store()
+    source = filled(arena, 20 * MiB)
+    slot = store.reserve(20 * MiB)
+    store.pool.hold(begun=True)
+    write = store.pool.submit(WRITE, source.address, 20 * MiB, 0, slot._extents)
+    assert eventually(write.begun)
+    del write
+    gc.collect()
+    store.pool.release()
+    assert eventually(lambda: store.stats.bytes_written == 20 * MiB)
+    slot._lead = 0
+    assert contents(store, slot, arena) == payload(20 * MiB)
+    store.free(slot)
+    source.release()
+
+
+def test_many_threads_wait_for_one_operation(make_store: Make, arena: Arena) -> None:
+    store = make_store()
+    source = filled(arena, MiB)
+    slot = store.reserve(MiB)
+    store.pool.hold()
+    write = store.write(slot, source.address)
+    results: list[bool] = []
+    threads = [threading.Thread(target=lambda: results.append(write.wait(30))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    store.pool.release()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 8
+    store.free(slot)
+    source.release()
+
+
+def test_waiting_releases_the_interpreter_and_hears_signals(make_store: Make, arena: Arena) -> None:
+    store = make_store()
+    source = filled(arena, 4096)
+    slot = store.reserve(4096)
+    store.pool.hold()
+    write = store.write(slot, source.address)
+
+    class Heard(Exception):
+        pass
+
+    def raising(number: int, frame: object) -> None:
+        raise Heard
+
+    before = signal.signal(signal.SIGALRM, raising)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Heard):
+            write.wait(60)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    threading.Timer(0.02, store.pool.release).start()
+    assert write.wait(60)
+    store.free(slot)
+    source.release()
+
+
+def test_reads_overtake_queued_writes(make_store: Make, arena: Arena) -> None:
+    store = make_store(threads=1)
+    source = filled(arena, MiB)
+    stored = store.reserve(MiB)
+    assert store.write(stored, source.address).wait(30)
+    slots = [store.reserve(MiB) for _ in range(4)]
+    target = blank(arena, MiB)
+    store.pool.hold()
+    writes = [store.write(slot, source.address) for slot in slots]
+    store.pool.release()
+    store.pool.hold(reads=False)
+    read = store.read(stored, target.address)
+    assert read.wait(30), "the read waits behind writes that are held"
+    store.pool.release()
+    assert all(write.wait(30) for write in writes)
+    for slot in (stored, *slots):
+        store.free(slot)
+    source.release()
+    target.release()
+
+
+@pytest.mark.parametrize("host", [0, 8 * MiB], ids=["drive", "host"])
+def test_a_write_waits_for_its_event_before_it_reads_the_source(
+    make_store: Make, arena: Arena, host: int
+) -> None:
+    source = filled(arena, MiB, seed=1)
+    seen: list[int] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    def produce(event: int) -> int:
+        seen.append(event)
+        source.view()[:] = payload(MiB, 2)
+        return 0
+
+    store = make_store(host_bytes=host, event_wait=address_of(produce))
+    slot = store.reserve(MiB)
+    assert store.write(slot, source.address, after_event=0xE0).wait(30)
+    assert seen == [0xE0]
+    assert contents(store, slot, arena) == payload(MiB, 2)
+    store.free(slot)
+    source.release()
+
+
+def test_a_failed_event_fails_the_write_and_transfers_nothing(make_store: Make, arena: Arena) -> None:
+    store = make_store(event_wait=address_of(libc.abs))  # abs(7) returns 7: an error code
+    source = filled(arena, MiB)
+    slot = store.reserve(MiB)
+    write = store.write(slot, source.address, after_event=7)
+    with pytest.raises(IOFailure, match="CUDA error 7"):
+        write.wait(30)
+    assert store.stats.bytes_written == 0
+    store.free(slot)
+    source.release()
+
+
+def test_a_worker_selects_the_device_before_it_waits_for_an_event(make_store: Make, arena: Arena) -> None:
+    store = make_store(event_wait=address_of(libc.abs), set_device=address_of(libc.abs), device=3)
+    source = filled(arena, 4096)
+    slot = store.reserve(4096)
+    with pytest.raises(IOFailure, match="CUDA error 3"):
+        store.write(slot, source.address, after_event=9).wait(30)
+    assert store.write(slot, source.address).wait(30), "without an event no device is touched"
+    store.free(slot)
+    source.release()
+
+
+def test_a_failure_says_where_what_and_what_to_do(make_store: Make, arena: Arena) -> None:
+    store = make_store(faults=Faults(fail_reads=frozenset({1})))
+    source, target = filled(arena, 5000), blank(arena, 5000)
+    slot = store.reserve(5000)
+    assert store.write(slot, source.address).wait(30)
+    assert store.read(slot, target.address).wait(30)
+    read = store.read(slot, target.address)
+    with pytest.raises(IOFailure) as raised:
+        read.wait(30)
+    error = raised.value
+    assert (error.errno, error.operation) == (5, "read") and error.nbytes >= 5000
+    assert error.filename == str(store._slabs[0].directory)
+    assert (
+        "read" in str(error)
+        and error.filename in str(error)
+        and "EIO" in str(error)
+        and "dmesg" in str(error)
+    )
+    polled = read.failed()
+    assert isinstance(polled, IOFailure) and str(polled) == str(error)
+    store.free(slot)
+    source.release()
+    target.release()
+
+
+def test_a_closed_store_cancels_what_has_not_begun_and_ends_what_has(make_store: Make, arena: Arena) -> None:
+    store = make_store(threads=1, leaks=True)
+    sources = [filled(arena, MiB, seed=n) for n in range(3)]
+    slots = [store.reserve(MiB) for _ in sources]
+    store.pool.hold(begun=True)
+    begun = store.write(slots[0], sources[0].address)
+    assert eventually(begun.begun)
+    queued = [store.write(slot, source.address) for slot, source in zip(slots[1:], sources[1:], strict=True)]
+    store.close()
+    store.close()
+    assert begun.wait(0) and all(operation.done() for operation in queued)
+    for operation in queued:
+        with pytest.raises(IOCancelled):
+            operation.wait()
+    for call in (lambda: store.reserve(1), lambda: store.write(slots[0], sources[0].address)):
+        with pytest.raises(StoreClosed, match="closed"):
+            call()
+    with pytest.raises(StoreClosed, match="closed"):
+        store.read(slots[0], sources[0].address)
+    store.free(slots[0])
+    assert store.stats.bytes_written == MiB
+    for source in sources:
+        source.release()

@@ -1,0 +1,347 @@
+"""The store: tiers in their order, full and failing drives, release under way, figures, poison."""
+
+import gc
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ssdtrain.storage import ALIGNMENT, Arena, Faults, IOFailure, SpillStore, StoreFull
+from tests.storage.conftest import contents, filled, free_bytes, payload
+
+MiB = 1 << 20
+Make = Callable[..., SpillStore]
+
+
+def test_the_host_tier_is_taken_first_then_the_emptiest_drive(make_store: Make) -> None:
+    store = make_store(2, host_bytes=2 * MiB)
+    slots = [store.reserve(MiB) for _ in range(6)]
+    assert [slot.tier for slot in slots] == ["host"] * 2 + ["ssd"] * 4
+    assert sorted(slot.drive for slot in slots[2:]) == [0, 0, 1, 1]
+    store.free(slots[0])
+    small = store.reserve(10)
+    assert small.tier == "host"
+    store.free(slots[3])
+    emptied = slots[3].drive
+    again = store.reserve(2 * MiB)
+    assert again.drive == emptied
+    for slot in [*slots, small, again]:
+        store.free(slot)
+
+
+def test_a_large_slot_lies_on_every_drive(make_store: Make, arena: Arena) -> None:
+    store = make_store(3, stripe=MiB)
+    source = filled(arena, 12 * MiB + 1, lead=64)
+    slot = store.reserve(source.nbytes)
+    assert store.write(slot, source.address).wait(30)
+    written = [drive.bytes_written for drive in store.stats.drives]
+    assert sum(written) == source.nbytes and max(written) - min(written) <= 4 * ALIGNMENT
+    assert contents(store, slot, arena) == payload(source.nbytes)
+    store.free(slot)
+    source.release()
+
+
+def test_capacity_is_a_limit_and_the_error_has_the_figures(make_store: Make) -> None:
+    store = make_store(2, capacity=4 * MiB, host_bytes=2 * MiB)
+    slots = []
+    with pytest.raises(StoreFull) as raised:
+        while True:
+            slots.append(store.reserve(MiB))
+    error = raised.value
+    assert len(slots) == 2 + 2 * 3, "a slot on a drive takes its bytes and a block for its edges"
+    assert error.wanted == MiB and error.capacity == 8 * MiB and 0 < error.free < 2 * MiB
+    for slab in store._slabs:
+        assert str(slab.directory) in str(error) and os.fstat(slab.fd).st_size <= 4 * MiB
+    store.free(slots[-1])
+    slots[-1] = store.reserve(MiB)
+    for slot in slots:
+        store.free(slot)
+    whole = store.reserve(4 * MiB - ALIGNMENT)
+    assert whole.nbytes, "freed slots join again"
+    store.free(whole)
+
+
+def test_without_a_capacity_ranks_share_most_of_the_free_space(tmp_path: Path, engine: str) -> None:
+    with SpillStore([tmp_path], engine=engine, local_world_size=4) as store:
+        figures = os.statvfs(tmp_path)
+        share = figures.f_bavail * figures.f_frsize * 0.9 / 4
+        assert abs(store.stats.capacity / share - 1) < 0.1
+
+
+def test_a_full_file_system_is_full_and_gets_everything_back(
+    make_store: Make, small_filesystem: Callable[..., Path], engine: str, arena: Arena
+) -> None:
+    mount = small_filesystem(8 * MiB)
+    empty = free_bytes(mount)
+    with SpillStore([mount], engine=engine, capacity=1 << 40) as store:
+        slots = []
+        with pytest.raises(StoreFull, match=str(mount)):
+            while True:
+                slots.append(store.reserve(MiB))
+        assert len(slots) >= 6
+        source = filled(arena, MiB)
+        for slot in slots:
+            assert store.write(slot, source.address).wait(30)
+        for slot in slots:
+            assert contents(store, slot, arena) == payload(MiB)
+            store.free(slot)
+        source.release()
+        assert os.listdir(mount) == [], "the spill file has no name"
+    assert free_bytes(mount) == empty
+
+
+def test_when_one_of_two_drives_is_full_the_other_takes_all(
+    small_filesystem: Callable[..., Path], tmp_path: Path, engine: str, arena: Arena
+) -> None:
+    mount = small_filesystem(4 * MiB)
+    with SpillStore([mount, tmp_path], engine=engine, capacity=64 * MiB, stripe=MiB) as store:
+        sources = [filled(arena, 5 * MiB, seed=n) for n in range(5)]
+        slots = [store.reserve(5 * MiB) for _ in sources]
+        for slot, source in zip(slots, sources, strict=True):
+            assert store.write(slot, source.address).wait(30)
+        assert all(drive.bytes_written > 0 for drive in store.stats.drives)
+        for n, slot in enumerate(slots):
+            assert contents(store, slot, arena) == payload(5 * MiB, n)
+            store.free(slot)
+            sources[n].release()
+
+
+def test_space_that_only_shows_full_when_written_fails_that_write(
+    small_filesystem: Callable[..., Path], engine: str, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount = small_filesystem(4 * MiB)
+    monkeypatch.setattr("ssdtrain.storage.slab.preallocate", lambda fd, offset, nbytes: 95)  # EOPNOTSUPP
+    with SpillStore([mount], engine=engine, capacity=64 * MiB) as store:
+        slot = store.reserve(16 * MiB)
+        source = filled(arena, 16 * MiB)
+        with pytest.raises(IOFailure, match="No space left on device") as raised:
+            store.write(slot, source.address).wait(30)
+        assert raised.value.filename == str(mount) and "capacity" in str(raised.value)
+        store.free(slot)
+        source.release()
+
+
+def test_an_injected_full_drive_is_passed_over(make_store: Make) -> None:
+    store = make_store(2, faults=Faults(full_after=2 * MiB, full_drive=0))
+    slots = [store.reserve(MiB) for _ in range(5)]
+    assert [slot.drive for slot in slots].count(0) == 1
+    assert os.fstat(store._slabs[0].fd).st_size <= 2 * MiB, "a partial allocation was kept"
+    for slot in slots:
+        store.free(slot)
+
+
+def test_a_retired_drive_takes_nothing_new_and_keeps_what_it_has(
+    make_store: Make, arena: Arena, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make_store(2, faults=Faults(fail_writes=frozenset({1})))
+    source = filled(arena, MiB)
+    kept, failing = store.reserve(MiB), store.reserve(MiB)
+    assert store.write(kept, source.address).wait(30)
+    with pytest.raises(IOFailure) as raised:
+        store.write(failing, source.address).wait(30)
+    with caplog.at_level(logging.WARNING):
+        store.retire(failing, raised.value)
+        store.retire(failing, raised.value)
+    assert len(caplog.records) == 1 and str(raised.value.filename) in caplog.text
+    assert [drive.retired for drive in store.stats.drives] == [failing.drive == 0, failing.drive == 1]
+    later = [store.reserve(MiB) for _ in range(3)]
+    assert {slot.drive for slot in later} == {kept.drive}
+    store.retire(kept, OSError("another"))
+    with pytest.raises(StoreFull, match="retired"):
+        store.reserve(1)
+    assert contents(store, kept, arena) == payload(MiB)
+    for slot in (kept, failing, *later):
+        store.free(slot)
+    source.release()
+
+
+def test_of_a_striped_slot_only_the_drive_that_failed_is_retired(make_store: Make, arena: Arena) -> None:
+    store = make_store(3, stripe=MiB, faults=Faults(fail_writes=frozenset({0})))
+    source = filled(arena, 9 * MiB)
+    slot = store.reserve(9 * MiB)
+    with pytest.raises(IOFailure) as raised:
+        store.write(slot, source.address).wait(30)
+    store.retire(slot, raised.value)
+    assert [drive.path for drive in store.stats.drives if drive.retired] == [raised.value.filename]
+    store.free(slot)
+    source.release()
+
+
+def test_a_freed_slot_is_not_reused_before_its_transfer_ended(make_store: Make, arena: Arena) -> None:
+    store = make_store(capacity=2 * MiB)
+    source = filled(arena, MiB, seed=1)
+    slot = store.reserve(MiB)
+    store.pool.hold(begun=True)
+    write = store.write(slot, source.address)
+    while not write.begun():
+        pass
+    store.free(slot)
+    store.free(slot)
+    with pytest.raises(StoreFull):
+        store.reserve(MiB)
+    assert store.stats.live_slots == 1
+    store.pool.release()
+    assert write.wait(30)
+    again = store.reserve(MiB)
+    store.free(again)
+    source.release()
+
+
+def test_freeing_cancels_a_queued_transfer(make_store: Make, arena: Arena) -> None:
+    store = make_store()
+    source = filled(arena, MiB)
+    slot = store.reserve(MiB)
+    store.pool.hold()
+    write = store.write(slot, source.address)
+    store.free(slot)
+    assert write.done() and store.stats.live_slots == 0 and store.stats.bytes_cancelled == MiB
+    store.pool.release()
+    source.release()
+
+
+def test_freeing_inside_a_locked_section_does_not_wait(make_store: Make) -> None:
+    """A finalizer may free a slot on the thread that holds the store's lock."""
+    store = make_store()
+
+    class Owner:
+        def __init__(self) -> None:
+            self.slot = store.reserve(MiB)
+            self.cycle = self
+
+        def __del__(self) -> None:
+            store.free(self.slot)
+
+    owner = Owner()
+    del owner
+    with store._lock:
+        gc.collect()
+    assert store.stats.live_slots == 0
+
+
+def test_a_freed_or_unwritten_slot_cannot_be_read(make_store: Make, arena: Arena) -> None:
+    store = make_store()
+    target = filled(arena, 10)
+    slot = store.reserve(10)
+    with pytest.raises(ValueError, match="never written"):
+        store.read(slot, target.address)
+    assert store.write(slot, target.address).wait(30)
+    store.free(slot)
+    for call in (store.read, store.write):
+        with pytest.raises(ValueError, match="freed"):
+            call(slot, target.address)
+    target.release()
+
+
+def test_a_short_file_is_an_error_and_never_zeros(make_store: Make, arena: Arena) -> None:
+    store = make_store()
+    source = filled(arena, 9 * MiB)
+    slot = store.reserve(9 * MiB)
+    assert store.write(slot, source.address).wait(30)
+    for left in (4 * MiB, 100, 0):
+        os.ftruncate(store._slabs[0].fd, left)
+        with pytest.raises(IOFailure, match="ended early"):
+            store.read(slot, source.address).wait(30)
+    store.free(slot)
+    source.release()
+
+
+def test_a_removed_directory_does_not_hurt(make_store: Make, arena: Arena, tmp_path: Path) -> None:
+    store = make_store()
+    (tmp_path / "drive0").rmdir()
+    source = filled(arena, MiB)
+    slot = store.reserve(MiB)
+    assert store.write(slot, source.address).wait(30)
+    assert contents(store, slot, arena) == payload(MiB)
+    store.free(slot)
+    source.release()
+
+
+def test_the_figures_add_up(make_store: Make, arena: Arena, engine: str) -> None:
+    store = make_store(2, host_bytes=4 * MiB, stripe=MiB)
+    source = filled(arena, 3 * MiB)
+    host, ssd = store.reserve(3 * MiB), store.reserve(3 * MiB)
+    for slot in (host, ssd):
+        assert store.write(slot, source.address).wait(30)
+        assert contents(store, slot, arena) == payload(3 * MiB)
+    stats = store.stats
+    assert stats.engine == engine and (stats.live_slots, stats.live_bytes) == (2, 6 * MiB)
+    assert stats.bytes_written == stats.bytes_read == 6 * MiB and stats.bytes_cancelled == 0
+    assert stats.ssd_bytes_written == stats.ssd_bytes_read == 3 * MiB
+    assert stats.host is not None and stats.host.bytes_written == 3 * MiB == stats.host.used
+    assert stats.write_seconds > 0 and stats.read_seconds > 0
+    assert stats.capacity == 2 * (256 << 20) + 4 * MiB
+    store.free(host)
+    store.free(ssd)
+    stats = store.stats
+    assert (stats.live_slots, stats.live_bytes, stats.host.used if stats.host else 0) == (0, 0, 0)
+    assert all(drive.used == 0 for drive in stats.drives)
+    source.release()
+
+
+@pytest.mark.parametrize("host", [0, 4 * MiB], ids=["drive", "host"])
+def test_freed_slots_are_poisoned_when_asked_for(
+    make_store: Make, arena: Arena, host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSDTRAIN_POISON", "1")
+    store = make_store(host_bytes=host)
+    source, target = filled(arena, MiB, lead=64), filled(arena, MiB, lead=64)
+    slot = store.reserve(MiB)
+    assert store.write(slot, source.address).wait(30)
+    store.free(slot)
+    again = store.reserve(MiB)
+    assert again._extents[1] == slot._extents[1], "the same place"
+    again._lead = slot._lead
+    assert store.read(again, target.address).wait(30)
+    assert bytes(target.view()) == b"\xff" * MiB
+    store.free(again)
+    source.release()
+    target.release()
+
+
+def test_closing_from_several_threads_closes_once(make_store: Make, arena: Arena) -> None:
+    store = make_store(leaks=True, faults=Faults(delay=1.0, max_delay=0.05))
+    source = filled(arena, 20 * MiB)
+    slots = [store.reserve(20 * MiB) for _ in range(3)]
+    for slot in slots:
+        store.write(slot, source.address)
+    threads = [threading.Thread(target=store.close) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    source.release()
+
+
+def test_a_forgotten_store_closes_itself(make_store: Make, tmp_path: Path, engine: str, arena: Arena) -> None:
+    source = filled(arena, MiB)
+    store = SpillStore([tmp_path], engine=engine, capacity=4 * MiB)
+    fd = store._slabs[0].fd
+    store.write(store.reserve(MiB), source.address)
+    del store
+    gc.collect()
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    source.release()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"direct": "maybe"},
+        {"engine": "rust"},
+        {"local_world_size": 0},
+        {"host_bytes": -1},
+        {"stripe": 100},
+        {"capacity": 1},
+        {"threads": 0},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_that_make_no_sense_are_refused(tmp_path: Path, settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        SpillStore([tmp_path], **settings)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="directory or a host tier"):
+        SpillStore([])
