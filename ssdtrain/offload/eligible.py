@@ -70,8 +70,9 @@ class Eligibility:
 
     def _tensors(self) -> Iterable[torch.Tensor]:
         for module in self._modules:
-            yield from module.parameters()
-            yield from module.buffers()
+            # By the class: a wrapper may have an attribute of that name (the `buffers` of Megatron's DDP are a list).
+            yield from nn.Module.parameters(module)
+            yield from nn.Module.buffers(module)
 
     def is_fixed(self, tensor: torch.Tensor) -> bool:
         """True for parameters, buffers, and the views and copies of them that autograd saves: these are no activations."""
