@@ -1,4 +1,4 @@
-"""Every name of DeepSpeed that this package relies on, checked at install.
+"""Every private name of DeepSpeed that this package relies on, checked at install.
 
 Run with DeepSpeed 0.19.8. Other versions are tried with a warning; a missing name is refused by its name.
 """
@@ -6,19 +6,75 @@ Run with DeepSpeed 0.19.8. Other versions are tried with a warning; a missing na
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
-__all__ = ["TESTED", "DeepSpeedEngine", "check", "is_pipeline", "is_zero_parameter", "parameter_dict"]
+__all__ = [
+    "TESTED",
+    "DeepSpeedEngine",
+    "PipelineEngine",
+    "check",
+    "checkpointing",
+    "checkpointing_is_configured",
+    "instruction_map",
+    "is_pipeline",
+    "is_zero_parameter",
+    "log_on_rank_0",
+    "parameter_dict",
+    "rng_tracker",
+    "schedule",
+    "stages_of",
+    "zero_stage",
+]
 
 logger = logging.getLogger("ssdtrain")
 
 TESTED = ("0.19.8",)
 
-_METHODS = ("forward", "backward", "step", "destroy", "is_gradient_accumulation_boundary")
+# (where, its name in messages, the names that must be there)
+_NEEDED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (
+        DeepSpeedEngine,
+        "DeepSpeedEngine",
+        (
+            "forward",
+            "backward",
+            "step",
+            "destroy",
+            "steps_per_print",
+            "wall_clock_breakdown",
+            "zero_optimization_stage",
+        ),
+    ),
+    (PipelineEngine, "PipelineEngine", ("_INSTRUCTION_MAP", "_exec_schedule")),
+    (
+        schedule,
+        "deepspeed.runtime.pipe.schedule",
+        ("ForwardPass", "BackwardPass", "RecvGrad", "TrainSchedule"),
+    ),
+    (
+        checkpointing,
+        "deepspeed.checkpointing",
+        (
+            "CheckpointFunction",
+            "_get_cpu_offload_engine",
+            "extract_tensors",
+            "get_cuda_rng_tracker",
+            "is_configured",
+        ),
+    ),
+)
+
+# What `checkpointing` reads from and writes to its own checkpoint function's context, and hands to its offload engine.
+_NEEDED_IN_CHECKPOINT_FUNCTION = ("deepspeed_saved_tensors", "saved_data", "ds_offload_engine")
 
 
 def check() -> None:
@@ -27,11 +83,17 @@ def check() -> None:
     Raises:
         ImportError: names what is missing.
     """
-    missing = [name for name in _METHODS if not callable(getattr(DeepSpeedEngine, name, None))]
+    missing = [
+        f"{where}.{name}" for holder, where, names in _NEEDED for name in names if not hasattr(holder, name)
+    ]
+    missing += [
+        f"deepspeed.checkpointing.CheckpointFunction ctx.{name}"
+        for name in _NEEDED_IN_CHECKPOINT_FUNCTION
+        if name not in _names_used(getattr(checkpointing, "CheckpointFunction", None))
+    ]
     if missing:
         raise ImportError(
-            f"DeepSpeed {deepspeed.__version__} has no DeepSpeedEngine.{', .'.join(missing)}: "
-            f"ssdtrain_ds was run with {', '.join(TESTED)}"
+            f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}: ssdtrain_ds was run with {', '.join(TESTED)}"
         )
     version = deepspeed.__version__.split("+")[0]
     if version not in TESTED:
@@ -40,6 +102,25 @@ def check() -> None:
             version,
             ", ".join(TESTED),
         )
+
+
+def _names_used(function_class: Any) -> set[str]:
+    """The attribute names and constants in the code of an autograd function's forward and backward."""
+    found: set[str] = set()
+    for name in ("forward", "backward"):
+        code = getattr(getattr(function_class, name, None), "__code__", None)
+        if code is not None:
+            found |= set(_names_in(code))
+    return found
+
+
+def _names_in(code: Any) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif hasattr(constant, "co_names"):
+            yield from _names_in(constant)
 
 
 def parameter_dict(config_class: Any) -> dict[str, Any]:
@@ -58,12 +139,40 @@ def parameter_dict(config_class: Any) -> dict[str, Any]:
 
 def is_pipeline(engine: DeepSpeedEngine) -> bool:
     """True for a PipelineEngine, whose schedule bypasses the engine's forward."""
-    from deepspeed.runtime.pipe.engine import PipelineEngine
-
     return isinstance(engine, PipelineEngine)
+
+
+def stages_of(engine: PipelineEngine) -> int:
+    """Pipeline stages; a DualPipeV rank holds two halves of one."""
+    return int(engine.module.num_stages)
+
+
+def instruction_map(engine: PipelineEngine) -> dict[type, Any]:
+    """Which function executes which instruction: functions that take the engine, found by the class of the instruction."""
+    return dict(engine._INSTRUCTION_MAP)
+
+
+def zero_stage(engine: DeepSpeedEngine) -> int:
+    return int(engine.zero_optimization_stage())
 
 
 def is_zero_parameter(tensor: torch.Tensor) -> bool:
     """True for a parameter that ZeRO-3 partitions, and for a view of one: its gathered storage is DeepSpeed's to free."""
     base = tensor._base
     return hasattr(tensor, "ds_id") or (base is not None and hasattr(base, "ds_id"))
+
+
+def rng_tracker() -> Any:
+    """The generators that DeepSpeed's model parallelism forks."""
+    return checkpointing.get_cuda_rng_tracker()
+
+
+def checkpointing_is_configured() -> bool:
+    """True once somebody called `deepspeed.checkpointing.configure`."""
+    return bool(checkpointing.is_configured())
+
+
+def log_on_rank_0(message: str) -> None:
+    """One line in DeepSpeed's own log."""
+    utils: ModuleType = deepspeed.utils
+    utils.log_dist(message, ranks=[0])

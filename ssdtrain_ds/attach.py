@@ -2,29 +2,40 @@
 
 Note: [What is patched]
 `install` wraps `DeepSpeedEngine.__init__` alone: whoever imported `deepspeed.initialize` before is covered as well, and so is
-everything that builds engines itself (accelerate). An engine whose config asks for something gets its own `forward`,
-`backward`, `step` and `destroy` as instance attributes; an engine without the block keeps the class's functions untouched.
+everything that builds engines itself (accelerate, Megatron-DeepSpeed) or derives from the engine (pipelines). An engine whose
+config asks for something gets its own `forward`, `backward`, `step` and `destroy`, or its own table of pipeline instructions,
+as instance attributes; an engine without the block keeps the class's functions untouched.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ssdtrain.config import Config, ConfigError, Problem, load_config
-from ssdtrain.runtime import Runtime
-from ssdtrain_ds import _compat
+import ssdtrain.api
+from ssdtrain.config import Config, load_config
+from ssdtrain.runtime import FIRST_STEPS, Runtime
+from ssdtrain_ds import _compat, checkpointing, schedule
+from ssdtrain_ds.coverage import InnerHooks
+from ssdtrain_ds.monitor import Monitor
+from ssdtrain_ds.zero import GatheredStorages
 
 __all__ = ["install", "runtime_of", "uninstall"]
+
+logger = logging.getLogger("ssdtrain")
 
 BLOCK = "ssdtrain"
 
 _PLAIN = "_ssdtrain_plain_init"
+_ATTACHMENT = "ssdtrain_attachment"
 
 
 def install() -> None:
@@ -43,15 +54,16 @@ def install() -> None:
     @functools.wraps(plain)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
-        block = _compat.parameter_dict(given["config_class"]).get(BLOCK)
+        written = _compat.parameter_dict(given["config_class"])
         # A mistake in the block is found before the model is partitioned.
-        config = load_config(block, path=BLOCK) if block is not None else None
+        config = load_config(written[BLOCK], path=BLOCK) if BLOCK in written else None
         plain(self, *args, **kwargs)
         if config is not None and config.active:
-            _attach(self, config)
+            self.__dict__[_ATTACHMENT] = _Attachment(self, config, written)
 
     setattr(init, _PLAIN, plain)
     cls.__init__ = init
+    checkpointing.register_random_state(ssdtrain.api.checkpoint)
 
 
 def uninstall() -> None:
@@ -59,66 +71,133 @@ def uninstall() -> None:
     plain = getattr(_compat.DeepSpeedEngine.__init__, _PLAIN, None)
     if plain is not None:
         _compat.DeepSpeedEngine.__init__ = plain
+        checkpointing.unregister_random_state(ssdtrain.api.checkpoint)
 
 
 def runtime_of(engine: Any) -> Runtime | None:
-    """The runtime of `engine`, or None if its config has no active `ssdtrain` block."""
-    found = engine.__dict__.get("ssdtrain_runtime")
-    return found if isinstance(found, Runtime) else None
+    """The runtime of `engine`, or None if its config has no active `ssdtrain` block or it was destroyed."""
+    found = engine.__dict__.get(_ATTACHMENT)
+    return found.runtime if isinstance(found, _Attachment) else None
 
 
-def _attach(engine: Any, config: Config) -> None:
-    if _compat.is_pipeline(engine):
-        why = "with a PipelineModule is not in this version"
-        raise ConfigError(
-            [Problem(f"{BLOCK}.offload", config.to_dict()["offload"], why, "a model without pipeline stages")]
+class _Attachment:
+    """A runtime and what it changed about one engine.
+
+    Args:
+        engine: initialised by DeepSpeed, except for what a derived class adds.
+        written: the whole DeepSpeed config.
+    """
+
+    def __init__(self, engine: Any, config: Config, written: dict[str, Any]) -> None:
+        self.engine = engine
+        self.written = written
+        self.runtime = Runtime(
+            config,
+            device=engine.device,
+            rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))),
         )
-    runtime = Runtime(
-        config,
-        device=engine.device,
-        rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))),
-    )
-    assert runtime.engine is not None
-    runtime.engine.eligible.fixed_when(_compat.is_zero_parameter)
-    runtime.register(engine.module)
-    engine.__dict__["ssdtrain_runtime"] = runtime
-    forward, backward, step, destroy = engine.forward, engine.backward, engine.step, engine.destroy
+        assert self.runtime.engine is not None
+        self.offload = self.runtime.engine
+        self.runtime.register(engine.module)
+        self.gathered: GatheredStorages | None = None
+        if _compat.zero_stage(engine) == 3:
+            self.gathered = GatheredStorages(engine.module)
+            self.offload.eligible.fixed_when(self.gathered.__contains__)
+        self.offload.eligible.fixed_when(_compat.is_zero_parameter)
+        self.checkpoint = checkpointing.function_for(config.checkpoint)
+        self.inner_hooks: InnerHooks | None = InnerHooks(self.offload.options.min_bytes)
+        self.monitor = Monitor(engine, self.runtime)
+        self.steps = 0
+        checkpointing.register(id(self))
+        self._unregister = weakref.finalize(self, checkpointing.unregister, id(self))
+        if _compat.is_pipeline(engine):
+            self.own = schedule.follow(engine, self.runtime, self.recording, self.step_over)
+        else:
+            self.own = self._methods(engine)
+        self.own["destroy"] = self._destroy(engine.destroy)
+        engine.__dict__.update(self.own)
+        self.runtime.step_begin()
 
-    @functools.wraps(forward)
-    def offloaded_forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        with runtime.forward():
-            return forward(*args, **kwargs)
+    @contextmanager
+    def recording(
+        self, chunk: int = 0, microbatch: int | None = None, *, keep: bool = False
+    ) -> Iterator[None]:
+        """One forward: autograd's saved tensors and what DeepSpeed's checkpoint functions hold go to a tape."""
+        with self.runtime.forward(chunk, microbatch, keep=keep) as tape:
+            assert tape is not None
+            with checkpointing.recording_into(self.offload, tape, self.checkpoint):
+                if self.inner_hooks is None:
+                    yield
+                else:
+                    with self.inner_hooks.watched():
+                        yield
 
-    @functools.wraps(backward)
-    def offloaded_backward(*args: Any, **kwargs: Any) -> Any:
-        with runtime.backward():
-            return backward(*args, **kwargs)
+    def _methods(self, engine: Any) -> dict[str, Callable[..., Any]]:
+        forward, backward, step = engine.forward, engine.backward, engine.step
 
-    @functools.wraps(step)
-    def counted_step(*args: Any, **kwargs: Any) -> Any:
-        boundary = engine.is_gradient_accumulation_boundary()
-        found = step(*args, **kwargs)
-        if boundary:
-            runtime.step_end()
-            runtime.step_begin()
-        return found
+        @functools.wraps(forward)
+        def recorded_forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            with self.recording():
+                return forward(*args, **kwargs)
 
-    @functools.wraps(destroy)
-    def closing_destroy(*args: Any, **kwargs: Any) -> Any:
-        runtime.close()
-        for name in own:
-            engine.__dict__.pop(name, None)
-        return destroy(*args, **kwargs)
+        @functools.wraps(backward)
+        def prefetching_backward(*args: Any, **kwargs: Any) -> Any:
+            with self.runtime.backward():
+                return backward(*args, **kwargs)
 
-    own: dict[str, Callable[..., Any]] = {
-        "forward": offloaded_forward,
-        "backward": offloaded_backward,
-        "step": counted_step,
-        "destroy": closing_destroy,
-    }
-    engine.__dict__.update(own)
-    runtime.step_begin()
+        @functools.wraps(step)
+        def counted_step(*args: Any, **kwargs: Any) -> Any:
+            before = engine.global_steps
+            found = step(*args, **kwargs)
+            if engine.global_steps != before:
+                self.step_over()
+            return found
+
+        return {"forward": recorded_forward, "backward": prefetching_backward, "step": counted_step}
+
+    def step_over(self) -> None:
+        """The optimizer has made a step."""
+        self.runtime.step_end()
+        self.monitor.step()
+        self.steps += 1
+        if self.steps == 1:
+            self._warn_of_what_is_ignored()
+        if self.steps == FIRST_STEPS and self.inner_hooks is not None:
+            found = self.inner_hooks.report(self.steps)
+            if found is not None:
+                logger.warning("%s", found)
+            self.inner_hooks = None
+        self.runtime.step_begin()
+
+    def _warn_of_what_is_ignored(self) -> None:
+        block = self.written.get("activation_checkpointing")
+        asked = [key for key, value in block.items() if value] if isinstance(block, dict) else []
+        if asked and not _compat.checkpointing_is_configured():
+            logger.warning(
+                "activation_checkpointing (%s) is in the DeepSpeed config, and DeepSpeed ignores it until somebody calls "
+                "deepspeed.checkpointing.configure(mpu, deepspeed_config=...)",
+                ", ".join(asked),
+            )
+
+    def _destroy(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def destroy(*args: Any, **kwargs: Any) -> Any:
+            self.detach()
+            return plain(*args, **kwargs)
+
+        return destroy
+
+    def detach(self) -> None:
+        """Close the runtime; the engine's methods are its class's again. Idempotent."""
+        self.runtime.close()
+        if self.gathered is not None:
+            self.gathered.remove()
+        for name, value in self.own.items():
+            if self.engine.__dict__.get(name) is value:
+                del self.engine.__dict__[name]
+        self.engine.__dict__.pop(_ATTACHMENT, None)
+        self._unregister()

@@ -1,0 +1,249 @@
+"""DeepSpeed's activation checkpointing: what it keeps for the recomputation leaves memory too.
+
+Note: [Where DeepSpeed keeps a block's inputs]
+`deepspeed.checkpointing.checkpoint` and `non_reentrant_checkpoint` do not save their inputs by autograd's means, where hooks
+would see them, but hold them: the first on its autograd function's context, the second in a closure. A held tensor whose
+bytes are elsewhere has an attribute `saved_data`, of which the recomputation takes `saved_data.to(device)`: that is how
+partitioned activations work upstream. So a held input is exchanged for an empty tensor whose `saved_data` reads it back, and
+a partition for something that reads the partition back. With `cpu_checkpointing` DeepSpeed asks for an engine that takes and
+returns inputs; it is given ours, whose tier is the SSD.
+
+Note: [Function objects stay]
+Users pass these functions around, PipelineModule has one as a default argument, and DeepSpeed compares them by identity. They
+are therefore not replaced: three names that they look up in their module are, while an engine with a runtime exists.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ssdtrain.config import CheckpointConfig
+from ssdtrain.offload.checkpoint import Checkpoint
+from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.offload.region import Kept
+from ssdtrain.offload.tape import Tape
+from ssdtrain_ds import _compat
+
+__all__ = [
+    "checkpoint",
+    "function_for",
+    "recording_into",
+    "register",
+    "register_random_state",
+    "unregister",
+    "unregister_random_state",
+]
+
+_RANDOM_STATE = "deepspeed"
+
+
+class _Present(threading.local):
+    """The forwards that this thread is in, innermost last, and how many of DeepSpeed's reentrant checkpoints."""
+
+    def __init__(self) -> None:
+        self.forwards: list[_Forward] = []
+        self.reentrant = 0
+
+
+class _Forward:
+    """The engine, the tape and the checkpoint function of one forward. Also DeepSpeed's engine for cpu_checkpointing."""
+
+    def __init__(self, engine: OffloadEngine, tape: Tape, function: Checkpoint) -> None:
+        self.engine = engine
+        self.tape = tape
+        self.function = function
+
+    def hold(self, tensor: torch.Tensor) -> _Held | None:
+        """Offload `tensor`; None if it has to stay."""
+        handle = self.engine.pack(self.tape, tensor)
+        return None if isinstance(handle, Kept) else _Held(self.engine, handle)
+
+    # What DeepSpeed calls on its engine for cpu_checkpointing.
+
+    def offload_input(self, tensor: torch.Tensor) -> _Held | None:
+        return self.hold(tensor)
+
+    def restore_input(self, held: _Held) -> torch.Tensor:
+        return held.to(None)
+
+    def reset(self) -> None:
+        """Nothing to do: what is held ends with the graph that holds it."""
+
+
+class _Held:
+    """An offloaded input, with the one method that DeepSpeed calls on the `saved_data` of a tensor."""
+
+    __slots__ = ("_engine", "_handle")
+
+    def __init__(self, engine: OffloadEngine, handle: Any) -> None:
+        self._engine = engine
+        self._handle = handle
+
+    def to(self, _: Any) -> torch.Tensor:
+        """The input, on the device it came from."""
+        return self._engine.unpack(self._handle)
+
+
+_present = _Present()
+
+
+@contextmanager
+def recording_into(engine: OffloadEngine, tape: Tape, function: Checkpoint) -> Iterator[None]:
+    """Inside, DeepSpeed's checkpoint functions offload what they keep to `tape`.
+
+    Args:
+        function: what `ssdtrain_ds.checkpoint` calls inside.
+    """
+    _present.forwards.append(_Forward(engine, tape, function))
+    try:
+        yield
+    finally:
+        _present.forwards.pop()
+
+
+_default = Checkpoint()
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Recompute `function` in backward and offload its inputs; `checkpoint` of the `ssdtrain` block has the defaults.
+
+    May be given to a PipelineModule as `activation_checkpoint_func`. The arguments are those of
+    `torch.utils.checkpoint.checkpoint`. Outside of an engine's forward nothing is offloaded and torch's defaults hold, except
+    that it is not reentrant.
+    """
+    inside = _present.forwards[-1].function if _present.forwards else _default
+    return inside(function, *args, **kwargs)
+
+
+def function_for(config: CheckpointConfig) -> Checkpoint:
+    """The checkpoint function of one engine, which also restores the generators of DeepSpeed's model parallelism."""
+    made = Checkpoint(config)
+    register_random_state(made)
+    return made
+
+
+def register_random_state(function: Checkpoint) -> None:
+    """Let `function` restore DeepSpeed's tracker of generators for every recomputation."""
+
+    def read() -> dict[str, Any]:
+        return dict(_compat.rng_tracker().get_states())
+
+    def write(states: dict[str, Any]) -> None:
+        _compat.rng_tracker().set_states(dict(states))
+
+    function.register_random_state(_RANDOM_STATE, read, write)
+
+
+def unregister_random_state(function: Checkpoint) -> None:
+    function.unregister_random_state(_RANDOM_STATE)
+
+
+register_random_state(_default)
+
+
+def spilled(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What DeepSpeed is to hold instead of `tensors`. See Note: [Where DeepSpeed keeps a block's inputs]."""
+    forward = _present.forwards[-1]
+    made: dict[int, torch.Tensor] = {}
+    return tuple(_spill(forward, tensor, made) for tensor in tensors)
+
+
+def _spill(forward: _Forward, tensor: Any, made: dict[int, torch.Tensor]) -> Any:
+    if not isinstance(tensor, torch.Tensor) or getattr(tensor, "ds_offload_id", None) is not None:
+        return tensor
+    partition = getattr(tensor, "saved_data", None)
+    if partition is not None:
+        held = forward.hold(partition) if isinstance(partition, torch.Tensor) else None
+        if held is not None:
+            tensor.saved_data = held  # type: ignore[attr-defined]
+        return tensor
+    if id(tensor) in made:
+        return made[id(tensor)]
+    held = forward.hold(tensor) if tensor.is_floating_point() else None
+    if held is None:
+        return tensor
+    stub = torch.empty(0, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
+    stub.saved_data = held  # type: ignore[attr-defined]
+    made[id(tensor)] = stub
+    return stub
+
+
+class _ReentrantFunction:
+    """Stands where DeepSpeed's `checkpoint` looks up its autograd function."""
+
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
+
+    def apply(self, function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        if not _present.forwards:
+            return self.plain.apply(function, all_outputs, *args)
+        _present.reentrant += 1
+        try:
+            outputs = self.plain.apply(function, all_outputs, *args)
+        finally:
+            _present.reentrant -= 1
+        for output in all_outputs:
+            node: Any = output.grad_fn if isinstance(output, torch.Tensor) else None
+            held = getattr(node, "deepspeed_saved_tensors", None)
+            if node is not None and held is not None:
+                node.deepspeed_saved_tensors = spilled(tuple(held))
+                break
+        return outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+
+def _replacements() -> dict[str, Any]:
+    module = _compat.checkpointing
+    plain_engine = module._get_cpu_offload_engine
+    plain_extract = module.extract_tensors
+
+    @functools.wraps(plain_engine)
+    def get_cpu_offload_engine() -> Any:
+        if _present.forwards and module.CPU_CHECKPOINT and not module.PARTITION_ACTIVATIONS:
+            return _present.forwards[-1]
+        return plain_engine()
+
+    @functools.wraps(plain_extract)
+    def extract_tensors(all_objects: Any) -> Any:
+        tensors, others, flags = plain_extract(all_objects=all_objects)
+        # Of the two checkpoint functions only the one that is not reentrant calls this where a forward of ours runs and no
+        # reentrant one: with what it is about to hold.
+        if _present.forwards and not _present.reentrant and torch.is_grad_enabled():
+            tensors = spilled(tuple(tensors))
+        return tensors, others, flags
+
+    return {
+        "CheckpointFunction": _ReentrantFunction(module.CheckpointFunction),
+        "_get_cpu_offload_engine": get_cpu_offload_engine,
+        "extract_tensors": extract_tensors,
+    }
+
+
+_plain: dict[str, Any] = {}
+_users: set[int] = set()
+
+
+def register(user: int) -> None:
+    """Make DeepSpeed's checkpoint functions offload, until every user has unregistered."""
+    if not _users:
+        for name, replacement in _replacements().items():
+            _plain[name] = getattr(_compat.checkpointing, name)
+            setattr(_compat.checkpointing, name, replacement)
+    _users.add(user)
+
+
+def unregister(user: int) -> None:
+    """`user` is gone; with the last one DeepSpeed's names are what they were."""
+    _users.discard(user)
+    if not _users:
+        for name, plain in _plain.items():
+            setattr(_compat.checkpointing, name, plain)
+        _plain.clear()

@@ -1,0 +1,65 @@
+"""The configurations that are trained with and without the block. One process group runs all rows of its size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["ROWS", "Row", "rows_for"]
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration.
+
+    Attributes:
+        config: DeepSpeed's, beside what all rows have.
+        kind: "gpt" (an ordinary engine), "pipeline", "dualpipev", "tensor_pipeline" (pipeline x tensor x data).
+        checkpoint: see `training.CHECKPOINTS`.
+        tied: the pipeline's first and last layer share a weight.
+        counted: the bytes that leave can be counted by plain hooks.
+    """
+
+    name: str
+    ranks: int
+    config: dict[str, Any] = field(default_factory=dict)
+    kind: str = "gpt"
+    checkpoint: str | None = None
+    dropout: float = 0.0
+    zero_init: bool = False
+    compile: str | None = None
+    stages: int = 2
+    tied: bool = False
+    steps: int = 3
+    counted: bool = True
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **more}}
+
+
+def _zero_rows() -> list[Row]:
+    rows = []
+    for stage in range(4):
+        for name, precision in (("fp32", {}), ("bf16", BF16)):
+            rows.append(Row(f"zero{stage}-{name}", 1, {**zero(stage), **precision}))
+            accumulate = {"gradient_accumulation_steps": 2}
+            rows.append(Row(f"zero{stage}-{name}-accumulate", 2, {**zero(stage), **precision, **accumulate}))
+    overlap = {"overlap_comm": True, "reduce_bucket_size": 5000}
+    rows += [Row(f"zero{stage}-overlap", 2, zero(stage, **overlap)) for stage in (1, 2, 3)]
+    rows.append(Row("zero3-init", 2, zero(3), zero_init=True))
+    offloaded = {"zero_force_ds_cpu_optimizer": False}
+    for stage in (1, 2, 3):
+        config = {**zero(stage, offload_optimizer={"device": "cpu"}), **offloaded}
+        rows.append(Row(f"zero{stage}-optimizer-on-cpu", 2, config))
+    rows.append(Row("dropout", 1, zero(1), dropout=0.2))
+    return rows
+
+
+ROWS: list[Row] = [*_zero_rows()]
+
+
+def rows_for(ranks: int) -> list[Row]:
+    return [row for row in ROWS if row.ranks == ranks]

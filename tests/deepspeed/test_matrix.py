@@ -1,0 +1,40 @@
+"""The same training with and without the block, on real processes: losses and final parameters are equal to the bit, all that
+can be spilled is, and nothing is left."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.deepspeed.conftest import Results
+from tests.deepspeed.rows import ROWS, Row
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.ranks}-{row.name}")
+def test_the_block_changes_no_bit(row: Row, results: Results) -> None:
+    for result in results(row):
+        plain, offloaded = result["plain"], result["offloaded"]
+        assert offloaded["losses"] == plain["losses"]
+        assert offloaded["parameters"] == plain["parameters"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.ranks}-{row.name}")
+def test_no_slot_and_no_region_is_left(row: Row, results: Results) -> None:
+    for result in results(row):
+        assert result["offloaded"]["live_slots"] == 0
+        assert result["offloaded"]["offload"]["live_regions"] == 0
+        assert result["offloaded"]["offload"]["in_flight_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.counted], ids=lambda row: f"{row.ranks}-{row.name}"
+)
+def test_all_that_plain_hooks_count_is_spilled(row: Row, results: Results) -> None:
+    for result in results(row):
+        assert result["counted"]["parameters"] == result["plain"]["parameters"]
+        found = result["offloaded"]["offload"]
+        # A store that was cancelled had been asked for: its bytes were needed before they were written.
+        spilled = found["offloaded_bytes"] + found["cancelled_bytes"] + found["kept_bytes"]
+        assert spilled == result["counted"]["counted_bytes"] > 0
+        assert found["kept_full_bytes"] == found["kept_late_bytes"] == 0

@@ -1,0 +1,101 @@
+"""Trains one row in one mode, as a user would. Runs in a worker process."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+
+import ssdtrain_ds
+from tests.deepspeed import models
+from tests.deepspeed.counting import Counter
+from tests.deepspeed.rows import Row
+
+__all__ = ["config_of", "run"]
+
+BASE = {"train_micro_batch_size_per_gpu": models.BATCH, "steps_per_print": 10**9, "gradient_clipping": 1.0}
+
+
+def config_of(row: Row, directory: Path | None) -> dict[str, Any]:
+    """DeepSpeed's config of `row`; with the block if there is a directory."""
+    config: dict[str, Any] = {**BASE, **row.config}
+    if directory is not None:
+        config["ssdtrain"] = {
+            "offload": {"directories": str(directory / "{rank}"), "min_bytes": models.MIN_BYTES, "threads": 1}
+        }
+    return config
+
+
+def sha1(tensors: list[torch.Tensor]) -> str:
+    found = hashlib.sha1()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def parameters_of(engine: Any) -> list[torch.Tensor]:
+    """All parameters in full, on every rank."""
+    own = list(engine.module.parameters())
+    partitioned = [p for p in own if hasattr(p, "ds_id")]
+    with deepspeed.zero.GatheredParameters(partitioned) if partitioned else nullcontext():
+        return [p.detach().clone() for p in own]
+
+
+def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
+    """Train `row`.
+
+    Args:
+        mode: "plain": without the block; "counted": the same with plain hooks that count; "offloaded": with the block.
+
+    Returns:
+        sha1 of losses and of final parameters, and figures.
+    """
+    config = config_of(row, directory if mode == "offloaded" else None)
+    counter = Counter() if mode == "counted" else None
+    torch.manual_seed(0)
+    engine, losses = _train(row, config, counter)
+    result: dict[str, Any] = {"losses": sha1(losses), "parameters": sha1(parameters_of(engine))}
+    if counter is not None:
+        result["counted_bytes"] = counter.nbytes
+    runtime = ssdtrain_ds.runtime_of(engine)
+    assert (runtime is not None) == (mode == "offloaded")
+    if runtime is not None:
+        gc.collect()
+        runtime.statistics()  # takes note of what ended
+        found = runtime.statistics()
+        assert found is not None
+        result["offload"] = {
+            key: value for key, value in vars(found.offload).items() if isinstance(value, int | float)
+        }
+        result["live_slots"] = found.store.live_slots
+    engine.destroy()
+    return result
+
+
+def _train(row: Row, config: dict[str, Any], counter: Counter | None) -> tuple[Any, list[torch.Tensor]]:
+    return _train_gpt(row, config, counter)
+
+
+def _train_gpt(row: Row, config: dict[str, Any], counter: Counter | None) -> tuple[Any, list[torch.Tensor]]:
+    with deepspeed.zero.Init(config_dict_or_path=config) if row.zero_init else nullcontext():
+        model = models.GPT(None, row.dropout)
+    if counter is not None and row.checkpoint is not None:
+        counter.see_inputs_of(model.blocks)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=config
+    )
+    losses = []
+    count = row.steps * int(config.get("gradient_accumulation_steps", 1))
+    for ids, labels in models.batches(1 + dist.get_rank(), count):
+        with counter.forward() if counter is not None else nullcontext():
+            loss = engine(ids, labels)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach().clone())
+    return engine, losses

@@ -1,0 +1,52 @@
+"""One rank: trains every row that it is given, in every mode, and writes what came out.
+
+python -m tests.deepspeed.worker RANKS DIRECTORY ROW [ROW ...] with RANK, WORLD_SIZE and MASTER_* in the environment.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+MODES = ("plain", "counted", "offloaded")
+
+
+def main(directory: Path, names: list[str]) -> None:
+    import deepspeed
+    from deepspeed import comm as dist
+
+    import ssdtrain_ds
+    from tests.deepspeed.rows import ROWS
+    from tests.deepspeed.training import run
+
+    torch.set_num_threads(1)
+    # Compiled on first use otherwise; gloo's own collectives do as well.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    ssdtrain_ds.install()
+    deepspeed.init_distributed(dist_backend="gloo", timeout=datetime.timedelta(seconds=60), verbose=False)
+    rows = {row.name: row for row in ROWS}
+    rank = int(os.environ["RANK"])
+    for name in names:
+        row = rows[name]
+        modes = [mode for mode in MODES if row.counted or mode != "counted"]
+        found: dict[str, object] = {}
+        try:
+            for mode in modes:
+                found[mode] = run(row, mode, directory / f"{name}-{mode}")
+        except BaseException:
+            found = {"error": traceback.format_exc()}
+        (directory / f"{name}.{rank}.json").write_text(json.dumps(found))
+        if "error" in found and row.ranks > 1:
+            os._exit(1)  # the others wait in a collective that will not come
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
