@@ -1,0 +1,161 @@
+"""`ssdtrain.checkpoint` is torch's checkpoint, with its inputs offloaded and every generator restored."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from ssdtrain.config import CheckpointConfig
+from ssdtrain.offload.checkpoint import Checkpoint
+from tests.offload import zoo
+from tests.offload.conftest import MakeRuntime, Variant
+from tests.offload.test_equality import same
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_it_gives_the_bits_of_torchs(reentrant: bool, variant: Variant, make_runtime: MakeRuntime) -> None:
+    def run(recording: zoo.Recording, function: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        around = lambda block, x: function(block, x, use_reentrant=reentrant)  # noqa: E731
+        return zoo.train(zoo.Gpt(layers=3, dropout=0.3), zoo.tokens(), recording, around=around)
+
+    runtime = make_runtime(variant)
+    assert same(run(nullcontext, torch_checkpoint), run(runtime.forward, Checkpoint()))
+    found = runtime.statistics()
+    assert found is not None
+    # Two steps, three blocks: only their inputs moved, beside what embedding and head saved outside of the blocks.
+    inputs = 2 * 3 * 2 * 32 * zoo.D * 4
+    assert inputs <= found.offload.saved_bytes < 3 * inputs
+
+
+def test_its_inputs_are_loaded_ahead_of_the_recomputation(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    blocks = [zoo.Block() for _ in range(4)]
+    x = zoo.noise(2, 32, zoo.D).requires_grad_()
+    ahead = []
+    with runtime.forward():
+        y = x
+        for block in blocks:
+            y = Checkpoint()(block, y)
+        loss = y.square().mean()
+    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
+        pass
+    for block in blocks:
+        block.register_forward_pre_hook(lambda *_: ahead.append(runtime.engine.mover.ahead))  # type: ignore[union-attr]
+    loss.backward()
+    assert ahead[0] > 0, "nothing was loaded ahead while the last block was recomputed"
+
+
+def test_keyword_tensors_are_saved_and_offloaded(make_runtime: MakeRuntime) -> None:
+    def block(x: torch.Tensor, *, scale: torch.Tensor, power: int, label: str) -> torch.Tensor:
+        assert label == "a string" and power == 3
+        return (x * scale).pow(power)
+
+    def run(recording: zoo.Recording, function: Any, **more: Any) -> list[torch.Tensor]:
+        x = zoo.noise(64, 64).requires_grad_()
+        s = zoo.noise(64, 64).requires_grad_()
+        with recording():
+            scale = s.sin()
+            loss = function(block, x.cos(), scale=scale, power=3, label="a string", **more).sum()
+        loss.backward()
+        return [x.grad, s.grad]  # type: ignore[list-item]
+
+    runtime = make_runtime()
+    ours = run(runtime.forward, Checkpoint())
+    assert same(run(nullcontext, torch_checkpoint, use_reentrant=False), ours)
+    assert same(run(nullcontext, lambda f, *a, **k: f(*a, **k)), ours)
+    # x, s, and the two inputs of the block.
+    assert runtime.statistics().offload.saved_bytes == 4 * 64 * 64 * 4  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_registered_generators_repeat_in_the_recomputation(reentrant: bool) -> None:
+    """Python's generator stands for a framework's tracker, which torch does not know."""
+    generator = random.Random(7)
+    drawn: list[float] = []
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        drawn.append(generator.random())
+        return x * drawn[-1] * x
+
+    checkpoint = Checkpoint()
+    checkpoint.register_random_state("python", generator.getstate, generator.setstate)
+    x = torch.randn(8, requires_grad=True)
+    loss = checkpoint(noisy, x, use_reentrant=reentrant).sum()
+    generator.random()
+    expected_next = random.Random()
+    expected_next.setstate(generator.getstate())
+    loss.backward()
+    assert drawn[0] == drawn[1]
+    assert generator.random() == expected_next.random(), "the recomputation moved the generator of the run"
+    checkpoint.unregister_random_state("python")
+    drawn.clear()
+    checkpoint(noisy, x, use_reentrant=reentrant).sum().backward()
+    assert drawn[0] != drawn[1]
+
+
+def test_recomputation_stops_early_unless_told_not_to() -> None:
+    calls = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin().cos()
+        calls.append("end")
+        return y.detach() * 1 + y
+
+    x = torch.randn(8, requires_grad=True)
+    for early, count in ((True, 1), (False, 2)):
+        calls.clear()
+        Checkpoint(CheckpointConfig(early_stop=early))(block, x).sum().backward()
+        assert len(calls) == count
+
+
+def test_nested_and_under_autocast(make_runtime: MakeRuntime) -> None:
+    def run(recording: zoo.Recording, function: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        blocks = nn.ModuleList([zoo.Block(dropout=0.1) for _ in range(3)])
+        x = zoo.noise(2, 32, zoo.D).requires_grad_()
+
+        def outer(y: torch.Tensor) -> torch.Tensor:
+            for block in blocks:
+                y = function(block, y, use_reentrant=False)
+            return y
+
+        with torch.autocast("cpu", dtype=torch.bfloat16), recording():
+            loss = function(outer, x, use_reentrant=False).float().square().mean()
+        loss.backward()
+        return [loss.detach(), x.grad, *(p.grad for p in blocks.parameters())]  # type: ignore[list-item]
+
+    assert same(run(nullcontext, torch_checkpoint), run(make_runtime().forward, Checkpoint()))
+
+
+def test_a_selective_policy_is_passed_on(make_runtime: MakeRuntime) -> None:
+    def run(recording: zoo.Recording, function: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        block = zoo.Block()
+        x = zoo.noise(2, 32, zoo.D).requires_grad_()
+        policy = lambda: create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])  # noqa: E731
+        with recording():
+            loss = function(block, x, use_reentrant=False, context_fn=policy).square().mean()
+        loss.backward()
+        return [loss.detach(), x.grad]  # type: ignore[list-item]
+
+    assert same(run(nullcontext, torch_checkpoint), run(make_runtime().forward, Checkpoint()))
+
+
+def test_what_torch_refuses_is_refused() -> None:
+    with pytest.raises(ValueError, match="Unexpected keyword arguments"):
+        Checkpoint()(lambda x, y: x, torch.ones(1), use_reentrant=True, y=torch.ones(1))
+    with pytest.raises(ValueError, match="context_fn"):
+        Checkpoint()(lambda x: x, torch.ones(1), use_reentrant=True, context_fn=lambda: (nullcontext(), nullcontext()))
+
+
+def test_without_gradients_it_only_calls() -> None:
+    with torch.no_grad():
+        assert torch.equal(Checkpoint()(torch.sin, torch.ones(3)), torch.ones(3).sin())

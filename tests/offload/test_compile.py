@@ -1,0 +1,50 @@
+"""Under torch.compile: inductor asserts on the strides of what comes back, and may reuse saved buffers in place."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from tests.offload import zoo
+from tests.offload.conftest import MakeRuntime
+from tests.offload.test_equality import same
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("outside", [True, False], ids=["compiled before", "compiled inside"])
+def test_a_compiled_model_gives_the_same_bits(backend: str, outside: bool, make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+
+    def case(recording: zoo.Recording) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        model = zoo.Gpt(layers=1)
+        compiled = torch.compile(model, backend=backend)
+        if outside:
+            compiled(zoo.tokens()).sum().backward()
+            model.zero_grad()
+        return zoo.train(compiled, zoo.tokens(), recording)  # type: ignore[arg-type]
+
+    plain = zoo.run(case, nullcontext)
+    assert same(plain, zoo.run(case, runtime.forward))
+    assert runtime.statistics().offload.offloaded_bytes > 0  # type: ignore[union-attr]
+
+
+def test_attach_to_a_compiled_model(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+
+    def case(recording: zoo.Recording) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        model = torch.compile(zoo.Gpt(layers=1), backend="aot_eager")
+        if recording == runtime.forward:
+            runtime.attach(model)  # type: ignore[arg-type]
+        return zoo.train(model, zoo.tokens(), nullcontext)  # type: ignore[arg-type]
+
+    assert same(zoo.run(case, nullcontext), zoo.run(case, runtime.forward))
+    assert runtime.statistics().offload.offloaded_bytes > 0  # type: ignore[union-attr]
