@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 GROWTH = 256 << 20
 """Bytes by which a spill file grows at once: an fallocate costs tens of microseconds, whatever its size."""
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
@@ -82,7 +84,7 @@ def refuses_direct(fd: int) -> str:
                 reason = "a block came back altered"
         except OSError as error:
             # A full disk says nothing about O_DIRECT; growing the file will report it.
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in FULL:
                 reason = os.strerror(error.errno or errno.EIO)
         finally:
             whole.release()
@@ -165,7 +167,12 @@ class Slab:
     def poison(self, offset: int, nbytes: int, pattern: memoryview) -> None:
         """Overwrite a freed range by `pattern` (tests)."""
         while nbytes and self.fd >= 0 and not self.retired:
-            written = os.pwrite(self.fd, pattern[:nbytes], offset)
+            try:
+                written = os.pwrite(self.fd, pattern[:nbytes], offset)
+            except OSError as error:
+                if error.errno in FULL and not self._preallocates:
+                    return  # the drive had no room for these bytes, so there are none to overwrite
+                raise
             offset, nbytes = offset + written, nbytes - written
 
     def close(self) -> None:
@@ -204,7 +211,7 @@ class Slab:
             code = 0
         if not self._preallocates:
             os.ftruncate(self.fd, size + step)
-        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if code in FULL:
             os.ftruncate(self.fd, size)
             return False
         if code:
