@@ -100,6 +100,7 @@ class Runtime:
         self._tapes: dict[tuple[int, int], weakref.ref[Tape]] = {}
         self._began = 0.0
         self._step_seconds = 0.0
+        self._only_keeps: bool | None = None  # every forward so far was asked to keep; None: there was none
         self._attached: list[Callable[[], None]] = []
         if config.active and config.offload is not None:
             self._build(config.offload, rank, local_rank, local_world_size, faults, staged, timeline)
@@ -227,6 +228,8 @@ class Runtime:
     def _complain_of_idleness(self, found: OffloadStatistics) -> None:
         if found.offloaded_bytes or found.cancelled_bytes or found.kept_full_bytes or found.kept_late_bytes:
             return
+        if self._only_keeps:
+            return  # the last stage of a pipeline
         if not found.saved_tensors:
             why = "no saved tensor was seen: is the forward inside the runtime, and do inner saved-tensor hooks take all of it?"
         elif not found.saved_bytes:
@@ -252,6 +255,7 @@ class Runtime:
             return nullcontext()
         if microbatch is None:
             microbatch = -1
+        self._only_keeps = keep and self._only_keeps is not False
         tape = Tape(chunk, microbatch, keep=keep)
         self._tapes[chunk, microbatch] = weakref.ref(tape)
         return Recording(self.engine, tape)

@@ -159,6 +159,16 @@ def test_a_feature_that_does_nothing_is_reported(make_runtime: MakeRuntime, capl
         assert len(warnings) == 1 and expected in warnings[0], warnings
 
 
+def test_keeping_every_tape_as_asked_is_no_idleness(make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture) -> None:
+    runtime = make_runtime()
+    for _ in range(5):
+        with runtime.step():
+            with runtime.forward(keep=True):
+                loss = zoo.noise(64, 64).requires_grad_().sin().sum()
+            loss.backward()
+    assert "moved nothing" not in caplog.text
+
+
 def test_a_runtime_says_what_was_wrong_with_a_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"ssdtrain\.offload\.directories"):
