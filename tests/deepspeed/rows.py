@@ -58,7 +58,24 @@ def _zero_rows() -> list[Row]:
     return rows
 
 
-ROWS: list[Row] = [*_zero_rows()]
+def _pipeline_rows() -> list[Row]:
+    accumulate = {"gradient_accumulation_steps": 4}
+    zero1 = {**zero(1), **BF16, **accumulate}
+    return [
+        Row("pipeline1", 1, accumulate, kind="pipeline", stages=1),
+        Row("pipeline2", 2, accumulate, kind="pipeline"),
+        Row("pipeline2-tied", 2, accumulate, kind="pipeline", tied=True),
+        Row("pipeline2-zero1-bf16", 2, zero1, kind="pipeline"),
+        Row("dualpipev2", 2, accumulate, kind="dualpipev"),
+        Row("pipeline4", 4, {"gradient_accumulation_steps": 6}, kind="pipeline", stages=4),
+        Row("pipeline2-data2", 4, accumulate, kind="pipeline"),
+        Row("pipeline2-data2-zero1-bf16-tied", 4, zero1, kind="pipeline", tied=True),
+        Row("pipeline2-tensor2", 4, accumulate, kind="tensor_pipeline"),
+        Row("pipeline2-tensor2-data2", 8, {**zero(1), **accumulate}, kind="tensor_pipeline", steps=2),
+    ]
+
+
+ROWS: list[Row] = [*_zero_rows(), *_pipeline_rows()]
 
 
 def rows_for(ranks: int) -> list[Row]:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+import torch.utils.checkpoint
 from deepspeed import comm as dist
 
+import ssdtrain
 import ssdtrain_ds
-from tests.deepspeed import models
+from tests.deepspeed import models, pipelines
 from tests.deepspeed.counting import Counter
 from tests.deepspeed.rows import Row
 
-__all__ = ["config_of", "run"]
+__all__ = ["CHECKPOINTS", "config_of", "run"]
+
+CHECKPOINTS: dict[str, Callable[..., Any]] = {
+    "deepspeed": deepspeed.checkpointing.checkpoint,
+    "deepspeed-non-reentrant": deepspeed.checkpointing.non_reentrant_checkpoint,
+    "torch": functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+    "ssdtrain": ssdtrain.checkpoint,
+    "ssdtrain_ds": ssdtrain_ds.checkpoint,
+}
 
 BASE = {"train_micro_batch_size_per_gpu": models.BATCH, "steps_per_print": 10**9, "gradient_clipping": 1.0}
 
@@ -79,12 +91,12 @@ def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
 
 
 def _train(row: Row, config: dict[str, Any], counter: Counter | None) -> tuple[Any, list[torch.Tensor]]:
-    return _train_gpt(row, config, counter)
+    return _train_gpt(row, config, counter) if row.kind == "gpt" else _train_pipeline(row, config, counter)
 
 
 def _train_gpt(row: Row, config: dict[str, Any], counter: Counter | None) -> tuple[Any, list[torch.Tensor]]:
     with deepspeed.zero.Init(config_dict_or_path=config) if row.zero_init else nullcontext():
-        model = models.GPT(None, row.dropout)
+        model = models.GPT(CHECKPOINTS.get(row.checkpoint or ""), row.dropout)
     if counter is not None and row.checkpoint is not None:
         counter.see_inputs_of(model.blocks)
     engine, *_ = deepspeed.initialize(
@@ -98,4 +110,24 @@ def _train_gpt(row: Row, config: dict[str, Any], counter: Counter | None) -> tup
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach().clone())
+    return engine, losses
+
+
+def _train_pipeline(
+    row: Row, config: dict[str, Any], counter: Counter | None
+) -> tuple[Any, list[torch.Tensor]]:
+    model = pipelines.MODELS[row.kind](row)
+    if counter is not None:
+        pipelines.count_forwards(counter)
+    try:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=torch.optim.AdamW(trainable, lr=1e-3), config=config
+        )
+        data = models.batches(
+            1 + engine.grid.get_data_parallel_id(), row.steps * config["gradient_accumulation_steps"]
+        )
+        losses = [engine.train_batch(data_iter=data).detach().clone() for _ in range(row.steps)]
+    finally:
+        pipelines.count_forwards(None)
     return engine, losses
