@@ -19,10 +19,10 @@ class Settings:
     heads: int = 6
     sequence: int = 512
     microbatch: int = 6
-    steps: int = 16
-    memory_steps: int = 3
-    """First steps, in which the process's peak is read (from the second on, when the optimizer has its state) and freed memory
-    returns to the system at once, which is slower."""
+    steps: int = 15
+    memory_steps: int = 2
+    """First steps, in which the process's peak is read (from the second on, when the optimizer has its state) and freed
+    memory returns to the system at once, which is slower."""
     warmup: int = 1
     """Steps after those that are not timed either."""
     dropout: float = 0.0

@@ -20,7 +20,7 @@ def test_only_the_ssdtrain_mode_has_the_block_and_it_is_all_that_differs() -> No
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"steps": 4}, "give at least 5"),
+        ({"steps": 3}, "give at least 4"),
         ({"layers": 0}, "layers is 0"),
         ({"memory_steps": 1}, "at least 2"),
         ({"hidden": 100}, "not a multiple of heads"),
