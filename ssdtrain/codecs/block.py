@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ssdtrain.codecs import native, scales
+from ssdtrain.codecs import kernels, native, scales
 from ssdtrain.codecs.base import FixedSizeCodec, Key
 from ssdtrain.codecs.philox import uniform_blocks
 
@@ -109,11 +109,15 @@ class IntBlock(FixedSizeCodec):
             scales.check_counters(flat.numel())
         if native.usable(self.backend, flat, body):
             return native.block_encode(self, flat, body, key)
+        if kernels.usable(self.backend, flat, body):
+            return kernels.block_encode(self, flat, body, key)
         return self._encode_reference(flat, body, key)
 
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         if native.usable(self.backend, body, out):
             native.block_decode(self, body, out, accumulate)
+        elif kernels.usable(self.backend, body, out):
+            kernels.block_decode(self, body, out, accumulate)
         else:
             self._decode_reference(body, out, accumulate)
 

@@ -19,7 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ssdtrain.codecs import native
+from ssdtrain.codecs import kernels, native
 from ssdtrain.codecs.base import FixedSizeCodec, Key
 
 _MASK32 = 0xFFFFFFFF
@@ -81,6 +81,8 @@ class Zfp(FixedSizeCodec):
     def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
         if native.usable(self.backend, flat, body):
             return native.zfp_encode(flat, body, self.block_bits)
+        if kernels.usable(self.backend, flat, body):
+            return kernels.zfp_encode(flat, body, self.block_bits)
         q_N4, exponent_N, finite_N = _to_integers(_blocks(flat))
         words_NW = _encode_planes(_negabinary(_lift(q_N4)), self.block_bits)
         header_N = torch.where(exponent_N > 0, 2 * exponent_N + 1, 0)
@@ -94,6 +96,9 @@ class Zfp(FixedSizeCodec):
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         if native.usable(self.backend, body, out):
             native.zfp_decode(body, out, self.block_bits, accumulate)
+            return
+        if kernels.usable(self.backend, body, out):
+            kernels.zfp_decode(body, out, self.block_bits, accumulate)
             return
         words_NW = _split(body, -(-out.numel() // 4), self.block_bits)
         header_N = words_NW[:, 0] & (1 << _HEADER_BITS) - 1
@@ -219,14 +224,14 @@ def plane_of_code(significant: int, bits: int, left: int) -> tuple[int, int, int
 
 
 @cache
-def _encode_table() -> Tensor:
+def encode_table() -> Tensor:
     """int64 [3, 5 * 16]: code, length, new count for index significant * 16 + plane."""
     rows = [plane_code(n, x) for n in range(5) for x in range(16)]
     return torch.tensor(rows, dtype=torch.int64, device="cpu").t().contiguous()
 
 
 @cache
-def _decode_table() -> Tensor:
+def decode_table() -> Tensor:
     """int64 [3, 5 * 8 * 128]: plane, length, new count for index (significant * 8 + min(left, 7)) * 128 + next 7 bits."""
     rows = [plane_of_code(n, b, left) for n in range(5) for left in range(8) for b in range(128)]
     return torch.tensor(rows, dtype=torch.int64, device="cpu").t().contiguous()
@@ -234,7 +239,7 @@ def _decode_table() -> Tensor:
 
 def _encode_planes(u_N4: Tensor, block_bits: int) -> Tensor:
     """int64 [N, W + 1] words of 32 bits, the header's bits zero, nothing behind `block_bits`."""
-    code_table, length_table, count_table = _encode_table().to(u_N4.device)
+    code_table, length_table, count_table = encode_table().to(u_N4.device)
     weights = torch.tensor([1, 2, 4, 8], dtype=torch.int64, device=u_N4.device)
     words = u_N4.new_zeros(u_N4.shape[0], 128 // 32 + 2)
     at = torch.full_like(u_N4[:, 0], _HEADER_BITS)
@@ -254,7 +259,7 @@ def _encode_planes(u_N4: Tensor, block_bits: int) -> Tensor:
 
 def _decode_planes(words_NW: Tensor, block_bits: int) -> Tensor:
     """int64 [N, 4] negabinary numbers."""
-    plane_table, length_table, count_table = _decode_table().to(words_NW.device)
+    plane_table, length_table, count_table = decode_table().to(words_NW.device)
     positions = torch.arange(4, dtype=torch.int64, device=words_NW.device)
     u_N4 = words_NW.new_zeros(words_NW.shape[0], 4)
     at = torch.full_like(words_NW[:, 0], _HEADER_BITS)

@@ -1,0 +1,315 @@
+"""Triton kernels of the block integers (`ssdtrain.codecs.block`, Note: [Block codes]).
+
+A program takes R blocks, and each block as four quarters: the four words of a Philox counter, the halves of
+four-bit codes and the quarters of two-bit codes all fall on whole quarters. Launched without fused multiply-add; divisions are rounded to nearest.
+
+Shapes: R blocks per program, Q = block / 4 values per quarter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ssdtrain.codecs import scales
+from ssdtrain.codecs.base import Key
+
+if TYPE_CHECKING:
+    from ssdtrain.codecs.block import IntBlock
+
+_VALUES_PER_PROGRAM = 4096
+_KEY_ARGUMENTS = ["seed_low", "seed_high", "step", "tensor", "rank"]
+
+
+@triton.jit
+def to_bfloat16_bits(x: tl.tensor) -> tl.tensor:
+    """int16 bits of `x` rounded to nearest even. The interpreter's own cast truncates; NaN is kept apart
+    because the one that GPUs make (all ones) would round to zero."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x != x, 0x7FC0, rounded).to(tl.int16)
+
+
+@triton.jit
+def _ceil_bf16(x: tl.tensor) -> tl.tensor:
+    return ((x.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _floor_bf16(x: tl.tensor) -> tl.tensor:
+    bits = x.to(tl.int32, bitcast=True)
+    return (tl.where(bits < 0, bits + 0xFFFF, bits) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _largest_bits(v_RQ: tl.tensor) -> tl.tensor:
+    """The largest magnitude as bits, in whose order Inf and NaN come last."""
+    return tl.max(v_RQ.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+
+
+@triton.jit
+def _code(
+    v_RQ: tl.tensor,
+    scale_R1: tl.tensor,
+    zero_R1: tl.tensor,
+    finite_R1: tl.tensor,
+    word_RQ: tl.tensor,
+    REACH: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+) -> tl.tensor:
+    """int32 codes; `word_RQ` are random words, unused in nearest rounding."""
+    LOW: tl.constexpr = -REACH if SYMMETRIC else 0
+    OFFSET: tl.constexpr = REACH + 1 if SYMMETRIC else 0
+    if SYMMETRIC:
+        y = tl.div_rn(v_RQ, scale_R1 + tl.zeros_like(v_RQ))
+    else:
+        y = tl.div_rn(v_RQ * 0.5 - zero_R1 * 0.5, scale_R1 * 0.5 + tl.zeros_like(v_RQ))
+    y = tl.minimum(tl.maximum(y, LOW * 1.0), REACH * 1.0)
+    if STOCHASTIC:
+        whole = tl.floor(y)
+        u = (word_RQ >> 8).to(tl.float32) * (1.0 / 16777216.0)
+        q = whole + tl.where(u < y - whole, 1.0, 0.0)
+    else:
+        q = (y + 12582912.0) - 12582912.0  # to nearest even below 2^22
+    return tl.where(finite_R1, q, 0.0).to(tl.int32) + OFFSET
+
+
+@triton.jit(do_not_specialize=_KEY_ARGUMENTS)
+def _encode_kernel(
+    x: tl.tensor,
+    scale_out: tl.tensor,
+    code_out: tl.tensor,
+    numel: tl.tensor,
+    blocks: tl.tensor,
+    cap: tl.tensor,
+    lowest: tl.tensor,
+    seed_low: tl.tensor,
+    seed_high: tl.tensor,
+    step: tl.tensor,
+    tensor: tl.tensor,
+    rank: tl.tensor,
+    Q: tl.constexpr,
+    R: tl.constexpr,
+    BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+) -> None:
+    block_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    inside_R = block_R < blocks
+    inside_R1 = inside_R[:, None]
+    place = tl.arange(0, Q)[None, :]
+    start = block_R[:, None] * (4 * Q) + place
+    # The last block is filled up with the last value.
+    v0 = tl.load(x + tl.minimum(start, numel - 1)).to(tl.float32)
+    v1 = tl.load(x + tl.minimum(start + Q, numel - 1)).to(tl.float32)
+    v2 = tl.load(x + tl.minimum(start + 2 * Q, numel - 1)).to(tl.float32)
+    v3 = tl.load(x + tl.minimum(start + 3 * Q, numel - 1)).to(tl.float32)
+
+    largest_R = tl.maximum(
+        tl.maximum(_largest_bits(v0), _largest_bits(v1)), tl.maximum(_largest_bits(v2), _largest_bits(v3))
+    )
+    finite_R = largest_R < 0x7F800000
+    REACH: tl.constexpr = (1 << (BITS - 1)) - 1 if SYMMETRIC else (1 << BITS) - 1
+    if SYMMETRIC:
+        amax_R = tl.where(finite_R, largest_R, 0).to(tl.float32, bitcast=True)
+        scale_R = _ceil_bf16(tl.div_rn(amax_R, tl.full([R], REACH, tl.float32)))
+        scale_R = tl.minimum(tl.maximum(scale_R, 1.1754943508222875e-38), cap)
+        zero_R = scale_R
+    else:
+        low_R = tl.minimum(
+            tl.minimum(tl.min(v0, axis=1), tl.min(v1, axis=1)),
+            tl.minimum(tl.min(v2, axis=1), tl.min(v3, axis=1)),
+        )
+        high_R = tl.maximum(
+            tl.maximum(tl.max(v0, axis=1), tl.max(v1, axis=1)),
+            tl.maximum(tl.max(v2, axis=1), tl.max(v3, axis=1)),
+        )
+        low_R = tl.where(finite_R, low_R, 0.0)
+        high_R = tl.where(finite_R, high_R, 0.0)
+        reach_R = tl.full([R], REACH, tl.float32)
+        zero_R = _floor_bf16(tl.maximum(low_R, lowest) + 0.0)
+        foot_R = tl.div_rn(zero_R, reach_R)
+        spread_R = _ceil_bf16(tl.maximum(tl.div_rn(high_R, reach_R) - foot_R, 0.0))
+        most_R = _floor_bf16(tl.maximum(tl.div_rn(tl.full([R], 0, tl.float32) + cap, reach_R) - foot_R, 0.0))
+        scale_R = tl.maximum(tl.minimum(spread_R, most_R), 2.350988701644575e-38)
+        zero_bits_R = tl.where(finite_R, zero_R.to(tl.int32, bitcast=True) >> 16, 0x7FC0)
+        tl.store(scale_out + blocks + block_R, zero_bits_R.to(tl.int16), mask=inside_R)
+    scale_bits_R = tl.where(finite_R, scale_R.to(tl.int32, bitcast=True) >> 16, 0x7FC0)
+    tl.store(scale_out + block_R, scale_bits_R.to(tl.int16), mask=inside_R)
+
+    counter = (block_R[:, None] * Q + place).to(tl.uint32)
+    w0 = counter
+    w1 = counter
+    w2 = counter
+    w3 = counter
+    if STOCHASTIC:
+        zero = tl.zeros_like(counter)
+        w0, w1, w2, w3 = tl.philox_impl(
+            counter,
+            zero + step.to(tl.uint32),
+            zero + tensor.to(tl.uint32),
+            zero + rank.to(tl.uint32),
+            zero + seed_low.to(tl.uint32),
+            zero + seed_high.to(tl.uint32),
+            n_rounds=10,
+        )
+    s = scale_R[:, None]
+    z = zero_R[:, None]
+    f = finite_R[:, None]
+    c0 = _code(v0, s, z, f, w0, REACH, SYMMETRIC, STOCHASTIC)
+    c1 = _code(v1, s, z, f, w1, REACH, SYMMETRIC, STOCHASTIC)
+    c2 = _code(v2, s, z, f, w2, REACH, SYMMETRIC, STOCHASTIC)
+    c3 = _code(v3, s, z, f, w3, REACH, SYMMETRIC, STOCHASTIC)
+    if BITS == 8:
+        tl.store(code_out + start, c0.to(tl.uint8), mask=inside_R1)
+        tl.store(code_out + start + Q, c1.to(tl.uint8), mask=inside_R1)
+        tl.store(code_out + start + 2 * Q, c2.to(tl.uint8), mask=inside_R1)
+        tl.store(code_out + start + 3 * Q, c3.to(tl.uint8), mask=inside_R1)
+    elif BITS == 4:
+        packed = block_R[:, None] * (2 * Q) + place
+        tl.store(code_out + packed, (c0 | (c2 << 4)).to(tl.uint8), mask=inside_R1)
+        tl.store(code_out + packed + Q, (c1 | (c3 << 4)).to(tl.uint8), mask=inside_R1)
+    else:
+        packed = block_R[:, None] * Q + place
+        tl.store(code_out + packed, (c0 | (c1 << 2) | (c2 << 4) | (c3 << 6)).to(tl.uint8), mask=inside_R1)
+
+
+@triton.jit
+def _write(
+    out: tl.tensor,
+    at: tl.tensor,
+    numel: tl.tensor,
+    code: tl.tensor,
+    scale_R1: tl.tensor,
+    zero_R1: tl.tensor,
+    OFFSET: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BFLOAT16: tl.constexpr,
+) -> None:
+    q = (code - OFFSET).to(tl.float32)
+    if SYMMETRIC:
+        value = q * scale_R1
+    else:
+        value = (zero_R1 * 0.5 + q * (scale_R1 * 0.5)) * 2.0
+    inside = at < numel
+    if ACCUMULATE:
+        value = tl.load(out + at, mask=inside, other=0.0) + value
+    if BFLOAT16:
+        tl.store(out + at, to_bfloat16_bits(value), mask=inside)
+    else:
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _decode_kernel(
+    scale_in: tl.tensor,
+    code_in: tl.tensor,
+    out: tl.tensor,
+    numel: tl.tensor,
+    blocks: tl.tensor,
+    Q: tl.constexpr,
+    R: tl.constexpr,
+    BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BFLOAT16: tl.constexpr,
+) -> None:
+    block_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    inside_R = block_R < blocks
+    inside_R1 = inside_R[:, None]
+    place = tl.arange(0, Q)[None, :]
+    bits_R = tl.load(scale_in + block_R, mask=inside_R, other=0).to(tl.int32) << 16
+    scale = bits_R.to(tl.float32, bitcast=True)[:, None]
+    zero = scale
+    if not SYMMETRIC:
+        bits_R = tl.load(scale_in + blocks + block_R, mask=inside_R, other=0).to(tl.int32) << 16
+        zero = bits_R.to(tl.float32, bitcast=True)[:, None]
+    OFFSET: tl.constexpr = 1 << (BITS - 1) if SYMMETRIC else 0
+    start = block_R[:, None] * (4 * Q) + place
+    if BITS == 8:
+        c0 = tl.load(code_in + start, mask=inside_R1, other=0).to(tl.int32)
+        c1 = tl.load(code_in + start + Q, mask=inside_R1, other=0).to(tl.int32)
+        c2 = tl.load(code_in + start + 2 * Q, mask=inside_R1, other=0).to(tl.int32)
+        c3 = tl.load(code_in + start + 3 * Q, mask=inside_R1, other=0).to(tl.int32)
+    elif BITS == 4:
+        packed = block_R[:, None] * (2 * Q) + place
+        a = tl.load(code_in + packed, mask=inside_R1, other=0).to(tl.int32)
+        b = tl.load(code_in + packed + Q, mask=inside_R1, other=0).to(tl.int32)
+        c0 = a & 15
+        c1 = b & 15
+        c2 = a >> 4
+        c3 = b >> 4
+    else:
+        packed = block_R[:, None] * Q + place
+        a = tl.load(code_in + packed, mask=inside_R1, other=0).to(tl.int32)
+        c0 = a & 3
+        c1 = (a >> 2) & 3
+        c2 = (a >> 4) & 3
+        c3 = a >> 6
+    _write(out, start, numel, c0, scale, zero, OFFSET, SYMMETRIC, ACCUMULATE, BFLOAT16)
+    _write(out, start + Q, numel, c1, scale, zero, OFFSET, SYMMETRIC, ACCUMULATE, BFLOAT16)
+    _write(out, start + 2 * Q, numel, c2, scale, zero, OFFSET, SYMMETRIC, ACCUMULATE, BFLOAT16)
+    _write(out, start + 3 * Q, numel, c3, scale, zero, OFFSET, SYMMETRIC, ACCUMULATE, BFLOAT16)
+
+
+def _signed(word: int) -> int:
+    """The low 32 bits as a signed number, so that a kernel argument has one type whatever its value."""
+    return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
+
+
+def encode(codec: IntBlock, flat: Tensor, body: Tensor, key: Key | None) -> Tensor:
+    """Encode `flat` [numel] into `body`; returns whether every block is finite, bool []."""
+    blocks, codes, end = scales.sections(flat.numel(), codec.block, codec.vectors, codec.bits)
+    cap = scales.LARGEST[flat.dtype]
+    if codec.symmetric:
+        cap = scales.largest_scale(codec.largest_code, flat.dtype)
+    key = key if key is not None else Key(0)
+    rows = _VALUES_PER_PROGRAM // codec.block
+    body[2 * blocks * codec.vectors : codes].zero_()
+    _encode_kernel[(triton.cdiv(blocks, rows),)](
+        flat,
+        body[: 2 * blocks * codec.vectors].view(torch.int16),
+        body[codes:end],
+        flat.numel(),
+        blocks,
+        cap,
+        -scales.largest_scale(1, flat.dtype),
+        _signed(key.seed),
+        _signed(key.seed >> 32),
+        _signed(key.step),
+        _signed(key.tensor),
+        _signed(key.rank),
+        Q=codec.block // 4,
+        R=rows,
+        BITS=codec.bits,
+        SYMMETRIC=codec.symmetric,
+        STOCHASTIC=codec.stochastic,
+        enable_fp_fusion=False,
+    )
+    return torch.isfinite(body[: 2 * blocks].view(torch.bfloat16)).all()
+
+
+def decode(codec: IntBlock, body: Tensor, out: Tensor, accumulate: bool) -> None:
+    """Decode into `out` [numel], or add to it."""
+    blocks, codes, end = scales.sections(out.numel(), codec.block, codec.vectors, codec.bits)
+    rows = _VALUES_PER_PROGRAM // codec.block
+    _decode_kernel[(triton.cdiv(blocks, rows),)](
+        body[: 2 * blocks * codec.vectors].view(torch.int16),
+        body[codes:end],
+        out.view(torch.int16) if out.dtype == torch.bfloat16 else out,
+        out.numel(),
+        blocks,
+        Q=codec.block // 4,
+        R=rows,
+        BITS=codec.bits,
+        SYMMETRIC=codec.symmetric,
+        ACCUMULATE=accumulate,
+        BFLOAT16=out.dtype == torch.bfloat16,
+        enable_fp_fusion=False,
+    )
