@@ -1,10 +1,31 @@
 """SSDTrain for Megatron-LM.
 
-Lives here: the flags (`flags`), made from the schema of ssdtrain.config. Import from this package: what
-`__all__` names. Importing it imports no part of megatron and changes nothing in it; it holds no algorithm of
-its own.
+Lives here: the flags (`flags`), the attachment of a runtime to model chunks (`attachment`) with the events of the
+schedules (`schedule`, `installation`) and the checkpoint function (`recompute`), the hooks into Megatron-LM's training
+loop (`pretrain`, `figures`), the launcher (`run`), the layer spec (`spec`), and a trainer on megatron-core (`train`) with
+its demo (`demo`). Import from this package: what `__all__` names. Importing it imports no part of megatron and changes
+nothing in it; it holds no algorithm of its own. Megatron's private names are touched in `_compat` only.
 """
 
-from ssdtrain_megatron.flags import add_arguments, config_from_args
+from typing import Any
 
-__all__ = ["add_arguments", "config_from_args"]
+from ssdtrain_megatron.flags import add_arguments, config_from_args
+from ssdtrain_megatron.pretrain import install_pretrain, uninstall_pretrain
+
+__all__ = [
+    "Attachment",
+    "add_arguments",
+    "attach",
+    "config_from_args",
+    "install_pretrain",
+    "uninstall_pretrain",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # These need megatron, and are there when they are asked for.
+    if name in {"Attachment", "attach"}:
+        from ssdtrain_megatron import attachment
+
+        return getattr(attachment, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,193 @@
+"""Every name of megatron-core that this package relies on, checked at install.
+
+A missing name or parameter is refused by its name. The training loop's names (`megatron.training`, which is on no package
+registry) are checked by `check_training`, only where that loop is used.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import megatron.core
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import random
+from megatron.core.utils import get_model_config
+
+__all__ = [
+    "TESTED",
+    "Step",
+    "check",
+    "check_training",
+    "model_config",
+    "output_of",
+    "random_tracker",
+    "read_step",
+    "replaceable",
+]
+
+logger = logging.getLogger("ssdtrain")
+
+TESTED = ("0.14.0", "0.15.3", "0.16.1")
+"""Versions of megatron-core that the tests were run with."""
+
+_PARAMETERS: dict[tuple[ModuleType, str], tuple[str, ...]] = {
+    (schedules, "forward_step"): ("model", "num_microbatches", "current_microbatch"),
+    (schedules, "backward_step"): ("output_tensor",),
+    (random, "checkpoint"): ("function", "distribute_saved_activations"),
+    (tensor_parallel, "checkpoint"): ("function", "distribute_saved_activations"),
+}
+_METHODS = ("checkpoint", "discard_output_and_register_recompute")
+_TRACKER = ("get_states", "set_states")
+
+_TRAINING: dict[str, tuple[str, ...]] = {
+    "arguments": ("add_megatron_arguments",),
+    "training": (
+        "setup_model_and_optimizer",
+        "training_log",
+        "get_args",
+        "get_tensorboard_writer",
+        "get_wandb_writer",
+        "print_rank_last",
+    ),
+}
+
+
+def check() -> None:
+    """Refuse a megatron-core that lacks what this package needs; warn of a version that was never run.
+
+    Raises:
+        ImportError: names all that is missing.
+    """
+    missing = []
+    for (module, name), parameters in _PARAMETERS.items():
+        function = getattr(module, name, None)
+        if not callable(function):
+            missing.append(f"{module.__name__}.{name}")
+            continue
+        known = inspect.signature(function).parameters
+        missing += [
+            f"the parameter {parameter} of {module.__name__}.{name}"
+            for parameter in parameters
+            if parameter not in known
+        ]
+    recomputed = getattr(random, "CheckpointWithoutOutput", None)
+    missing += [
+        f"{random.__name__}.CheckpointWithoutOutput.{name}"
+        for name in _METHODS
+        if not callable(getattr(recomputed, name, None))
+    ]
+    tracker = getattr(random, "CudaRNGStatesTracker", None)
+    missing += [
+        f"{random.__name__}.CudaRNGStatesTracker.{name}"
+        for name in _TRACKER
+        if not callable(getattr(tracker, name, None))
+    ]
+    if missing:
+        raise ImportError(
+            f"megatron-core {megatron.core.__version__} lacks {', '.join(missing)}: "
+            f"ssdtrain_megatron was run with {', '.join(TESTED)}"
+        )
+    if megatron.core.__version__.split("+")[0] not in TESTED:
+        logger.warning(
+            "megatron-core %s was never run with this version of ssdtrain_megatron (tested: %s)",
+            megatron.core.__version__,
+            ", ".join(TESTED),
+        )
+
+
+def check_training() -> tuple[ModuleType, ModuleType]:
+    """`megatron.training.arguments` and `megatron.training.training`, with the names that are needed there.
+
+    Raises:
+        ImportError: Megatron-LM's checkout is not on the path, or names all that is missing.
+    """
+    try:
+        from megatron.training import arguments, training
+    except ImportError as error:
+        raise ImportError(
+            "megatron.training cannot be imported; it is part of a Megatron-LM checkout, not of the package "
+            f"megatron-core: put the checkout on PYTHONPATH or start its script from there ({error})"
+        ) from error
+    modules = {"arguments": arguments, "training": training}
+    missing = [
+        f"megatron.training.{module}.{name}"
+        for module, names in _TRAINING.items()
+        for name in names
+        if not callable(getattr(modules[module], name, None))
+    ]
+    if missing:
+        raise ImportError(
+            f"this Megatron-LM lacks {', '.join(missing)}: ssdtrain_megatron was run with {', '.join(TESTED)}"
+        )
+    return arguments, training
+
+
+class Step(NamedTuple):
+    """What a call of `schedules.forward_step` says about itself."""
+
+    model: torch.nn.Module
+    microbatch: int | None
+    microbatches: int
+    """Of the whole step."""
+
+
+_forward_signature = inspect.signature(schedules.forward_step)
+_backward_signature = inspect.signature(schedules.backward_step)
+
+
+def read_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    """The arguments of one call of `schedules.forward_step`."""
+    given = _forward_signature.bind(*args, **kwargs).arguments
+    return Step(given["model"], given.get("current_microbatch"), given["num_microbatches"])
+
+
+def output_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """The output whose backward one call of `schedules.backward_step` runs."""
+    return first_output(_backward_signature.bind(*args, **kwargs).arguments["output_tensor"])
+
+
+def first_output(output: object) -> object:
+    """Schedules hand outputs around singly or in a list, and one list may hold what another call gets singly."""
+    while isinstance(output, list | tuple) and output:
+        output = output[0]
+    return output
+
+
+def model_config(chunk: torch.nn.Module) -> Any:
+    """The TransformerConfig of a chunk, below whatever wraps it."""
+    return get_model_config(chunk)
+
+
+def random_tracker() -> Any:
+    """Megatron's tracker of random states; it may be another object after a new seed."""
+    return random.get_cuda_rng_tracker()
+
+
+class Place(NamedTuple):
+    """Where a function lives that is replaced while something is attached."""
+
+    owner: Any
+    name: str
+
+    def get(self) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(self.owner, self.name)
+        return found
+
+    def set(self, function: Callable[..., Any]) -> None:
+        setattr(self.owner, self.name, function)
+
+
+def replaceable() -> dict[str, tuple[Place, ...]]:
+    """The functions that are looked up when they are called, so that replacing them here is enough."""
+    return {
+        "forward_step": (Place(schedules, "forward_step"),),
+        "backward_step": (Place(schedules, "backward_step"),),
+        "checkpoint": (Place(tensor_parallel, "checkpoint"), Place(random, "checkpoint")),
+        "discarding_checkpoint": (Place(random.CheckpointWithoutOutput, "checkpoint"),),
+    }

@@ -1,0 +1,143 @@
+"""A runtime attached to the model chunks of one rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ssdtrain.config import Config, load_config
+from ssdtrain.offload.checkpoint import Checkpoint
+from ssdtrain.runtime import Runtime, RuntimeStatistics
+from ssdtrain_megatron import _compat
+from ssdtrain_megatron.installation import installation
+from ssdtrain_megatron.recompute import register_tracker
+from ssdtrain_megatron.refusals import refuse
+from ssdtrain_megatron.schedule import Schedule
+
+__all__ = ["Attachment", "attach"]
+
+
+class Attachment:
+    """What `attach` returns: a runtime and the events that reach it. Also a context manager that closes.
+
+    Attributes:
+        runtime: for statistics and more.
+        schedule: the events of this rank.
+        checkpoint: what stands in the place of `tensor_parallel.checkpoint` while a forward of these chunks runs.
+    """
+
+    def __init__(self, runtime: Runtime, chunks: Sequence[nn.Module]) -> None:
+        self.runtime = runtime
+        self.schedule = Schedule(runtime, len(chunks))
+        self.checkpoint = Checkpoint(runtime.config.checkpoint)
+        register_tracker(self.checkpoint)
+        self._chunks = {id(chunk): (index, chunk) for index, chunk in enumerate(chunks)}
+
+    def chunk_of(self, model: nn.Module) -> int | None:
+        """The index of `model` among the chunks, or None."""
+        found = self._chunks.get(id(model))
+        return found[0] if found is not None else None
+
+    def statistics(self) -> RuntimeStatistics | None:
+        """The figures so far; None where nothing is enabled."""
+        return self.runtime.statistics()
+
+    def close(self) -> None:
+        """Put megatron-core's functions back and close the runtime. Idempotent."""
+        installation.remove(self)
+        self.runtime.close()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def attach(
+    model_chunks: nn.Module | Sequence[nn.Module],
+    config: Config | Mapping[str, Any] | str | Path | None,
+    *,
+    device: torch.device | str | None = None,
+    rank: int | None = None,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+) -> Attachment:
+    """Offload what the schedules of megatron-core save for backward on these chunks, until `close`.
+
+    Call it after the chunks are wrapped (DDP, Float16Module) and before the first step. A loop that calls models and
+    `backward` by itself, without `get_forward_backward_func`, uses `ssdtrain.attach` instead.
+
+    Example:
+        >>> attachment = ssdtrain_megatron.attach(model, {"offload": {"directories": "/nvme/{user}"}})
+        >>> for _ in range(steps):
+        ...     losses = forward_backward_func(forward_step_func=..., model=model, ...)
+        ...     optimizer.step()
+        >>> attachment.close()
+
+    Args:
+        model_chunks: as the schedules get them: one per virtual pipeline stage, in their order.
+        config: a `Config`, a dict of its sections, or a YAML or JSON file. None, or one that enables nothing, attaches
+            nothing and changes nothing.
+        device: of the activations; by default the model's.
+        rank: global rank; by default torch.distributed's.
+        local_rank, local_world_size: within the node; by default LOCAL_RANK and LOCAL_WORLD_SIZE (torchrun), or
+            SLURM_LOCALID and SLURM_NTASKS_PER_NODE.
+
+    Raises:
+        ConfigError: names the key, or the option of Megatron that excludes offloading.
+        ImportError: this megatron-core lacks a name that is needed.
+        ValueError: something is attached to one of the chunks already.
+        OSError: a directory cannot be used.
+    """
+    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    read = load_config(dict(config) if isinstance(config, Mapping) else config)
+    if read.active:
+        _compat.check()
+        refuse(chunks)
+        if any(installation.holds(chunk) for chunk in chunks):
+            raise ValueError("a runtime is attached to this model already: close it first")
+    runtime = Runtime(
+        read,
+        device=_device_of(chunks) if device is None else device,
+        rank=_rank() if rank is None else rank,
+        local_rank=_from_environment(0, "LOCAL_RANK", "SLURM_LOCALID") if local_rank is None else local_rank,
+        local_world_size=_from_environment(1, "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
+        if local_world_size is None
+        else local_world_size,
+    )
+    attachment = Attachment(runtime, chunks)
+    if runtime.engine is not None:
+        for chunk in chunks:
+            runtime.register(chunk)
+        runtime.engine.eligible.refuse_when(installation.must_stay)
+        installation.add(attachment)
+    return attachment
+
+
+def _device_of(chunks: Sequence[nn.Module]) -> torch.device:
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            return parameter.device
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _from_environment(otherwise: int, *names: str) -> int:
+    for name in names:
+        text = os.environ.get(name, "")
+        if text.isdigit():
+            return int(text)
+    return otherwise

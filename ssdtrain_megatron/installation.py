@@ -1,0 +1,160 @@
+"""What is replaced in megatron-core, while at least one attachment is alive and not a moment longer."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ssdtrain_megatron import _compat
+from ssdtrain_megatron.recompute import checkpoint_through
+
+if TYPE_CHECKING:
+    from ssdtrain_megatron.attachment import Attachment
+
+__all__ = ["Installation", "installation"]
+
+Function = Callable[..., Any]
+
+
+class Installation:
+    """Sends the events of megatron-core's schedules to the attachment of the model they are about.
+
+    Models that nothing is attached to, and forwards without gradients, run the original functions.
+    """
+
+    def __init__(self) -> None:
+        self._attachments: list[Attachment] = []
+        self._present: Attachment | None = None  # whose forward is running
+        self._first_run = False  # inside the first run of a reentrant checkpoint
+        self._originals: list[tuple[_compat.Place, Function]] = []
+        # Storages that CheckpointWithoutOutput frees and fills again by itself.
+        self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def add(self, attachment: Attachment) -> None:
+        if not self._attachments:
+            self._replace()
+        self._attachments.append(attachment)
+
+    def remove(self, attachment: Attachment) -> None:
+        if attachment in self._attachments:
+            self._attachments.remove(attachment)
+            if not self._attachments:
+                self._restore()
+
+    def holds(self, chunk: torch.nn.Module) -> bool:
+        """True if something is attached to `chunk`."""
+        return any(attachment.chunk_of(chunk) is not None for attachment in self._attachments)
+
+    def must_stay(self, tensor: torch.Tensor) -> bool:
+        """True for an output of CheckpointWithoutOutput and views of one, and for what is saved for nothing.
+
+        See Note: [Saved for nothing] in `recompute`.
+        """
+        if self._first_run:
+            return True
+        if not self._resized:
+            return False
+        storage = tensor.untyped_storage()
+        known = self._resized.get(id(storage))
+        return known is not None and known() is storage
+
+    def _replace(self) -> None:
+        wrappers = {
+            "forward_step": self._forward_step,
+            "backward_step": self._backward_step,
+            "checkpoint": self._checkpoint,
+            "discarding_checkpoint": self._discarding_checkpoint,
+        }
+        for name, places in _compat.replaceable().items():
+            for place in places:
+                plain = place.get()
+                self._originals.append((place, plain))
+                place.set(wrappers[name](plain))
+
+    def _restore(self) -> None:
+        while self._originals:
+            place, plain = self._originals.pop()
+            place.set(plain)
+        self._resized.clear()
+
+    def _forward_step(self, plain: Function) -> Function:
+        @functools.wraps(plain)
+        def forward_step(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return plain(*args, **kwargs)
+            step = _compat.read_step(args, kwargs)
+            for attachment in self._attachments:
+                chunk = attachment.chunk_of(step.model)
+                if chunk is not None and step.microbatch is not None:
+                    break
+            else:
+                return plain(*args, **kwargs)
+            schedule = attachment.schedule
+            outer, self._present = self._present, attachment
+            try:
+                result = schedule.forward(
+                    chunk, step.microbatch, step.microbatches, functools.partial(plain, *args, **kwargs)
+                )
+            finally:
+                self._present = outer
+            schedule.produced(_compat.first_output(result), chunk, step.microbatch)
+            return result
+
+        return forward_step
+
+    def _backward_step(self, plain: Function) -> Function:
+        @functools.wraps(plain)
+        def backward_step(*args: Any, **kwargs: Any) -> Any:
+            output = _compat.output_of(args, kwargs)
+            for attachment in self._attachments:
+                if attachment.schedule.knows(output):
+                    return attachment.schedule.backward(output, functools.partial(plain, *args, **kwargs))
+            return plain(*args, **kwargs)
+
+        return backward_step
+
+    def _checkpoint(self, plain: Function) -> Function:
+        @functools.wraps(plain)
+        def checkpoint(function: Function, distribute_saved_activations: bool, *args: Any) -> Any:
+            present = self._present
+            if present is None:
+                return plain(function, distribute_saved_activations, *args)
+
+            def inside(*args: Any) -> Any:
+                # Checkpoints inside this one are of the same kind when it is recomputed.
+                outer, self._present = self._present, present
+                first_run, self._first_run = self._first_run, not torch.is_grad_enabled()
+                try:
+                    return function(*args)
+                finally:
+                    self._present, self._first_run = outer, first_run
+
+            return checkpoint_through(present.checkpoint, plain, inside, distribute_saved_activations, args)
+
+        return checkpoint
+
+    def _discarding_checkpoint(self, plain: Function) -> Function:
+        @functools.wraps(plain)
+        def checkpoint(discarding: Any, run_function: Function, *args: Any) -> Any:
+            outputs = plain(discarding, run_function, *args)
+            self._forget_dead()
+            for output in outputs if isinstance(outputs, list | tuple) else (outputs,):
+                if isinstance(output, torch.Tensor):
+                    storage = output.untyped_storage()
+                    self._resized[id(storage)] = weakref.ref(storage)
+            return outputs
+
+        return checkpoint
+
+    def _forget_dead(self) -> None:
+        dead = [key for key, storage in self._resized.items() if storage() is None]
+        for key in dead:
+            del self._resized[key]
+
+
+installation = Installation()
+"""The one of this process: what it replaces are module globals."""

@@ -1,0 +1,114 @@
+"""Hooks into Megatron-LM's training loop: flags, attachment, figures.
+
+The loop looks its functions up in its modules when it calls them, so replacing them there is enough. What is replaced
+before the flags are known is put back when they ask for nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ssdtrain_megatron.flags import add_arguments, config_from_args
+
+if TYPE_CHECKING:
+    from ssdtrain_megatron.attachment import Attachment
+
+__all__ = ["install_pretrain", "uninstall_pretrain"]
+
+Function = Callable[..., Any]
+
+_originals: list[tuple[Any, str, Function]] = []
+_attachment: Attachment | None = None
+
+
+def install_pretrain() -> None:
+    """Let `pretrain` of Megatron-LM know the --ssdtrain-* flags and do what they ask for. Idempotent.
+
+    Call it before `pretrain(...)`, in the script itself or from `python -m ssdtrain_megatron.run`.
+
+    Raises:
+        ImportError: megatron.training is not on the path, or lacks a name that is needed.
+    """
+    if _originals:
+        return
+    from ssdtrain_megatron import _compat
+
+    arguments, training = _compat.check_training()
+    _replace(arguments, "add_megatron_arguments", _with_flags)
+    _replace(training, "setup_model_and_optimizer", functools.partial(_attaching, training))
+
+
+def uninstall_pretrain() -> None:
+    """Put the training loop's functions back, and end what was attached. Idempotent."""
+    global _attachment
+    while _originals:
+        owner, name, plain = _originals.pop()
+        setattr(owner, name, plain)
+    if _attachment is not None:
+        _attachment.close()
+        _attachment = None
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Function], Function]) -> None:
+    plain = getattr(owner, name)
+    _originals.append((owner, name, plain))
+    setattr(owner, name, wrap(plain))
+
+
+def _with_flags(plain: Function) -> Function:
+    @functools.wraps(plain)
+    def add_megatron_arguments(parser: Any) -> Any:
+        return add_arguments(plain(parser))
+
+    return add_megatron_arguments
+
+
+def _attaching(training: Any, plain: Function) -> Function:
+    @functools.wraps(plain)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        global _attachment
+        # A mistake in the flags is found before the model is built.
+        config = config_from_args(training.get_args())
+        result = plain(*args, **kwargs)
+        if config is None or not config.active:
+            uninstall_pretrain()
+            return result
+        from ssdtrain_megatron.attachment import attach
+
+        if _attachment is not None:
+            _attachment.close()
+        _attachment = attach(result[0], config)
+        # The loop ends by sys.exit at --exit-interval, --exit-duration and signals.
+        atexit.register(_attachment.close)
+        _replace(training, "training_log", functools.partial(_logging, training, _attachment))
+        return result
+
+    return setup_model_and_optimizer
+
+
+def _logging(training: Any, attachment: Attachment, plain: Function) -> Function:
+    from ssdtrain_megatron.figures import Figures
+
+    figures = Figures(attachment)
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        iteration = signature.bind(*args, **kwargs).arguments["iteration"]
+        if iteration % training.get_args().log_interval == 0:
+            figures.gather()
+            training.print_rank_last(f" [ssdtrain] iteration {iteration} | {figures.line()}")
+            writer, wandb = training.get_tensorboard_writer(), training.get_wandb_writer()
+            for name, value in figures.scalars().items():
+                if writer is not None:
+                    writer.add_scalar(f"ssdtrain/{name}", value, iteration)
+            if wandb is not None and wandb:
+                wandb.log({f"ssdtrain/{name}": value for name, value in figures.scalars().items()}, iteration)
+        return result
+
+    return training_log

@@ -1,0 +1,51 @@
+"""The checkpoint function in the place of `tensor_parallel.checkpoint`.
+
+Megatron's own is the reentrant kind: it saves its inputs through autograd, so inside a forward of the runtime they leave
+memory as they are. Ours is the other kind: it stops as soon as all that backward needs is there, which leaves out the last
+collectives of a block too. Both restore torch's generators and Megatron's tracker.
+
+Note: [Distributed saved activations]
+Megatron's own function splits the first input among the tensor-parallel ranks by replacing its data. That needs a function
+which saves after it ran: the reentrant one is used there whatever the config says.
+
+Note: [Saved for nothing]
+Inside the reentrant function's first run gradients are off, but Megatron switches them on again around bias-dropout-add. What
+is saved there is dropped at the end of the block, and must not travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ssdtrain.offload.checkpoint import Checkpoint
+from ssdtrain_megatron import _compat
+
+__all__ = ["checkpoint_through", "register_tracker"]
+
+
+def register_tracker(checkpoint: Checkpoint) -> None:
+    """Have `checkpoint` save and restore Megatron's tracker of random states."""
+
+    def read() -> dict[str, Any]:
+        states: dict[str, Any] = _compat.random_tracker().get_states()
+        return states
+
+    def write(states: dict[str, Any]) -> None:
+        # The tracker keeps the dict and writes into it; the next recomputation needs it as it is.
+        _compat.random_tracker().set_states(dict(states))
+
+    checkpoint.register_random_state("megatron", read, write)
+
+
+def checkpoint_through(
+    checkpoint: Checkpoint,
+    plain: Callable[..., Any],
+    function: Callable[..., Any],
+    distribute_saved_activations: bool,
+    args: tuple[Any, ...],
+) -> Any:
+    """Call `function(*args)` and recompute it in backward. See Note: [Distributed saved activations]."""
+    if distribute_saved_activations or checkpoint.config.use_reentrant:
+        return plain(function, distribute_saved_activations, *args)
+    return checkpoint(function, *args)

@@ -1,0 +1,164 @@
+"""From the events of a pipeline schedule to calls on the runtime.
+
+Note: [Order]
+Every schedule of Megatron begins a step with the forward of microbatch 0 on chunk 0, and its order depends on nothing but
+the layout and the number of microbatches. So the order of a step is known from the step before with as many microbatches:
+which backward comes next, and which forward is followed by its own backward. While it is not known (the first step, a new
+number of microbatches) nothing is hinted, and each backward starts its own loads. An event that is not the expected one
+(a step that raised) ends the hints until the next step.
+
+Note: [Kept tapes]
+Where the backward of a tape follows its forward at once while other tapes of this rank are alive (interleaving: the last
+chunk on the last stage), nothing of it leaves memory: it is a small part of what the rank holds, and it is needed now.
+Where it is the only tape alive (no pipeline, the last stage of 1F1B) it is all that the rank holds, and it leaves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ssdtrain.runtime import Runtime
+
+__all__ = ["Event", "Schedule", "StepOrder"]
+
+Key = tuple[int, int]
+"""(chunk, microbatch): names a tape."""
+
+AHEAD = 2  # backwards whose tapes are named to the runtime
+
+
+class Event(NamedTuple):
+    """One forward or backward of one microbatch on one chunk."""
+
+    backward: bool
+    chunk: int
+    microbatch: int
+
+    @property
+    def key(self) -> Key:
+        return self.chunk, self.microbatch
+
+
+class StepOrder:
+    """The events of steps by number of microbatches, as seen. See Note: [Order]."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[Event]] = {}
+        self._seen: list[Event] = []
+        self._expected: list[Event] | None = None
+        self._count = 0
+
+    def begin(self, count: int) -> None:
+        """A step of `count` microbatches begins."""
+        self._count = count
+        self._seen = []
+        self._expected = self._known.get(count)
+
+    def happens(self, event: Event) -> None:
+        """The next event of the step is `event`."""
+        at = len(self._seen)
+        if self._expected is not None and (at >= len(self._expected) or self._expected[at] != event):
+            self._expected = None
+        self._seen.append(event)
+
+    def end(self) -> None:
+        """The step is complete."""
+        self._known[self._count] = self._seen
+
+    def follows(self) -> Event | None:
+        """The event after the present one, if it is known."""
+        at = len(self._seen)
+        return self._expected[at] if self._expected is not None and at < len(self._expected) else None
+
+    def next_backwards(self, alive: set[Key]) -> list[Key]:
+        """The tapes among `alive` whose backwards come next, in order; at most AHEAD."""
+        found = []
+        for event in (self._expected or [])[len(self._seen) :]:
+            if event.backward:
+                if event.key not in alive:
+                    break
+                found.append(event.key)
+                if len(found) == AHEAD:
+                    break
+        return found
+
+
+class Schedule:
+    """The forwards and backwards of one rank, told to a runtime.
+
+    Args:
+        runtime: enabled.
+        chunks: model chunks on this rank.
+    """
+
+    def __init__(self, runtime: Runtime, chunks: int) -> None:
+        self.runtime = runtime
+        self.order = StepOrder()
+        self._chunks = chunks
+        self._open = False
+        self._left = 0  # backwards until the step is complete
+        self._alive: set[Key] = set()
+        self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], Key]] = {}
+
+    def forward(self, chunk: int, microbatch: int, count: int, call: Callable[[], Any]) -> Any:
+        """Run `call`, the forward of `microbatch` on `chunk`, of `count` microbatches in the step.
+
+        Returns:
+            What `call` returned. Tell `produced` the output whose backward will come.
+        """
+        event = Event(False, chunk, microbatch)
+        if event.key == (0, 0):
+            self._begin(count)
+        self.order.happens(event)
+        following = self.order.follows()
+        at_once = following == Event(True, chunk, microbatch)
+        keep = at_once and bool(self._alive)
+        if following is not None and following.backward and not at_once:
+            self.runtime.next_backward(*self.order.next_backwards(self._alive))
+        with self.runtime.forward(chunk, microbatch, keep=keep):
+            result = call()
+        self._alive.add(event.key)
+        return result
+
+    def produced(self, output: object, chunk: int, microbatch: int) -> None:
+        """The forward returned `output`; its backward is known by the identity of it."""
+        if isinstance(output, torch.Tensor):
+            self._outputs[id(output)] = (weakref.ref(output), (chunk, microbatch))
+
+    def knows(self, output: object) -> bool:
+        """True if `output` came from a forward of this schedule and had no backward."""
+        known = self._outputs.get(id(output))
+        return known is not None and known[0]() is output
+
+    def backward(self, output: object, call: Callable[[], Any]) -> Any:
+        """Run `call`, the backward of an output that this schedule `knows`."""
+        _, key = self._outputs.pop(id(output))
+        self.order.happens(Event(True, *key))
+        self._alive.discard(key)
+        with self.runtime.backward(*key):
+            self.runtime.next_backward(*self.order.next_backwards(self._alive))
+            result = call()
+        self._left -= 1
+        if self._open and self._left == 0:
+            self.order.end()
+            self._end()
+        return result
+
+    def _begin(self, count: int) -> None:
+        if self._open:  # the step before raised, or had no backward
+            self._end()
+        self._open = True
+        self._left = count * self._chunks
+        self.order.begin(count)
+        self.runtime.step_begin()
+
+    def _end(self) -> None:
+        self._open = False
+        self._alive.clear()
+        self._outputs.clear()
+        self.runtime.next_backward()
+        self.runtime.step_end()
