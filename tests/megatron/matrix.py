@@ -1,0 +1,117 @@
+"""One rank of the matrix: every row without and with offload, one after the other in the same processes.
+
+Started by `test_matrix.py` as `python -m tests.megatron.matrix DIRECTORY [name of a row ...]`, in the environment that
+torchrun would make.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+warnings.filterwarnings("ignore")
+
+from tests.megatron import cpu  # noqa: E402
+
+cpu.arrange()
+
+import megatron.core  # noqa: E402, F401
+
+cpu.finish()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core.pipeline_parallel import schedules  # noqa: E402
+
+import ssdtrain_megatron  # noqa: E402
+from tests.megatron.count import Count  # noqa: E402
+from tests.megatron.rows import ROWS, Row  # noqa: E402
+from tests.megatron.training import STEPS, Trainer, layout  # noqa: E402
+
+MIN_BYTES = 1024
+
+
+def plain_run(row: Row) -> dict[str, Any]:
+    trainer = Trainer(row)
+    with Count(trainer.chunks, MIN_BYTES).counting(schedules) as count:
+        steps = [trainer.step(number) for number in range(STEPS)]
+    return {
+        "steps": steps,
+        "weights": trainer.weights(),
+        "saved": count.calls,
+        "at_once": count.followed_at_once(len(count.calls) // STEPS),
+    }
+
+
+def offloaded_run(row: Row, directory: str) -> dict[str, Any]:
+    trainer = Trainer(row)
+    config = {
+        "offload": {"directories": directory, "min_bytes": MIN_BYTES, **row.offload},
+        "checkpoint": row.checkpoint,
+    }
+    before = schedules.forward_step
+    with ssdtrain_megatron.attach(trainer.chunks, config) as attachment:
+        replaced = schedules.forward_step is not before
+        steps = [trainer.step(number) for number in range(STEPS)]
+        weights = trainer.weights()
+        gc.collect()
+        found = attachment.statistics()
+        assert found is not None
+        offload = found.offload
+        return {
+            "steps": steps,
+            "weights": weights,
+            "replaced": replaced,
+            "counted_steps": found.steps,
+            "spilled": offload.offloaded_bytes + offload.cancelled_bytes,
+            "kept": offload.kept_bytes,
+            "kept_for_want": offload.kept_full_bytes + offload.kept_late_bytes,
+            "saved": offload.saved_bytes,
+            "live_regions": offload.live_regions,
+            "live_slots": found.store.live_slots,
+            "loaded": offload.loaded_bytes,
+            "forwarded": offload.forwarded_bytes,
+            "cancelled": offload.cancelled_bytes,
+        }
+
+
+def run(row: Row, directory: str) -> dict[str, Any]:
+    began = time.perf_counter()
+    with layout(row):
+        plain = plain_run(row)
+        middle = time.perf_counter()
+        offloaded = offloaded_run(row, directory)
+    ended = time.perf_counter()
+    return {"plain": plain, "offloaded": offloaded, "seconds": [middle - began, ended - middle]}
+
+
+def main(directory: str, *names: str) -> None:
+    torch.set_num_threads(1)
+    # One generator plays the parts of two here, which Megatron notices with every dropout.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    dist.init_process_group("gloo")
+    results = {}
+    for row in ROWS:
+        if row.world != int(world) or (names and row.name not in names):
+            continue
+        try:
+            results[row.name] = run(row, directory)
+        except BaseException:
+            # The other ranks are in the middle of this row: there is no way to go on with the next.
+            print(f"rank {rank} failed in the row {row.name!r}", flush=True)
+            raise
+        Path(directory, f"{world}-{rank}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

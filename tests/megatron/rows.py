@@ -1,0 +1,121 @@
+"""The layouts and models that Megatron trains without a GPU: the rows of the matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train.
+
+    Attributes:
+        options: of TransformerConfig.
+        ddp: of DistributedDataParallelConfig.
+        offload: keys of the offload section, beside the directories.
+    """
+
+    name: str
+    world: int = 1
+    tp: int = 1
+    pp: int = 1
+    vp: int | None = None
+    ep: int = 1
+    model: str = "gpt"
+    microbatches: int = 4
+    bf16: bool = False
+    dropout: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    offload: dict[str, Any] = field(default_factory=dict)
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def dp(self) -> int:
+        return self.world // (self.tp * self.pp)
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+SPREAD = {"distribute_saved_activations": True, **FULL}
+DEALLOCATE = {"deallocate_pipeline_outputs": True}
+INTERLEAVED = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+MOE = {
+    "num_moe_experts": 4,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_topk": 2,
+    "add_bias_linear": False,
+}
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+ROWS = [
+    Row("one process"),
+    Row("dropout", dropout=0.1),
+    Row("bf16", bf16=True),
+    Row("half of the bytes", offload={"amount": "50%"}),
+    Row("python engine", offload={"engine": "python"}),
+    Row("recompute full", options=FULL),
+    Row("recompute full, dropout", dropout=0.1, options=FULL),
+    Row("recompute full, reentrant", dropout=0.1, options=FULL, checkpoint={"use_reentrant": True}),
+    Row("recompute block", options=BLOCK),
+    Row("recompute core_attn", options=selective("core_attn")),
+    Row("recompute layernorm", options=selective("layernorm")),
+    Row("recompute layernorm, mlp", options={"add_bias_linear": False, **selective("layernorm", "mlp")}),
+    Row("moe", model="moe", options=MOE),
+    Row("moe, recompute full", model="moe", options={**MOE, **FULL}),
+    Row("moe, recompute moe", model="moe", options={**MOE, **selective("moe")}),
+    Row("bert", model="bert"),
+    Row("t5", model="t5"),
+    Row("tp2", 2, tp=2),
+    Row("tp2 sp", 2, tp=2, options={"sequence_parallel": True}),
+    Row("tp2, dropout, recompute full", 2, tp=2, dropout=0.1, options=FULL),
+    Row("tp2, dropout, recompute full, distributed", 2, tp=2, dropout=0.1, options=SPREAD),
+    Row("tp2, bert", 2, tp=2, model="bert"),
+    Row("tp2, t5", 2, tp=2, model="t5"),
+    Row("pp2", 2, pp=2),
+    Row("pp2, one microbatch", 2, pp=2, microbatches=1),
+    Row("pp2, deallocate", 2, pp=2, options=DEALLOCATE),
+    Row("pp2, recompute full, deallocate", 2, pp=2, options={**FULL, **DEALLOCATE}),
+    Row("pp2, bert", 2, pp=2, model="bert"),
+    Row("pp2 vp2", 2, pp=2, vp=2, options=INTERLEAVED),
+    Row("pp2 vp2, deallocate", 2, pp=2, vp=2, options={**INTERLEAVED, **DEALLOCATE}),
+    Row("dp2", 2),
+    Row("dp2, overlap", 2, ddp={"overlap_grad_reduce": True}),
+    Row("dp2, distributed optimizer", 2, ddp={"use_distributed_optimizer": True}),
+    Row(
+        "dp2, distributed optimizer, overlap",
+        2,
+        ddp={"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+    ),
+    Row(
+        "dp2, distributed optimizer, overlap both, bf16",
+        2,
+        bf16=True,
+        ddp={"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    ),
+    Row("moe ep2", 2, ep=2, model="moe", options=MOE),
+    Row("pp4", 4, pp=4),
+    Row("pp4, deallocate", 4, pp=4, microbatches=6, options=DEALLOCATE),
+    Row("tp2 pp2", 4, tp=2, pp=2),
+    Row("tp2 sp pp2, bf16", 4, tp=2, pp=2, bf16=True, options={"sequence_parallel": True}),
+    Row("tp2 pp2 vp2, deallocate", 4, tp=2, pp=2, vp=2, options={**INTERLEAVED, **DEALLOCATE}),
+    Row(
+        "dp2 pp2, distributed optimizer, overlap",
+        4,
+        pp=2,
+        ddp={"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+    ),
+    Row(
+        "dp2 tp2, distributed optimizer, recompute full, dropout",
+        4,
+        tp=2,
+        dropout=0.1,
+        options=FULL,
+        ddp={"use_distributed_optimizer": True},
+    ),
+]

@@ -1,0 +1,90 @@
+"""Every row that trains, without and with offload: equal to the bit, nothing left, and every byte accounted for."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.megatron.processes import start
+from tests.megatron.rows import ROWS, Row
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+
+Results = dict[str, list[dict[str, Any]]]
+
+
+@functools.cache
+def results(world: int) -> Results:
+    """All rows of `world` processes: by name, one result per rank."""
+    with tempfile.TemporaryDirectory(prefix="ssdtrain-matrix-") as directory:
+        start(world, ["-m", "tests.megatron.matrix", directory])
+        ranks = [json.loads(Path(directory, f"{world}-{rank}.json").read_text()) for rank in range(world)]
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+
+all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.world}: {row.name}")
+
+
+def runs(row: Row) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """(without, with) offload, of every rank."""
+    for result in results(row.world)[row.name]:
+        yield result["plain"], result["offloaded"]
+
+
+@all_rows
+def test_losses_norms_and_weights_are_equal_to_the_bit(row: Row) -> None:
+    with_loss = 0
+    for plain, offloaded in runs(row):
+        assert plain["steps"] == offloaded["steps"]
+        assert plain["weights"] == offloaded["weights"]
+        losses = [loss for loss, _ in plain["steps"] if loss is not None]
+        assert losses == [] or len(set(losses)) == STEPS, "the model does not learn"
+        with_loss += bool(losses)
+    assert with_loss == row.world // row.pp
+
+
+@all_rows
+def test_nothing_is_alive_at_the_end(row: Row) -> None:
+    for _, offloaded in runs(row):
+        assert (offloaded["live_regions"], offloaded["live_slots"]) == (0, 0)
+        assert offloaded["counted_steps"] == STEPS
+
+
+@all_rows
+def test_every_byte_that_autograd_holds_is_spilled_or_kept_by_plan(row: Row) -> None:
+    for plain, offloaded in runs(row):
+        counted = sum(nbytes for _, _, nbytes in plain["saved"])
+        assert counted > 0
+        assert offloaded["saved"] == counted
+        assert offloaded["spilled"] + offloaded["kept"] == counted
+        assert offloaded["kept_for_want"] == 0
+        if "amount" in row.offload:
+            assert 0 < offloaded["kept"] < counted
+        elif row.vp is None:
+            assert offloaded["kept"] == 0
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.vp is not None], ids=lambda row: row.name)
+def test_with_interleaving_only_tapes_whose_backward_follows_at_once_stay(row: Row) -> None:
+    for rank, (plain, offloaded) in enumerate(runs(row)):
+        calls = plain["saved"]
+        per_step = len(calls) // STEPS
+        # The order is learned in the first step.
+        at_once = [
+            nbytes
+            for index, (_, _, nbytes) in enumerate(calls)
+            if index >= per_step and index % per_step in plain["at_once"]
+        ]
+        assert offloaded["kept"] == sum(at_once)
+        last_stage = rank >= row.world - row.world // row.pp
+        assert bool(at_once) == last_stage
