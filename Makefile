@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := $(wildcard ssdtrain/storage/*.c ssdtrain/codecs/*.c)
+SOURCES := $(wildcard ssdtrain/storage/*.[ch] ssdtrain/codecs/*.[ch])
 
 .PHONY: install demo test test-long lint docs bench clean
 

@@ -32,8 +32,9 @@ class HostBudgetExceeded(MemoryError):
 class IOFailure(OSError):
     """A transfer failed. None of the bytes it should have delivered may be used.
 
-    Attributes: `errno`, `strerror`, `filename` (the spill directory), `operation` ("read" or "write"),
-    `offset` (bytes, in the spill file), `nbytes` (of the transfer).
+    Attributes: `errno`, `strerror`, `filename` (the spill directory), `operation` ("read" or "write"), `offset`
+    (bytes, in the spill file), `nbytes` (of the transfer), `event_code` (not 0: the drive is fine, but the CUDA event
+    in front of the transfer failed with this CUDA error).
     """
 
     def __init__(
@@ -44,17 +45,24 @@ class IOFailure(OSError):
         operation: str = "transfer",
         offset: int = 0,
         nbytes: int = 0,
+        event_code: int = 0,
     ) -> None:
         super().__init__(errno, strerror or os.strerror(errno), filename)
         self.operation = operation
         self.offset = offset
         self.nbytes = nbytes
+        self.event_code = event_code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = (self.errno, self.strerror, self.filename, self.operation, self.offset, self.nbytes)
-        return type(self), arguments
+        where = (self.operation, self.offset, self.nbytes, self.event_code)
+        return type(self), (self.errno, self.strerror, self.filename, *where)
 
     def __str__(self) -> str:
+        if self.event_code:
+            return (
+                f"{self.operation} of {self.nbytes} bytes to {self.filename} was not begun: the CUDA event in front of it"
+                f" failed with CUDA error {self.event_code}; an earlier kernel or copy on that stream failed"
+            )
         name = codes.errorcode.get(self.errno or 0, str(self.errno))
         return (
             f"{self.operation} of {self.nbytes} bytes at offset {self.offset} of the spill file in {self.filename}"

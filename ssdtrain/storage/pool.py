@@ -82,8 +82,7 @@ class ErrorMaker:
         operation = "read" if kind & 1 else "write"
         directory = self._directories[queue] if queue < len(self._directories) else "host memory"
         if detail == EVENT:
-            text = f"the CUDA event in front of it failed with CUDA error {code}"
-            return IOFailure(errno.EIO, text, directory, operation, offset, nbytes)
+            return IOFailure(errno.EIO, "a CUDA event failed", directory, operation, offset, nbytes, code)
         text = {END_OF_FILE: "the file ended early", NOTHING_WRITTEN: "the system wrote 0 bytes"}.get(
             detail, os.strerror(code)
         )

@@ -206,22 +206,18 @@ class SpillStore:
                 self._lock.release()
 
     def retire(self, slot: Slot, error: BaseException) -> None:
-        """Reserve nothing more on the drive that `error` is about (else: on the slot's drives). What is
-        stored stays readable.
+        """Reserve nothing more on the drive that `error` is about (else: on the slot's drives), with one warning.
+
+        What is stored there stays readable. A failed CUDA event and the host tier retire nothing.
         """
-        if slot.tier == "host" or self._generation != forks.generation():
+        blameless = slot.tier == "host" or getattr(error, "event_code", 0) != 0
+        if blameless or self._generation != forks.generation():
             return
         with self._lock:
             drives = [self._slabs[queue] for queue in slot._extents[::3]]
             named = [slab for slab in drives if str(slab.directory) == getattr(error, "filename", None)]
             for slab in named or drives:
-                if not slab.retired:
-                    slab.retired = True
-                    left = sum(not other.retired for other in self._slabs)
-                    logger.warning(
-                        "the drive behind %s takes no more data after an error: %s; %d of %d drives are left",
-                        slab.directory, error, left, len(self._slabs),
-                    )  # fmt: skip
+                self._retire(slab, error)
 
     @property
     def stats(self) -> Stats:
@@ -302,6 +298,22 @@ class SpillStore:
         slot._operations = (*(old for old in slot._operations if not old.done()), operation)
         return operation
 
+    def _retire(self, slab: Slab, error: BaseException) -> None:
+        if slab.retired:
+            return
+        slab.retired = True
+        left = sum(not other.retired for other in self._slabs)
+        text = "the drive behind %s takes no more data after an error: %s; %d of %d drives are left"
+        logger.warning(text, slab.directory, error, left, len(self._slabs))
+
+    def _take(self, slab: Slab, nbytes: int) -> int | None:
+        """Space on a drive; one that fails while its file grows is passed over from then on."""
+        try:
+            return slab.take(nbytes)
+        except OSError as error:
+            self._retire(slab, error)
+            return None
+
     def _reserve_host(self, nbytes: int) -> Slot | None:
         lease = self._host.acquire(nbytes) if self._host is not None else None
         return None if lease is None else Slot(nbytes, (len(self._slabs), lease.address, nbytes), lease)
@@ -317,7 +329,7 @@ class SpillStore:
             extents: list[int] = []
             for slab in drives:
                 length = min(share, image - share * (len(extents) // 3))
-                offset = slab.take(length)
+                offset = self._take(slab, length)
                 if offset is not None:
                     extents += (slab.index, offset, length)
                     if len(extents) == 3 * parts:

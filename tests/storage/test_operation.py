@@ -232,7 +232,10 @@ def test_a_failed_event_fails_the_write_and_transfers_nothing(make_store: Make, 
     write = store.write(slot, source.address, after_event=7)
     with pytest.raises(IOFailure, match="CUDA error 7"):
         write.wait(30)
-    assert store.stats.bytes_written == 0
+    failed = write.failed()
+    assert isinstance(failed, IOFailure) and failed.event_code == 7 and store.stats.bytes_written == 0
+    store.retire(slot, failed)
+    assert not store.stats.drives[0].retired, "the drive is not to blame"
     store.free(slot)
     source.release()
 

@@ -1,6 +1,7 @@
 """What becomes of the drive, the workers and the data when processes end, are killed, or fork."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -52,6 +53,21 @@ def test_a_killed_process_leaves_no_space_and_no_name(
     assert process.wait(30) != 0
     assert eventually(lambda: free_bytes(mount) == empty)
     assert os.listdir(mount) == []
+
+
+@pytest.mark.long
+def test_a_hundred_kills_at_any_moment_leave_nothing(
+    small_filesystem: Callable[..., Path], spawn: Spawn, engine: str
+) -> None:
+    mount = small_filesystem(64 * MiB)
+    empty = free_bytes(mount)
+    draw = random.Random(2)
+    for _ in range(100):
+        process = spawn(WORKING + "    work()\n", mount, engine)
+        time.sleep(draw.uniform(0.0, 0.5))  # from before the first import to the middle of the work
+        process.send_signal(draw.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
+        process.communicate(timeout=60)
+        assert eventually(lambda: free_bytes(mount) == empty) and os.listdir(mount) == []
 
 
 @pytest.mark.parametrize(

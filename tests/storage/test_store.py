@@ -1,15 +1,17 @@
 """The store: tiers in their order, full and failing drives, release under way, figures, poison."""
 
+import errno
 import gc
 import logging
 import os
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ssdtrain.storage import ALIGNMENT, Arena, Faults, IOFailure, SpillStore, StoreFull
+from ssdtrain.storage import ALIGNMENT, Arena, Faults, IOFailure, SpillStore, StoreFull, slab
 from tests.storage.conftest import contents, filled, free_bytes, payload
 
 MiB = 1 << 20
@@ -53,8 +55,8 @@ def test_capacity_is_a_limit_and_the_error_has_the_figures(make_store: Make) -> 
     error = raised.value
     assert len(slots) == 2 + 2 * 3, "a slot on a drive takes its bytes and a block for its edges"
     assert error.wanted == MiB and error.capacity == 8 * MiB and 0 < error.free < 2 * MiB
-    for slab in store._slabs:
-        assert str(slab.directory) in str(error) and os.fstat(slab.fd).st_size <= 4 * MiB
+    for drive in store._slabs:
+        assert str(drive.directory) in str(error) and os.fstat(drive.fd).st_size <= 4 * MiB
     store.free(slots[-1])
     slots[-1] = store.reserve(MiB)
     for slot in slots:
@@ -158,6 +160,26 @@ def test_a_retired_drive_takes_nothing_new_and_keeps_what_it_has(
     source.release()
 
 
+def test_a_drive_that_fails_while_its_file_grows_is_passed_over(
+    make_store: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make_store(2, stripe=MiB)
+    failing = store._slabs[1].fd
+    real = slab.preallocate
+    monkeypatch.setattr(
+        slab, "preallocate", lambda fd, at, size: errno.EIO if fd == failing else real(fd, at, size)
+    )
+    slots = [store.reserve(4 * MiB) for _ in range(3)]
+    assert {slot._extents[::3] for slot in slots} == {(0,)}
+    assert [drive.retired for drive in store.stats.drives] == [
+        False,
+        True,
+    ] and "Input/output error" in caplog.text
+    for slot in slots:
+        store.free(slot)
+    assert store.stats.drives[0].used == 0, "what was taken for the first, failed attempt is free again"
+
+
 def test_of_a_striped_slot_only_the_drive_that_failed_is_retired(make_store: Make, arena: Arena) -> None:
     store = make_store(3, stripe=MiB, faults=Faults(fail_writes=frozenset({0})))
     source = filled(arena, 9 * MiB)
@@ -246,6 +268,27 @@ def test_a_short_file_is_an_error_and_never_zeros(make_store: Make, arena: Arena
             store.read(slot, source.address).wait(30)
     store.free(slot)
     source.release()
+
+
+def test_a_directory_on_an_overlay_works(tmp_path: Path, engine: str, arena: Arena) -> None:
+    parts = {name: tmp_path / name for name in ("lowerdir", "upperdir", "workdir")}
+    for path in (*parts.values(), tmp_path / "merged"):
+        path.mkdir()
+    options = ",".join(f"{name}={path}" for name, path in parts.items())
+    command = ["mount", "-t", "overlay", "-o", options, "overlay", str(tmp_path / "merged")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"an overlay needs the right to mount: {done.stderr.strip()}")
+    try:
+        with SpillStore([tmp_path / "merged"], engine=engine, capacity=8 * MiB) as store:
+            source = filled(arena, MiB, lead=64)
+            slot = store.reserve(MiB)
+            assert store.write(slot, source.address).wait(30)
+            assert contents(store, slot, arena) == payload(MiB)
+            assert os.listdir(tmp_path / "merged") == os.listdir(parts["upperdir"]) == []
+            source.release()
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path / "merged")], check=True)
 
 
 def test_a_removed_directory_does_not_hurt(make_store: Make, arena: Arena, tmp_path: Path) -> None:

@@ -77,10 +77,10 @@ def test_threads_at_random_work_keep_every_byte(
         short=0.2,
         interrupt=0.1,
         torn=True,
-        write_failure=0.02,
-        read_failure=0.02,
+        write_failure=0.15,
+        read_failure=0.15,
     )
-    store = make_store(2, host_bytes=4 * MiB, capacity=8 * MiB, stripe=512 << 10, faults=faults, threads=2)
+    store = make_store(2, host_bytes=2 * MiB, capacity=8 * MiB, stripe=512 << 10, faults=faults, threads=2)
     totals: dict[str, int] = {}
     errors: list[BaseException] = []
 
