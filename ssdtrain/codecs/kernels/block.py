@@ -1,7 +1,8 @@
 """Triton kernels of the block integers (`ssdtrain.codecs.block`, Note: [Block codes]).
 
 A program takes R blocks, and each block as four quarters: the four words of a Philox counter, the halves of
-four-bit codes and the quarters of two-bit codes all fall on whole quarters. Launched without fused multiply-add; divisions are rounded to nearest.
+four-bit codes and the quarters of two-bit codes all fall on whole quarters. Launched without fused multiply-add;
+divisions are rounded to nearest.
 
 Shapes: R blocks per program, Q = block / 4 values per quarter.
 """
