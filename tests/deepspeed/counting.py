@@ -22,7 +22,7 @@ class Counter:
         self.nbytes = 0
         self._seen: dict[int, torch.UntypedStorage] = {}
 
-    def see(self, tensor: torch.Tensor) -> torch.Tensor:
+    def see(self, tensor: torch.Tensor, part: int = 1) -> torch.Tensor:
         base = tensor._base if tensor._base is not None else tensor
         parameter = isinstance(base, nn.Parameter) or hasattr(base, "ds_id")
         inside_backward = torch._C._current_graph_task_id() != -1
@@ -30,7 +30,7 @@ class Counter:
             storage = tensor.untyped_storage()
             if id(storage) not in self._seen:
                 self._seen[id(storage)] = storage  # held, so that no other storage gets its id
-                self.nbytes += storage.nbytes()
+                self.nbytes += storage.nbytes() // part
         return tensor if tensor.is_leaf else tensor.detach()
 
     @contextmanager
@@ -40,9 +40,11 @@ class Counter:
             yield
         self._seen = {}
 
-    def see_inputs_of(self, blocks: nn.ModuleList) -> None:
-        for block in blocks:
-            block.register_forward_pre_hook(self._see_input)
+    def see_inputs_of(self, blocks: list[nn.Module], part: int = 1) -> None:
+        """Count the first input of each block; of partitioned activations 1/`part`."""
 
-    def _see_input(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        self.see(inputs[0])
+        def see(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            self.see(inputs[0], part)
+
+        for block in blocks:
+            block.register_forward_pre_hook(see)

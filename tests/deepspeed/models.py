@@ -64,10 +64,15 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 class GPT(nn.Module):
     """Args: checkpoint: called as `checkpoint(block, x)`; None runs the block."""
 
-    def __init__(self, checkpoint: Checkpoint | None = None, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint | None = None,
+        dropout: float = 0.0,
+        block: Callable[[float], nn.Module] = Block,
+    ) -> None:
         super().__init__()
         self.embedding = Embedding()
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(block(dropout) for _ in range(LAYERS))
         self.head = Head()
         self.checkpoint = checkpoint
 

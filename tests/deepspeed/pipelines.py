@@ -17,7 +17,7 @@ from tests.deepspeed.counting import Counter
 from tests.deepspeed.models import HEADS, HIDDEN, LAYERS, Block, Embedding, Head, loss_of
 from tests.deepspeed.rows import Row
 
-__all__ = ["MODELS", "count_forwards"]
+__all__ = ["MODELS", "TensorParallelUnit", "count_forwards", "tensor_parallel_block"]
 
 BLOCKS = LAYERS + 1  # so that every stage of four has one
 
@@ -90,9 +90,24 @@ class _FromTensorParallel(torch.autograd.Function):
         return grad, None
 
 
-def _tensor_parallel_block(group: Any, size: int) -> type[nn.Module]:
+class TensorParallelUnit:
+    """What DeepSpeed asks about model parallelism, where all ranks are one group of it."""
+
+    def get_model_parallel_rank(self) -> int:
+        return int(dist.get_rank())
+
+    def get_model_parallel_world_size(self) -> int:
+        return int(dist.get_world_size())
+
+    def get_model_parallel_group(self) -> Any:
+        return dist.get_world_group()
+
+
+def tensor_parallel_block(group: Any, size: int, *, marked: bool = True) -> type[nn.Module]:
+    """Args: marked: DeepSpeed is told which parameters are one rank's part; it then needs a grid or an mpu."""
+
     class TensorParallelBlock(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, _: float = 0.0) -> None:
             super().__init__()
             self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
             self.q, self.k, self.v = (nn.Linear(HIDDEN, HIDDEN // size) for _ in range(3))
@@ -101,7 +116,7 @@ def _tensor_parallel_block(group: Any, size: int) -> type[nn.Module]:
             self.down = nn.Linear(4 * HIDDEN // size, HIDDEN, bias=False)
             for linear in (self.q, self.k, self.v, self.up, self.out, self.down):
                 for parameter in linear.parameters():
-                    parameter.model_parallel = True  # type: ignore[attr-defined]
+                    parameter.model_parallel = marked  # type: ignore[attr-defined]
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             b, s, _ = x.shape
@@ -125,7 +140,7 @@ def tensor_pipeline(row: Row) -> PipelineModule:
     topology = PipeModelDataParallelTopology(num_pp=row.stages, num_mp=2, num_dp=ranks // row.stages // 2)
     # The group of tensor parallelism has to be there before layers are built.
     grid = PipelineParallelGrid(topology=topology, process_group=dist.new_group(ranks=range(ranks)))
-    block = _tensor_parallel_block(grid.get_slice_parallel_group(), 2)
+    block = tensor_parallel_block(grid.get_slice_parallel_group(), 2)
     return PipelineModule(_layers(row, block), topology=topology, **COMMON)
 
 

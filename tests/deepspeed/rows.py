@@ -16,9 +16,11 @@ class Row:
 
     Attributes:
         config: DeepSpeed's, beside what all rows have.
-        kind: "gpt" (an ordinary engine), "pipeline", "dualpipev", "tensor_pipeline" (pipeline x tensor x data).
+        kind: "gpt" (an ordinary engine), "tensor" (the same with two ranks of tensor parallelism), "pipeline", "dualpipev", "tensor_pipeline" (pipeline x tensor x data).
         checkpoint: see `training.CHECKPOINTS`.
         tied: the pipeline's first and last layer share a weight.
+        activation_checkpointing: what `deepspeed.checkpointing.configure` is called with; None: not called.
+        long: takes about a minute on two cores.
         counted: the bytes that leave can be counted by plain hooks.
     """
 
@@ -34,6 +36,8 @@ class Row:
     tied: bool = False
     steps: int = 3
     counted: bool = True
+    activation_checkpointing: dict[str, Any] | None = None
+    long: bool = False
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -71,11 +75,49 @@ def _pipeline_rows() -> list[Row]:
         Row("pipeline2-data2", 4, accumulate, kind="pipeline"),
         Row("pipeline2-data2-zero1-bf16-tied", 4, zero1, kind="pipeline", tied=True),
         Row("pipeline2-tensor2", 4, accumulate, kind="tensor_pipeline"),
-        Row("pipeline2-tensor2-data2", 8, {**zero(1), **accumulate}, kind="tensor_pipeline", steps=2),
+        Row(
+            "pipeline2-tensor2-data2",
+            8,
+            {**zero(1), **accumulate},
+            kind="tensor_pipeline",
+            steps=2,
+            long=True,
+        ),
     ]
 
 
-ROWS: list[Row] = [*_zero_rows(), *_pipeline_rows()]
+def _checkpoint_rows() -> list[Row]:
+    rows = []
+    for function in ("deepspeed", "deepspeed-non-reentrant", "torch", "ssdtrain", "ssdtrain_ds"):
+        rows.append(Row(f"checkpoint-{function}", 1, zero(1), checkpoint=function, dropout=0.1))
+        accumulate = {"gradient_accumulation_steps": 4}
+        rows.append(
+            Row(f"pipeline2-checkpoint-{function}", 2, accumulate, kind="pipeline", checkpoint=function)
+        )
+        if function != "deepspeed-non-reentrant":  # fails upstream
+            rows.append(Row(f"zero3-checkpoint-{function}", 2, {**zero(3), **BF16}, checkpoint=function))
+    for function in ("deepspeed", "deepspeed-non-reentrant"):
+        for key in ("cpu_checkpointing", "partition_activations"):
+            name = f"checkpoint-{function}-{key}"
+            rows.append(Row(name, 1, checkpoint=function, dropout=0.1, activation_checkpointing={key: True}))
+    profiled = {"profile": True, "synchronize_checkpoint_boundary": True}
+    rows.append(Row("checkpoint-profiled", 1, checkpoint="deepspeed", activation_checkpointing=profiled))
+    partitioned = {
+        "partition_activations": True,
+        "contiguous_memory_optimization": True,
+        "number_checkpoints": 3,
+    }
+    name = "checkpoint-contiguous"
+    rows.append(Row(name, 1, checkpoint="deepspeed", activation_checkpointing=partitioned))
+    both = {"partition_activations": True, "cpu_checkpointing": True}
+    for name, asked in (("partitioned", {"partition_activations": True}), ("partitioned-on-cpu", both)):
+        rows.append(
+            Row(f"tensor2-{name}", 2, kind="tensor", checkpoint="deepspeed", activation_checkpointing=asked)
+        )
+    return rows
+
+
+ROWS: list[Row] = [*_zero_rows(), *_pipeline_rows(), *_checkpoint_rows()]
 
 
 def rows_for(ranks: int) -> list[Row]:

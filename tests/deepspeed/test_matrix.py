@@ -3,6 +3,8 @@ can be spilled is, and nothing is left."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.deepspeed.conftest import Results
@@ -11,7 +13,14 @@ from tests.deepspeed.rows import ROWS, Row
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.ranks}-{row.name}")
+def parameters(rows: list[Row]) -> list[Any]:
+    return [
+        pytest.param(row, id=f"{row.ranks}-{row.name}", marks=[pytest.mark.long] if row.long else [])
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("row", parameters(ROWS))
 def test_the_block_changes_no_bit(row: Row, results: Results) -> None:
     for result in results(row):
         plain, offloaded = result["plain"], result["offloaded"]
@@ -19,7 +28,7 @@ def test_the_block_changes_no_bit(row: Row, results: Results) -> None:
         assert offloaded["parameters"] == plain["parameters"]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.ranks}-{row.name}")
+@pytest.mark.parametrize("row", parameters(ROWS))
 def test_no_slot_and_no_region_is_left(row: Row, results: Results) -> None:
     for result in results(row):
         assert result["offloaded"]["live_slots"] == 0

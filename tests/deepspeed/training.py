@@ -14,6 +14,7 @@ import deepspeed
 import torch
 import torch.utils.checkpoint
 from deepspeed import comm as dist
+from deepspeed.utils import groups
 
 import ssdtrain
 import ssdtrain_ds
@@ -71,7 +72,15 @@ def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
     config = config_of(row, directory if mode == "offloaded" else None)
     counter = Counter() if mode == "counted" else None
     torch.manual_seed(0)
+    asked = row.activation_checkpointing
+    if asked is not None and mode != "offloaded" and not asked.get("partition_activations"):
+        asked = {**asked, "cpu_checkpointing": False}  # DeepSpeed's own loses its inputs on CPU machines
+    if asked is not None:
+        mpu = pipelines.TensorParallelUnit() if row.kind == "tensor" else None
+        deepspeed.checkpointing.configure(mpu, deepspeed_config={**config, "activation_checkpointing": asked})
     engine, losses = _train(row, config, counter)
+    if asked is not None:
+        deepspeed.checkpointing.configure(None)
     result: dict[str, Any] = {"losses": sha1(losses), "parameters": sha1(parameters_of(engine))}
     if counter is not None:
         result["counted_bytes"] = counter.nbytes
@@ -87,18 +96,26 @@ def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
         }
         result["live_slots"] = found.store.live_slots
     engine.destroy()
+    groups.mpu = None  # a pipeline leaves its grid there, for whatever engine comes next
     return result
 
 
 def _train(row: Row, config: dict[str, Any], counter: Counter | None) -> tuple[Any, list[torch.Tensor]]:
-    return _train_gpt(row, config, counter) if row.kind == "gpt" else _train_pipeline(row, config, counter)
+    return (
+        _train_gpt(row, config, counter)
+        if row.kind in ("gpt", "tensor")
+        else _train_pipeline(row, config, counter)
+    )
 
 
 def _train_gpt(row: Row, config: dict[str, Any], counter: Counter | None) -> tuple[Any, list[torch.Tensor]]:
     with deepspeed.zero.Init(config_dict_or_path=config) if row.zero_init else nullcontext():
-        model = models.GPT(CHECKPOINTS.get(row.checkpoint or ""), row.dropout)
+        block = (
+            pipelines.tensor_parallel_block(None, 2, marked=False) if row.kind == "tensor" else models.Block
+        )
+        model = models.GPT(CHECKPOINTS.get(row.checkpoint or ""), row.dropout, block)
     if counter is not None and row.checkpoint is not None:
-        counter.see_inputs_of(model.blocks)
+        counter.see_inputs_of(list(model.blocks), part=2 if row.kind == "tensor" else 1)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=config
     )
@@ -117,8 +134,9 @@ def _train_pipeline(
     row: Row, config: dict[str, Any], counter: Counter | None
 ) -> tuple[Any, list[torch.Tensor]]:
     model = pipelines.MODELS[row.kind](row)
-    if counter is not None:
-        pipelines.count_forwards(counter)
+    pipelines.count_forwards(counter)
+    if counter is not None and row.checkpoint is not None:
+        counter.see_inputs_of([layer for layer in model.forward_funcs if isinstance(layer, models.Block)])
     try:
         trainable = [p for p in model.parameters() if p.requires_grad]
         engine, *_ = deepspeed.initialize(

@@ -43,6 +43,7 @@ def main(directory: Path, names: list[str]) -> None:
             found = {"error": traceback.format_exc()}
         (directory / f"{name}.{rank}.json").write_text(json.dumps(found))
         if "error" in found and row.ranks > 1:
+            sys.stdout.flush()
             os._exit(1)  # the others wait in a collective that will not come
     dist.barrier()
     dist.destroy_process_group()
