@@ -20,14 +20,16 @@ typedef unsigned long long address;
 
 static PyObject *py_block_encode(PyObject *self, PyObject *args) {
     (void)self;
-    address x, scales, data, seed;
+    address x, scales, data, seed, signs;
     long long numel;
     int dtype, finite;
     unsigned int step, tensor, rank;
     block_format f;
-    if (!PyArg_ParseTuple(args, "KiLiippKKffKIII", &x, &dtype, &numel, &f.block, &f.bits, &f.symmetric,
-                          &f.stochastic, &scales, &data, &f.cap, &f.lowest, &seed, &step, &tensor, &rank))
+    if (!PyArg_ParseTuple(args, "KiLiippKKffKIIIKf", &x, &dtype, &numel, &f.block, &f.bits, &f.symmetric,
+                          &f.stochastic, &scales, &data, &f.cap, &f.lowest, &seed, &step, &tensor, &rank,
+                          &signs, &f.unit))
         return NULL;
+    f.signs = AT(signs);
     f.key = (random_key){seed, step, tensor, rank};
     Py_BEGIN_ALLOW_THREADS;
     finite = block_encode(AT(x), dtype, numel, &f, AT(scales), AT(data));
@@ -37,13 +39,14 @@ static PyObject *py_block_encode(PyObject *self, PyObject *args) {
 
 static PyObject *py_block_decode(PyObject *self, PyObject *args) {
     (void)self;
-    address scales, data, out;
+    address scales, data, out, signs;
     long long numel;
     int dtype, accumulate;
     block_format f = {0};
-    if (!PyArg_ParseTuple(args, "KKLiipKip", &scales, &data, &numel, &f.block, &f.bits, &f.symmetric, &out,
-                          &dtype, &accumulate))
+    if (!PyArg_ParseTuple(args, "KKLiipKipKf", &scales, &data, &numel, &f.block, &f.bits, &f.symmetric, &out,
+                          &dtype, &accumulate, &signs, &f.unit))
         return NULL;
+    f.signs = AT(signs);
     Py_BEGIN_ALLOW_THREADS;
     block_decode(AT(scales), AT(data), numel, &f, AT(out), dtype, accumulate);
     Py_END_ALLOW_THREADS;
@@ -186,6 +189,65 @@ static void mask_unpack(const uint8_t *data, int64_t numel, uint8_t *out) {
     for (int i = 0; at + i < numel; i++) out[at + i] = data[at / 8] >> i & 1;
 }
 
+/* Byte planes of values of 2 or 4 bytes, rotated left by one bit where `turn` is 1; plane j of value i at j *
+ * numel + i. */
+EVERY_CPU static void split_planes(const void *x, int64_t numel, int size, int turn,
+                                   uint8_t *restrict planes) {
+    for (int64_t i = 0; i < numel && size == 2; i++) {
+        uint16_t u = ((const uint16_t *)x)[i];
+        u = turn ? (uint16_t)(u << 1 | u >> 15) : u;
+        planes[i] = (uint8_t)u;
+        planes[numel + i] = (uint8_t)(u >> 8);
+    }
+    for (int64_t i = 0; i < numel && size == 4; i++) {
+        uint32_t u = ((const uint32_t *)x)[i];
+        u = turn ? u << 1 | u >> 31 : u;
+        planes[i] = (uint8_t)u;
+        planes[numel + i] = (uint8_t)(u >> 8);
+        planes[2 * numel + i] = (uint8_t)(u >> 16);
+        planes[3 * numel + i] = (uint8_t)(u >> 24);
+    }
+}
+
+EVERY_CPU static void merge_planes(const uint8_t *restrict planes, int64_t numel, int size, int turn,
+                                   void *out) {
+    uint16_t *restrict two = out;
+    uint32_t *restrict four = out;
+    for (int64_t i = 0; i < numel && size == 2; i++) {
+        uint16_t u = (uint16_t)(planes[i] | planes[numel + i] << 8);
+        two[i] = turn ? (uint16_t)(u >> 1 | u << 15) : u;
+    }
+    for (int64_t i = 0; i < numel && size == 4; i++) {
+        uint32_t u = planes[i] | (uint32_t)planes[numel + i] << 8 | (uint32_t)planes[2 * numel + i] << 16 |
+                     (uint32_t)planes[3 * numel + i] << 24;
+        four[i] = turn ? u >> 1 | u << 31 : u;
+    }
+}
+
+static PyObject *py_split_planes(PyObject *self, PyObject *args) {
+    (void)self;
+    address x, planes;
+    long long numel;
+    int size, turn;
+    if (!PyArg_ParseTuple(args, "KLipK", &x, &numel, &size, &turn, &planes)) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    split_planes(AT(x), numel, size, turn, AT(planes));
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_merge_planes(PyObject *self, PyObject *args) {
+    (void)self;
+    address planes, out;
+    long long numel;
+    int size, turn;
+    if (!PyArg_ParseTuple(args, "KLipK", &planes, &numel, &size, &turn, &out)) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    merge_planes(AT(planes), numel, size, turn, AT(out));
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 static PyObject *py_mask_pack(PyObject *self, PyObject *args) {
     (void)self;
     address x, out;
@@ -219,6 +281,8 @@ static PyMethodDef methods[] = {
     {"zfp_decode", py_zfp_decode, METH_VARARGS, NULL},
     {"mask_pack", py_mask_pack, METH_VARARGS, NULL},
     {"mask_unpack", py_mask_unpack, METH_VARARGS, NULL},
+    {"split_planes", py_split_planes, METH_VARARGS, NULL},
+    {"merge_planes", py_merge_planes, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

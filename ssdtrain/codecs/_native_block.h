@@ -18,6 +18,8 @@ typedef struct {
     float cap;    /* symmetric: the largest scale; asymmetric: the largest value of the dtype */
     float lowest; /* asymmetric: the smallest zero point */
     random_key key;
+    const float *signs; /* of a Hadamard rotation of each block, or NULL */
+    float unit;
 } block_format;
 
 /* The smallest bfloat16 >= x for finite x >= 0, and the largest <= x for finite x. */
@@ -144,6 +146,35 @@ INLINE void pack(uint8_t *restrict data, const uint8_t *restrict codes, int bloc
     }
 }
 
+INLINE void butterflies(float *restrict v, int size, int half) {
+    for (int i = 0; i < size; i += 2 * half)
+        for (int j = 0; j < half; j++) {
+            float a = v[i + j], b = v[i + half + j];
+            v[i + j] = a + b;
+            v[i + half + j] = a - b;
+        }
+}
+
+INLINE void hadamard(float *v, int size) {
+    butterflies(v, size, 1);
+    butterflies(v, size, 2);
+    butterflies(v, size, 4);
+    butterflies(v, size, 8);
+    for (int half = 16; half < size; half *= 2) butterflies(v, size, half);
+}
+
+/* Rotate a block in place: signs, unit, butterflies; and back. */
+INLINE void rotate_block(float *restrict v, const float *restrict signs, int size, float unit) {
+    for (int i = 0; i < size; i++) v[i] = v[i] * signs[i] * unit;
+    hadamard(v, size);
+}
+
+INLINE void unrotate_block(float *restrict v, const float *restrict signs, int size, float unit) {
+    for (int i = 0; i < size; i++) v[i] = v[i] * unit;
+    hadamard(v, size);
+    for (int i = 0; i < size; i++) v[i] = v[i] * signs[i];
+}
+
 /* `scales` holds the scales of all blocks, behind them the zero points of asymmetric ones. Returns whether
  * all are finite. */
 INLINE int encode_blocks(const void *x, int dtype, int64_t numel, const block_format *f, int symmetric,
@@ -156,10 +187,14 @@ INLINE int encode_blocks(const void *x, int dtype, int64_t numel, const block_fo
     for (int64_t b = 0; b < blocks; b++) {
         int64_t at = b * block;
         const float *v = (const float *)x + at;
-        if (dtype != FLOAT32 || numel - at < block) {
+        if (dtype != FLOAT32 || numel - at < block || f->signs) {
             int count = numel - at < block ? (int)(numel - at) : block;
             load(values, x, dtype, at, count, block);
             v = values;
+        }
+        if (f->signs) {
+            for (int64_t i = numel - at; i < block; i++) values[i] = 0.0f;
+            rotate_block(values, f->signs, block, f->unit);
         }
         uint32_t largest = largest_bits(v, block);
         if (largest >= INF_BITS) {
@@ -220,6 +255,7 @@ INLINE void decode_blocks(const uint16_t *scales, const uint8_t *data, int64_t n
             for (int part = 0; part < 4; part++)
                 dequantise(v + part * bytes, codes, bytes, 2 * part, 3, symmetric, offset, scale, zero);
         }
+        if (f->signs) unrotate_block(v, f->signs, block, f->unit);
         if (!in_place) store(values, out, dtype, at, whole ? block : (int)(numel - at), accumulate);
     }
 }
@@ -232,23 +268,6 @@ EVERY_CPU static void block_decode(const uint16_t *scales, const uint8_t *data, 
         decode_blocks(scales, data, numel, f, 0, out, dtype, accumulate);
 }
 
-INLINE void butterflies(float *restrict v, int size, int half) {
-    for (int i = 0; i < size; i += 2 * half)
-        for (int j = 0; j < half; j++) {
-            float a = v[i + j], b = v[i + half + j];
-            v[i + j] = a + b;
-            v[i + half + j] = a - b;
-        }
-}
-
-INLINE void hadamard(float *v, int size) {
-    butterflies(v, size, 1);
-    butterflies(v, size, 2);
-    butterflies(v, size, 4);
-    butterflies(v, size, 8);
-    for (int half = 16; half < size; half *= 2) butterflies(v, size, half);
-}
-
 /* out[padded] = (x * signs) * unit, rotated, in blocks of `size`; the last block is filled up with zeros. */
 EVERY_CPU static void rotate(const void *x, int dtype, int64_t numel, const float *signs, int size,
                              float unit, float *out) {
@@ -257,8 +276,7 @@ EVERY_CPU static void rotate(const void *x, int dtype, int64_t numel, const floa
         int count = numel - at < size ? (int)(numel - at) : size;
         load(v, x, dtype, at, count, count);
         for (int i = count; i < size; i++) v[i] = 0.0f;
-        for (int i = 0; i < size; i++) v[i] = v[i] * signs[i] * unit;
-        hadamard(v, size);
+        rotate_block(v, signs, size, unit);
     }
 }
 
@@ -267,9 +285,7 @@ EVERY_CPU static void unrotate(float *rotated, int64_t numel, const float *signs
                                void *out, int dtype, int accumulate) {
     for (int64_t at = 0; at < numel; at += size) {
         float *v = rotated + at;
-        for (int i = 0; i < size; i++) v[i] = v[i] * unit;
-        hadamard(v, size);
-        for (int i = 0; i < size; i++) v[i] = v[i] * signs[i];
+        unrotate_block(v, signs, size, unit);
         store(v, out, dtype, at, numel - at < size ? (int)(numel - at) : size, accumulate);
     }
 }

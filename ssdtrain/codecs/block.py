@@ -102,11 +102,15 @@ class IntBlock(FixedSizeCodec):
     def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return scales.sections(numel, self.block, self.vectors, self.bits)[2]
 
-    def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
+    def check_key(self, key: Key | None, numel: int) -> None:
+        """Refuse stochastic rounding without a key, and more values than one key has counters for."""
         if self.stochastic and key is None:
             raise ValueError(f"{self.spec} rounds stochastically and needs a Key(seed, step, tensor, rank)")
         if self.stochastic:
-            scales.check_counters(flat.numel())
+            scales.check_counters(numel)
+
+    def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
+        self.check_key(key, flat.numel())
         if native.usable(self.backend, flat, body):
             return native.block_encode(self, flat, body, key)
         if kernels.usable(self.backend, flat, body):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ssdtrain.codecs import native
 from ssdtrain.codecs.base import FixedSizeCodec, Key
+from ssdtrain.codecs.block import IntBlock
 from ssdtrain.codecs.philox import philox
 
 SIZES = (16, 32, 64, 128, 256)
@@ -27,8 +28,8 @@ class Hadamard(FixedSizeCodec):
 
     D holds fixed random signs; without them a block of equal values, the commonest structure there is, would
     become one large one. The tensor is filled up with zeros to a multiple of `size`. A finite value above
-    2^127 / sqrt(size) may overflow and is then reported as not finite; Inf and NaN spread over their block of
-    `size` values.
+    2^127 / sqrt(size) may overflow and is then reported as not finite, and values next to the end of the output
+    dtype's range may decode to Inf; Inf and NaN spread over their block of `size` values.
     """
 
     inner: FixedSizeCodec
@@ -62,10 +63,14 @@ class Hadamard(FixedSizeCodec):
         return self.inner._body_bytes(self._padded(numel), torch.float32)
 
     def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
+        block = self._fused_block(flat, body)
+        if block is not None:
+            block.check_key(key, flat.numel())
+            return native.block_encode(block, flat, body, key, self._rotation())
         padded = self._padded(flat.numel())
         if native.usable(self.backend, flat):
             rotated = torch.empty(padded, dtype=torch.float32, device=flat.device)
-            native.rotate(flat, rotated, signs(self.size, flat.device), _unit(self.size))
+            native.rotate(flat, rotated, self._rotation())
         else:
             x = torch.zeros(padded, dtype=torch.float32, device=flat.device)
             x[: flat.numel()].copy_(flat)
@@ -73,16 +78,31 @@ class Hadamard(FixedSizeCodec):
         return self.inner._encode(rotated, body, key)
 
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
+        block = self._fused_block(body, out)
+        if block is not None:
+            native.block_decode(block, body, out, accumulate, self._rotation())
+            return
         rotated = torch.empty(self._padded(out.numel()), dtype=torch.float32, device=out.device)
         self.inner._decode(body, rotated, False)
         if native.usable(self.backend, out):
-            native.unrotate(rotated, out, signs(self.size, out.device), _unit(self.size), accumulate)
+            native.unrotate(rotated, out, self._rotation(), accumulate)
             return
         values = (rotate(rotated.view(-1, self.size)) * signs(self.size, out.device)).view(-1)[: out.numel()]
         if accumulate:
             out.add_(values)
         else:
             out.copy_(values)
+
+    def _fused_block(self, *tensors: Tensor) -> IntBlock | None:
+        """The inner codec where the C implementation rotates its blocks as it reads them, without a copy of the tensor."""
+        inner = self.inner
+        fused = (
+            isinstance(inner, IntBlock) and inner.block == self.size and native.usable(self.backend, *tensors)
+        )
+        return inner if fused and isinstance(inner, IntBlock) else None
+
+    def _rotation(self) -> native.Rotation:
+        return native.Rotation(_signs(self.size), _unit(self.size))
 
 
 def rotate(x_NB: Tensor) -> Tensor:

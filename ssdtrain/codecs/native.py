@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,14 +64,24 @@ def _native() -> ModuleType:
     return found
 
 
-def block_encode(codec: IntBlock, flat: Tensor, body: Tensor, key: Key | None) -> bool:
-    """Encode `flat` [numel] into `body`; returns whether every block is finite."""
+class Rotation(NamedTuple):
+    """A Hadamard rotation of every block: float32 signs [block], and 1 / sqrt(block)."""
+
+    signs: Tensor
+    unit: float
+
+
+def block_encode(
+    codec: IntBlock, flat: Tensor, body: Tensor, key: Key | None, rotation: Rotation | None = None
+) -> bool:
+    """Encode `flat` [numel], rotated first if asked, into `body`; returns whether every block is finite."""
     blocks, codes, _ = scales.sections(flat.numel(), codec.block, codec.vectors, codec.bits)
     body[2 * blocks * codec.vectors : codes].zero_()
     key = key if codec.stochastic and key is not None else Key(0)
-    cap = scales.LARGEST[flat.dtype]
+    source = torch.float32 if rotation else flat.dtype  # a rotation leaves the range of its input
+    cap = scales.LARGEST[source]
     if codec.symmetric:
-        cap = scales.largest_scale(codec.largest_code, flat.dtype)
+        cap = scales.largest_scale(codec.largest_code, source)
     start = body.data_ptr()
     return _native().block_encode(
         flat.data_ptr(),
@@ -84,16 +94,20 @@ def block_encode(codec: IntBlock, flat: Tensor, body: Tensor, key: Key | None) -
         start,
         start + codes,
         cap,
-        -scales.largest_scale(1, flat.dtype),
+        -scales.largest_scale(1, source),
         key.seed & 0xFFFFFFFFFFFFFFFF,
         key.step & 0xFFFFFFFF,
         key.tensor & 0xFFFFFFFF,
         key.rank & 0xFFFFFFFF,
+        rotation.signs.data_ptr() if rotation else 0,
+        rotation.unit if rotation else 0.0,
     )
 
 
-def block_decode(codec: IntBlock, body: Tensor, out: Tensor, accumulate: bool) -> None:
-    """Decode into `out` [numel], or add to it."""
+def block_decode(
+    codec: IntBlock, body: Tensor, out: Tensor, accumulate: bool, rotation: Rotation | None = None
+) -> None:
+    """Decode into `out` [numel], or add to it, rotated back if asked."""
     _, codes, _ = scales.sections(out.numel(), codec.block, codec.vectors, codec.bits)
     start = body.data_ptr()
     _native().block_decode(
@@ -106,6 +120,8 @@ def block_decode(codec: IntBlock, body: Tensor, out: Tensor, accumulate: bool) -
         out.data_ptr(),
         _DTYPE[out.dtype],
         accumulate,
+        rotation.signs.data_ptr() if rotation else 0,
+        rotation.unit if rotation else 0.0,
     )
 
 
@@ -119,28 +135,28 @@ def bf16_decode(data: Tensor, out: Tensor, accumulate: bool) -> None:
     _native().bf16_decode(data.data_ptr(), out.numel(), out.data_ptr(), _DTYPE[out.dtype], accumulate)
 
 
-def rotate(flat: Tensor, rotated: Tensor, signs: Tensor, unit: float) -> None:
-    """Signs, `unit` and Hadamard rotation of blocks of `signs.numel()`; `rotated` is float32, padded to whole
+def rotate(flat: Tensor, rotated: Tensor, rotation: Rotation) -> None:
+    """Hadamard rotation of blocks as long as its signs; `rotated` is float32, padded to whole
     blocks."""
     _native().rotate(
         flat.data_ptr(),
         _DTYPE[flat.dtype],
         flat.numel(),
-        signs.data_ptr(),
-        signs.numel(),
-        unit,
+        rotation.signs.data_ptr(),
+        rotation.signs.numel(),
+        rotation.unit,
         rotated.data_ptr(),
     )
 
 
-def unrotate(rotated: Tensor, out: Tensor, signs: Tensor, unit: float, accumulate: bool) -> None:
+def unrotate(rotated: Tensor, out: Tensor, rotation: Rotation, accumulate: bool) -> None:
     """The inverse into `out` [numel], or onto it; overwrites `rotated`."""
     _native().unrotate(
         rotated.data_ptr(),
         out.numel(),
-        signs.data_ptr(),
-        signs.numel(),
-        unit,
+        rotation.signs.data_ptr(),
+        rotation.signs.numel(),
+        rotation.unit,
         out.data_ptr(),
         _DTYPE[out.dtype],
         accumulate,
@@ -169,3 +185,13 @@ def mask_pack(flat: Tensor, packed: Tensor) -> None:
 def mask_unpack(packed: Tensor, out: Tensor) -> None:
     """Bits to bool [numel]."""
     _native().mask_unpack(packed.data_ptr(), out.numel(), out.data_ptr())
+
+
+def split_planes(flat: Tensor, planes: Tensor, turn: bool) -> None:
+    """[numel] of a dtype of 2 or 4 bytes to uint8 `planes` [2 or 4, numel], rotated left by one bit first if `turn`."""
+    _native().split_planes(flat.data_ptr(), flat.numel(), flat.dtype.itemsize, turn, planes.data_ptr())
+
+
+def merge_planes(planes: Tensor, out: Tensor, turn: bool) -> None:
+    """The inverse of `split_planes`."""
+    _native().merge_planes(planes.data_ptr(), out.numel(), out.dtype.itemsize, turn, out.data_ptr())

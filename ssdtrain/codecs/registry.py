@@ -101,7 +101,7 @@ def _zfp(p: _Parameters, backend: str) -> Codec:
 
 
 def _lossless(p: _Parameters, backend: str) -> Codec:
-    return Lossless(p.integer("level", 1))
+    return Lossless(p.integer("level", 1), backend)
 
 
 def _mask(p: _Parameters, backend: str) -> Codec:

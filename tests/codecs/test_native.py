@@ -26,6 +26,9 @@ SPECS = [
     "int2:asymmetric,block=32,round=stochastic",
     "int4:block=64,round=stochastic,asymmetric,hadamard=256",
     "int8:hadamard=16",
+    "int4:hadamard",
+    "int8:block=64,round=stochastic,hadamard",
+    "int2:block=32,asymmetric,hadamard",
     "bf16:hadamard=32",
     "zfp:rate=2.25",
     "zfp:rate=8",
@@ -113,6 +116,18 @@ def test_masks_are_the_same_bytes(data: bytes) -> None:
     a, b = payload(make_codec("mask", "native"), x), payload(make_codec("mask", "torch"), x)
     assert torch.equal(a, b)
     assert torch.equal(make_codec("mask", "native").decode(b, torch.empty_like(x)), x)
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.binary(max_size=300), dtype=st.sampled_from([*FLOATS, torch.int16, torch.int32]))
+def test_lossless_payloads_are_the_same_bytes(data: bytes, dtype: torch.dtype) -> None:
+    data = data[: len(data) // 4 * 4] * 20
+    x = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    a, b = payload(make_codec("lossless", "native"), x), payload(make_codec("lossless", "torch"), x)
+    assert torch.equal(a, b)
+    assert torch.equal(
+        make_codec("lossless", "native").decode(b, torch.empty_like(x)).view(torch.uint8), x.view(torch.uint8)
+    )
 
 
 def test_every_float16_converts_as_in_torch() -> None:
