@@ -1,0 +1,92 @@
+"""What benchmarks share: their arguments, medians of paired runs, what machine it was, and the last line as JSON."""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the arguments that every benchmark has."""
+    arguments = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    arguments.add_argument(
+        "--json", action="store_true", help="end with one line that is a JSON object of all figures"
+    )
+    return arguments
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median of the ratios of runs that were neighbours in time: a shared machine drifts, neighbours drift together."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """A confidence interval of the median that assumes no distribution: the order statistics of the binomial with p = 1/2.
+
+    With fewer than 6 values there is no 95% interval; the extremes are returned.
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    outside, low, term = 0.0, 0, 0.5**count
+    while 2 * (outside + term) <= 1 - confidence:
+        outside += term
+        term *= (count - low) / (low + 1)
+        low += 1
+    low = max(low - 1, 0)
+    return ordered[low], ordered[count - 1 - low]
+
+
+def hardware(directory: str | Path | None = None) -> dict[str, Any]:
+    """The machine in a few words: processor, memory, kernel, GPU, and the drive behind `directory`."""
+    described: dict[str, Any] = {
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "gpu": _gpu(),
+    }
+    if directory is not None:
+        from ssdtrain.storage import drive_of
+
+        drive = drive_of(directory)
+        described["drive"] = f"{drive.device or 'no disk'} {drive.model}".strip() + f", {drive.filesystem}"
+    return described
+
+
+def finish(figures: dict[str, Any], as_json: bool) -> None:
+    """Print the figures as a list, and as the last line, if asked for, as one JSON object."""
+    width = max(len(name) for name in figures)
+    for name, value in figures.items():
+        print(f"{name:<{width}}  {f'{value:.4g}' if isinstance(value, float) else value}")
+    sys.stdout.flush()
+    if as_json:
+        print(json.dumps(figures), flush=True)
+
+
+def _field(path: str, name: str) -> str:
+    for line in Path(path).read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return ""
+
+
+def _gpu() -> str:
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return (
+            subprocess.run(query, capture_output=True, text=True, check=True)
+            .stdout.strip()
+            .replace("\n", ", ")
+        )
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return "none"

@@ -1,0 +1,237 @@
+"""The I/O engine beside fio: throughput both ways, the same under a Python-busy main thread, CPU seconds per GB.
+
+Both sides use O_DIRECT, the same file system, the same depth, files that were written once before, and rings of buffers on
+transparent huge pages (fio gets its own from glibc by a tunable). Runs interleave; each ratio is the median over neighbours in
+time. "Unaligned" buffers lie at 64 mod 4096, as torch's CPU tensors do.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import resource
+import statistics
+import subprocess
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import finish, hardware, paired_ratio, parser
+from ssdtrain.storage import Arena, Lease, Operation, Slot, SpillStore
+
+MiB = 1 << 20
+DEPTH = 8
+FIO = (
+    "fio --name=spill --thread --ioengine=libaio --direct=1 --bs=4m --iodepth=8 --fallocate=posix --overwrite=1"
+    " --output-format=json --size={size} --filename={file} --rw={direction}"
+)
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""fio allocates by malloc; this makes glibc ask for huge pages, as the arena does. fio itself knows hugetlbfs only."""
+
+
+class Bench:
+    """One store of one engine, and sources and targets of one size for `total` bytes of operations."""
+
+    def __init__(self, directory: Path, engine: str, total: int, arena: Arena, *, lead: int = 0) -> None:
+        self.total = total
+        self.lead = lead
+        self.arena = arena
+        self.store = SpillStore([directory], engine=engine, threads=DEPTH, capacity=2 * total, direct="on")
+        self._slots: dict[int, list[Slot]] = {}
+        self._buffers: dict[int, list[Lease]] = {}
+
+    def prepare(self, nbytes: int) -> None:
+        """Take slots and a ring of `DEPTH` buffers (fio has as many), and write every slot once."""
+        for slots in self._slots.values():
+            for slot in slots:
+                self.store.free(slot)
+        for lease in [lease for leases in self._buffers.values() for lease in leases]:
+            lease.release()
+        self._slots = {nbytes: [self.store.reserve(nbytes) for _ in range(self.total // nbytes)]}
+        self._buffers = {
+            nbytes: [
+                lease
+                for _ in range(DEPTH)
+                if (lease := self.arena.acquire(nbytes, lead=self.lead)) is not None
+            ]
+        }
+        noise = os.urandom(MiB)
+        for lease in self._buffers[nbytes]:
+            lease.view()[:] = noise * (nbytes // MiB)
+        self.run("write", nbytes)
+
+    def queue(self, direction: str, nbytes: int) -> list[Operation]:
+        call = self.store.write if direction == "write" else self.store.read
+        buffers = self._buffers[nbytes]
+        return [call(slot, buffers[n % DEPTH].address) for n, slot in enumerate(self._slots[nbytes])]
+
+    def run(self, direction: str, nbytes: int) -> tuple[float, float]:
+        """(bytes per second, CPU seconds of this process per GB) of all operations, queued at once."""
+        cpu, start = cpu_seconds(), time.perf_counter()
+        for operation in self.queue(direction, nbytes):
+            operation.wait()
+        seconds = time.perf_counter() - start
+        return self.total / seconds, (cpu_seconds() - cpu) / (self.total / 1e9)
+
+    def run_busy(self, direction: str, nbytes: int) -> float:
+        """Bytes per second while the main thread runs Python and looks at the operations every 100 microseconds."""
+        start = time.perf_counter()
+        operations = self.queue(direction, nbytes)
+        while not all(operation.done() for operation in operations[::-1]):
+            python_work()
+        return self.total / (time.perf_counter() - start)
+
+
+def python_work(count: int = 2000) -> int:
+    """Pure Python for about 100 microseconds."""
+    total = 0
+    for n in range(count):
+        total += n * n % 7
+    return total
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def fio(file: Path, size: int, direction: str) -> tuple[float, float]:
+    """(bytes per second, CPU seconds per GB) of fio's own report."""
+    command = FIO.format(size=size, file=file, direction=direction).split()
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, **HUGE_PAGES}
+    )
+    job = json.loads(done.stdout)["jobs"][0]
+    seconds = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    return float(job[direction]["bw_bytes"]), seconds / (size / 1e9)
+
+
+@contextlib.contextmanager
+def progress(text: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    print(f"{text}: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def beside_fio(bench: Bench, unaligned: Bench, python: Bench, file: Path, repeats: int) -> dict[str, Any]:
+    """Throughput at 4 MiB (fio's size) and 16 MiB beside fio: of the C engine, also unaligned, and of the Python engine."""
+    benches = {"c": bench, "unaligned": unaligned, "python": python}
+    speeds: dict[str, list[float]] = defaultdict(list)
+    cpus: dict[str, list[float]] = defaultdict(list)
+
+    def note(name: str, measure: Callable[[], tuple[float, float]]) -> None:
+        speed, cpu = measure()
+        speeds[name].append(speed)
+        cpus[name].append(cpu)
+
+    for direction in ("write", "read"):
+        fio(file, bench.total, direction)  # lays the file out
+    for nbytes in (4 * MiB, 16 * MiB):
+        for side in benches.values():
+            side.prepare(nbytes)
+        for repeat in range(repeats):
+            for direction in ("write", "read"):
+                sides: dict[str, Callable[[], tuple[float, float]]]
+                sides = {"fio": functools.partial(fio, file, bench.total, direction)}
+                sides |= {
+                    name: functools.partial(side.run, direction, nbytes) for name, side in benches.items()
+                }
+                # The order turns, so that no side always runs in another's wake.
+                names = list(sides)
+                for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+                    note(f"{name}_{direction}_{nbytes // MiB}", sides[name])
+    figures: dict[str, Any] = {}
+    for direction in ("write", "read"):
+        for size in (4, 16):
+            for name, prefix in (("c", ""), ("unaligned", "unaligned_")):
+                ratio = paired_ratio(speeds[f"{name}_{direction}_{size}"], speeds[f"fio_{direction}_{size}"])
+                figures[f"{prefix}{direction}_ratio_fio" + ("" if size == 4 else f"_{size}MiB")] = ratio
+        figures[f"{direction}_gb_per_s"] = statistics.median(speeds[f"c_{direction}_4"]) / 1e9
+        figures[f"fio_{direction}_gb_per_s"] = statistics.median(speeds[f"fio_{direction}_4"]) / 1e9
+        figures[f"python_engine_{direction}_ratio"] = paired_ratio(
+            speeds[f"python_{direction}_4"], speeds[f"fio_{direction}_4"]
+        )
+        for name in (*benches, "fio"):
+            figures[f"{name}_{direction}_cpu_s_per_gb"] = statistics.median(cpus[f"{name}_{direction}_4"])
+    figures["cpu_s_per_gb"] = (figures["c_write_cpu_s_per_gb"] + figures["c_read_cpu_s_per_gb"]) / 2
+    return figures
+
+
+def under_python(bench: Bench, repeats: int, name: str = "busy") -> dict[str, Any]:
+    """Throughput while the main thread runs Python over that while it waits, at 2 and 16 MiB; the smaller is the headline."""
+    figures: dict[str, Any] = {}
+    for nbytes in (2 * MiB, 16 * MiB):
+        bench.prepare(nbytes)
+        for direction in ("write", "read"):
+            idle, busy = [], []
+            for _ in range(repeats):
+                idle.append(bench.run(direction, nbytes)[0])
+                busy.append(bench.run_busy(direction, nbytes))
+            figures[f"{name}_{direction}_ratio_{nbytes // MiB}MiB"] = paired_ratio(busy, idle)
+    for direction in ("write", "read"):
+        figures[f"{name}_{direction}_ratio"] = min(
+            figures[f"{name}_{direction}_ratio_{size}MiB"] for size in (2, 16)
+        )
+    return figures
+
+
+def submission(bench: Bench, nbytes: int = 2 * MiB, count: int = 200) -> dict[str, Any]:
+    """Median microseconds that the caller's thread spends in reserve, write and free while the drive works."""
+    buffer = bench.arena.acquire(nbytes)
+    assert buffer is not None
+    spent: list[float] = []
+    for _ in range(count):
+        start = time.perf_counter()
+        slot = bench.store.reserve(nbytes)
+        operation = bench.store.write(slot, buffer.address)
+        between = time.perf_counter()
+        operation.wait()
+        again = time.perf_counter()
+        bench.store.free(slot)
+        spent.append(time.perf_counter() - again + between - start)
+    buffer.release()
+    return {"submit_us": statistics.median(spent) * 1e6}
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument(
+        "--directory",
+        type=Path,
+        default=None,
+        help="on the drive to measure; default: the temporary directory",
+    )
+    arguments.add_argument("--size", type=int, default=512, help="MiB moved per run")
+    arguments.add_argument("--repeats", type=int, default=7)
+    options = arguments.parse_args()
+    total = options.size * MiB
+    with tempfile.TemporaryDirectory(dir=options.directory) as name:
+        directory = Path(name)
+        described = hardware(directory)
+        print(described)
+        print(
+            " ".join(f"{key}={value}" for key, value in HUGE_PAGES.items()),
+            FIO.format(size=total, file="FILE", direction="write|read"),
+        )
+        arena = Arena(4 * DEPTH * 16 * MiB)
+        bench, python = Bench(directory, "c", total, arena), Bench(directory, "python", total, arena)
+        unaligned = Bench(directory, "c", total, arena, lead=64)
+        with progress("beside fio"):
+            figures = beside_fio(bench, unaligned, python, directory / "fio", options.repeats)
+        with progress("under a busy main thread"):
+            figures |= under_python(bench, options.repeats)
+            figures |= under_python(python, max(2, options.repeats // 3), "python_engine_busy")
+        figures |= submission(bench)
+        for side in (bench, unaligned, python):
+            side.store.close()
+        arena.close(force=True)
+    headline = ("write_ratio_fio", "read_ratio_fio", "busy_write_ratio", "busy_read_ratio", "cpu_s_per_gb")
+    ordered = {key: figures[key] for key in (*headline, "python_engine_write_ratio")}
+    finish(ordered | figures | {"hardware": described}, options.json)
+
+
+if __name__ == "__main__":
+    main()
