@@ -41,7 +41,8 @@ from ssdtrain.offload.engine import EngineOptions, OffloadEngine
 from ssdtrain.offload.hooks import Recording
 from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.offload.tape import Tape
-from ssdtrain.storage import Faults, SpillStore, Stats
+from ssdtrain.report.journal import Journal
+from ssdtrain.storage import Faults, SpillStore, Stats, check_host_budget
 
 __all__ = ["Runtime", "RuntimeStatistics"]
 
@@ -74,6 +75,9 @@ class Runtime:
         rank, local_rank: fill the placeholders of directories.
         local_world_size: ranks that share this node's drives and memory.
         faults: for tests.
+        staged: move CPU tensors by the way of device memory too (tests); None: by the device.
+        timeline: record every change of activation memory, for a plot.
+        logs: write log lines every `report.interval` steps; an adapter that writes its framework's own says False.
 
     Raises:
         ConfigError: a directory cannot be what the config says.
@@ -91,6 +95,7 @@ class Runtime:
         faults: Faults | None = None,
         staged: bool | None = None,
         timeline: bool = False,
+        logs: bool = True,
     ) -> None:
         self.config = config
         self.device = torch.device(device)
@@ -102,7 +107,12 @@ class Runtime:
         self._step_seconds = 0.0
         self._only_keeps: bool | None = None  # every forward so far was asked to keep; None: there was none
         self._attached: list[Callable[[], None]] = []
+        self._journal: Journal | None = None
         if config.active and config.offload is not None:
+            report = config.report
+            interval = report.interval if logs else 0
+            if interval or report.path is not None:
+                self._journal = Journal(report.expand(rank=rank, local_rank=local_rank), interval, rank)
             self._build(config.offload, rank, local_rank, local_world_size, faults, staged, timeline)
 
     def _build(
@@ -126,7 +136,7 @@ class Runtime:
             buffer = buffer or max(4 * in_flight, 1024 * MiB)
             in_flight = min(in_flight, buffer // 2)
             prefetch = buffer // 2 if prefetch is None else prefetch
-        # check_host_budget(offload.host + (buffer or 0), local_world_size)
+        check_host_budget(offload.host + (buffer or 0), local_world_size)
         store = SpillStore(
             directories,
             capacity=offload.capacity,
@@ -215,13 +225,15 @@ class Runtime:
 
     def step_end(self) -> None:
         """Count the step, and say so if offload is on and has done nothing."""
-        if self._began:
-            self._step_seconds += time.perf_counter() - self._began
-            self._began = 0.0
+        seconds = time.perf_counter() - self._began if self._began else 0.0
+        self._step_seconds += seconds
+        self._began = 0.0
         self.steps += 1
         if self.engine is None:
             return
         self.engine.drain()
+        if self._journal is not None and self._store is not None:
+            self._journal.step(self.steps, seconds, self.engine.snapshot(), self._store.stats)
         if self.steps == FIRST_STEPS:
             self._complain_of_idleness(self.engine.snapshot())
 
@@ -312,6 +324,8 @@ class Runtime:
         if self.engine is not None:
             self.engine.close()
             self._finalizer()
+        if self._journal is not None:
+            self._journal.close()
 
     def __enter__(self) -> Runtime:
         return self

@@ -1,0 +1,116 @@
+"""What each step moved and waited for: a JSON line per step, and a log line now and then."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, TextIO
+
+from ssdtrain.offload.statistics import OffloadStatistics
+from ssdtrain.report.lines import write_line
+from ssdtrain.report.text import duration_text, size_text
+from ssdtrain.storage import Stats
+
+__all__ = ["Journal"]
+
+logger = logging.getLogger("ssdtrain")
+
+# Counters of which a line has what the step added.
+_COUNTED = (
+    "saved_bytes",
+    "offloaded_bytes",
+    "kept_bytes",
+    "cancelled_bytes",
+    "forwarded_bytes",
+    "loaded_bytes",
+    "outside_bytes",
+    "failed_stores",
+    "store_wait_seconds",
+    "load_wait_seconds",
+)
+# How many of the regions that backward waited for most a line names.
+_WORST = 3
+
+
+class Journal:
+    """Writes `rank-N.jsonl` in a directory and logs every `interval` steps.
+
+    Args:
+        directory: None: no file.
+        interval: steps between log lines; 0: none.
+        rank: of this process; only rank 0 logs, every rank writes its file.
+
+    Raises:
+        OSError: the file cannot be made or written.
+    """
+
+    def __init__(self, directory: Path | None, interval: int, rank: int) -> None:
+        self._interval = interval if rank == 0 else 0
+        self._stream: TextIO | None = None
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._stream = (directory / f"rank-{rank}.jsonl").open("a")
+        self._last = OffloadStatistics()
+        self._last_written = self._last_read = 0
+        self._logged: dict[str, Any] = {}
+        self._logged_steps = 0
+
+    def step(self, step: int, seconds: float, offload: OffloadStatistics, store: Stats) -> None:
+        """Step number `step` is over and took `seconds`; the statistics are totals, the line has the differences."""
+        record: dict[str, Any] = {"step": step, "seconds": seconds}
+        for name in _COUNTED:
+            record[name] = getattr(offload, name) - getattr(self._last, name)
+        record["ssd_bytes_written"] = store.ssd_bytes_written - self._last_written
+        record["ssd_bytes_read"] = store.ssd_bytes_read - self._last_read
+        record["activation_peak_bytes"] = offload.activation_peak_bytes
+        record["load_waits"] = self._worst_waits(offload)
+        self._last, self._last_written, self._last_read = (
+            offload,
+            store.ssd_bytes_written,
+            store.ssd_bytes_read,
+        )
+        if self._stream is not None:
+            write_line(self._stream, record)
+        if self._interval:
+            for name in (
+                "seconds",
+                "saved_bytes",
+                "ssd_bytes_written",
+                "store_wait_seconds",
+                "load_wait_seconds",
+            ):
+                self._logged[name] = self._logged.get(name, 0) + record[name]
+            self._logged_steps += 1
+            if step % self._interval == 0:
+                self._log(step, offload)
+
+    def _worst_waits(self, offload: OffloadStatistics) -> list[dict[str, Any]]:
+        waits = {
+            key: total - self._last.load_waits.get(key, 0.0) for key, total in offload.load_waits.items()
+        }
+        worst = sorted(((seconds, key) for key, seconds in waits.items() if seconds > 0), reverse=True)[
+            :_WORST
+        ]
+        return [{"chunk": chunk, "region": region, "seconds": seconds} for seconds, (chunk, region) in worst]
+
+    def _log(self, step: int, offload: OffloadStatistics) -> None:
+        mean = {name: total / self._logged_steps for name, total in self._logged.items()}
+        logger.info(
+            "step %d: %s saved for backward, %s written to SSD, activation peak %s, waited %s for stores and %s for loads "
+            "of %s (means over %d steps)",
+            step,
+            size_text(mean["saved_bytes"]),
+            size_text(mean["ssd_bytes_written"]),
+            size_text(offload.activation_peak_bytes),
+            duration_text(mean["store_wait_seconds"]),
+            duration_text(mean["load_wait_seconds"]),
+            duration_text(mean["seconds"]),
+            self._logged_steps,
+        )
+        self._logged.clear()
+        self._logged_steps = 0
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
