@@ -86,6 +86,33 @@ EVERY_CPU static void bf16_decode(const uint16_t *restrict data, int64_t numel, 
     }
 }
 
+/* Whether no value has the exponent of Inf and NaN. */
+EVERY_CPU static int all_finite(const void *x, int dtype, int64_t numel) {
+    uint32_t most = 0;
+    uint16_t most_half = 0, special = dtype == FLOAT16 ? 0x7c00u : 0x7f80u;
+    for (int64_t i = 0; i < numel && dtype == FLOAT32; i++) {
+        uint32_t u = ((const uint32_t *)x)[i] & ABS_MASK;
+        most = u > most ? u : most;
+    }
+    for (int64_t i = 0; i < numel && dtype != FLOAT32; i++) {
+        uint16_t u = ((const uint16_t *)x)[i] & 0x7fffu;
+        most_half = u > most_half ? u : most_half;
+    }
+    return most < INF_BITS && most_half < special;
+}
+
+static PyObject *py_all_finite(PyObject *self, PyObject *args) {
+    (void)self;
+    address x;
+    long long numel;
+    int dtype, finite;
+    if (!PyArg_ParseTuple(args, "KiL", &x, &dtype, &numel)) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    finite = all_finite(AT(x), dtype, numel);
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(finite);
+}
+
 static PyObject *py_bf16_encode(PyObject *self, PyObject *args) {
     (void)self;
     address x, out;
@@ -281,6 +308,7 @@ static PyMethodDef methods[] = {
     {"zfp_decode", py_zfp_decode, METH_VARARGS, NULL},
     {"mask_pack", py_mask_pack, METH_VARARGS, NULL},
     {"mask_unpack", py_mask_unpack, METH_VARARGS, NULL},
+    {"all_finite", py_all_finite, METH_VARARGS, NULL},
     {"split_planes", py_split_planes, METH_VARARGS, NULL},
     {"merge_planes", py_merge_planes, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -94,7 +94,7 @@ class Raw(FixedSizeCodec):
         nbytes = flat.numel() * flat.dtype.itemsize
         body[:nbytes].view(flat.dtype).copy_(flat)
         body[nbytes:].zero_()
-        return torch.isfinite(flat).all()
+        return native.all_finite(flat) if native.usable("auto", flat) else torch.isfinite(flat).all()
 
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         data = body[: out.numel() * out.dtype.itemsize].view(out.dtype)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ssdtrain.codecs import native
-from ssdtrain.codecs.base import DTYPES, HEADER_BYTES, PayloadError, VariableSizeCodec, align
+from ssdtrain.codecs.base import DTYPES, FLOATS, HEADER_BYTES, PayloadError, VariableSizeCodec, align
 
 _SAMPLE = 1 << 16
 _WORTHWHILE = 0.97  # of the raw bytes; above that a plane is kept as it is
@@ -101,7 +101,7 @@ class Lossless(VariableSizeCodec):
         table = struct.pack(f"<{len(sizes)}q", *sizes).ljust(align(8 * len(planes)), b"\0")
         ctypes.memmove(body.data_ptr(), table, len(table))
         body[at : align(at)].zero_()
-        return _finite(flat), at
+        return _finite(flat, self.backend), at
 
     def _compressor(self, dtype: torch.dtype) -> object:
         """At level 1 exponents get the smallest match table: they do not repeat in strings, and what a search finds
@@ -171,7 +171,9 @@ class Lossless(VariableSizeCodec):
             raise ValueError(f"{self.spec} works in host memory, the tensor is on {tensor.device}")
 
 
-def _finite(flat: Tensor) -> Tensor | bool:
+def _finite(flat: Tensor, backend: str) -> Tensor | bool:
+    if flat.dtype in FLOATS and native.usable(backend, flat):
+        return native.all_finite(flat)
     if flat.is_floating_point() and flat.dtype.itemsize == 1:
         flat = flat.to(torch.float32)  # isfinite knows no float8
     return torch.isfinite(flat).all() if flat.is_floating_point() or flat.is_complex() else True

@@ -125,6 +125,11 @@ def block_decode(
     )
 
 
+def all_finite(flat: Tensor) -> bool:
+    """Whether float32, float16 or bfloat16 `flat` [numel] holds neither Inf nor NaN."""
+    return _native().all_finite(flat.data_ptr(), _DTYPE[flat.dtype], flat.numel())
+
+
 def bf16_encode(flat: Tensor, data: Tensor) -> bool:
     """Round `flat` [numel] to bfloat16 `data` [numel]; returns whether every result is finite."""
     return _native().bf16_encode(flat.data_ptr(), _DTYPE[flat.dtype], flat.numel(), data.data_ptr())
