@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -112,3 +113,93 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
         return found
 
     return find
+
+
+@pytest.fixture(scope="session")
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """This process as a group of one."""
+    import deepspeed
+    import torch
+
+    os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(
+        dist_backend="gloo",
+        init_method=f"file://{tmp_path_factory.mktemp('group') / 'store'}",
+        rank=0,
+        world_size=1,
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
+    yield
+    torch.distributed.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    """The plugin is installed for one test."""
+    import ssdtrain_ds
+
+    ssdtrain_ds.install()
+    yield
+    ssdtrain_ds.uninstall()
+
+
+MakeEngine = Callable[..., Any]
+
+
+@pytest.fixture
+def make_engine(process_group: None, installed: None, tmp_path: Path) -> Iterator[MakeEngine]:
+    """Builds engines around the small GPT; afterwards they are destroyed and must have left nothing.
+
+    The function takes the `ssdtrain` block ("default": one that offloads; None: no block), DeepSpeed's other keys, and
+    `model`.
+    """
+    import deepspeed
+    import torch
+
+    from tests.deepspeed import models
+
+    made: list[Any] = []
+
+    def make(block: Any = "default", *, model: Any = None, **config: Any) -> Any:
+        if block == "default":
+            directory = str(tmp_path / f"ssdtrain-{len(made)}")
+            block = {"offload": {"directories": directory, "min_bytes": models.MIN_BYTES, "threads": 1}}
+        full = {"train_micro_batch_size_per_gpu": models.BATCH, "steps_per_print": 10**9, **config}
+        if block is not None:
+            full["ssdtrain"] = block
+        torch.manual_seed(0)
+        model = models.GPT() if model is None else model
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=full
+        )
+        made.append(engine)
+        return engine
+
+    yield make
+    gc.collect()
+    import ssdtrain_ds
+
+    for engine in made:
+        runtime = ssdtrain_ds.runtime_of(engine)
+        if runtime is not None:
+            runtime.statistics()
+            found = runtime.statistics()
+            assert found is not None and found.store.live_slots == 0
+        engine.destroy()
+
+
+def train(engine: Any, steps: int = 3, seed: int = 1) -> list[Any]:
+    """Losses of `steps` steps."""
+    from tests.deepspeed import models
+
+    losses = []
+    for ids, labels in models.batches(seed, steps * engine.gradient_accumulation_steps()):
+        loss = engine(ids, labels)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach().clone())
+    return losses

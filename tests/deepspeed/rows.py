@@ -16,7 +16,8 @@ class Row:
 
     Attributes:
         config: DeepSpeed's, beside what all rows have.
-        kind: "gpt" (an ordinary engine), "tensor" (the same with two ranks of tensor parallelism), "pipeline", "dualpipev", "tensor_pipeline" (pipeline x tensor x data).
+        kind: "gpt" (an ordinary engine), "tensor" (the same with two ranks of tensor parallelism),
+            "pipeline", "dualpipev", "tensor_pipeline" (pipeline x tensor x data).
         checkpoint: see `training.CHECKPOINTS`.
         tied: the pipeline's first and last layer share a weight.
         activation_checkpointing: what `deepspeed.checkpointing.configure` is called with; None: not called.

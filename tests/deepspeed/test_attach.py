@@ -1,0 +1,296 @@
+"""What an engine gets, what one without the block does not get, and what is left afterwards."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+import ssdtrain_ds
+from ssdtrain.config import ConfigError
+from ssdtrain_ds import _compat
+from tests.deepspeed import models
+from tests.deepspeed.conftest import MakeEngine, train
+
+METHODS = (
+    "forward",
+    "backward",
+    "step",
+    "destroy",
+    "__call__",
+    "train",
+    "eval",
+    "save_checkpoint",
+    "load_checkpoint",
+)
+PLAIN_INIT = DeepSpeedEngine.__init__
+PLAIN = {(cls, name): getattr(cls, name) for cls in (DeepSpeedEngine, PipelineEngine) for name in METHODS}
+PLAIN_CHECKPOINTING = dict(vars(deepspeed.checkpointing))
+
+
+def checkpointing_is_untouched() -> bool:
+    now = vars(deepspeed.checkpointing)
+    return all(now[name] is plain for name, plain in PLAIN_CHECKPOINTING.items() if callable(plain))
+
+
+@pytest.mark.parametrize("block", [None, {"enabled": False, "offload": {"directories": "/nowhere"}}, {}])
+def test_without_an_active_block_all_methods_are_the_original_functions(
+    block: dict[str, Any] | None, make_engine: MakeEngine
+) -> None:
+    engine = make_engine(block)
+    for name in METHODS:
+        assert getattr(engine, name).__func__ is PLAIN[DeepSpeedEngine, name]
+    for (cls, name), plain in PLAIN.items():
+        assert getattr(cls, name) is plain
+    assert checkpointing_is_untouched()
+    assert ssdtrain_ds.runtime_of(engine) is None
+    assert not [name for name in engine.__dict__ if "ssdtrain" in name]
+    train(engine)
+
+
+def test_the_classes_keep_their_methods_when_an_engine_has_the_block(make_engine: MakeEngine) -> None:
+    engine, plain = make_engine(), make_engine(None)
+    for (cls, name), function in PLAIN.items():
+        assert getattr(cls, name) is function
+    assert plain.forward.__func__ is PLAIN[DeepSpeedEngine, "forward"]
+    assert engine.forward is not plain.forward
+    assert engine.module.forward.__func__ is models.GPT.forward
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("block", "key"),
+    [
+        ({"offload": {"directories": "/tmp", "prefetsch": 1}}, "ssdtrain.offload.prefetsch"),
+        ({"offload": {"directories": "/tmp", "amount": "auto"}}, "ssdtrain.offload.amount"),
+        ({"comm": {}}, "ssdtrain.comm"),
+        ("on", "ssdtrain"),
+    ],
+)
+def test_a_mistake_in_the_block_comes_out_of_initialize(
+    block: Any, key: str, stage: int, make_engine: MakeEngine
+) -> None:
+    model = models.GPT()
+    with pytest.raises(ConfigError) as error:
+        make_engine(block, model=model, zero_optimization={"stage": stage})
+    assert error.value.problems[0].path == key
+    # It was found before DeepSpeed touched the model.
+    assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def test_a_config_in_a_file_is_read_too(process_group: None, installed: None, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    block = {"offload": {"directories": str(tmp_path / "ssd")}}
+    file.write_text(__import__("json").dumps({"train_micro_batch_size_per_gpu": 4, "ssdtrain": block}))
+    model = models.GPT()
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=str(file)
+    )
+    assert ssdtrain_ds.runtime_of(engine) is not None
+    engine.destroy()
+
+
+def test_destroy_gives_back_methods_and_space(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    runtime = ssdtrain_ds.runtime_of(engine)
+    assert runtime is not None and runtime.engine is not None
+    train(engine)
+    engine.destroy()
+    assert ssdtrain_ds.runtime_of(engine) is None
+    for name in METHODS:
+        assert getattr(engine, name).__func__ is PLAIN[DeepSpeedEngine, name]
+    assert checkpointing_is_untouched()
+    assert runtime.engine._closed
+    engine.destroy()  # as often as one likes
+
+
+def test_an_engine_can_be_made_again_after_destroy(make_engine: MakeEngine) -> None:
+    first = make_engine()
+    losses = train(first)
+    first.destroy()
+    again = make_engine()
+    assert all(map(torch.equal, losses, train(again)))
+
+
+def test_two_engines_have_a_runtime_each(make_engine: MakeEngine) -> None:
+    alone = train(make_engine(None))
+    one, other = make_engine(), make_engine()
+    runtimes = [ssdtrain_ds.runtime_of(engine) for engine in (one, other)]
+    assert runtimes[0] is not runtimes[1]
+    losses: list[list[torch.Tensor]] = [[], []]
+    for ids, labels in models.batches(1, 3):  # their forwards and backwards interleaved
+        pair = [engine(ids, labels) for engine in (one, other)]
+        for engine, loss, kept in zip((one, other), pair, losses, strict=True):
+            engine.backward(loss)
+            engine.step()
+            kept.append(loss.detach().clone())
+    for kept in losses:
+        assert all(map(torch.equal, alone, kept))
+    found = [runtime.statistics() for runtime in runtimes if runtime is not None]
+    assert found[0] is not None and found[1] is not None
+    assert found[0].offload.saved_bytes == found[1].offload.saved_bytes > 0
+    one.destroy()
+    assert ssdtrain_ds.runtime_of(other) is not None
+    assert not checkpointing_is_untouched()
+    train(other, 1)
+
+
+def test_uninstall_leaves_engines_that_exist_alone(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    ssdtrain_ds.uninstall()
+    assert DeepSpeedEngine.__init__ is PLAIN_INIT
+    runtime = ssdtrain_ds.runtime_of(engine)
+    assert runtime is not None
+    train(engine)
+    found = runtime.statistics()
+    assert found is not None and found.offload.saved_bytes > 0
+    assert ssdtrain_ds.runtime_of(make_engine()) is None
+    ssdtrain_ds.install()
+    ssdtrain_ds.install()
+    assert ssdtrain_ds.runtime_of(make_engine()) is not None
+    ssdtrain_ds.uninstall()
+    assert DeepSpeedEngine.__init__ is PLAIN_INIT
+
+
+def test_evaluation_offloads_nothing_and_changes_nothing(make_engine: MakeEngine) -> None:
+    ids, labels = next(models.batches(7, 1))
+    found = []
+    for block in (None, "default"):
+        engine = make_engine(block)
+        engine.eval()
+        with torch.no_grad():
+            evaluated = [engine(ids, labels)]
+        runtime = ssdtrain_ds.runtime_of(engine)
+        if runtime is not None:
+            statistics = runtime.statistics()
+            assert statistics is not None and statistics.offload.saved_tensors == 0
+        evaluated.append(engine(ids, labels).detach())  # with gradients that nobody asks for
+        engine.train()
+        found.append([*evaluated, *train(engine)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_resumes_exactly_with_or_without_the_block(
+    stage: int, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """The checkpoint of a run with the block continues a run without it and the other way round."""
+    zero = {"zero_optimization": {"stage": stage}}
+    whole = train(make_engine(None, **zero), 4)
+    for before, after in ((None, "default"), ("default", None), ("default", "default")):
+        engine = make_engine(before, **zero)
+        data = list(models.batches(1, 4))
+        losses = _run(engine, data[:2])
+        engine.save_checkpoint(str(tmp_path / "saved"), tag="two")
+        engine.destroy()
+        resumed = make_engine(after, **zero)
+        path, _ = resumed.load_checkpoint(str(tmp_path / "saved"), tag="two")
+        assert path is not None
+        assert resumed.global_steps == 2
+        losses += _run(resumed, data[2:])
+        assert all(map(torch.equal, whole, losses))
+
+
+def _run(engine: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    losses = []
+    for ids, labels in data:
+        loss = engine(ids, labels)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+def test_a_skipped_backward_and_an_exception_in_forward_leave_nothing(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    ids, labels = next(models.batches(1, 1))
+    dropped = engine(ids, labels)
+    del dropped
+    handle = engine.module.blocks[1].register_forward_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        engine(ids, labels)
+    handle.remove()
+    runtime = ssdtrain_ds.runtime_of(engine)
+    assert runtime is not None
+    before = runtime.statistics()
+    outside = torch.ones(64, 64, requires_grad=True)
+    outside.sin().sum().backward()  # no hook of ours is left on the thread
+    after = runtime.statistics()
+    assert before is not None and after is not None
+    assert after.offload.saved_tensors == before.offload.saved_tensors
+    train(engine)
+
+
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_loss_may_go_backward_by_itself(make_engine: MakeEngine) -> None:
+    """`loss.backward()` instead of `engine.backward(loss)`, which DeepSpeed allows from ZeRO-1 on."""
+    found = []
+    for block in (None, "default"):
+        engine = make_engine(block, zero_optimization={"stage": 1})
+        losses = []
+        for ids, labels in models.batches(1, 3):
+            loss = engine(ids, labels)
+            loss.backward()
+            engine.step()
+            losses.append(loss.detach().clone())
+        found.append(losses)
+    assert all(map(torch.equal, *found))
+
+
+def test_each_missing_name_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    _compat.check()
+    for holder, where, names in _compat._NEEDED:
+        for name in names:
+            with monkeypatch.context() as patch:
+                patch.setattr(_compat, "_NEEDED", ((_Without(holder, name), where, names),))
+                with pytest.raises(ImportError, match=f"{where}.{name}: .*0.19.8"):
+                    _compat.check()
+
+
+class _Without:
+    def __init__(self, holder: Any, missing: str) -> None:
+        self._holder, self._missing = holder, missing
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._missing:
+            raise AttributeError(name)
+        return getattr(self._holder, name)
+
+
+def test_a_checkpoint_function_that_holds_its_inputs_elsewhere_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Changed:
+        @staticmethod
+        def forward(ctx: Any, *_: Any) -> None:
+            ctx.saved_elsewhere = None
+
+        @staticmethod
+        def backward(ctx: Any) -> None:
+            pass
+
+    monkeypatch.setattr(deepspeed.checkpointing, "CheckpointFunction", Changed)
+    with pytest.raises(ImportError, match="deepspeed_saved_tensors"):
+        _compat.check()
+
+
+def test_another_version_is_tried_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(deepspeed, "__version__", "0.18.0+abc")
+    with caplog.at_level(logging.WARNING, "ssdtrain"):
+        _compat.check()
+    assert "DeepSpeed 0.18.0 was never run" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(deepspeed, "__version__", "0.19.8+abc")
+    _compat.check()
+    assert not caplog.text

@@ -1,0 +1,171 @@
+"""DeepSpeed's checkpoint functions: the same objects, but what they hold leaves memory; and their generators."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import PipelineModule
+from torch import nn
+
+import ssdtrain
+import ssdtrain_ds
+from tests.deepspeed import models
+from tests.deepspeed.conftest import MakeEngine, train
+
+CHECKPOINT = deepspeed.checkpointing.checkpoint
+NON_REENTRANT = deepspeed.checkpointing.non_reentrant_checkpoint
+
+
+@pytest.fixture
+def configured() -> Iterator[Callable[..., None]]:
+    """`deepspeed.checkpointing.configure` without mpu; what it set is undone."""
+
+    def configure(**keys: bool) -> None:
+        deepspeed.checkpointing.configure(None, **keys)
+
+    yield configure
+    deepspeed.checkpointing.configure(None)
+    deepspeed.checkpointing.deepspeed_checkpointing_enabled = False
+
+
+def test_the_functions_are_the_same_objects_while_an_engine_offloads(make_engine: MakeEngine) -> None:
+    make_engine()
+    assert deepspeed.checkpointing.checkpoint is CHECKPOINT
+    assert deepspeed.checkpointing.non_reentrant_checkpoint is NON_REENTRANT
+    assert PipelineModule.__init__.__defaults__ is not None
+    assert CHECKPOINT in PipelineModule.__init__.__defaults__
+
+
+def inputs_of(engine: Any) -> list[weakref.ref[Any]]:
+    """The storages of the blocks' inputs, as weak references, from the next forward on."""
+    found: list[weakref.ref[Any]] = []
+
+    def note(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            found.append(weakref.ref(inputs[0].untyped_storage()))
+
+    for block in engine.module.blocks:
+        block.register_forward_pre_hook(note)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("function", "keys"),
+    [
+        (CHECKPOINT, None),
+        (CHECKPOINT, {"checkpoint_in_cpu": True}),
+        (CHECKPOINT, {"partition_activations": True}),
+        (NON_REENTRANT, None),
+        (NON_REENTRANT, {"checkpoint_in_cpu": True}),
+        (ssdtrain.checkpoint, None),
+        (ssdtrain_ds.checkpoint, None),
+    ],
+)
+def test_after_a_forward_no_input_of_a_block_is_in_memory(
+    function: Any, keys: dict[str, bool] | None, make_engine: MakeEngine, configured: Callable[..., None]
+) -> None:
+    if keys is not None:
+        configured(**keys)
+    engine = make_engine(model=models.GPT(function))
+    storages = inputs_of(engine)
+    ids, labels = next(models.batches(1, 1))
+    loss = engine(ids, labels)
+    runtime = ssdtrain_ds.runtime_of(engine)
+    assert runtime is not None
+    while (found := runtime.statistics()) is not None and found.offload.in_flight_bytes:
+        time.sleep(0.001)
+    gc.collect()
+    assert len(storages) == models.LAYERS
+    # cpu_checkpointing empties the tensors themselves.
+    assert all(storage() is None or storage().nbytes() <= 8 for storage in storages)
+    engine.backward(loss)
+    engine.step()
+
+
+def test_without_an_engine_that_offloads_the_inputs_stay(make_engine: MakeEngine) -> None:
+    make_engine()  # DeepSpeed's names are replaced, but this engine is not the one that runs
+    engine = make_engine(None, model=models.GPT(CHECKPOINT))
+    storages = inputs_of(engine)
+    ids, labels = next(models.batches(1, 1))
+    loss = engine(ids, labels)
+    gc.collect()
+    assert all(storage() is not None for storage in storages)
+    engine.backward(loss)
+    engine.step()
+
+
+class ForkedDropout(nn.Module):
+    """Draws from DeepSpeed's tracker, as Megatron's parallel regions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with deepspeed.checkpointing.get_cuda_rng_tracker().fork("test"):
+            return nn.functional.dropout(self.linear(x).sin(), 0.5)
+
+
+@pytest.mark.parametrize(
+    "function", [ssdtrain.checkpoint, ssdtrain_ds.checkpoint], ids=["ssdtrain", "ssdtrain_ds"]
+)
+def test_recomputation_draws_from_the_tracker_what_the_forward_drew(function: Any, installed: None) -> None:
+    tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
+
+    def gradients(call: Callable[..., torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        tracker.reset()
+        tracker.add("test", 5)
+        torch.manual_seed(0)
+        block = ForkedDropout()
+        x = torch.randn(16, 32, requires_grad=True)
+        for _ in range(2):
+            x = call(block, x)
+        x.square().sum().backward()
+        assert block.linear.weight.grad is not None
+        return [block.linear.weight.grad], tracker.get_states()["test"]
+
+    try:
+        (plain, state), (recomputed, after) = gradients(lambda block, x: block(x)), gradients(function)
+    finally:
+        tracker.reset()
+    assert all(map(torch.equal, plain, recomputed))
+    assert torch.equal(state, after)
+
+
+def test_the_blocks_checkpoint_section_has_the_defaults(make_engine: MakeEngine, tmp_path: Any) -> None:
+    """`use_reentrant: true` refuses keyword arguments, as torch's does: so it was that one."""
+    offload = {"directories": str(tmp_path / "ssd"), "min_bytes": models.MIN_BYTES}
+    for section, refused in (({}, False), ({"use_reentrant": True}, True)):
+        engine = make_engine(
+            {"offload": offload, "checkpoint": section},
+            model=models.GPT(lambda block, x: ssdtrain_ds.checkpoint(block, x=x)),
+        )
+        if refused:
+            with pytest.raises(ValueError, match="Unexpected keyword"):
+                train(engine, 1)
+        else:
+            train(engine, 1)
+
+
+def test_an_activation_checkpointing_block_that_nobody_configured_is_reported(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, configured: Callable[..., None]
+) -> None:
+    asked = {"activation_checkpointing": {"partition_activations": True, "profile": False}}
+    deepspeed.checkpointing.deepspeed_checkpointing_enabled = False
+    train(make_engine(**asked), 2)
+    warnings = [record for record in caplog.records if "DeepSpeed ignores it" in record.getMessage()]
+    assert len(warnings) == 1 and "(partition_activations)" in warnings[0].getMessage()
+    caplog.clear()
+    engine = make_engine(**asked)
+    configured()  # also after initialize
+    train(engine, 2)
+    train(make_engine(activation_checkpointing={"profile": False}), 2)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

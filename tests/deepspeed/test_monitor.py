@@ -1,0 +1,157 @@
+"""What a user is told: DeepSpeed's monitor and log, and hooks inside the model that take what would have been offloaded."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import logger as deepspeed_logger
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import ssdtrain_ds
+from tests.deepspeed import models
+from tests.deepspeed.conftest import MakeEngine, train
+
+
+def rows_of(file: Path) -> list[list[str]]:
+    with file.open() as lines:
+        return list(csv.reader(lines))[1:]
+
+
+def test_the_csv_monitor_has_a_line_for_every_step(make_engine: MakeEngine, tmp_path: Path) -> None:
+    monitor = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}
+    engine = make_engine(csv_monitor=monitor)
+    train(engine, 3)
+    files = {
+        file.stem.removeprefix("Train_SSDTrain_"): file
+        for file in (tmp_path / "csv" / "job").glob("*SSDTrain*")
+    }
+    assert {"offloaded_bytes", "activation_peak_bytes", "load_wait_seconds", "ssd_bytes_written"} <= set(
+        files
+    )
+    steps = {name: rows_of(file) for name, file in files.items()}
+    # Against the samples seen, as DeepSpeed's own figures.
+    assert [int(row[0]) for row in steps["offloaded_bytes"]] == [models.BATCH * step for step in (1, 2, 3)]
+    runtime = ssdtrain_ds.runtime_of(engine)
+    assert runtime is not None
+    found = runtime.statistics()
+    assert found is not None
+    for name in ("offloaded_bytes", "cancelled_bytes", "kept_bytes"):
+        assert sum(float(row[1]) for row in steps[name]) == getattr(found.offload, name)
+    assert float(steps["activation_peak_bytes"][-1][1]) > 0
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def lines_of(engine: Any, steps: int) -> list[str]:
+    handler = Lines()
+    deepspeed_logger.addHandler(handler)
+    level = deepspeed_logger.level
+    deepspeed_logger.setLevel(logging.INFO)
+    try:
+        train(engine, steps)
+    finally:
+        deepspeed_logger.removeHandler(handler)
+        deepspeed_logger.setLevel(level)
+    return [line for line in handler.lines if "[ssdtrain]" in line]
+
+
+def test_the_log_has_a_line_every_steps_per_print_steps(make_engine: MakeEngine) -> None:
+    lines = lines_of(make_engine(steps_per_print=2), 5)
+    assert [("step=2," in line, "step=4," in line) for line in lines] == [(True, False), (False, True)]
+    assert not any("waited for" in line for line in lines)
+
+
+def test_wall_clock_breakdown_adds_what_training_waited_for(make_engine: MakeEngine) -> None:
+    (line,) = lines_of(make_engine(steps_per_print=1, wall_clock_breakdown=True), 1)
+    assert "waited for stores" in line and "for loads" in line
+
+
+def test_an_interval_of_zero_logs_nothing(make_engine: MakeEngine, tmp_path: Path) -> None:
+    block = {"offload": {"directories": str(tmp_path / "ssd")}, "report": {"interval": 0}}
+    assert lines_of(make_engine(block, steps_per_print=1), 2) == []
+
+
+class Wrapped(nn.Module):
+    """A block inside somebody else's hooks."""
+
+    def __init__(self, hooks: Any) -> None:
+        super().__init__()
+        self.block = models.Block()
+        self.hooks = hooks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.hooks():
+            return self.block(x)
+
+
+def wrapped(hooks: Any) -> models.GPT:
+    model = models.GPT()
+    model.blocks[1] = Wrapped(hooks)
+    return model
+
+
+def keep_all(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("hooks", "name"),
+    [
+        (save_on_cpu, "save_on_cpu"),
+        (lambda: saved_tensors_hooks(keep_all, keep_all), "tests.deepspeed.test_monitor.keep_all"),
+    ],
+)
+def test_hooks_inside_the_model_win_and_what_they_take_is_reported(
+    hooks: Any, name: str, make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain_enter = saved_tensors_hooks.__enter__
+    whole, part = make_engine(), make_engine(model=wrapped(hooks))
+    train(whole, 5)
+    assert not caplog.records
+    train(part, 5)
+    (record,) = caplog.records
+    assert name in record.getMessage() and "bytes a step" in record.getMessage()
+    bytes_of = []
+    for engine in (whole, part):
+        runtime = ssdtrain_ds.runtime_of(engine)
+        assert runtime is not None
+        found = runtime.statistics()
+        assert found is not None
+        bytes_of.append(found.offload.saved_bytes)
+    assert bytes_of[1] < bytes_of[0]
+    assert saved_tensors_hooks.__enter__ is plain_enter
+
+
+def test_recomputation_is_no_lost_coverage(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    model = models.GPT(lambda block, x: checkpoint(block, x, use_reentrant=False))
+    train(make_engine(model=model), 4)
+    assert not caplog.records
+
+
+def test_a_model_whose_hooks_take_everything_is_told_so(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    forward = engine.module.forward
+
+    def inside(*args: Any) -> Any:
+        with save_on_cpu():
+            return forward(*args)
+
+    engine.module.forward = inside
+    train(engine, 4)
+    assert "no saved tensor was seen" in caplog.text and "save_on_cpu" in caplog.text
