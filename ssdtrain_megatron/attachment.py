@@ -102,14 +102,8 @@ def attach(
         refuse(chunks)
         if any(installation.holds(chunk) for chunk in chunks):
             raise ValueError("a runtime is attached to this model already: close it first")
-    runtime = Runtime(
-        read,
-        device=_device_of(chunks) if device is None else device,
-        rank=_rank() if rank is None else rank,
-        local_rank=_from_environment(0, "LOCAL_RANK", "SLURM_LOCALID") if local_rank is None else local_rank,
-        local_world_size=_from_environment(1, "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
-        if local_world_size is None
-        else local_world_size,
+    runtime = new_runtime(
+        chunks, read, device=device, rank=rank, local_rank=local_rank, local_world_size=local_world_size
     )
     attachment = Attachment(runtime, chunks)
     if runtime.engine is not None:
@@ -118,6 +112,31 @@ def attach(
         runtime.engine.eligible.refuse_when(installation.must_stay)
         installation.add(attachment)
     return attachment
+
+
+def new_runtime(
+    chunks: Sequence[nn.Module],
+    config: Config,
+    *,
+    device: torch.device | str | None = None,
+    rank: int | None = None,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+) -> Runtime:
+    """A runtime for this rank; what is not given comes from where `attach` says."""
+    local = _from_environment(0, "LOCAL_RANK", "SLURM_LOCALID") if local_rank is None else local_rank
+    ranks = (
+        _from_environment(1, "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
+        if local_world_size is None
+        else local_world_size
+    )
+    return Runtime(
+        config,
+        device=_device_of(chunks) if device is None else device,
+        rank=_rank() if rank is None else rank,
+        local_rank=local,
+        local_world_size=ranks,
+    )
 
 
 def _device_of(chunks: Sequence[nn.Module]) -> torch.device:

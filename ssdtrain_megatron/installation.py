@@ -34,6 +34,11 @@ class Installation:
         # Storages that CheckpointWithoutOutput frees and fills again by itself.
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
+    @property
+    def in_force(self) -> bool:
+        """True while anything is attached."""
+        return bool(self._attachments)
+
     def add(self, attachment: Attachment) -> None:
         if not self._attachments:
             self._replace()

@@ -257,17 +257,29 @@ def finish_training() -> None:
 
     initialize.initialize_megatron = training.initialize_megatron = initialize_megatron
     initialize._compile_dependencies = _nothing
+    _with_built_helpers()
     for module in (initialize, training):
         for name in ("_warmup_jit_function", "set_jit_fusion_options"):
             if hasattr(module, name):
                 setattr(module, name, _nothing)
 
 
+def _with_built_helpers() -> None:
+    """A checkout has the source of the dataset helpers only; the installed package has them built."""
+    from megatron.core import datasets
+
+    for place in sys.path:
+        built = Path(place, "megatron", "core", "datasets")
+        if any(built.glob("helpers_cpp*.so")):
+            datasets.__path__.append(str(built))
+
+
 def main(arguments: list[str]) -> None:
     """Run `[-m MODULE | SCRIPT] ...` under the arrangement."""
     as_module = arguments[0] == "-m"
     target, rest = (arguments[1], arguments[2:]) if as_module else (arguments[0], arguments[1:])
-    script = next((argument for argument in arguments if argument.endswith(".py")), None)
+    # The launcher runs a script of Megatron-LM too.
+    script = (rest[0] if target == "ssdtrain_megatron.run" else None) if as_module else target
     torch.set_num_threads(1)
     arrange()
     if script is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import tempfile
 from collections.abc import Iterator
@@ -14,9 +15,12 @@ import pytest
 from tests.megatron.processes import start
 from tests.megatron.rows import ROWS, Row
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed"
+    ),
+]
 
 STEPS = 3
 

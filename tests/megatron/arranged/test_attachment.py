@@ -1,0 +1,256 @@
+"""What `attach` changes, refuses and leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import random
+
+import ssdtrain_megatron
+from ssdtrain.config import ConfigError
+from ssdtrain_megatron import _compat
+from ssdtrain_megatron.attachment import attach
+from tests.megatron.rows import Row, selective
+from tests.megatron.training import Trainer
+
+Config = dict[str, Any]
+
+
+def functions() -> list[Any]:
+    return [
+        schedules.forward_step,
+        schedules.backward_step,
+        tensor_parallel.checkpoint,
+        random.checkpoint,
+        random.CheckpointWithoutOutput.checkpoint,
+    ]
+
+
+ONE = Row("one process")
+
+
+def plain_steps(count: int, row: Row = ONE) -> list[tuple[str | None, str]]:
+    trainer = Trainer(row)
+    return [trainer.step(number) for number in range(count)]
+
+
+def nothing_alive(attachment: ssdtrain_megatron.Attachment) -> bool:
+    gc.collect()
+    found = attachment.statistics()
+    assert found is not None
+    return found.offload.live_regions == 0 and attachment.statistics().store.live_slots == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("asked", [None, {}, {"enabled": False, "offload": {"directories": "/nowhere"}}])
+def test_a_config_that_enables_nothing_leaves_the_function_objects(
+    trainer: Trainer, asked: Config | None
+) -> None:
+    before = functions()
+    with attach(trainer.chunks, asked) as attachment:
+        assert functions() == before
+        assert attachment.statistics() is None
+        trainer.step(0)
+    assert functions() == before
+
+
+def test_what_is_replaced_is_put_back_with_the_last_attachment(trainer: Trainer, config: Config) -> None:
+    before = functions()
+    other = Trainer(ONE)
+    first, second = attach(trainer.chunks, config), attach(other.chunks, config)
+    assert not any(now is then for now, then in zip(functions(), before, strict=True))
+    first.close()
+    assert functions() != before
+    second.close()
+    second.close()
+    assert functions() == before
+
+
+def test_each_model_has_its_own_runtime_and_others_have_none(config: Config) -> None:
+    expected = plain_steps(2)
+    mine, other, bare = (Trainer(ONE) for _ in range(3))
+    with attach(mine.chunks, config) as first, attach(other.chunks, config) as second:
+        assert [mine.step(number) for number in range(2)] == expected
+        assert [other.step(0)] == expected[:1]
+        bare.step(0)
+        steps = [attachment.runtime.steps for attachment in (first, second)]
+        assert steps == [2, 1]
+        assert nothing_alive(first) and nothing_alive(second)
+
+
+def test_a_second_runtime_on_the_same_model_is_refused(trainer: Trainer, config: Config) -> None:
+    with attach(trainer.chunks, config):
+        with pytest.raises(ValueError, match="attached to this model already"):
+            attach(trainer.chunks, config)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("fine_grained_activation_offloading", True, "only one of the two can be on"),
+        ("cpu_offloading", True, "Transformer Engine"),
+        ("overlap_moe_expert_parallel_comm", True, "combined 1F1B"),
+        ("enable_cuda_graph", True, "replays kernels"),
+        ("external_cuda_graph", True, "replays kernels"),
+        ("cuda_graph_impl", "local", "replays kernels"),
+    ],
+)
+def test_what_excludes_offloading_is_refused_by_its_flag(
+    trainer: Trainer, config: Config, option: str, value: object, said: str
+) -> None:
+    if option not in {field.name for field in dataclasses.fields(trainer.config)}:
+        pytest.skip(f"this megatron-core has no {option}")
+    setattr(trainer.config, option, value)
+    before = functions()
+    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')}: {value!r}.*{said}"):
+        attach(trainer.chunks, config)
+    assert functions() == before
+    with attach(trainer.chunks, {**config, "enabled": False}):
+        pass
+
+
+def test_sharded_parameters_are_refused_by_name(trainer: Trainer, config: Config) -> None:
+    class FullyShardedDataParallel(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self.config = trainer.chunks[0].module, trainer.config
+
+    with pytest.raises(ConfigError, match="Megatron FSDP"):
+        attach([FullyShardedDataParallel()], config)
+
+
+def test_a_mistake_in_the_config_is_named(trainer: Trainer) -> None:
+    with pytest.raises(ConfigError, match=r"ssdtrain\.offload\.treads"):
+        attach(trainer.chunks, {"offload": {"directories": "/x", "treads": 3}})
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "other", "said"),
+    [
+        (schedules, "forward_step", lambda model: None, "current_microbatch of .*schedules.forward_step"),
+        (schedules, "backward_step", None, "schedules.backward_step"),
+        (random.CheckpointWithoutOutput, "checkpoint", None, "CheckpointWithoutOutput.checkpoint"),
+        (random.CudaRNGStatesTracker, "set_states", None, "CudaRNGStatesTracker.set_states"),
+    ],
+)
+def test_a_name_that_megatron_lacks_is_refused_by_that_name(
+    trainer: Trainer,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    other: Callable[..., Any] | None,
+    said: str,
+) -> None:
+    monkeypatch.setattr(owner, name, other)
+    with pytest.raises(ImportError, match=said):
+        attach(trainer.chunks, config)
+
+
+def test_an_untried_version_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_compat.megatron.core, "__version__", "9.9.9")
+    _compat.check()
+    assert "megatron-core 9.9.9 was never run" in caplog.text
+
+
+def test_evaluation_before_and_between_steps_moves_nothing(config: Config) -> None:
+    plain = Trainer(ONE)
+    trainer = Trainer(ONE)
+    with attach(trainer.chunks, config) as attachment:
+        for which in (plain, trainer):
+            with torch.no_grad():
+                which.step(7, forward_only=True)
+        assert attachment.runtime.steps == 0
+        for number in range(2):
+            assert trainer.step(number) == plain.step(number)
+            moved = attachment.statistics().offload.saved_bytes  # type: ignore[union-attr]
+            with torch.no_grad():
+                assert trainer.step(8, forward_only=True) == plain.step(8, forward_only=True)
+            assert attachment.statistics().offload.saved_bytes == moved  # type: ignore[union-attr]
+        assert nothing_alive(attachment)
+
+
+@pytest.mark.parametrize("where", ["forward_step", "backward_step"])
+def test_after_a_step_that_raised_the_next_is_as_without_the_plugin(
+    config: Config, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def failing(plain: Callable[..., Any]) -> Callable[..., Any]:
+        calls = []
+
+        @functools.wraps(plain)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 6:  # the second microbatch of the second step
+                raise ArithmeticError("a failing kernel")
+            return plain(*args, **kwargs)
+
+        return function
+
+    def run(trainer: Trainer) -> list[Any]:
+        first = trainer.step(0)
+        with pytest.raises(ArithmeticError):
+            trainer.step(1)
+        return [first, *(trainer.step(number) for number in (2, 3))]
+
+    # A pretend failure below the plugin, where a kernel would fail.
+    plain_trainer = Trainer(ONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(schedules, where, failing(getattr(schedules, where)))
+        expected = run(plain_trainer)
+    trainer = Trainer(ONE)
+    plain = getattr(schedules, where)
+    with monkeypatch.context() as patch:
+        patch.setattr(schedules, where, failing(plain))
+        with attach(trainer.chunks, config) as attachment:
+            assert run(trainer) == expected
+            assert nothing_alive(attachment)
+
+
+def test_outputs_that_megatron_empties_stay(config: Config) -> None:
+    row = Row("recompute layernorm", options=selective("layernorm"))
+    expected = plain_steps(1, row)
+    trainer = Trainer(row)
+    emptied: list[torch.UntypedStorage] = []
+    discard = random.CheckpointWithoutOutput.discard_output_and_register_recompute
+
+    def noting(self: Any, hook_tensor: torch.Tensor) -> None:
+        emptied.extend(output.untyped_storage() for output in self.outputs)
+        discard(self, hook_tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random.CheckpointWithoutOutput, "discard_output_and_register_recompute", noting)
+        with attach(trainer.chunks, config) as attachment:
+            engine = attachment.runtime.engine
+            assert engine is not None
+            seen = []
+            make = engine._regions.make
+            patch.setattr(
+                engine._regions,
+                "make",
+                lambda tensor, storage, *args: seen.append(storage) or make(tensor, storage, *args),
+            )
+            assert [trainer.step(0)] == expected
+    assert emptied and seen
+    assert not any(one is other for one in emptied for other in seen)
+
+
+def test_ranks_come_from_torchrun_or_slurm(
+    trainer: Trainer, config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    config["offload"]["directories"] = str(tmp_path / "local{local_rank}-{rank}")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    attach(trainer.chunks, config).close()
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.setenv("SLURM_LOCALID", "5")
+    attach(trainer.chunks, config).close()
+    attach(trainer.chunks, config, local_rank=6, rank=70).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["local3-0", "local5-0", "local6-70"]

@@ -1,0 +1,142 @@
+"""The hooks into Megatron-LM's training loop, on a stand-in with the names of `megatron.training`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import ssdtrain_megatron
+from ssdtrain.config import ConfigError
+from tests.megatron.rows import Row
+from tests.megatron.training import Trainer
+
+
+class Writer:
+    """A TensorBoard writer that remembers."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[tuple[str, int], float] = {}
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars[name, step] = value
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.scalars.update({(name, step): value for name, value in values.items()})
+
+
+class Loop:
+    """The stand-in: what `pretrain` looks up when it calls it."""
+
+    def __init__(self) -> None:
+        self.arguments, self.training = (
+            ModuleType(f"megatron.training.{name}") for name in ("arguments", "training")
+        )
+        self.args = argparse.Namespace()
+        self.trainer = Trainer(Row("one process"))
+        self.lines: list[str] = []
+        self.tensorboard, self.wandb = Writer(), Writer()
+        self.arguments.add_megatron_arguments = lambda parser: parser  # type: ignore[attr-defined]
+        training: Any = self.training
+        training.get_args = lambda: self.args
+        training.setup_model_and_optimizer = lambda model_type: (
+            self.trainer.chunks,
+            self.trainer.optimizer,
+            None,
+        )
+        training.training_log = lambda loss_dict, iteration, report_memory_flag: report_memory_flag
+        training.print_rank_last = self.lines.append
+        training.get_tensorboard_writer = lambda: self.tensorboard
+        training.get_wandb_writer = lambda: self.wandb
+
+    def functions(self) -> list[Callable[..., Any]]:
+        names = ("setup_model_and_optimizer", "training_log")
+        return [self.arguments.add_megatron_arguments, *(getattr(self.training, name) for name in names)]
+
+    def pretrain(self, *flags: str, steps: int = 4) -> list[tuple[str | None, str]]:
+        parser = self.arguments.add_megatron_arguments(argparse.ArgumentParser())
+        parser.add_argument("--log-interval", type=int, default=2)
+        self.args = parser.parse_args(flags)
+        self.training.setup_model_and_optimizer("gpt")
+        found = []
+        for iteration in range(1, steps + 1):
+            found.append(self.trainer.step(iteration))
+            assert self.training.training_log({}, iteration=iteration, report_memory_flag=False) is False
+        return found
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+    made = Loop()
+    package = ModuleType("megatron.training")
+    package.__path__ = []
+    package.arguments, package.training = made.arguments, made.training  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron.training", package)
+    monkeypatch.setitem(sys.modules, "megatron.training.arguments", made.arguments)
+    monkeypatch.setitem(sys.modules, "megatron.training.training", made.training)
+    yield made
+    ssdtrain_megatron.uninstall_pretrain()
+
+
+def test_flags_are_enough_to_offload_and_to_be_told(loop: Loop, config: dict[str, Any]) -> None:
+    expected = Loop().pretrain()
+    before = loop.functions()
+    ssdtrain_megatron.install_pretrain()
+    ssdtrain_megatron.install_pretrain()
+    flags = [
+        "--ssdtrain-offload-directories",
+        config["offload"]["directories"],
+        "--ssdtrain-offload-min-bytes",
+        "1024",
+    ]
+    assert loop.pretrain(*flags) == expected
+    assert [line.split("|")[0].strip() for line in loop.lines] == [
+        f"[ssdtrain] iteration {n}" for n in (2, 4)
+    ]
+    assert "written/step: " in loop.lines[0] and "activation peak (most): " in loop.lines[0]
+    for writer in (loop.tensorboard, loop.wandb):
+        moved = (
+            writer.scalars["ssdtrain/written_bytes", 4] + writer.scalars["ssdtrain/avoided_write_bytes", 4]
+        )
+        assert moved > 2**20
+        assert writer.scalars["ssdtrain/activation_peak_bytes", 2] > 0
+    ssdtrain_megatron.uninstall_pretrain()
+    assert loop.functions() == before
+
+
+@pytest.mark.parametrize("flags", [[], ["--ssdtrain-report-interval", "3"], ["--no-ssdtrain-enabled"]])
+def test_flags_that_ask_for_nothing_leave_the_function_objects(loop: Loop, flags: list[str]) -> None:
+    expected = Loop().pretrain()
+    before = loop.functions()
+    ssdtrain_megatron.install_pretrain()
+    assert loop.functions() != before
+    assert loop.pretrain(*flags) == expected
+    assert loop.functions() == before
+    assert loop.lines == []
+
+
+def test_a_mistake_in_the_flags_is_found_before_the_model_is_built(loop: Loop) -> None:
+    built = []
+    plain = loop.training.setup_model_and_optimizer
+    loop.training.setup_model_and_optimizer = lambda *args: built.append(args) or plain(*args)  # type: ignore[attr-defined]
+    ssdtrain_megatron.install_pretrain()
+    with pytest.raises(ConfigError, match=r"ssdtrain\.offload\.directories"):
+        loop.pretrain("--ssdtrain-offload-threads", "2")
+    assert built == []
+
+
+def test_a_training_loop_that_lacks_a_name_is_refused_by_it(loop: Loop) -> None:
+    del loop.training.training_log  # type: ignore[attr-defined]
+    with pytest.raises(ImportError, match=r"megatron\.training\.training\.training_log"):
+        ssdtrain_megatron.install_pretrain()
+
+
+def test_without_a_checkout_it_says_what_is_missing() -> None:
+    if "megatron.training" in sys.modules:
+        pytest.skip("megatron.training is on the path")
+    with pytest.raises(ImportError, match="part of a Megatron-LM checkout"):
+        ssdtrain_megatron.install_pretrain()

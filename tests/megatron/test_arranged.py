@@ -1,0 +1,32 @@
+"""Runs the tests under `arranged`, file by file, each in a process where megatron-core works on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.processes import ROOT, start
+
+FILES = sorted((Path(__file__).parent / "arranged").glob("test_*.py"))
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed"
+)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_arranged(file: Path) -> None:
+    command = [
+        "-m",
+        "tests.megatron.cpu",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(file.relative_to(ROOT)),
+    ]
+    output = start(1, command, SSDTRAIN_TESTS_ARRANGED="1")
+    assert " passed" in output
