@@ -1,0 +1,204 @@
+"""Scripts that nobody edits: the launcher and the autoload."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssdtrain_ds.autoload import FILE, VARIABLE
+from ssdtrain_ds.launch import Command, UsageError, parse
+from tests.deepspeed import models
+from tests.deepspeed.conftest import ROOT, environment, free_port
+
+SCRIPT = ROOT / "tests" / "deepspeed" / "script.py"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["train.py"], Command("train.py", False, [])),
+        (["train.py", "--lr", "1"], Command("train.py", False, ["--lr", "1"])),
+        (["-m", "pkg.train", "-x"], Command("pkg.train", True, ["-x"])),
+        # DeepSpeed's launcher.
+        (["--local_rank=3", "train.py", "-x"], Command("train.py", False, ["--local_rank=3", "-x"])),
+        (["--local_rank", "3", "train.py", "-x"], Command("train.py", False, ["--local_rank", "3", "-x"])),
+        (["--local-rank=3", "-m", "pkg.train"], Command("pkg.train", True, ["--local-rank=3"])),
+        # The script's own arguments are not looked at.
+        (
+            ["train.py", "-m", "x", "--local_rank=1"],
+            Command("train.py", False, ["-m", "x", "--local_rank=1"]),
+        ),
+    ],
+)
+def test_the_launcher_runs_what_is_named(arguments: list[str], command: Command) -> None:
+    assert parse(arguments) == command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "no script"),
+        (["--local_rank=0"], "no script"),
+        (["-m"], "no script"),
+        (["--local_rank"], "no value"),
+        (["--verbose", "train.py"], "--verbose is not an option"),
+        (["--localhost=1", "train.py"], "--localhost=1 is not an option"),
+    ],
+)
+def test_a_command_without_a_script_is_refused(arguments: list[str], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        parse(arguments)
+
+
+def results_of(command: list[str], env: dict[str, str] | None = None) -> list[dict[str, Any]]:
+    base = {key: value for key, value in environment(0, 1, free_port()).items() if key != VARIABLE}
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**base, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    return sorted(
+        (json.loads(line.split("RESULT ", 1)[1]) for line in lines if "RESULT " in line),
+        key=lambda found: found["rank"],
+    )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "ds.json"
+    block = {"offload": {"directories": str(tmp_path / "ssd-{rank}"), "min_bytes": models.MIN_BYTES}}
+    file.write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": models.BATCH,
+                "steps_per_print": 10**9,
+                "zero_optimization": {"stage": 1},
+                "ssdtrain": block,
+            }
+        )
+    )
+    return file
+
+
+@pytest.mark.distributed
+def test_python_m_and_the_plain_script_give_the_same_losses(config: Path) -> None:
+    (plain,) = results_of([sys.executable, str(SCRIPT), str(config)])
+    (launched,) = results_of([sys.executable, "-m", "ssdtrain_ds", str(SCRIPT), str(config)])
+    assert plain["saved_bytes"] is None
+    assert launched["saved_bytes"] > 0
+    assert launched["losses"] == plain["losses"]
+    assert launched["name"] == "__main__" and launched["argv0"] == str(SCRIPT)
+
+
+@pytest.mark.distributed
+def test_torchrun_m_runs_a_script_on_every_rank(config: Path) -> None:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        str(free_port()),
+    ]
+    found = results_of([*torchrun, "-m", "ssdtrain_ds", str(SCRIPT), str(config)])
+    assert [result["rank"] for result in found] == [0, 1]
+    assert all(result["saved_bytes"] > 0 and result["ranks"] == 2 for result in found)
+
+
+@pytest.mark.distributed
+def test_deepspeeds_launcher_runs_the_module_and_its_local_rank_reaches_the_script(config: Path) -> None:
+    launcher = [
+        str(Path(sys.executable).parent / "deepspeed"),
+        "--num_gpus",
+        "1",
+        "--master_port",
+        str(free_port()),
+    ]
+    (found,) = results_of([*launcher, "--module", "ssdtrain_ds", str(SCRIPT), str(config)])
+    assert found["local_rank"] == 0
+    assert found["saved_bytes"] > 0
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another environment with the packages of this one, whose site-packages are its own."""
+    directory = tmp_path_factory.mktemp("venv")
+    venv.create(directory, with_pip=False)
+    python = directory / "bin" / "python"
+    site = next((directory / "lib").glob("python*")) / "site-packages"
+    (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+    return python
+
+
+def said(python: Path, *arguments: str, **env: str) -> str:
+    base = {key: value for key, value in os.environ.items() if key not in (VARIABLE, "PYTHONPATH")}
+    done = subprocess.run(
+        [str(python), *arguments],
+        cwd="/",
+        env={**base, **env},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_autoload_is_written_reported_and_removed_by_a_command(interpreter: Path) -> None:
+    command = ("-m", "ssdtrain_ds.autoload")
+    assert "not there" in said(interpreter, *command, "status")
+    assert FILE in said(interpreter, *command, "install")
+    assert "autoload is off" in said(interpreter, *command, "status")
+    assert "autoload is on" in said(interpreter, *command, "status", SSDTRAIN_DS="1")
+    assert "removed" in said(interpreter, *command, "remove")
+    assert "there is no" in said(interpreter, *command, "remove")
+
+
+def test_an_interpreter_starts_without_torch(interpreter: Path) -> None:
+    said(interpreter, "-m", "ssdtrain_ds.autoload", "install")
+    look = "import sys; print([name for name in ('torch', 'deepspeed', 'ssdtrain', 'ssdtrain_ds') if name in sys.modules])"
+    assert said(interpreter, "-c", look).strip() == "[]"
+    assert said(interpreter, "-c", look, SSDTRAIN_DS="1").strip() == "['ssdtrain_ds']"
+    assert said(interpreter, "-c", look, SSDTRAIN_DS="0").strip() == "[]"
+
+
+@pytest.mark.distributed
+def test_with_the_variable_importing_deepspeed_is_enough(interpreter: Path, config: Path) -> None:
+    """Also after somebody asked whether deepspeed exists, as accelerate does."""
+    said(interpreter, "-m", "ssdtrain_ds.autoload", "install")
+    asked_first = (
+        "import importlib.util as u, runpy, sys; assert u.find_spec('deepspeed').loader.get_filename; "
+    )
+    run = f"sys.argv = ['x', {str(config)!r}]; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    (on,) = results_of([str(interpreter), "-c", asked_first + run], {VARIABLE: "1", "PYTHONPATH": ""})
+    (off,) = results_of([str(interpreter), "-c", asked_first + run], {"PYTHONPATH": ""})
+    assert on["saved_bytes"] > 0
+    assert off["saved_bytes"] is None
+    assert on["losses"] == off["losses"]
+
+
+def test_the_loader_is_deepspeeds_own_after_the_import(interpreter: Path) -> None:
+    said(interpreter, "-m", "ssdtrain_ds.autoload", "install")
+    look = (
+        "import sys, deepspeed, ssdtrain_ds.autoload as a; "
+        "assert not isinstance(deepspeed.__spec__.loader, a._Loader); "
+        "assert not any(isinstance(f, a._Finder) for f in sys.meta_path); "
+        "print(hasattr(deepspeed.runtime.engine.DeepSpeedEngine.__init__, '__wrapped__'))"
+    )
+    assert said(interpreter, "-c", look, SSDTRAIN_DS="1", DS_ACCELERATOR="cpu").strip().endswith("True")
