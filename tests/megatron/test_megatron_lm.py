@@ -1,0 +1,212 @@
+"""An unmodified pretrain_gpt.py of Megatron-LM: launcher, patch, --spec, resume, exits.
+
+Needs a checkout (MEGATRON_LM_DIR); megatron.training is on no package registry.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.megatron.processes import ROOT, free_port, start
+
+CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(
+        not CHECKOUT,
+        reason="MEGATRON_LM_DIR is not set: name a checkout of Megatron-LM (core_v0.14.0 to core_v0.16.1)",
+    ),
+]
+
+FLAGS = shlex.split("""
+    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-3 --lr-decay-style constant --seed 7
+    --attention-dropout 0.1 --hidden-dropout 0.1 --mock-data --tokenizer-type NullTokenizer --vocab-size 127
+    --transformer-impl local --distributed-backend gloo --use-cpu-initialization --log-interval 1
+    --eval-iters 1 --eval-interval 3 --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --no-bias-gelu-fusion --no-bias-dropout-fusion --no-persist-layer-norm --no-rope-fusion --ckpt-format torch
+""")
+ARRANGED = ["-W", "ignore", "-m", "tests.megatron.cpu"]
+LAUNCHER = ["-m", "ssdtrain_megatron.run"]
+LOSS = re.compile(r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+)")
+
+
+def script(directory: str | Path = CHECKOUT) -> str:
+    return str(Path(directory, "pretrain_gpt.py"))
+
+
+def losses(output: str) -> dict[int, tuple[str, str]]:
+    """(loss, gradient norm) as printed, by iteration."""
+    return {int(number): (loss, norm) for number, loss, norm in LOSS.findall(output)}
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    """Of the checkpoint after iteration 6, read where Megatron's classes can be unpickled."""
+    target = directory / "weights.pt"
+    program = (
+        "import sys, torch; from tests.megatron import cpu; cpu.arrange(); sys.path.insert(0, sys.argv[1]);"
+        "cpu.arrange_training(); import megatron.core;"
+        "state = torch.load(sys.argv[2], weights_only=False)['model'];"
+        "torch.save({k: v for k, v in state.items() if torch.is_tensor(v)}, sys.argv[3])"
+    )
+    source = directory / "iter_0000006" / "mp_rank_00" / "model_optim_rng.pt"
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, CHECKOUT, source, target], check=True, cwd=ROOT
+    )
+    found: dict[str, torch.Tensor] = torch.load(target)
+    return found
+
+
+@pytest.fixture
+def offload(tmp_path: Path) -> list[str]:
+    return ["--ssdtrain-offload-directories", str(tmp_path / "ssd"), "--ssdtrain-offload-min-bytes", "1KiB"]
+
+
+@pytest.fixture
+def patched(tmp_path: Path) -> Path:
+    """The checkout with copies of its scripts, which the patch is applied to."""
+    target = tmp_path / "patched"
+    target.mkdir()
+    for entry in Path(CHECKOUT).iterdir():
+        if entry.suffix == ".py":
+            shutil.copy(entry, target)
+        elif not entry.name.startswith("."):
+            (target / entry.name).symlink_to(entry)
+    return target
+
+
+def apply(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "patches/apply.py", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_launcher_then_resume_under_the_patch_are_the_run_without_the_plugin(
+    tmp_path: Path, patched: Path, offload: list[str]
+) -> None:
+    def halves(directory: str) -> tuple[list[str], list[str]]:
+        kept = [
+            "--save-interval",
+            "3",
+            "--save",
+            str(tmp_path / directory),
+            "--load",
+            str(tmp_path / directory),
+        ]
+        return [*FLAGS, *kept, "--exit-interval", "3"], [*FLAGS, *kept]
+
+    plain = [start(1, [*ARRANGED, script(), *flags]) for flags in halves("plain")]
+    expected = {**losses(plain[0]), **losses(plain[1])}
+    assert sorted(expected) == [1, 2, 3, 4, 5, 6]
+    assert len(set(expected.values())) == 6
+    assert "[ssdtrain]" not in plain[0]
+
+    to_exit, from_there = halves("offloaded")
+    first = start(1, [*ARRANGED, *LAUNCHER, script(), *to_exit, *offload])
+    assert first.count("[ssdtrain] iteration") == 3
+    assert "written/step: 0 B" not in first
+
+    assert "fits" in apply(str(patched), "--check")
+    assert "applied" in apply(str(patched))
+    assert "is applied" in apply(str(patched), "--check")
+    second = start(1, [*ARRANGED, script(patched), *from_there, *offload])
+    assert second.count("[ssdtrain] iteration") == 3
+    assert {**losses(first), **losses(second)} == expected
+    assert "taken out" in apply(str(patched), "--reverse")
+
+    one, other = weights(tmp_path / "plain"), weights(tmp_path / "offloaded")
+    assert one.keys() == other.keys() and len(one) > 20
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert list((tmp_path / "ssd").iterdir()) == []
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_two_ranks(offload: list[str], layout: str) -> None:
+    flags = [*FLAGS, f"--{layout}-model-parallel-size", "2", "--train-iters", "3"]
+    expected = losses(start(2, [*ARRANGED, script(), *flags]))
+    offloaded = start(2, [*ARRANGED, *LAUNCHER, script(), *flags, *offload])
+    assert losses(offloaded) == expected and len(expected) == 3
+    assert offloaded.count("[ssdtrain] iteration") == 3
+
+
+@pytest.mark.timeout(600)
+def test_the_layer_spec_and_recomputation(tmp_path: Path) -> None:
+    file = tmp_path / "ssdtrain.yaml"
+    file.write_text(f"offload: {{directories: {tmp_path / 'ssd'}, min_bytes: 1KiB}}\n")
+    recompute = ["--recompute-granularity", "selective"]
+    expected = losses(start(1, [*ARRANGED, script(), *FLAGS, *recompute]))
+    spec = ["--spec", "ssdtrain_megatron.spec", "layer_spec"]
+    found = start(1, [*ARRANGED, script(), *FLAGS, *recompute, *spec], SSDTRAIN_CONFIG=str(file))
+    assert losses(found) == expected
+    assert (tmp_path / "ssd").is_dir() and list((tmp_path / "ssd").iterdir()) == []
+
+
+@pytest.mark.timeout(600)
+def test_a_signal_ends_the_run_with_a_checkpoint_and_nothing_left(tmp_path: Path, offload: list[str]) -> None:
+    log = tmp_path / "log"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+    }
+    flags = [
+        *FLAGS,
+        "--train-iters",
+        "100000",
+        "--exit-signal-handler",
+        "--save-interval",
+        "100000",
+        "--save",
+        str(tmp_path / "saved"),
+    ]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-u", *ARRANGED, *LAUNCHER, script(), *flags, *offload],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+        )
+        try:
+            while "[ssdtrain] iteration 2 " not in log.read_text() and process.poll() is None:
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            status = process.wait(120)
+        finally:
+            process.kill()
+    assert status == 0, log.read_text()[-5000:]
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").is_file()
+    assert list((tmp_path / "ssd").iterdir()) == []
+
+
+def test_the_launcher_says_what_it_needs(tmp_path: Path) -> None:
+    for arguments, said in [
+        ([], "usage:"),
+        (["--help"], "usage:"),
+        ([str(tmp_path / "no.py")], "is not a file"),
+    ]:
+        done = subprocess.run(
+            [sys.executable, *LAUNCHER, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode != 0
+        assert said in done.stderr
