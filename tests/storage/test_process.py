@@ -20,7 +20,8 @@ Spawn = Callable[..., "subprocess.Popen[str]"]
 
 # Storage needs no torch, and a process that never imports it starts ten times as fast.
 WORKING = f"""
-    import sys, threading, time, types
+    import signal, sys, threading, time, types
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it ignored
     engine = sys.modules["ssdtrain"] = types.ModuleType("ssdtrain")
     engine.__path__ = {list(ssdtrain.__path__)!r}
     from ssdtrain.storage import Arena, Faults, SpillStore
