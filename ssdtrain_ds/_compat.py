@@ -22,6 +22,7 @@ __all__ = [
     "DeepSpeedEngine",
     "PipelineEngine",
     "check",
+    "check_engine",
     "checkpointing",
     "checkpointing_is_configured",
     "instruction_map",
@@ -76,6 +77,8 @@ _NEEDED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
 # What `checkpointing` reads from and writes to its own checkpoint function's context, and hands to its offload engine.
 _NEEDED_IN_CHECKPOINT_FUNCTION = ("deepspeed_saved_tensors", "saved_data", "ds_offload_engine")
 
+_NEEDED_ON_ENGINE = ("module", "device", "global_rank", "global_steps", "global_samples", "monitor")
+
 
 def check() -> None:
     """Refuse a DeepSpeed that lacks a name this package needs; warn of a version that was never run.
@@ -101,6 +104,20 @@ def check() -> None:
             "DeepSpeed %s was never run with this version of ssdtrain_ds (tested: %s)",
             version,
             ", ".join(TESTED),
+        )
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse an engine that lacks an attribute this package reads.
+
+    Raises:
+        ImportError: names what is missing.
+    """
+    missing = [name for name in _NEEDED_ON_ENGINE if not hasattr(engine, name)]
+    if missing:
+        raise ImportError(
+            f"the engine of DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}: "
+            f"ssdtrain_ds was run with {', '.join(TESTED)}"
         )
 
 

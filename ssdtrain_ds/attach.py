@@ -89,6 +89,7 @@ class _Attachment:
     """
 
     def __init__(self, engine: Any, config: Config, written: dict[str, Any]) -> None:
+        _compat.check_engine(engine)
         self.engine = engine
         self.written = written
         self.runtime = Runtime(

@@ -23,6 +23,45 @@ __all__ = ["InnerHooks"]
 _RECOMPUTING = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing")
 
 
+class _Watchers(threading.local):
+    """Who watches this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[InnerHooks] = []
+
+
+_watchers = _Watchers()
+_lock = threading.Lock()
+_watched_threads = 0
+_plain_enter = saved_tensors_hooks.__enter__
+
+
+def _enter(hooks: Any) -> None:
+    if _watchers.stack:
+        _watchers.stack[-1]._watch(hooks)
+    _plain_enter(hooks)
+
+
+def _begin(watcher: InnerHooks) -> None:
+    """`saved_tensors_hooks` is patched while any thread is watched."""
+    global _watched_threads, _plain_enter
+    with _lock:
+        if not _watched_threads:
+            _plain_enter = saved_tensors_hooks.__enter__
+            saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
+        _watched_threads += 1
+    _watchers.stack.append(watcher)
+
+
+def _end() -> None:
+    global _watched_threads
+    _watchers.stack.pop()
+    with _lock:
+        _watched_threads -= 1
+        if not _watched_threads:
+            saved_tensors_hooks.__enter__ = _plain_enter  # type: ignore[method-assign]
+
+
 class InnerHooks:
     """Counts what hooks nested inside a forward take, by who installed them.
 
@@ -39,20 +78,12 @@ class InnerHooks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch this thread inside one forward. `saved_tensors_hooks` is patched meanwhile, for all threads."""
-        plain = saved_tensors_hooks.__enter__
-        watcher = threading.get_ident()
-
-        def enter(hooks: Any) -> None:
-            if threading.get_ident() == watcher:
-                self._watch(hooks)
-            plain(hooks)
-
-        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+        """Watch this thread inside one forward."""
+        _begin(self)
         try:
             yield
         finally:
-            saved_tensors_hooks.__enter__ = plain  # type: ignore[method-assign]
+            _end()
 
     def _watch(self, hooks: Any) -> None:
         pack: Callable[[torch.Tensor], Any] = hooks.pack_hook

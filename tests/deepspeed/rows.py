@@ -118,7 +118,32 @@ def _checkpoint_rows() -> list[Row]:
     return rows
 
 
-ROWS: list[Row] = [*_zero_rows(), *_pipeline_rows(), *_checkpoint_rows()]
+TENSOR_PARALLEL = {
+    "tensor_parallel": {
+        "autotp_size": 2,
+        "partition_config": {
+            "use_default_specs": False,
+            "layer_specs": [
+                {"patterns": [r".*\.(q|k|v|up)_proj\.weight$"], "partition_type": "column"},
+                {"patterns": [r".*\.(o|down)_proj\.weight$"], "partition_type": "row"},
+            ],
+        },
+    }
+}
+
+
+def _other_rows() -> list[Row]:
+    rows = [Row(f"autotp-zero{stage}", 2, {**zero(stage), **TENSOR_PARALLEL}) for stage in range(4)]
+    rows.append(Row("autotp-data2-zero1-bf16", 4, {**zero(1), **TENSOR_PARALLEL, **BF16}))
+    # A compiled graph saves what it likes: there are no plain hooks to count it by.
+    for stage in (0, 1, 3):
+        name = f"compiled-zero{stage}"
+        rows.append(Row(name, 1, zero(stage), compile="aot_eager", counted=False, long=stage != 1))
+    rows.append(Row("compiled-inductor", 1, zero(1), compile="inductor", counted=False, long=True))
+    return rows
+
+
+ROWS: list[Row] = [*_zero_rows(), *_pipeline_rows(), *_checkpoint_rows(), *_other_rows()]
 
 
 def rows_for(ranks: int) -> list[Row]:

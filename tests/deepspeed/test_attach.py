@@ -266,6 +266,40 @@ class _Without:
         return getattr(self._holder, name)
 
 
+def test_an_engine_without_an_attribute_that_is_read_is_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine(None)
+    _compat.check_engine(engine)
+    for name in _compat._NEEDED_ON_ENGINE:
+        with pytest.raises(ImportError, match=f"has no {name}: .*0.19.8"):
+            _compat.check_engine(_Without(engine, name))
+
+
+def test_an_engine_is_driven_as_megatron_deepspeed_drives_it(make_engine: MakeEngine) -> None:
+    """A scheduler that counts samples, `step(lr_kwargs=...)`, attributes of the model through the engine."""
+    found = []
+    for block in (None, "default"):
+        engine = make_engine(block, gradient_accumulation_steps=2)
+        engine.lr_scheduler = _SampleScheduler()
+        losses = []
+        for ids, labels in models.batches(1, 4):
+            loss = engine(ids, labels=labels)
+            assert engine.blocks is engine.module.blocks
+            engine.backward(loss)
+            engine.step(lr_kwargs={"increment": 8})
+            losses.append(loss.detach().clone())
+        assert engine.lr_scheduler.samples == 16
+        found.append(losses)
+    assert all(map(torch.equal, *found))
+
+
+class _SampleScheduler:
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def step(self, increment: int) -> None:
+        self.samples += increment
+
+
 def test_a_checkpoint_function_that_holds_its_inputs_elsewhere_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

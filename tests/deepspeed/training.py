@@ -14,6 +14,7 @@ import deepspeed
 import torch
 import torch.utils.checkpoint
 from deepspeed import comm as dist
+from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.utils import groups
 
 import ssdtrain
@@ -96,7 +97,7 @@ def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
         }
         result["live_slots"] = found.store.live_slots
     engine.destroy()
-    groups.mpu = None  # a pipeline leaves its grid there, for whatever engine comes next
+    _forget()
     return result
 
 
@@ -119,9 +120,11 @@ def _train_gpt(row: Row, config: dict[str, Any], counter: Counter | None) -> tup
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=config
     )
+    if row.compile is not None:
+        engine.compile(backend=row.compile)
     losses = []
     count = row.steps * int(config.get("gradient_accumulation_steps", 1))
-    for ids, labels in models.batches(1 + dist.get_rank(), count):
+    for ids, labels in models.batches(1 + dist.get_rank(engine.data_parallel_group), count):
         with counter.forward() if counter is not None else nullcontext():
             loss = engine(ids, labels)
         engine.backward(loss)
@@ -149,3 +152,13 @@ def _train_pipeline(
     finally:
         pipelines.count_forwards(None)
     return engine, losses
+
+
+def _forget() -> None:
+    """What an engine leaves in DeepSpeed and torch for whatever engine comes next: a pipeline its grid, AutoTP its groups."""
+    groups.mpu = None
+    groups.mesh_device = None
+    for name in ("_TENSOR_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP"):
+        setattr(groups, name, None)
+    set_autotp_mode(training=False)
+    torch.compiler.reset()
