@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard ssdtrain/storage/*.[ch] ssdtrain/codecs/*.[ch])
 
-.PHONY: install demo test test-long lint docs bench clean
+.PHONY: install demo demo-megatron test test-long lint docs bench clean
 
 install: $(STAMP)
 
@@ -18,6 +18,10 @@ $(STAMP): pyproject.toml setup.py requirements-dev.txt $(SOURCES)
 
 demo: $(STAMP)
 	$(BIN)/ssdtrain demo $(DEMO)
+
+# GPT on megatron-core, tensor parallel 2 and pipeline parallel 2 on 4 processes, no GPU; flags: DEMO="--train-iters 5"
+demo-megatron: $(STAMP)
+	$(BIN)/python -m tests.megatron.demo $(DEMO)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

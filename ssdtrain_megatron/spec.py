@@ -29,7 +29,7 @@ from ssdtrain.runtime import Runtime
 from ssdtrain_megatron.attachment import new_runtime
 from ssdtrain_megatron.installation import installation
 
-__all__ = ["OffloadedTransformerLayer", "layer_spec", "offloaded"]
+__all__ = ["OffloadedTransformerLayer", "default_spec", "layer_spec", "offloaded"]
 
 CONFIG = "SSDTRAIN_CONFIG"
 
@@ -92,11 +92,12 @@ def offloaded(spec: ModuleSpec) -> ModuleSpec:
     return dataclasses.replace(spec, module=OffloadedTransformerLayer)
 
 
-def _default() -> ModuleSpec:
+def default_spec() -> ModuleSpec:
+    """Transformer Engine's layer where it is installed, the local one elsewhere."""
     if importlib.util.find_spec("transformer_engine") is None:
         return get_gpt_layer_local_spec()
     return get_gpt_layer_with_transformer_engine_spec()
 
 
-layer_spec = offloaded(_default())
-"""For --spec: Transformer Engine's layer where it is installed, the local one elsewhere."""
+layer_spec = offloaded(default_spec())
+"""For --spec."""
