@@ -63,12 +63,15 @@ static int transfer(const Faults *f, const Operation *op, int piece, int fd, str
     for (int attempt = 0; left; attempt++) {
         struct iovec limited[3];
         struct iovec *call = vector;
-        int parts = count;
+        int parts = count, interrupted = 0;
+        uint64_t odd = 0;
         if (f) {
-            if (f->interrupt > 0 && chance(f->seed, INTERRUPT, op->kind, op->serial, piece, attempt) < f->interrupt) continue;
+            interrupted = f->interrupt > 0 && chance(f->seed, INTERRUPT, op->kind, op->serial, piece, attempt) < f->interrupt;
             if (f->shorten > 0 && left > unit && chance(f->seed, SHORT, op->kind, op->serial, piece, attempt) < f->shorten) {
                 uint64_t units = (left - 1) / unit;
-                uint64_t want = (1 + hashed(f->seed, SHORT_LENGTH, op->kind, op->serial, piece, attempt) % units) * unit;
+                uint64_t random = hashed(f->seed, SHORT_LENGTH, op->kind, op->serial, piece, attempt);
+                uint64_t want = (1 + random % units) * unit;
+                odd = random % (unit < SECTOR ? unit : SECTOR); /* as if it had stopped inside a sector */
                 for (parts = 0; want && parts < count; parts++) {
                     limited[parts] = vector[parts];
                     if (limited[parts].iov_len > want) limited[parts].iov_len = want;
@@ -77,13 +80,15 @@ static int transfer(const Faults *f, const Operation *op, int piece, int fd, str
                 call = limited;
             }
         }
-        ssize_t done = op->kind == WRITE ? pwritev(fd, call, parts, offset) : preadv(fd, call, parts, offset);
+        ssize_t done = -1;
+        if (interrupted) errno = EINTR;
+        else done = op->kind == WRITE ? pwritev(fd, call, parts, offset) : preadv(fd, call, parts, offset);
         if (done < 0 && errno == EINTR) continue;
         if (done < 0) {
             *failure = (Failure){errno, ERRNO, offset};
             return -1;
         }
-        uint64_t gone = (uint64_t)done;
+        uint64_t gone = (uint64_t)done > odd ? (uint64_t)done - odd : (uint64_t)done;
         if (gone < left && unit > 1) gone -= gone % SECTOR;
         if (!gone) {
             *failure = (Failure){EIO, op->kind == WRITE ? NOTHING_WRITTEN : END_OF_FILE, offset};

@@ -165,14 +165,16 @@ class Transfer:
         attempt = 0
         writing = operation.kind == WRITE
         while left:
-            parts, count = self._shortened(operation, index, attempt, vector, left, unit)
+            parts, odd = self._shortened(operation, index, attempt, vector, left, unit)
             attempt += 1
-            if count is None:
+            if not parts:
                 continue
             try:
                 done = os.pwritev(fd, parts, offset) if writing else os.preadv(fd, parts, offset)
             except OSError as error:
                 raise TransferError(error.errno or errno.EIO, ERRNO, offset) from error
+            if done > odd:
+                done -= odd
             if done < left and unit > 1:
                 done -= done % SECTOR
             if done == 0:
@@ -188,19 +190,22 @@ class Transfer:
         vector: list[memoryview],
         left: int,
         unit: int,
-    ) -> tuple[list[memoryview], int | None]:
-        """What this call may transfer under the injected faults; a count of None means an injected EINTR."""
+    ) -> tuple[list[memoryview], int]:
+        """What this call may transfer under the injected faults, and how many bytes of that it pretends to have missed.
+
+        Nothing at all stands for an injected EINTR.
+        """
         f = self._faults
         if f is None:
-            return vector, left
+            return vector, 0
         where = (operation.kind, operation.serial, index, attempt)
         if f.interrupt and chance(f.seed, fault.INTERRUPT, *where) < f.interrupt:
-            return vector, None
+            return [], 0
         if f.short and left > unit and chance(f.seed, fault.SHORT, *where) < f.short:
-            units = (left - 1) // unit
-            left = (1 + fault.hashed(f.seed, fault.SHORT_LENGTH, *where) % units) * unit
-            return _before(vector, left), left
-        return vector, left
+            random = fault.hashed(f.seed, fault.SHORT_LENGTH, *where)
+            want = (1 + random % ((left - 1) // unit)) * unit
+            return _before(vector, want), random % min(unit, SECTOR)
+        return vector, 0
 
 
 def _after(vector: list[memoryview], done: int) -> list[memoryview]:

@@ -183,21 +183,25 @@ def test_waiting_releases_the_interpreter_and_hears_signals(make_store: Make, ar
 
 
 def test_reads_overtake_queued_writes(make_store: Make, arena: Arena) -> None:
-    store = make_store(threads=1)
-    source = filled(arena, MiB)
-    stored = store.reserve(MiB)
+    gate = threading.Event()
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    def blocked(event: int) -> int:
+        return 0 if gate.wait(60) else 1
+
+    store = make_store(threads=1, event_wait=address_of(blocked))
+    source, target = filled(arena, MiB), blank(arena, MiB)
+    stored, later = store.reserve(MiB), store.reserve(MiB)
     assert store.write(stored, source.address).wait(30)
-    slots = [store.reserve(MiB) for _ in range(4)]
-    target = blank(arena, MiB)
     store.pool.hold()
-    writes = [store.write(slot, source.address) for slot in slots]
-    store.pool.release()
-    store.pool.hold(reads=False)
+    write = store.write(later, source.address, after_event=1)
     read = store.read(stored, target.address)
-    assert read.wait(30), "the read waits behind writes that are held"
     store.pool.release()
-    assert all(write.wait(30) for write in writes)
-    for slot in (stored, *slots):
+    # Had the only worker taken the write, it would now wait behind the gate.
+    overtook = read.wait(10)
+    gate.set()
+    assert overtook and write.wait(30)
+    for slot in (stored, later):
         store.free(slot)
     source.release()
     target.release()
