@@ -33,7 +33,7 @@ pytestmark = [
 FLAGS = shlex.split("""
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
     --micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-3 --lr-decay-style constant --seed 7
-    --attention-dropout 0.1 --hidden-dropout 0.1 --mock-data --tokenizer-type NullTokenizer --vocab-size 100
+    --attention-dropout 0.1 --hidden-dropout 0.1 --mock-data --tokenizer-type NullTokenizer --vocab-size 4200
     --transformer-impl local --distributed-backend gloo --use-cpu-initialization --log-interval 1
     --eval-iters 1 --eval-interval 3 --no-gradient-accumulation-fusion --no-masked-softmax-fusion
     --no-bias-gelu-fusion --no-bias-dropout-fusion --no-persist-layer-norm --no-rope-fusion --ckpt-format torch
