@@ -210,3 +210,24 @@ def test_the_launcher_says_what_it_needs(tmp_path: Path) -> None:
         )
         assert done.returncode != 0
         assert said in done.stderr
+
+
+def test_the_flags_of_the_launch_scripts_are_flags_of_this_megatron_lm() -> None:
+    program = (
+        "import argparse, sys; from tests.megatron import cpu; cpu.arrange(); sys.path.insert(0, sys.argv[1]);"
+        "cpu.arrange_training(); import megatron.core; cpu.finish();"
+        "from megatron.training import arguments; import ssdtrain_megatron; ssdtrain_megatron.install_pretrain();"
+        "parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False));"
+        "parser.parse_args(sys.argv[2:]); print('all known')"
+    )
+    lines = (ROOT / "configs" / "megatron" / "gpt_3d.args").read_text().splitlines()
+    flags = shlex.split(" ".join(line for line in lines if not line.startswith("#")))
+    more = ["--data-path", "x", "--split", "99,1,0", "--tensorboard-dir", "y", "--ssdtrain-config", "z"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, CHECKOUT, *flags, *more],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "all known" in done.stdout, done.stderr[-2000:]
