@@ -18,6 +18,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 __all__ = [
+    "CPU_CHECKPOINTING_ENGINE",
     "TESTED",
     "DeepSpeedEngine",
     "PipelineEngine",
@@ -66,7 +67,6 @@ _NEEDED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
         "deepspeed.checkpointing",
         (
             "CheckpointFunction",
-            "_get_cpu_offload_engine",
             "extract_tensors",
             "get_cuda_rng_tracker",
             "is_configured",
@@ -74,8 +74,11 @@ _NEEDED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     ),
 )
 
-# What `checkpointing` reads from and writes to its own checkpoint function's context, and hands to its offload engine.
-_NEEDED_IN_CHECKPOINT_FUNCTION = ("deepspeed_saved_tensors", "saved_data", "ds_offload_engine")
+# Older versions have no engine for cpu_checkpointing: there it moves inputs to host memory by itself, and they stay there.
+CPU_CHECKPOINTING_ENGINE = "_get_cpu_offload_engine"
+
+# What `checkpointing` reads from and writes to its own checkpoint function's context,.
+_NEEDED_IN_CHECKPOINT_FUNCTION = ("deepspeed_saved_tensors", "saved_data")
 
 _NEEDED_ON_ENGINE = ("module", "device", "global_rank", "global_steps", "global_samples", "monitor")
 

@@ -54,7 +54,8 @@ def install() -> None:
     @functools.wraps(plain)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
-        written = _compat.parameter_dict(given["config_class"])
+        config_class = given.get("config_class")
+        written = _compat.parameter_dict(config_class) if config_class is not None else {}
         # A mistake in the block is found before the model is partitioned.
         config = load_config(written[BLOCK], path=BLOCK) if BLOCK in written else None
         plain(self, *args, **kwargs)

@@ -202,14 +202,13 @@ class _ReentrantFunction:
 
 def _replacements() -> dict[str, Any]:
     module = _compat.checkpointing
-    plain_engine = module._get_cpu_offload_engine
+    plain_engine = getattr(module, _compat.CPU_CHECKPOINTING_ENGINE, None)
     plain_extract = module.extract_tensors
 
-    @functools.wraps(plain_engine)
     def get_cpu_offload_engine() -> Any:
         if _present.forwards and module.CPU_CHECKPOINT and not module.PARTITION_ACTIVATIONS:
             return _present.forwards[-1]
-        return plain_engine()
+        return plain_engine() if plain_engine is not None else None
 
     @functools.wraps(plain_extract)
     def extract_tensors(all_objects: Any) -> Any:
@@ -220,11 +219,13 @@ def _replacements() -> dict[str, Any]:
             tensors = spilled(tuple(tensors))
         return tensors, others, flags
 
-    return {
+    found: dict[str, Any] = {
         "CheckpointFunction": _ReentrantFunction(module.CheckpointFunction),
-        "_get_cpu_offload_engine": get_cpu_offload_engine,
         "extract_tensors": extract_tensors,
     }
+    if plain_engine is not None:
+        found[_compat.CPU_CHECKPOINTING_ENGINE] = get_cpu_offload_engine
+    return found
 
 
 _plain: dict[str, Any] = {}

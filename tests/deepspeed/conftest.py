@@ -100,7 +100,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
             names = [other.name for other in rows_for(row.ranks) if other.name in wanted]
             failure = None
             try:
-                start(["-m", "tests.deepspeed.worker", str(directory), *names], row.ranks, directory, 240)
+                start(["-m", "tests.deepspeed.worker", str(directory), *names], row.ranks, directory, 850)
             except AssertionError as error:
                 failure = str(error)
             done[row.ranks] = (directory, failure)

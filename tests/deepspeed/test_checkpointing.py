@@ -169,3 +169,15 @@ def test_an_activation_checkpointing_block_that_nobody_configured_is_reported(
     train(engine, 2)
     train(make_engine(activation_checkpointing={"profile": False}), 2)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_version_without_an_engine_for_cpu_checkpointing_does_without(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train(make_engine(None, model=models.GPT(CHECKPOINT)))
+    monkeypatch.delattr(deepspeed.checkpointing, "_get_cpu_offload_engine")
+    engine = make_engine(model=models.GPT(CHECKPOINT))
+    assert not hasattr(deepspeed.checkpointing, "_get_cpu_offload_engine")
+    assert all(map(torch.equal, plain, train(engine)))
+    engine.destroy()
+    assert not hasattr(deepspeed.checkpointing, "_get_cpu_offload_engine")

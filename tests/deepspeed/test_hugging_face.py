@@ -10,7 +10,7 @@ import pytest
 
 from tests.deepspeed.conftest import start
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 NAMES = ("gpt2", "bert", "t5", "llama", "llama-gradient-checkpointing")
 
@@ -19,7 +19,7 @@ NAMES = ("gpt2", "bert", "t5", "llama", "llama-gradient-checkpointing")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("transformers", reason="Hugging Face's packages are among requirements-dev.txt")
     directory: Path = tmp_path_factory.mktemp("hugging-face")
-    output = start(["-m", "tests.deepspeed.hugging_face", str(directory)], 1, directory, 240)
+    output = start(["-m", "tests.deepspeed.hugging_face", str(directory)], 1, directory, 550)
     line = next(line for line in output.splitlines() if line.startswith("RESULT "))
     results: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     assert set(results) == set(NAMES)

@@ -10,7 +10,8 @@ import pytest
 from tests.deepspeed.conftest import Results
 from tests.deepspeed.rows import ROWS, Row
 
-pytestmark = pytest.mark.distributed
+# The first test of a group size waits for all its rows.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
 def parameters(rows: list[Row]) -> list[Any]:
@@ -36,9 +37,7 @@ def test_no_slot_and_no_region_is_left(row: Row, results: Results) -> None:
         assert result["offloaded"]["offload"]["in_flight_bytes"] == 0
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.counted], ids=lambda row: f"{row.ranks}-{row.name}"
-)
+@pytest.mark.parametrize("row", parameters([row for row in ROWS if row.counted]))
 def test_all_that_plain_hooks_count_is_spilled(row: Row, results: Results) -> None:
     for result in results(row):
         assert result["counted"]["parameters"] == result["plain"]["parameters"]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from deepspeed.runtime.pipe import schedule as upstream
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdtrain_ds.schedule import Turn, _Announced, read
+from ssdtrain_ds.schedule import Turn, _Announced, follow, read
 from tests.deepspeed.conftest import Results
 from tests.deepspeed.rows import ROWS, Row
 
@@ -124,3 +129,87 @@ def test_of_two_stages_the_first_leaves_memory_and_the_last_stays(row: Row, resu
     assert first["offloaded_bytes"] + first["cancelled_bytes"] > 0
     assert last["offloaded_bytes"] == last["cancelled_bytes"] == 0
     assert last["kept_bytes"] > 0
+
+
+class Recorder:
+    """A runtime and a pipeline engine that write down what happens; the engine's loop over instructions is DeepSpeed's."""
+
+    _exec_schedule = PipelineEngine._exec_schedule
+
+    def __init__(self, stages: int) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+        self.module = SimpleNamespace(num_stages=stages)
+        self._INSTRUCTION_MAP = {
+            kind: self._executed(kind.__name__) for kind in PipelineEngine._INSTRUCTION_MAP
+        }
+
+    def _executed(self, name: str) -> Any:
+        return lambda engine, **kwargs: self.heard.append((name,))
+
+    def _reserve_pipe_buffers(self, count: int) -> None:
+        self.buffers = count
+
+    def next_backward(self, *tapes: tuple[int, int]) -> None:
+        self.heard.append(("next", *tapes))
+
+    @contextmanager
+    def recording(self, chunk: int, microbatch: int, *, keep: bool) -> Iterator[None]:
+        self.heard.append(("record", chunk, microbatch, keep))
+        yield
+
+    @contextmanager
+    def backward(self, chunk: int, microbatch: int) -> Iterator[None]:
+        self.heard.append(("backward", chunk, microbatch))
+        yield
+
+    def follow(self) -> None:
+        own = follow(self, self, self.recording, lambda: self.heard.append(("batch over",)))  # type: ignore[arg-type]
+        self.__dict__.update(own)
+
+
+def test_loads_begin_before_the_stage_waits_for_the_gradient() -> None:
+    first = Recorder(2)
+    first.follow()
+    first._exec_schedule(upstream.TrainSchedule(3, 2, 0))
+    computing = [
+        event for event in first.heard if not event[0].startswith(("Load", "Send", "Reduce", "Optimizer"))
+    ]
+    assert computing == [
+        *[("record", 0, 0, False), ("ForwardPass",)],
+        *[("record", 0, 1, False), ("ForwardPass",)],
+        *[
+            ("next", (0, 0), (0, 1)),
+            ("RecvGrad",),
+            ("next", (0, 0), (0, 1)),
+            ("backward", 0, 0),
+            ("BackwardPass",),
+        ],
+        *[("record", 0, 2, False), ("ForwardPass",)],
+        *[
+            ("next", (0, 1), (0, 2)),
+            ("RecvGrad",),
+            ("next", (0, 1), (0, 2)),
+            ("backward", 0, 1),
+            ("BackwardPass",),
+        ],
+        *[("next", (0, 2)), ("RecvGrad",), ("next", (0, 2)), ("backward", 0, 2), ("BackwardPass",)],
+        ("batch over",),
+    ]
+    assert first.buffers == 2
+
+
+def test_the_last_stage_keeps_what_it_saves() -> None:
+    last = Recorder(2)
+    last.follow()
+    last._exec_schedule(upstream.TrainSchedule(3, 2, 1))
+    assert [event for event in last.heard if event[0] == "record"] == [
+        ("record", 0, k, True) for k in range(3)
+    ]
+
+
+def test_evaluation_is_left_alone() -> None:
+    engine = Recorder(2)
+    engine.follow()
+    with torch.no_grad():
+        engine._exec_schedule(upstream.InferenceSchedule(3, 2, 0))
+    assert {event[0] for event in engine.heard} == {"LoadMicroBatch", "ForwardPass", "SendActivation"}
