@@ -174,9 +174,13 @@ def test_an_activation_checkpointing_block_that_nobody_configured_is_reported(
 def test_a_version_without_an_engine_for_cpu_checkpointing_does_without(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = train(make_engine(None, model=models.GPT(CHECKPOINT)))
+    def model() -> models.GPT:
+        torch.manual_seed(0)
+        return models.GPT(CHECKPOINT)
+
+    plain = train(make_engine(None, model=model()))
     monkeypatch.delattr(deepspeed.checkpointing, "_get_cpu_offload_engine")
-    engine = make_engine(model=models.GPT(CHECKPOINT))
+    engine = make_engine(model=model())
     assert not hasattr(deepspeed.checkpointing, "_get_cpu_offload_engine")
     assert all(map(torch.equal, plain, train(engine)))
     engine.destroy()
