@@ -28,12 +28,22 @@ Results = dict[str, list[dict[str, Any]]]
 
 
 @functools.cache
-def results(world: int) -> Results:
-    """All rows of `world` processes: by name, one result per rank."""
+def outcome(world: int) -> Results | str:
+    """All rows of `world` processes, or why there are none: a failure is not tried again for each test."""
     with tempfile.TemporaryDirectory(prefix="ssdtrain-matrix-") as directory:
-        start(world, ["-m", "tests.megatron.matrix", directory])
+        try:
+            start(world, ["-m", "tests.megatron.matrix", directory])
+        except AssertionError as error:
+            return str(error)
         ranks = [json.loads(Path(directory, f"{world}-{rank}.json").read_text()) for rank in range(world)]
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+
+def results(world: int) -> Results:
+    """All rows of `world` processes: by name, one result per rank."""
+    found = outcome(world)
+    assert not isinstance(found, str), found
+    return found
 
 
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.world}: {row.name}")
