@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,33 @@ def test_destroy_gives_back_methods_and_space(make_engine: MakeEngine) -> None:
     assert checkpointing_is_untouched()
     assert runtime.engine._closed
     engine.destroy()  # as often as one likes
+
+
+def test_an_engine_that_is_dropped_without_destroy_leaves_nothing(
+    process_group: None, installed: None, tmp_path: Path
+) -> None:
+    model = models.GPT()
+    block = {"offload": {"directories": str(tmp_path / "ssd"), "min_bytes": models.MIN_BYTES}}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        config={"train_micro_batch_size_per_gpu": models.BATCH, "ssdtrain": block},
+    )
+    train(engine, 2)
+    runtime = weakref.ref(ssdtrain_ds.runtime_of(engine))
+    files = spill_files(tmp_path)
+    assert files
+    del engine, model, _
+    gc.collect()
+    assert runtime() is None
+    assert not spill_files(tmp_path)
+    assert checkpointing_is_untouched()
+
+
+def spill_files(directory: Path) -> list[str]:
+    """The files without a name that this process has open below `directory`."""
+    links = [file.readlink() for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    return [str(link) for link in links if str(link).startswith(str(directory))]
 
 
 def test_an_engine_can_be_made_again_after_destroy(make_engine: MakeEngine) -> None:

@@ -145,10 +145,14 @@ def _train_pipeline(
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=torch.optim.AdamW(trainable, lr=1e-3), config=config
         )
-        data = models.batches(
-            1 + engine.grid.get_data_parallel_id(), row.steps * config["gradient_accumulation_steps"]
-        )
-        losses = [engine.train_batch(data_iter=data).detach().clone() for _ in range(row.steps)]
+        microbatches = config["gradient_accumulation_steps"]
+        data = models.batches(1 + engine.grid.get_data_parallel_id(), row.steps * microbatches)
+        losses = []
+        for step in range(row.steps):
+            losses.append(engine.train_batch(data_iter=data).detach().clone())
+            if step == 0 and counter is None:  # evaluation between two steps
+                held_out = models.batches(9, microbatches)
+                losses.append(torch.as_tensor(engine.eval_batch(held_out)).detach().clone())
     finally:
         pipelines.count_forwards(None)
     return engine, losses
