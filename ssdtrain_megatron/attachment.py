@@ -67,6 +67,7 @@ def attach(
     rank: int | None = None,
     local_rank: int | None = None,
     local_world_size: int | None = None,
+    logs: bool = True,
 ) -> Attachment:
     """Offload what the schedules of megatron-core save for backward on these chunks, until `close`.
 
@@ -88,6 +89,7 @@ def attach(
         rank: global rank; by default torch.distributed's.
         local_rank, local_world_size: within the node; by default LOCAL_RANK and LOCAL_WORLD_SIZE (torchrun), or
             SLURM_LOCALID and SLURM_NTASKS_PER_NODE.
+        logs: write a log line every `report.interval` steps; a loop that writes `Figures` at its own interval says False.
 
     Raises:
         ConfigError: names the key, or the option of Megatron that excludes offloading.
@@ -103,7 +105,13 @@ def attach(
         if any(installation.holds(chunk) for chunk in chunks):
             raise ValueError("a runtime is attached to this model already: close it first")
     runtime = new_runtime(
-        chunks, read, device=device, rank=rank, local_rank=local_rank, local_world_size=local_world_size
+        chunks,
+        read,
+        device=device,
+        rank=rank,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        logs=logs,
     )
     attachment = Attachment(runtime, chunks)
     if runtime.engine is not None:
@@ -122,6 +130,7 @@ def new_runtime(
     rank: int | None = None,
     local_rank: int | None = None,
     local_world_size: int | None = None,
+    logs: bool = True,
 ) -> Runtime:
     """A runtime for this rank; what is not given comes from where `attach` says."""
     local = _from_environment(0, "LOCAL_RANK", "SLURM_LOCALID") if local_rank is None else local_rank
@@ -136,6 +145,7 @@ def new_runtime(
         rank=_rank() if rank is None else rank,
         local_rank=local,
         local_world_size=ranks,
+        logs=logs,
     )
 
 

@@ -18,6 +18,7 @@ import runpy
 import sys
 import time
 import types
+import typing
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 import torch
 import torch._dynamo  # indexes torch's functions at its import: before they are replaced
 import torch.distributed as dist
+import typing_extensions
 
 CPU = torch.device("cpu")
 
@@ -209,6 +211,8 @@ def finish() -> None:
 
 def arrange_training() -> None:
     """More of the same for megatron.training: device properties, start-up barriers, fused kernels."""
+    if not hasattr(typing, "override"):
+        typing.override = typing_extensions.override  # type: ignore[attr-defined]  # of Python 3.12
     cuda = torch.cuda
     cuda.device_count = lambda: 1
     cuda.get_device_capability = lambda *args: (8, 0)

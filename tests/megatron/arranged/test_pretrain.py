@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -82,7 +85,10 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     ssdtrain_megatron.uninstall_pretrain()
 
 
-def test_flags_are_enough_to_offload_and_to_be_told(loop: Loop, config: dict[str, Any]) -> None:
+def test_flags_are_enough_to_offload_and_to_be_told(
+    loop: Loop, config: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     expected = Loop().pretrain()
     before = loop.functions()
     ssdtrain_megatron.install_pretrain()
@@ -93,7 +99,11 @@ def test_flags_are_enough_to_offload_and_to_be_told(loop: Loop, config: dict[str
         "--ssdtrain-offload-min-bytes",
         "1024",
     ]
-    assert loop.pretrain(*flags) == expected
+    report = ["--ssdtrain-report-path", str(tmp_path / "report"), "--ssdtrain-report-interval", "1"]
+    assert loop.pretrain(*flags, *report) == expected
+    lines = (tmp_path / "report" / "rank-0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert "step 1" not in caplog.text  # the loop's own lines say it
     assert [line.split("|")[0].strip() for line in loop.lines] == [
         f"[ssdtrain] iteration {n}" for n in (2, 4)
     ]
