@@ -6,7 +6,7 @@ Run with DeepSpeed 0.19.8. Other versions are tried with a warning; a missing na
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -18,21 +18,32 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 __all__ = [
+    "CHECKPOINT_FUNCTION",
     "CPU_CHECKPOINTING_ENGINE",
+    "EXEC_SCHEDULE",
+    "EXTRACT_TENSORS",
+    "INSTRUCTION_MAP",
     "TESTED",
     "DeepSpeedEngine",
     "PipelineEngine",
+    "asks_for_offload_engine",
     "check",
     "check_engine",
     "checkpointing",
     "checkpointing_is_configured",
+    "exec_schedule",
+    "held_by",
     "instruction_map",
     "is_pipeline",
+    "is_with_an_engine",
     "is_zero_parameter",
+    "let_hold",
     "log_on_rank_0",
     "parameter_dict",
+    "partition_of",
     "rng_tracker",
     "schedule",
+    "set_partition",
     "stages_of",
     "zero_stage",
 ]
@@ -66,13 +77,23 @@ _NEEDED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
         checkpointing,
         "deepspeed.checkpointing",
         (
+            "CPU_CHECKPOINT",
             "CheckpointFunction",
+            "PARTITION_ACTIVATIONS",
             "extract_tensors",
             "get_cuda_rng_tracker",
             "is_configured",
         ),
     ),
 )
+
+# What a pipeline engine gets of its own.
+INSTRUCTION_MAP = "_INSTRUCTION_MAP"
+EXEC_SCHEDULE = "_exec_schedule"
+
+# The names that DeepSpeed's checkpoint functions look up in their module, and that are replaced there.
+CHECKPOINT_FUNCTION = "CheckpointFunction"
+EXTRACT_TENSORS = "extract_tensors"
 
 # Older versions have no engine for cpu_checkpointing: there it moves inputs to host memory by itself, and they stay there.
 CPU_CHECKPOINTING_ENGINE = "_get_cpu_offload_engine"
@@ -169,7 +190,13 @@ def stages_of(engine: PipelineEngine) -> int:
 
 def instruction_map(engine: PipelineEngine) -> dict[type, Any]:
     """Which function executes which instruction: functions that take the engine, found by the class of the instruction."""
-    return dict(engine._INSTRUCTION_MAP)
+    return dict(getattr(engine, INSTRUCTION_MAP))
+
+
+def exec_schedule(engine: PipelineEngine) -> Callable[[Any], Any]:
+    """What runs the instructions of one batch."""
+    found: Callable[[Any], Any] = getattr(engine, EXEC_SCHEDULE)
+    return found
 
 
 def zero_stage(engine: DeepSpeedEngine) -> int:
@@ -190,6 +217,37 @@ def rng_tracker() -> Any:
 def checkpointing_is_configured() -> bool:
     """True once somebody called `deepspeed.checkpointing.configure`."""
     return bool(checkpointing.is_configured())
+
+
+def asks_for_offload_engine() -> bool:
+    """True where DeepSpeed's checkpoint functions hand inputs to an engine: cpu_checkpointing without partitions."""
+    return bool(checkpointing.CPU_CHECKPOINT and not checkpointing.PARTITION_ACTIVATIONS)
+
+
+def held_by(node: Any) -> tuple[Any, ...] | None:
+    """The tensors that DeepSpeed's autograd function holds for backward on its context `node`; None: another function's."""
+    held = getattr(node, "deepspeed_saved_tensors", None)
+    return None if held is None else tuple(held)
+
+
+def let_hold(node: Any, tensors: tuple[Any, ...]) -> None:
+    """Exchange what `held_by` returned."""
+    node.deepspeed_saved_tensors = tensors
+
+
+def is_with_an_engine(tensor: torch.Tensor) -> bool:
+    """True for an input that was handed to an engine for cpu_checkpointing, and is empty now."""
+    return getattr(tensor, "ds_offload_id", None) is not None
+
+
+def partition_of(tensor: torch.Tensor) -> Any:
+    """What stands in for the bytes of a held tensor, which is empty then; None: the tensor has them itself."""
+    return getattr(tensor, "saved_data", None)
+
+
+def set_partition(tensor: Any, data: Any) -> None:
+    """Let the recomputation take the bytes of `tensor` from `data.to(device)`."""
+    tensor.saved_data = data
 
 
 def log_on_rank_0(message: str) -> None:

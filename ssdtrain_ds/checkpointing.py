@@ -155,13 +155,13 @@ def spilled(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _spill(forward: _Forward, tensor: Any, made: dict[int, torch.Tensor]) -> Any:
-    if not isinstance(tensor, torch.Tensor) or getattr(tensor, "ds_offload_id", None) is not None:
+    if not isinstance(tensor, torch.Tensor) or _compat.is_with_an_engine(tensor):
         return tensor
-    partition = getattr(tensor, "saved_data", None)
+    partition = _compat.partition_of(tensor)
     if partition is not None:
         held = forward.hold(partition) if isinstance(partition, torch.Tensor) else None
         if held is not None:
-            tensor.saved_data = held  # type: ignore[attr-defined]
+            _compat.set_partition(tensor, held)
         return tensor
     if id(tensor) in made:
         return made[id(tensor)]
@@ -169,7 +169,7 @@ def _spill(forward: _Forward, tensor: Any, made: dict[int, torch.Tensor]) -> Any
     if held is None:
         return tensor
     stub = torch.empty(0, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
-    stub.saved_data = held  # type: ignore[attr-defined]
+    _compat.set_partition(stub, held)
     made[id(tensor)] = stub
     return stub
 
@@ -190,9 +190,9 @@ class _ReentrantFunction:
             _present.reentrant -= 1
         for output in all_outputs:
             node: Any = output.grad_fn if isinstance(output, torch.Tensor) else None
-            held = getattr(node, "deepspeed_saved_tensors", None)
-            if node is not None and held is not None:
-                node.deepspeed_saved_tensors = spilled(tuple(held))
+            held = _compat.held_by(node)
+            if held is not None:
+                _compat.let_hold(node, spilled(held))
                 break
         return outputs
 
@@ -203,10 +203,11 @@ class _ReentrantFunction:
 def _replacements() -> dict[str, Any]:
     module = _compat.checkpointing
     plain_engine = getattr(module, _compat.CPU_CHECKPOINTING_ENGINE, None)
-    plain_extract = module.extract_tensors
+    plain_extract = getattr(module, _compat.EXTRACT_TENSORS)
+    plain_function = getattr(module, _compat.CHECKPOINT_FUNCTION)
 
     def get_cpu_offload_engine() -> Any:
-        if _present.forwards and module.CPU_CHECKPOINT and not module.PARTITION_ACTIVATIONS:
+        if _present.forwards and _compat.asks_for_offload_engine():
             return _present.forwards[-1]
         return plain_engine() if plain_engine is not None else None
 
@@ -220,8 +221,8 @@ def _replacements() -> dict[str, Any]:
         return tensors, others, flags
 
     found: dict[str, Any] = {
-        "CheckpointFunction": _ReentrantFunction(module.CheckpointFunction),
-        "extract_tensors": extract_tensors,
+        _compat.CHECKPOINT_FUNCTION: _ReentrantFunction(plain_function),
+        _compat.EXTRACT_TENSORS: extract_tensors,
     }
     if plain_engine is not None:
         found[_compat.CPU_CHECKPOINTING_ENGINE] = get_cpu_offload_engine

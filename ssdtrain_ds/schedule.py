@@ -127,7 +127,7 @@ def follow(
         what `engine` gets as attributes of its own.
     """
     instructions = _compat.instruction_map(engine)
-    plain_schedule = engine._exec_schedule
+    plain_schedule = _compat.exec_schedule(engine)
     plain_forward = instructions[_compat.schedule.ForwardPass]
     plain_backward = instructions[_compat.schedule.BackwardPass]
     stages = _compat.stages_of(engine)
@@ -164,4 +164,4 @@ def follow(
 
     instructions[_compat.schedule.ForwardPass] = forward
     instructions[_compat.schedule.BackwardPass] = backward
-    return {"_INSTRUCTION_MAP": instructions, "_exec_schedule": exec_schedule}
+    return {_compat.INSTRUCTION_MAP: instructions, _compat.EXEC_SCHEDULE: exec_schedule}
