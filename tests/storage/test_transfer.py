@@ -108,3 +108,22 @@ def test_direct_writes_bypass_the_page_cache_even_from_an_unaligned_buffer(
     assert flags & os.O_DIRECT and flags & os.O_CLOEXEC
     store.free(slot)
     source.release()
+
+
+def test_no_bytes_of_another_buffer_lie_beside_the_data(make_store: Callable[..., SpillStore], arena: Arena) -> None:
+    store = make_store(threads=1)
+    slab = store._slabs[0]
+    if not slab.direct:
+        pytest.skip(f"{slab.directory} refuses O_DIRECT: nothing is bounced")
+    block = arena.acquire(2 * ALIGNMENT)
+    assert block is not None
+    for lead, nbytes in ((4000, 4096), (64, 1000)):
+        source = filled(arena, nbytes, lead=lead)
+        slot = store.reserve(nbytes)
+        assert store.write(slot, source.address).wait(30)
+        length = -(-(lead + nbytes) // ALIGNMENT) * ALIGNMENT
+        os.preadv(slab.fd, [block.view()[:length]], slot._extents[1])
+        assert bytes(block.view()[:length]) == bytes(lead) + payload(nbytes) + bytes(length - lead - nbytes)
+        store.free(slot)
+        source.release()
+    block.release()
