@@ -44,6 +44,11 @@ class Buffers:
         arenas = [*self._outgrown, *([self._arena] if self._arena is not None else [])]
         return sum(arena.allocated for arena in arenas)
 
+    @property
+    def peak(self) -> int:
+        """The most bytes of the arena that were handed out at once: about what of it is in memory."""
+        return self._arena.peak if self._arena is not None else 0
+
     def _make(self, nbytes: int) -> None:
         self._arena = Arena(nbytes, register=self._register)
         self._count(self._arena.capacity)

@@ -61,7 +61,11 @@ def only_slots(runtime: Runtime, count: int) -> None:
 
 
 def open_files() -> set[str]:
-    return {f"{fd}:{_link(fd)}" for fd in os.listdir("/proc/self/fd") if "deleted" in _link(fd) or "ssdtrain" in _link(fd)}
+    return {
+        f"{fd}:{_link(fd)}"
+        for fd in os.listdir("/proc/self/fd")
+        if "deleted" in _link(fd) or "ssdtrain" in _link(fd)
+    }
 
 
 def _link(fd: str) -> str:
@@ -73,7 +77,8 @@ def _link(fd: str) -> str:
 
 def io_threads() -> int:
     native = sum(
-        Path(f"/proc/self/task/{task}/comm").read_text().startswith("ssdtrain") for task in os.listdir("/proc/self/task")
+        Path(f"/proc/self/task/{task}/comm").read_text().startswith("ssdtrain")
+        for task in os.listdir("/proc/self/task")
     )
     return native + sum(thread.name.startswith("ssdtrain") for thread in threading.enumerate())
 

@@ -153,7 +153,9 @@ def test_what_torch_refuses_is_refused() -> None:
     with pytest.raises(ValueError, match="Unexpected keyword arguments"):
         Checkpoint()(lambda x, y: x, torch.ones(1), use_reentrant=True, y=torch.ones(1))
     with pytest.raises(ValueError, match="context_fn"):
-        Checkpoint()(lambda x: x, torch.ones(1), use_reentrant=True, context_fn=lambda: (nullcontext(), nullcontext()))
+        Checkpoint()(
+            lambda x: x, torch.ones(1), use_reentrant=True, context_fn=lambda: (nullcontext(), nullcontext())
+        )
 
 
 def test_without_gradients_it_only_calls() -> None:

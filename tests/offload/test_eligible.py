@@ -124,7 +124,9 @@ def test_an_adapter_can_name_what_its_framework_resizes(make_runtime: MakeRuntim
     assert runtime.engine is not None
     x = torch.randn(128, 128, requires_grad=True)
     y = x.detach() + 1
-    runtime.engine.eligible.refuse_when(lambda tensor: tensor.untyped_storage()._cdata == y.untyped_storage()._cdata)
+    runtime.engine.eligible.refuse_when(
+        lambda tensor: tensor.untyped_storage()._cdata == y.untyped_storage()._cdata
+    )
     with runtime.forward():
         loss = (x * y).sum()
     assert moved(runtime) == x.nbytes * 0

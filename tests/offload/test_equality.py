@@ -19,7 +19,8 @@ NOTHING_TO_MOVE: set[str] = set()
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(
-        a.dtype == b.dtype and torch.equal(a, b) and a.shape == b.shape for a, b in zip(one, other, strict=True)
+        a.dtype == b.dtype and torch.equal(a, b) and a.shape == b.shape
+        for a, b in zip(one, other, strict=True)
     )
 
 

@@ -1,4 +1,4 @@
-"""Drives that fail, fill up, or transfer less than asked: the next tier, then memory, then an error that says all. Never zeros."""
+"""Drives that fail, fill up, or transfer less than asked: the next tier, then memory, then an error. Never zeros."""
 
 from __future__ import annotations
 
@@ -120,7 +120,10 @@ def test_several_threads_train_at_once(variant: Variant, make_runtime: MakeRunti
     # Each case draws its weights from the global generator: one after the other here, then all at once with ready weights.
     wanted: dict[int, list[torch.Tensor]] = {}
     found: dict[int, list[torch.Tensor]] = {}
-    models = [torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in cases]
+    models = [
+        torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        for _ in cases
+    ]
     start = [{name: value.clone() for name, value in model.state_dict().items()} for model in models]
     for index, model in enumerate(models):
         wanted[index] = zoo.train(model, zoo.noise(64 + index, 64), nullcontext, steps=5)

@@ -243,8 +243,12 @@ ENDINGS = {
 @pytest.mark.parametrize("engine", ["c", "python"])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_interpreter_ends_cleanly(ending: str, engine: str, tmp_path: Path) -> None:
-    code = textwrap.dedent(SCRIPT).format(directory=str(tmp_path / "ssdtrain"), engine=engine, ending=ENDINGS[ending])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    code = textwrap.dedent(SCRIPT).format(
+        directory=str(tmp_path / "ssdtrain"), engine=engine, ending=ENDINGS[ending]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == (7 if ending == "an exception" else 0), done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
     assert list((tmp_path / "ssdtrain").iterdir()) == []

@@ -116,7 +116,9 @@ def test_unpack_overtakes_a_prefetch(way: Variant, make_runtime: MakeRuntime) ->
     assert torch.equal(x.grad, 2 * expected())  # type: ignore[arg-type]
 
 
-def test_a_released_region_keeps_its_memory_until_its_store_has_ended(way: Variant, make_runtime: MakeRuntime) -> None:
+def test_a_released_region_keeps_its_memory_until_its_store_has_ended(
+    way: Variant, make_runtime: MakeRuntime
+) -> None:
     """Otherwise the drive reads from memory that somebody else is writing."""
     runtime = make_runtime(way)
     pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
@@ -127,7 +129,9 @@ def test_a_released_region_keeps_its_memory_until_its_store_has_ended(way: Varia
     assert busy
     del x, loss
     engine.drain()
-    written_from = [region.lease if way is STAGED else region.tensor.untyped_storage().nbytes() for region in busy]
+    written_from = [
+        region.lease if way is STAGED else region.tensor.untyped_storage().nbytes() for region in busy
+    ]
     assert all(written_from), "memory was let go under a store"
     live = runtime.statistics().store.live_slots  # type: ignore[union-attr]
     assert live >= len(busy), "a slot was free for others while an old store was in flight"
@@ -136,7 +140,9 @@ def test_a_released_region_keeps_its_memory_until_its_store_has_ended(way: Varia
     holds_nothing(runtime)
 
 
-def test_a_released_region_keeps_its_buffer_until_its_load_has_ended(way: Variant, make_runtime: MakeRuntime) -> None:
+def test_a_released_region_keeps_its_buffer_until_its_load_has_ended(
+    way: Variant, make_runtime: MakeRuntime
+) -> None:
     runtime = make_runtime(way)
     _, loss = chain(runtime)
     settled(runtime)
@@ -256,10 +262,10 @@ def test_two_threads_ask_for_the_same_region(way: Variant, make_runtime: MakeRun
     pool_of(runtime).hold(writes=False)  # type: ignore[attr-defined]
     gradients: dict[int, torch.Tensor] = {}
 
-    def ask(index: int) -> None:
+    def ask(index: int, losses: list[torch.Tensor], y: torch.Tensor) -> None:
         (gradients[index],) = torch.autograd.grad(losses[index], y, retain_graph=True)
 
-    threads = [threading.Thread(target=ask, args=(index,)) for index in (1, 2, 1, 2)]
+    threads = [threading.Thread(target=ask, args=(index, losses, y)) for index in (1, 2, 1, 2)]
     for thread in threads:
         thread.start()
     time.sleep(0.05)
@@ -268,4 +274,3 @@ def test_two_threads_ask_for_the_same_region(way: Variant, make_runtime: MakeRun
         thread.join(20)
         assert not thread.is_alive()
     assert torch.equal(gradients[1], -y.sin()) and torch.equal(gradients[2], y.cosh())
-    del losses, y

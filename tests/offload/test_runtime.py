@@ -64,7 +64,9 @@ def play(order: list[Event], runtime: Runtime | None, steps: int = 2) -> tuple[l
     Returns the losses and gradients, and the most tapes alive at once.
     """
     torch.manual_seed(0)
-    chunks = nn.ModuleList([nn.Sequential(zoo.Block(), zoo.Block()) for _ in range(1 + max(e[1] for e in order))])
+    chunks = nn.ModuleList(
+        [nn.Sequential(zoo.Block(), zoo.Block()) for _ in range(1 + max(e[1] for e in order))]
+    )
     if runtime is not None:
         runtime.register(chunks)
     found, most = [], 0
@@ -75,14 +77,20 @@ def play(order: list[Event], runtime: Runtime | None, steps: int = 2) -> tuple[l
                 key = chunk, microbatch
                 if kind == "F":
                     follows_at_once = at + 1 < len(order) and order[at + 1] == ("B", *key)
-                    x = torch.randn(2, 16, zoo.D, generator=torch.Generator().manual_seed(100 * chunk + microbatch))
-                    recording = runtime.forward(*key, keep=follows_at_once) if runtime is not None else nullcontext()
+                    x = torch.randn(
+                        2, 16, zoo.D, generator=torch.Generator().manual_seed(100 * chunk + microbatch)
+                    )
+                    recording = (
+                        runtime.forward(*key, keep=follows_at_once) if runtime is not None else nullcontext()
+                    )
                     with recording:
                         alive[key] = chunks[chunk](x).square().mean()
                 else:
                     loss = alive.pop(key)
                     if runtime is not None:
-                        runtime.next_backward(*[e[1:] for e in order[at + 1 :] if e[0] == "B" and e[1:] in alive][:2])
+                        runtime.next_backward(
+                            *[e[1:] for e in order[at + 1 :] if e[0] == "B" and e[1:] in alive][:2]
+                        )
                     with runtime.backward(*key) if runtime is not None else nullcontext():
                         loss.backward()
                     found.append(loss.detach())
@@ -101,7 +109,9 @@ def test_pipeline_schedules_change_no_bit(name: str, variant: Variant, make_runt
     found = runtime.statistics()
     assert found is not None and found.steps == 2
     if "1F1B, last" in name:
-        assert found.offload.kept_bytes == found.offload.saved_bytes > 0, "its backward follows at once: nothing moves"
+        assert found.offload.kept_bytes == found.offload.saved_bytes > 0, (
+            "its backward follows at once: nothing moves"
+        )
     elif "last" not in name:
         assert found.offload.offloaded_bytes > 0
 
@@ -139,7 +149,9 @@ def test_disabled_means_that_nothing_is_there(tmp_path: Path) -> None:
         assert not (tmp_path / "never").exists()
 
 
-def test_a_feature_that_does_nothing_is_reported(make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_feature_that_does_nothing_is_reported(
+    make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
     for options, expected in (
         ({}, "no saved tensor was seen"),
         ({"min_bytes": "1GiB"}, "offload.min_bytes"),
@@ -155,11 +167,15 @@ def test_a_feature_that_does_nothing_is_reported(make_runtime: MakeRuntime, capl
                     if options.get("amount") == 0.0:  # the first tape is offloaded: its size has to be learnt
                         runtime.engine.statistics.offloaded_bytes = 0  # type: ignore[union-attr]
                     loss.backward()
-        warnings = [record.getMessage() for record in caplog.records if "moved nothing" in record.getMessage()]
+        warnings = [
+            record.getMessage() for record in caplog.records if "moved nothing" in record.getMessage()
+        ]
         assert len(warnings) == 1 and expected in warnings[0], warnings
 
 
-def test_keeping_every_tape_as_asked_is_no_idleness(make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture) -> None:
+def test_keeping_every_tape_as_asked_is_no_idleness(
+    make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
     runtime = make_runtime()
     for _ in range(5):
         with runtime.step():
@@ -187,7 +203,9 @@ def test_attach_offloads_every_call_until_close(model: nn.Module, tmp_path: Path
     def attached(recording: zoo.Recording) -> list[torch.Tensor]:
         own = zoo.Gpt()
         original = own.forward
-        runtime = ssdtrain.attach(own, {"offload": {"directories": str(tmp_path / "ssdtrain"), "min_bytes": 1024}})
+        runtime = ssdtrain.attach(
+            own, {"offload": {"directories": str(tmp_path / "ssdtrain"), "min_bytes": 1024}}
+        )
         found = zoo.train(own, zoo.tokens(), recording)
         with torch.no_grad():
             own(zoo.tokens())

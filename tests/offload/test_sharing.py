@@ -54,7 +54,11 @@ def test_overlapping_views_become_one_region_over_their_storage(make_runtime: Ma
         mixed = x * 2  # saves nothing of x
         q, k, v = mixed.split(32, dim=-1)
         loss = (q.sigmoid() * k.tanh() * v).sum()
-        views = {q.untyped_storage().data_ptr(), k.untyped_storage().data_ptr(), v.untyped_storage().data_ptr()}
+        views = {
+            q.untyped_storage().data_ptr(),
+            k.untyped_storage().data_ptr(),
+            v.untyped_storage().data_ptr(),
+        }
     assert len(views) == 1
     found = saved(runtime)
     # Also saved: sigmoid(q), tanh(k) and their product.

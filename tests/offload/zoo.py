@@ -24,7 +24,9 @@ Case = Callable[[Recording], list[torch.Tensor]]
 D = 64
 
 
-def train(model: nn.Module, inputs: torch.Tensor, recording: Recording, steps: int = 2, **call: Any) -> list[torch.Tensor]:
+def train(
+    model: nn.Module, inputs: torch.Tensor, recording: Recording, steps: int = 2, **call: Any
+) -> list[torch.Tensor]:
     """Losses of every step and the last gradients and buffers."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -77,7 +79,9 @@ class Gpt(nn.Module):
         self.blocks = nn.ModuleList([Block(dropout) for _ in range(layers)])
         self.norm = nn.LayerNorm(D)
 
-    def forward(self, tokens: torch.Tensor, around: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, around: Callable[..., torch.Tensor] | None = None
+    ) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x) if around is None else around(block, x)
@@ -106,12 +110,20 @@ def gpt_compiled_eagerly(recording: Recording) -> list[torch.Tensor]:
 
 def gpt_checkpointed(recording: Recording) -> list[torch.Tensor]:
     return train(
-        Gpt(dropout=0.2), tokens(), recording, around=lambda block, x: checkpoint(block, x, use_reentrant=False)
+        Gpt(dropout=0.2),
+        tokens(),
+        recording,
+        around=lambda block, x: checkpoint(block, x, use_reentrant=False),
     )
 
 
 def gpt_checkpointed_reentrant(recording: Recording) -> list[torch.Tensor]:
-    return train(Gpt(dropout=0.2), tokens(), recording, around=lambda block, x: checkpoint(block, x, use_reentrant=True))
+    return train(
+        Gpt(dropout=0.2),
+        tokens(),
+        recording,
+        around=lambda block, x: checkpoint(block, x, use_reentrant=True),
+    )
 
 
 def gpt_with_our_checkpoint(recording: Recording) -> list[torch.Tensor]:
@@ -198,7 +210,9 @@ def batch_norm(recording: Recording) -> list[torch.Tensor]:
 
 
 def conv_channels_last(recording: Recording) -> list[torch.Tensor]:
-    model = nn.Sequential(nn.Conv2d(4, 16, 3), nn.MaxPool2d(2), nn.Conv2d(16, 8, 3)).to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(4, 16, 3), nn.MaxPool2d(2), nn.Conv2d(16, 8, 3)).to(
+        memory_format=torch.channels_last
+    )
     return train(model, noise(4, 4, 16, 16).to(memory_format=torch.channels_last), recording)
 
 
@@ -268,7 +282,9 @@ def double_backward(recording: Recording) -> list[torch.Tensor]:
 
 
 def in_place_activations(recording: Recording) -> list[torch.Tensor]:
-    model = nn.Sequential(nn.Linear(D, 4 * D), nn.ReLU(inplace=True), nn.Linear(4 * D, D), nn.Hardtanh(inplace=True))
+    model = nn.Sequential(
+        nn.Linear(D, 4 * D), nn.ReLU(inplace=True), nn.Linear(4 * D, D), nn.Hardtanh(inplace=True)
+    )
     return train(model, noise(64, D), recording)
 
 

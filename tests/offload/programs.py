@@ -1,0 +1,185 @@
+"""Random programs over autograd: saves, views, in-place writes, dropped losses, exceptions, evaluation, several tapes, GC.
+
+A program is a list of instructions (name, a, b); every number is taken modulo what there is, so that any list is a program. It
+is run the same way with and without the engine, and what it shows (values, gradients, kinds of error) must be the same.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+Instruction = tuple[str, int, int]
+Shown = list[tuple[str, Any]]
+
+ROWS, COLUMNS = 48, 64  # 12 KiB: above the smallest size that moves
+
+UNARY: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    torch.sin,  # saves its input
+    torch.tanh,  # saves its output
+    torch.exp,
+    lambda t: t.sigmoid() * t,
+    lambda t: t.clone().relu_(),
+    lambda t: t.softmax(-1),
+    lambda t: torch.nn.functional.layer_norm(t, t.shape[-1:]),
+]
+# Each gives back the full shape, through views that share storage.
+VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda t: torch.cat([a * b for a, b in [t.chunk(2, -1)] * 2], -1),
+    lambda t: torch.cat([t[:24] * t[24:], t[24:].sin()], 0),
+    lambda t: (t.t().contiguous().t() * t),
+    lambda t: t * t[:, :1].expand(-1, COLUMNS),
+    lambda t: t + (t[::7, ::9] * t[::7, ::9].cos()).sum(),
+    lambda t: t.view(ROWS, 4, 16).transpose(0, 1).sin().transpose(0, 1).reshape(ROWS, COLUMNS),
+    lambda t: t * t.reshape(-1).unfold(0, COLUMNS, COLUMNS),
+]
+
+# How often each comes up: a backward that frees its graph ends the story of every loss that shares it.
+WEIGHTS = {"unary": 6, "binary": 4, "view": 4, "matmul": 2, "write": 2, "drop": 2, "loss": 5, "retain": 4, "backward": 1}
+WEIGHTS |= {"forget": 1, "evaluate": 1, "raise": 1, "tape": 1, "collect": 1, "freeze": 1}
+NAMES = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
+
+
+class Fault(Exception):
+    """Raised by a program in the middle of a forward."""
+
+
+class Machine:
+    """Runs one program.
+
+    Args:
+        recording: entered for each tape.
+        seed: of the leaves.
+    """
+
+    def __init__(self, recording: Callable[[], AbstractContextManager[Any]], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.recording = recording
+        self.leaves = [torch.randn(ROWS, COLUMNS, generator=generator).requires_grad_() for _ in range(2)]
+        self.values: list[torch.Tensor] = [leaf * 0.5 for leaf in self.leaves]
+        self.losses: list[torch.Tensor] = []
+        self.shown: Shown = []
+        self.context: AbstractContextManager[Any] | None = None
+
+    def run(self, program: list[Instruction]) -> Shown:
+        self._open()
+        try:
+            for name, a, b in program:
+                getattr(self, f"do_{name}")(a, b)
+            while self.losses:
+                self._backward(0, retain=True)
+                self.losses.pop(0)
+        finally:
+            self._close()
+            self.values.clear()
+            self.losses.clear()
+            gc.unfreeze()
+            # After a backward that raised, torch holds nodes of its graph in this thread's queue until the next backward.
+            torch.ones(1, requires_grad=True).sum().backward()
+        return self.shown
+
+    def _open(self) -> None:
+        self.context = self.recording()
+        self.context.__enter__()
+
+    def _close(self) -> None:
+        if self.context is not None:
+            self.context.__exit__(None, None, None)
+            self.context = None
+
+    def _pick(self, index: int) -> torch.Tensor:
+        return self.values[index % len(self.values)]
+
+    def _push(self, value: torch.Tensor) -> None:
+        # Bounded, so that no program overflows to Inf and hides a difference behind NaN.
+        self.values.append(value.clamp(-3, 3))
+
+    def do_unary(self, a: int, b: int) -> None:
+        self._push(UNARY[b % len(UNARY)](self._pick(a)))
+
+    def do_binary(self, a: int, b: int) -> None:
+        self._push(self._pick(a) * self._pick(b))
+
+    def do_view(self, a: int, b: int) -> None:
+        self._push(VIEWS[b % len(VIEWS)](self._pick(a)))
+
+    def do_matmul(self, a: int, b: int) -> None:
+        self._push(self._pick(a) @ (self._pick(b).t() @ self._pick(b)) * 0.01)
+
+    def do_write(self, a: int, b: int) -> None:
+        """In place, through a detached alias: what was saved before is stale from now on."""
+        if b % 4 == 0:
+            self._pick(a).detach().mul_(0.5)
+
+    def do_drop(self, a: int, b: int) -> None:
+        if len(self.values) > 2:
+            del self.values[a % len(self.values)]
+
+    def do_loss(self, a: int, b: int) -> None:
+        self.losses.append((self._pick(a) * self._pick(b)).sum())
+
+    def do_forget(self, a: int, b: int) -> None:
+        if self.losses:
+            del self.losses[a % len(self.losses)]
+
+    def do_retain(self, a: int, b: int) -> None:
+        self._backward(a, retain=True)
+
+    def do_backward(self, a: int, b: int) -> None:
+        self._backward(a, retain=False)
+
+    def _backward(self, a: int, retain: bool) -> None:
+        if not self.losses:
+            return
+        index = a % len(self.losses)
+        loss = self.losses[index] if retain else self.losses.pop(index)
+        try:
+            found = torch.autograd.grad(loss, self.leaves, retain_graph=retain, allow_unused=True)
+        except RuntimeError as error:
+            text = str(error)
+            kind = next((k for k in ("modified by an inplace", "a second time") if k in text), text)
+            self.shown.append(("error", kind))
+            return
+        self.shown.append(("gradients", [None if g is None else g.clone() for g in found]))
+
+    def do_evaluate(self, a: int, b: int) -> None:
+        with torch.no_grad():
+            self.shown.append(("value", UNARY[b % len(UNARY)](self._pick(a)).sum()))
+
+    def do_raise(self, a: int, b: int) -> None:
+        try:
+            with self.recording():
+                UNARY[b % len(UNARY)](self._pick(a)).exp().sum()
+                raise Fault
+        except Fault:
+            self.shown.append(("fault", None))
+
+    def do_tape(self, a: int, b: int) -> None:
+        self._close()
+        self._open()
+
+    def do_collect(self, a: int, b: int) -> None:
+        gc.collect(0)
+
+    def do_freeze(self, a: int, b: int) -> None:
+        gc.freeze()
+
+
+def same(one: Shown, other: Shown) -> str | None:
+    """Where two runs of a program differ; None if nowhere."""
+    for at, ((kind, mine), (theirs_kind, theirs)) in enumerate(zip(one, other, strict=True)):
+        if kind != theirs_kind:
+            return f"at {at}: {kind} {mine!r:.200} against {theirs_kind} {theirs!r:.200}"
+        if kind == "error" and mine != theirs:
+            return f"at {at}: {mine} against {theirs}"
+        if kind == "value" and not torch.equal(mine, theirs):
+            return f"at {at}: values differ"
+        if kind == "gradients":
+            for leaf, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+                if (a is None) != (b is None) or (a is not None and not torch.equal(a, b)):
+                    return f"at {at}: the gradients of leaf {leaf} differ"
+    return None

@@ -1,0 +1,123 @@
+"""Programs that nobody would write, on drives that nobody would buy, against autograd without hooks."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ssdtrain.config import load_config
+from ssdtrain.runtime import Runtime
+from ssdtrain.storage import Faults
+from tests.offload.conftest import VARIANTS, Variant, holds_nothing, only_slots
+from tests.offload.programs import NAMES, Instruction, Machine, same
+from tests.offload.reference import SynchronousOffload
+
+INSTRUCTIONS = st.lists(
+    st.tuples(st.sampled_from(NAMES), st.integers(0, 50), st.integers(0, 50)), min_size=25, max_size=50
+)
+FAULTS = st.builds(
+    Faults,
+    seed=st.integers(0, 1000),
+    delay=st.sampled_from([0.0, 0.3, 1.0]),
+    max_delay=st.just(0.002),
+    short=st.sampled_from([0.0, 0.5]),
+    interrupt=st.sampled_from([0.0, 0.3]),
+    write_failure=st.sampled_from([0.0, 0.0, 0.05]),
+    torn=st.booleans(),
+)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "in_flight": st.sampled_from([1, "32KiB", "1MiB"]),
+        "prefetch": st.sampled_from([0, "16KiB", "1MiB"]),
+        "amount": st.sampled_from(["all", "0.5", "24KiB"]),
+        "engine": st.sampled_from(["c", "python"]),
+        "host": st.sampled_from([0, "2MiB"]),
+        "capacity": st.sampled_from(["64KiB", "1GiB"]),
+    }
+)
+
+
+def make(directory: str, variant: Variant, options: dict[str, Any], faults: Faults) -> Runtime:
+    section = {"directories": directory, "min_bytes": 1024, "buffer": "4MiB", **options}
+    runtime = Runtime(load_config({"offload": section}), staged=variant.staged or None, faults=faults)
+    if variant.slots is not None:
+        only_slots(runtime, variant.slots)
+    return runtime
+
+
+def agree(program: list[Instruction], seed: int, runtime: Runtime) -> None:
+    plain = Machine(nullcontext, seed).run(program)
+    difference = same(plain, Machine(runtime.forward, seed).run(program))
+    assert difference is None, difference
+
+
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[3], VARIANTS[2], VARIANTS[4]], ids=lambda v: v.name)
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(program=INSTRUCTIONS, seed=st.integers(0, 5), options=OPTIONS, faults=FAULTS)
+def test_any_program_on_any_drive(
+    variant: Variant, program: list[Instruction], seed: int, options: dict[str, Any], faults: Faults
+) -> None:
+    with tempfile.TemporaryDirectory() as directory, make(directory, variant, options, faults) as runtime:
+        agree(program, seed, runtime)
+        gc.collect()
+        holds_nothing(runtime)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("variant", VARIANTS[:5], ids=lambda v: v.name)
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(program=INSTRUCTIONS, seed=st.integers(0, 5), options=OPTIONS, faults=FAULTS)
+def test_a_thousand_programs_on_any_drive(
+    variant: Variant, program: list[Instruction], seed: int, options: dict[str, Any], faults: Faults
+) -> None:
+    with tempfile.TemporaryDirectory() as directory, make(directory, variant, options, faults) as runtime:
+        agree(program, seed, runtime)
+        gc.collect()
+        holds_nothing(runtime)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(programs=st.lists(INSTRUCTIONS, min_size=3, max_size=3), options=OPTIONS, faults=FAULTS)
+def test_three_programs_at_once_in_threads(
+    programs: list[list[Instruction]], options: dict[str, Any], faults: Faults
+) -> None:
+    errors: list[BaseException] = []
+    with tempfile.TemporaryDirectory() as directory, make(directory, VARIANTS[0], options, faults) as runtime:
+
+        def run(seed: int) -> None:
+            try:
+                agree(programs[seed], seed, runtime)
+            except BaseException as error:  # noqa: BLE001 - shown below, on the thread of the test
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a thread hangs"
+        assert not errors, errors
+        gc.collect()
+        holds_nothing(runtime)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(program=INSTRUCTIONS, seed=st.integers(0, 5))
+def test_the_synchronous_reference_agrees_where_nothing_is_written(program: list[Instruction], seed: int) -> None:
+    """The reference knows no versions, so programs without in-place writes are what it can vouch for."""
+    from pathlib import Path
+
+    program = [instruction for instruction in program if instruction[0] != "write"]
+    with tempfile.TemporaryDirectory() as directory:
+        reference = SynchronousOffload(Path(directory), 1024)
+        plain = Machine(nullcontext, seed).run(program)
+        difference = same(plain, Machine(reference.hooks, seed).run(program))
+        assert difference is None, difference
