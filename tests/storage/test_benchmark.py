@@ -21,7 +21,7 @@ def test_the_io_benchmark_ends_with_one_json_object(tmp_path: Path) -> None:
         pytest.skip("the benchmark compares with fio, which is not installed here")
     command = [sys.executable, "-m", "benchmarks.io_engine", "--json", "--size", "32", "--repeats", "1"]
     done = subprocess.run(
-        [*command, "--directory", str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
+        [*command, "--directory", str(tmp_path)], capture_output=True, text=True, check=True, timeout=280
     )
     lines = done.stdout.splitlines()
     figures = json.loads(lines[-1])

@@ -110,7 +110,9 @@ def test_direct_writes_bypass_the_page_cache_even_from_an_unaligned_buffer(
     source.release()
 
 
-def test_no_bytes_of_another_buffer_lie_beside_the_data(make_store: Callable[..., SpillStore], arena: Arena) -> None:
+def test_no_bytes_of_another_buffer_lie_beside_the_data(
+    make_store: Callable[..., SpillStore], arena: Arena
+) -> None:
     store = make_store(threads=1)
     slab = store._slabs[0]
     if not slab.direct:
