@@ -34,7 +34,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssdtrain.config import Config, OffloadConfig
+from ssdtrain.codecs import VariableSizeCodec, make_codec
+from ssdtrain.config import Config, ConfigError, OffloadConfig, Problem
 from ssdtrain.device import device_for
 from ssdtrain.offload.amount import AmountPlan
 from ssdtrain.offload.engine import EngineOptions, OffloadEngine
@@ -129,6 +130,7 @@ class Runtime:
         for directory in directories:
             Path(directory).mkdir(parents=True, exist_ok=True)
         layer = device_for(self.device)
+        _check_codec(offload, layer.kind)
         buffer = offload.buffer
         in_flight, prefetch = offload.in_flight, offload.prefetch
         if layer.kind != "cpu" or staged:
@@ -157,6 +159,8 @@ class Runtime:
             raise_when_full=offload.on_full == "raise",
             staged=staged,
             timeline=timeline,
+            codec=offload.codec,
+            rank=rank,
         )
         self._store = store
         self.engine = OffloadEngine(store, layer, self.device, AmountPlan(offload.amount), options)
@@ -332,3 +336,25 @@ class Runtime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_codec(offload: OffloadConfig, device: str) -> None:
+    """Refuse a codec that does not exist or cannot encode on this device.
+
+    Raises:
+        ConfigError: names the key, the value and what there is.
+    """
+    if offload.codec is None:
+        return
+    try:
+        codec = make_codec(offload.codec)
+    except ValueError as error:
+        problem = Problem(
+            "ssdtrain.offload.codec", offload.codec, f"is no codec: {error}", "see docs/codecs.md"
+        )
+        raise ConfigError([problem]) from None
+    if device != "cpu" and isinstance(codec, VariableSizeCodec):
+        why = f"encodes in host memory and is not in this version for tensors of a {device} device"
+        raise ConfigError(
+            [Problem("ssdtrain.offload.codec", offload.codec, why, "a codec of fixed size, such as int8")]
+        )

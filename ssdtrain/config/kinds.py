@@ -70,6 +70,8 @@ DIRECTORIES = Kind(
     many=True,
 )
 
+CODEC = Kind("codec", 'the name of a codec with its parameters, such as "lossless" or "int8:block=64"', str)
+
 Size = Annotated[int, BeforeValidator(units.parse_size), SIZE]
 """Bytes, 0 or more."""
 PositiveSize = Annotated[int, BeforeValidator(_positive_size), POSITIVE_SIZE]
@@ -78,6 +80,7 @@ Seconds = Annotated[float, BeforeValidator(units.parse_duration), DURATION]
 AmountField = Annotated[Amount, BeforeValidator(parse_amount), AMOUNT]
 Directory = Annotated[str, BeforeValidator(parse_directory), DIRECTORY]
 Directories = Annotated[tuple[str, ...], BeforeValidator(parse_directories), DIRECTORIES]
+CodecName = Annotated[str, CODEC]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 
 

@@ -16,6 +16,7 @@ from ssdtrain.config.amount import Amount
 from ssdtrain.config.errors import ConfigError, Contradiction, Problem
 from ssdtrain.config.kinds import (
     AmountField,
+    CodecName,
     Directories,
     Directory,
     PositiveSize,
@@ -26,7 +27,7 @@ from ssdtrain.config.kinds import (
 )
 from ssdtrain.config.units import KiB, MiB, exact_size
 
-LATER = frozenset({"comm", "compact", "planner", "offload.codec", "offload.verify", "report.trace"})
+LATER = frozenset({"comm", "compact", "planner", "offload.verify", "report.trace"})
 """Keys of later versions: they are refused by name, so that nobody takes silence for consent."""
 
 Found = tuple[str, Any, str, str]
@@ -81,6 +82,11 @@ class OffloadConfig(Section):
     amount: AmountField = Amount("all")
     """How much of what a microbatch saves is offloaded: "all", a fraction such as 0.6 or "60%", or the bytes
     that stay such as "512MiB". What stays is what was saved last, because backward needs it first."""
+
+    codec: CodecName | None = None
+    """What floating-point tensors are encoded by on their way to a tier: "lossless" keeps gradients to the bit,
+    "int8" and others do not (docs/codecs.md). By default they are stored as they are. Boolean masks are always
+    packed to bits."""
 
     min_bytes: Size = 256 * KiB
     """Saved tensors smaller than this stay where they are."""

@@ -21,6 +21,7 @@ import torch
 from ssdtrain.device import Device
 from ssdtrain.offload.amount import Plan
 from ssdtrain.offload.buffers import Buffers
+from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.eligible import Eligibility
 from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.mover import Mover
@@ -58,6 +59,8 @@ class EngineOptions:
     raise_when_full: bool = False
     staged: bool | None = None  # None: staged through pinned buffers on a GPU, in place on the CPU
     timeline: bool = False
+    codec: str | None = None  # of floating-point tensors on their way to a tier
+    rank: int = 0
 
 
 class OffloadEngine:
@@ -91,12 +94,13 @@ class OffloadEngine:
         # On a GPU the arena is host memory: it is not what activations take there.
         counted = self.meter if device.kind == "cpu" else None
         self.buffers = Buffers(options.buffer, device.host_register(), counted)
+        self.coding = Coding(options.codec, options.rank)
         staged = device.kind != "cpu" if options.staged is None else options.staged
         transfer: Transfer
         if staged:
-            transfer = StagedTransfer(store, self.buffers, self.meter.see, device, torch_device)
+            transfer = StagedTransfer(store, self.buffers, self.meter.see, self.coding, device, torch_device)
         else:
-            transfer = DirectTransfer(store, self.buffers, self.meter.see)
+            transfer = DirectTransfer(store, self.buffers, self.meter.see, self.coding)
         self._staged = staged
         self.mover = Mover(store, transfer, self.statistics, raise_when_full=options.raise_when_full)
         self.prefetcher = Prefetcher(self.mover, options.prefetch or 0)
@@ -140,6 +144,8 @@ class OffloadEngine:
                 self.statistics.packed_bytes += region.nbytes
                 self.meter.see(region.tensor.untyped_storage())
             self._largest = max(self._largest, region.nbytes)
+            if region.nbytes % tensor.itemsize == 0 and region.start % tensor.itemsize == 0:
+                region.codec = self.coding.choose(tensor)
             leaves = not tape.keep and self.plan.offload(tape, region.nbytes)
             tape.append(region)
             handle = self._handle(region, tensor, extent)
@@ -284,8 +290,9 @@ class OffloadEngine:
 
     def _hand_out(self, handle: Handle) -> torch.Tensor:
         region = handle.region
-        if region.loaded is not None:
+        if region.state is State.LOADED:
             self.mover.transfer.end_load(region)
+        if region.loaded is not None:
             base, start = region.loaded, 0
         else:
             base, start = region.tensor, region.start
@@ -300,6 +307,7 @@ class OffloadEngine:
         region.passed = region.tape.pass_number
         self.mover.asked_for(region)
         if region.waiting <= 0 and region.loaded is not None and region.slot is not None:
+            # It can come from its tier again; whoever was handed it owns the buffer now.
             if region.state is State.LOADED:
                 self.mover.drop_loaded(region)
             else:

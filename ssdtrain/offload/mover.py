@@ -62,14 +62,19 @@ class Mover:
         Raises:
             StoreFull: no room, and `raise_when_full`.
         """
+        self.transfer.prepare(region)
         try:
-            region.slot = self.store.reserve(region.nbytes)
+            region.slot = self.store.reserve(region.stored_bytes)
         except StoreFull as error:
             self._keep_for_want_of_room(region, error)
             return True
         if not self.transfer.begin_store(region):
             self._free_slot(region)
             return False
+        if region.payload is not None:
+            # What backward gets must not depend on how far the store has come: from here on it is the decoded payload.
+            region.empty_()
+            self.statistics.encoded_bytes += region.nbytes
         region.state = State.STORING
         region.wanted = False
         self.in_flight += region.nbytes
@@ -79,6 +84,7 @@ class Mover:
 
     def keep(self, region: Region) -> None:
         """The region stays in memory: by plan, or because its store could not begin in time."""
+        region.payload = None
         self.statistics.kept_bytes += region.nbytes
 
     def _keep_for_want_of_room(self, region: Region, error: StoreFull) -> None:
@@ -118,7 +124,7 @@ class Mover:
         if region.state is State.RELEASED:
             self.transfer.end_store(region)
             region.empty_()
-        elif region.wanted and region.tensor.untyped_storage().nbytes():
+        elif region.wanted and region.in_tensor:
             # Backward is near and the bytes are still here: they need not come back.
             self.transfer.end_store(region)
             self._forward(region)
@@ -142,13 +148,13 @@ class Mover:
         self.store.retire(region.slot, error)
         self._free_slot(region)
         try:
-            region.slot = self.store.reserve(region.nbytes)
+            region.slot = self.store.reserve(region.stored_bytes)
         except StoreFull as full:
             self.in_flight -= region.nbytes
             recalled = region.loaded is not None or self.transfer.recall(region)
             self.transfer.end_store(region)
             region.state = State.RESIDENT
-            assert recalled or region.tensor.untyped_storage().nbytes(), "a failed store had let its bytes go"
+            assert recalled or region.in_tensor, "a failed store had let its bytes go"
             self._keep_for_want_of_room(region, full)
             return
         self.transfer.rewrite(region)
@@ -218,8 +224,7 @@ class Mover:
     def drop_loaded(self, region: Region) -> None:
         """LOADED -> STORED: the region lets go of the buffer; tensors that were handed out own it."""
         self._not_ahead(region)
-        region.loaded = None
-        region.event = None
+        region.loaded = region.payload = region.event = None
         region.state = State.STORED
 
     def asked_for(self, region: Region) -> None:
@@ -272,7 +277,7 @@ class Mover:
             else:
                 self._leaving.append(region)
         else:
-            region.loaded = None
+            region.loaded = region.payload = None
             region.empty_()
         self._free_slot(region)
         region.tape.remove(region)

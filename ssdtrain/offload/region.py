@@ -10,6 +10,7 @@ import torch
 if TYPE_CHECKING:
     from queue import SimpleQueue
 
+    from ssdtrain.codecs import Codec
     from ssdtrain.device import Event
     from ssdtrain.offload.tape import Tape
     from ssdtrain.storage import Lease, Operation, Slot
@@ -61,9 +62,9 @@ class Region:
     __slots__ = (
         "__weakref__",
         "ahead",
+        "codec",
         "dtype",
         "event",
-        "geometry",
         "handles",
         "index",
         "key",
@@ -76,11 +77,13 @@ class Region:
         "origin",
         "packed",
         "passed",
+        "payload",
         "probe",
         "releases",
         "slot",
         "start",
         "state",
+        "stored_bytes",
         "tape",
         "tensor",
         "version",
@@ -114,6 +117,10 @@ class Region:
         self.passed = -1  # the tape's pass in which backward last used it
         self.wanted = False  # backward is near: keep the bytes when the store ends
         self.ahead = False  # loaded, or being loaded, before anybody asked
+        self.dtype = tensor.dtype
+        self.codec: Codec | None = None  # encodes it on the way to a tier
+        self.payload: torch.Tensor | None = None  # encoded bytes, on their way to or from the tier
+        self.stored_bytes = nbytes  # in the tier
         self.lead = 0  # address modulo the I/O alignment
         self.slot: Slot | None = None
         self.operation: Operation | None = None
@@ -126,6 +133,11 @@ class Region:
     def address(self) -> int:
         """Host or device address of the first byte, while the bytes are in `tensor`."""
         return self.tensor.untyped_storage().data_ptr() + self.start
+
+    @property
+    def in_tensor(self) -> bool:
+        """True while the bytes are (also) in `tensor`."""
+        return bool(self.tensor.untyped_storage().nbytes())
 
     def changed(self) -> bool:
         """True if the original was modified in place since it was saved."""

@@ -27,6 +27,8 @@ class OffloadStatistics:
     """Saved tensors that joined a region which another had made."""
     packed_bytes: int = 0
     """Bytes of small strided views that were copied together before they left."""
+    encoded_bytes: int = 0
+    """Bytes of regions that left through a codec; what was written of them is in the store's figures."""
     cancelled_bytes: int = 0
     """Bytes whose store was cancelled before it began: SSD writes avoided."""
     forwarded_bytes: int = 0

@@ -17,6 +17,7 @@ import torch
 
 from ssdtrain.device import Device, Event
 from ssdtrain.offload.buffers import Buffers
+from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.region import Region
 from ssdtrain.storage import ALIGNMENT, Lease, SpillStore
 
@@ -27,6 +28,9 @@ class Transfer(Protocol):
     """The moves of one region; the mover decides when, and keeps the states."""
 
     buffers: Buffers
+
+    def prepare(self, region: Region) -> None:
+        """Encode a region that has a codec: from then on `region.stored_bytes` are what goes to the tier."""
 
     def begin_store(self, region: Region) -> bool:
         """Queue the write of `region` to `region.slot`. False: there is no buffer for it now."""
@@ -64,59 +68,93 @@ def _bytes_of(lease: Lease) -> torch.Tensor:
     return torch.frombuffer(lease.give(), dtype=torch.uint8)
 
 
+def _encode(coding: Coding, region: Region, seen: Callable[[torch.UntypedStorage], None]) -> None:
+    if region.codec is None or region.payload is not None:
+        return
+    coding.encode(region)
+    assert region.payload is not None
+    region.stored_bytes = region.payload.numel()
+    seen(region.payload.untyped_storage())
+
+
+def _decode(coding: Coding, region: Region, seen: Callable[[torch.UntypedStorage], None]) -> None:
+    region.loaded = coding.decode(region)
+    region.loaded_version = region.loaded._version
+    seen(region.loaded.untyped_storage())
+
+
 class DirectTransfer:
     """CPU tensors, read and written in place by the I/O pool."""
 
     def __init__(
-        self, store: SpillStore, buffers: Buffers, seen: Callable[[torch.UntypedStorage], None]
+        self,
+        store: SpillStore,
+        buffers: Buffers,
+        seen: Callable[[torch.UntypedStorage], None],
+        coding: Coding,
     ) -> None:
         self.store = store
-        self._seen = seen
         self.buffers = buffers
+        self._seen = seen
+        self._coding = coding
+
+    def prepare(self, region: Region) -> None:
+        _encode(self._coding, region, self._seen)
 
     def begin_store(self, region: Region) -> bool:
         assert region.slot is not None
-        address = region.address
+        address = region.address if region.payload is None else region.payload.data_ptr()
         region.lead = address % ALIGNMENT
         region.operation = self.store.write(region.slot, address)
         return True
 
     def departed(self, region: Region) -> bool:
-        return False  # the pool reads the tensor itself until the write has ended
+        return region.payload is not None  # else the pool reads the tensor itself until the write has ended
 
     def end_store(self, region: Region) -> None:
         region.operation = None
+        region.payload = None
 
     def rewrite(self, region: Region) -> None:
         self.begin_store(region)
 
     def recall(self, region: Region) -> bool:
-        return False
+        if region.payload is None:
+            return False
+        _decode(self._coding, region, self._seen)
+        return True
 
     def begin_load(self, region: Region, *, outside: bool) -> bool:
         assert region.slot is not None
-        lease = self.buffers.acquire(region.nbytes, region.lead)
+        lease = self.buffers.acquire(region.stored_bytes, region.lead)
         if lease is not None:
-            region.loaded = _bytes_of(lease)
+            buffer = _bytes_of(lease)
         elif outside:
-            region.loaded = torch.empty(region.nbytes, dtype=torch.uint8)
-            self._seen(region.loaded.untyped_storage())
+            buffer = torch.empty(region.stored_bytes, dtype=torch.uint8)
+            self._seen(buffer.untyped_storage())
         else:
             return False
-        region.operation = self.store.read(region.slot, region.loaded.data_ptr())
+        region.operation = self.store.read(region.slot, buffer.data_ptr())
+        if region.codec is None:
+            region.loaded = buffer
+        else:
+            region.payload = buffer
         return True
 
     def advance_load(self, region: Region) -> None:
-        assert region.loaded is not None
         region.operation = None
-        region.loaded_version = region.loaded._version
+        if region.loaded is not None:
+            region.loaded_version = region.loaded._version
 
     def end_load(self, region: Region) -> None:
-        return None
+        if region.payload is not None and region.loaded is None:
+            _decode(self._coding, region, self._seen)
+            region.payload = None
 
     def abandon_load(self, region: Region) -> None:
         region.operation = None
         region.loaded = None
+        region.payload = None
 
     def poll(self) -> None:
         return None
@@ -135,24 +173,31 @@ class StagedTransfer:
         store: SpillStore,
         buffers: Buffers,
         seen: Callable[[torch.UntypedStorage], None],
+        coding: Coding,
         device: Device,
         torch_device: torch.device,
     ) -> None:
         self.store = store
         self._seen = seen
+        self._coding = coding
         self.buffers = buffers
         self.device = device
         self.torch_device = torch_device
         # Buffers that nobody needs any more, but that a copy on a side stream still reads or writes.
         self._passing: list[tuple[Event, Lease]] = []
 
+    def prepare(self, region: Region) -> None:
+        _encode(self._coding, region, self._seen)
+
     def begin_store(self, region: Region) -> bool:
         assert region.slot is not None
-        lease = self.buffers.acquire(region.nbytes)
+        lease = self.buffers.acquire(region.stored_bytes)
         if lease is None:
             return False
-        source = torch.empty(0, dtype=torch.uint8, device=region.tensor.device)
-        source.set_(region.tensor.untyped_storage(), region.start, (region.nbytes,), (1,))
+        source = region.payload
+        if source is None:
+            source = torch.empty(0, dtype=torch.uint8, device=region.tensor.device)
+            source.set_(region.tensor.untyped_storage(), region.start, (region.nbytes,), (1,))
         region.lease = lease
         region.lead = 0
         region.event = self.device.copy_to_host(source, torch.frombuffer(lease.view(), dtype=torch.uint8))
@@ -171,6 +216,7 @@ class StagedTransfer:
         region.operation = None
         self._give_back(region)
         region.event = None
+        region.payload = None
 
     def _give_back(self, region: Region) -> None:
         """Return the staging buffer once the copy that uses it has passed. A cancelled store's copy may still write it."""
@@ -182,19 +228,17 @@ class StagedTransfer:
         else:
             self._passing.append((region.event, lease))
 
-    def _restored(self, nbytes: int) -> torch.Tensor:
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
-        self._seen(tensor.untyped_storage())
-        return tensor
-
     def rewrite(self, region: Region) -> None:
         self._write(region)
 
     def recall(self, region: Region) -> bool:
-        if region.lease is None or region.tensor.numel():
+        if region.payload is not None:
+            _decode(self._coding, region, self._seen)
+            return True
+        if region.lease is None or region.in_tensor:
             return False
         host = torch.frombuffer(region.lease.view(), dtype=torch.uint8)
-        region.loaded = self._restored(region.nbytes)
+        region.loaded = self._on_device(region.nbytes)
         event = self.device.copy_to_device(host, region.loaded)
         if event is not None:
             # The pinned buffer may go back to the arena as soon as its write has ended: the copy must be over by then.
@@ -204,12 +248,12 @@ class StagedTransfer:
 
     def begin_load(self, region: Region, *, outside: bool) -> bool:
         assert region.slot is not None
-        lease = self.buffers.acquire(region.nbytes)
+        lease = self.buffers.acquire(region.stored_bytes)
         if lease is not None:
             region.lease = lease
             region.operation = self.store.read(region.slot, lease.address)
         elif outside:
-            region.loaded = torch.empty(region.nbytes, dtype=torch.uint8)
+            region.loaded = torch.empty(region.stored_bytes, dtype=torch.uint8)
             region.operation = self.store.read(region.slot, region.loaded.data_ptr())
         else:
             return False
@@ -222,20 +266,33 @@ class StagedTransfer:
         else:
             assert region.loaded is not None
             host = region.loaded
-        region.loaded = self._restored(region.nbytes)
-        region.event = self.device.copy_to_device(host, region.loaded)
+        target = self._on_device(region.stored_bytes)
+        region.event = self.device.copy_to_device(host, target)
         if region.lease is None and region.event is not None:
             region.event.synchronize()  # a pageable buffer: it dies with this frame
-        region.loaded_version = region.loaded._version
         self._give_back(region)
+        if region.codec is None:
+            region.loaded = target
+            region.loaded_version = target._version
+        else:
+            region.loaded, region.payload = None, target
 
     def end_load(self, region: Region) -> None:
         self.device.wait(region.event)
+        if region.payload is not None and region.loaded is None:
+            _decode(self._coding, region, self._seen)
+            region.payload = None
 
     def abandon_load(self, region: Region) -> None:
         region.operation = None
         self._give_back(region)
         region.loaded = None
+        region.payload = None
+
+    def _on_device(self, nbytes: int) -> torch.Tensor:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        self._seen(tensor.untyped_storage())
+        return tensor
 
     def poll(self) -> None:
         still = []

@@ -31,7 +31,7 @@ UNARY: list[Callable[[torch.Tensor], torch.Tensor]] = [
 VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda t: torch.cat([a * b for a, b in [t.chunk(2, -1)] * 2], -1),
     lambda t: torch.cat([t[:24] * t[24:], t[24:].sin()], 0),
-    lambda t: (t.t().contiguous().t() * t),
+    lambda t: t.t().contiguous().t() * t,
     lambda t: t * t[:, :1].expand(-1, COLUMNS),
     lambda t: t + (t[::7, ::9] * t[::7, ::9].cos()).sum(),
     lambda t: t.view(ROWS, 4, 16).transpose(0, 1).sin().transpose(0, 1).reshape(ROWS, COLUMNS),
@@ -39,7 +39,17 @@ VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
 ]
 
 # How often each comes up: a backward that frees its graph ends the story of every loss that shares it.
-WEIGHTS = {"unary": 6, "binary": 4, "view": 4, "matmul": 2, "write": 2, "drop": 2, "loss": 5, "retain": 4, "backward": 1}
+WEIGHTS = {
+    "unary": 6,
+    "binary": 4,
+    "view": 4,
+    "matmul": 2,
+    "write": 2,
+    "drop": 2,
+    "loss": 5,
+    "retain": 4,
+    "backward": 1,
+}
 WEIGHTS |= {"forget": 1, "evaluate": 1, "raise": 1, "tape": 1, "collect": 1, "freeze": 1}
 NAMES = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
 

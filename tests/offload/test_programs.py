@@ -58,7 +58,9 @@ def agree(program: list[Instruction], seed: int, runtime: Runtime) -> None:
     assert difference is None, difference
 
 
-@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[3], VARIANTS[2], VARIANTS[4]], ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    "variant", [VARIANTS[0], VARIANTS[3], VARIANTS[2], VARIANTS[4]], ids=lambda v: v.name
+)
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(program=INSTRUCTIONS, seed=st.integers(0, 5), options=OPTIONS, faults=FAULTS)
 def test_any_program_on_any_drive(
@@ -111,7 +113,9 @@ def test_three_programs_at_once_in_threads(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(program=INSTRUCTIONS, seed=st.integers(0, 5))
-def test_the_synchronous_reference_agrees_where_nothing_is_written(program: list[Instruction], seed: int) -> None:
+def test_the_synchronous_reference_agrees_where_nothing_is_written(
+    program: list[Instruction], seed: int
+) -> None:
     """The reference knows no versions, so programs without in-place writes are what it can vouch for."""
     from pathlib import Path
 

@@ -1,0 +1,70 @@
+"""Codecs between a region and its tier: fewer bytes on the drive, for time on the device.
+
+Boolean masks are always packed, eight to a byte, which loses nothing. Floating-point tensors are encoded where the user named
+a codec. A lossy codec changes gradients: what backward gets is then the decoded tensor whenever the region was encoded, also
+when its store was cancelled or forwarded, so that the result does not depend on timing. (A region that no tier has room for stays
+as it is.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ssdtrain.codecs import Codec, Key, make_codec
+from ssdtrain.offload.region import Region
+
+__all__ = ["Coding"]
+
+MASK = "mask"
+
+
+class Coding:
+    """Chooses the codec of a region, encodes and decodes.
+
+    Args:
+        floats: the codec of floating-point tensors as `make_codec` names it, or None for their plain bytes.
+        rank: of this process; ranks draw independent errors.
+
+    Raises:
+        ValueError: no such codec; the text lists those that exist.
+    """
+
+    def __init__(self, floats: str | None = None, rank: int = 0) -> None:
+        self._floats = make_codec(floats) if floats is not None else None
+        self._masks = make_codec(MASK)
+        self._rank = rank
+        self._count = 0
+
+    def choose(self, tensor: torch.Tensor) -> Codec | None:
+        """The codec for a region that `tensor` makes, or None: its plain bytes."""
+        if tensor.dtype is torch.bool:
+            return self._masks
+        if self._floats is not None and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16):
+            return self._floats
+        return None
+
+    def encode(self, region: Region) -> None:
+        """Fill `region.payload` from the region's tensor."""
+        assert region.codec is not None
+        values = _values(region, region.tensor, region.start)
+        limit = region.codec.max_payload_bytes(values.numel(), values.dtype)
+        payload = torch.empty(limit, dtype=torch.uint8, device=values.device)
+        self._count += 1
+        written = region.codec.encode(
+            values, payload, Key(0, region.tape.microbatch & 0xFFFFFFFF, self._count, self._rank)
+        )
+        region.payload = payload[:written].clone() if written < limit // 2 else payload[:written]
+
+    def decode(self, region: Region) -> torch.Tensor:
+        """The bytes of the region (uint8) from `region.payload`."""
+        assert region.codec is not None and region.payload is not None
+        decoded = torch.empty(region.nbytes, dtype=torch.uint8, device=region.payload.device)
+        region.codec.decode(region.payload, _values(region, decoded, 0))
+        return decoded
+
+
+def _values(region: Region, base: torch.Tensor, start: int) -> torch.Tensor:
+    """The region in `base`'s storage as a vector of its dtype."""
+    values = torch.empty(0, dtype=region.dtype, device=base.device)
+    count = region.nbytes // region.dtype.itemsize
+    return values.set_(base.untyped_storage(), start // region.dtype.itemsize, (count,), (1,))

@@ -1,0 +1,138 @@
+"""Codecs on the way to a tier: masks always, floating-point tensors where the user asks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from ssdtrain.codecs import make_codec
+from ssdtrain.config import ConfigError
+from ssdtrain.storage import Faults
+from tests.offload import zoo
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant
+from tests.offload.test_equality import same
+
+WAYS = [VARIANTS[0], VARIANTS[2], VARIANTS[3], VARIANTS[4]]
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.name)
+def way(request: pytest.FixtureRequest) -> Variant:
+    return request.param  # type: ignore[no-any-return]
+
+
+CASES = [
+    zoo.gpt_with_dropout,
+    zoo.swiglu,
+    zoo.overlapping_qkv,
+    zoo.views,
+    zoo.autocast,
+    zoo.returns_modified_saved,
+]
+CASES += [zoo.retain_graph, zoo.dead_branches, zoo.conv_channels_last, zoo.gpt_with_our_checkpoint]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_lossless_changes_no_bit(case: zoo.Case, way: Variant, make_runtime: MakeRuntime) -> None:
+    plain = zoo.run(case, nullcontext)
+    runtime = make_runtime(way, codec="lossless")
+    assert same(plain, zoo.run(case, runtime.forward))
+    found = runtime.statistics()
+    assert found is not None and found.offload.encoded_bytes > 0
+
+
+def settle(runtime: object) -> None:
+    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[attr-defined]
+        pass
+
+
+@pytest.mark.parametrize("codec", ["int8", "bf16", "int4:block=64,hadamard", "fp8_e4m3"])
+def test_what_backward_gets_is_the_codecs_own_round_trip(
+    codec: str, way: Variant, make_runtime: MakeRuntime
+) -> None:
+    """Whether it was read back, forwarded from a slow store or taken back from a cancelled one."""
+    if codec == "fp8_e4m3":
+        codec = next(name for name in ("fp8", "e4m3", "fp8_e4m3", "fp8:e4m3") if _exists(name))
+    x = zoo.noise(64, 96).requires_grad_()
+    # d/dx of y * y.detach() is the saved y.
+    wanted = make_codec(codec).roundtrip(x.detach() + 1)
+    for hold in (None, {}, {"begun": True}):
+        runtime = make_runtime(way, codec=codec)
+        pool = runtime._store.pool  # type: ignore[union-attr]
+        if hold is not None:
+            pool.hold(reads=False, **hold)
+        with runtime.forward():
+            y = x + 1
+            loss = (y * y.detach()).sum()
+        if hold is None:
+            settle(runtime)
+        (slope,) = torch.autograd.grad(loss, y)
+        pool.release()
+        assert torch.equal(slope, wanted)
+        del loss, y, slope
+
+
+def _exists(name: str) -> bool:
+    try:
+        make_codec(name)
+    except ValueError:
+        return False
+    return True
+
+
+def test_masks_are_packed_without_being_asked(way: Variant, make_runtime: MakeRuntime) -> None:
+    def case(recording: zoo.Recording) -> list[torch.Tensor]:
+        model = nn.Sequential(nn.Linear(64, 512), nn.Dropout(0.5), nn.Linear(512, 64))
+        return zoo.train(model, zoo.noise(64, 64), recording)
+
+    runtime = make_runtime(way, min_bytes=1024)
+    assert same(zoo.run(case, nullcontext), zoo.run(case, runtime.forward))
+
+    x = zoo.noise(256, 256).requires_grad_()
+    with runtime.forward():
+        before = runtime.statistics().store.bytes_written  # type: ignore[union-attr]
+        loss = x.masked_fill(zoo.noise(256, 256) > 0, 0.0).sum()
+    settle(runtime)
+    written = runtime.statistics().store.bytes_written - before  # type: ignore[union-attr]
+    assert 0 < written <= 256 * 256 // 8 + 64
+    loss.backward()
+
+
+def test_int8_writes_about_a_quarter(make_runtime: MakeRuntime) -> None:
+    written = {}
+    for codec in (None, "int8"):
+        runtime = make_runtime(**({"codec": codec} if codec else {}), prefetch=0)
+        x = zoo.noise(512, 512).requires_grad_()
+        with runtime.forward():
+            loss = x.sin().cos().exp().sum()
+        settle(runtime)
+        written[codec] = runtime.statistics().store.bytes_written  # type: ignore[union-attr]
+        loss.backward()
+    assert written["int8"] < 0.26 * written[None]
+
+
+def test_a_failed_write_keeps_the_encoded_bytes(way: Variant, make_runtime: MakeRuntime) -> None:
+    plain = zoo.run(zoo.gpt, nullcontext)
+    runtime = make_runtime(way, codec="lossless", faults=Faults(fail_writes=frozenset({2, 5})))
+    assert same(plain, zoo.run(zoo.gpt, runtime.forward))
+    assert runtime.statistics().offload.failed_stores > 0  # type: ignore[union-attr]
+
+
+def test_infinities_and_nans_come_back_as_such(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(codec="int8")
+    x = zoo.noise(64, 64).requires_grad_()
+    with runtime.forward():
+        y = x + 0
+        y.data[3, 5], y.data[7, 7] = float("inf"), float("nan")
+        loss = (y * y.detach()).sum()
+    settle(runtime)
+    (slope,) = torch.autograd.grad(loss, y)
+    assert not torch.isfinite(slope[3, 5]) and torch.isnan(slope[7, 7])
+
+
+def test_an_unknown_codec_is_refused_with_what_there_is(make_runtime: MakeRuntime) -> None:
+    with pytest.raises(ConfigError, match=r"ssdtrain\.offload\.codec") as caught:
+        make_runtime(codec="gzip")
+    assert "int8" in str(caught.value)
