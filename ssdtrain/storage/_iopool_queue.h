@@ -5,6 +5,7 @@
 #ifndef SSDTRAIN_IOPOOL_QUEUE_H
 #define SSDTRAIN_IOPOOL_QUEUE_H
 
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -114,7 +115,9 @@ static Piece *take(Pool *pool, Queue *queue) {
         if (piece || pool->closed) break;
         pthread_cond_wait(&queue->ready, &queue->lock);
     }
+    int more = piece && (queue->head[0] || queue->head[1]);
     pthread_mutex_unlock(&queue->lock);
+    if (more) pthread_cond_signal(&queue->ready);
     return piece;
 }
 
@@ -179,7 +182,6 @@ static void append(Queue *queue, Piece *piece) {
     if (queue->head[direction]) queue->tail[direction]->next = piece;
     else queue->head[direction] = piece;
     queue->tail[direction] = piece;
-    pthread_cond_signal(&queue->ready);
     pthread_mutex_unlock(&queue->lock);
 }
 
@@ -198,7 +200,16 @@ static int enqueue(Pool *pool, Operation *op) {
             op->piece[last] = op->piece[at];
             op->piece[at] = other;
         }
-    for (int i = 0; i < op->pieces; i++) append(&pool->queues[op->piece[i].queue], &op->piece[i]);
+    /* One signal a queue, without its lock: who takes a piece and sees more wakes the next worker. The thread that submits
+     * is the one that trains, and each wake-up costs it a visit to the scheduler. */
+    Queue *last = NULL;
+    for (int i = 0; i < op->pieces; i++) {
+        Queue *queue = &pool->queues[op->piece[i].queue];
+        append(queue, &op->piece[i]);
+        if (last && queue != last) pthread_cond_signal(&last->ready);
+        last = queue;
+    }
+    if (last) pthread_cond_signal(&last->ready);
     pthread_mutex_unlock(&pool->submitting);
     return 0;
 }
@@ -244,6 +255,7 @@ static void close_pool(Pool *pool) {
 static int start_workers(Pool *pool) {
     sigset_t all, before;
     pthread_attr_t attributes;
+    struct sched_param batch = {.sched_priority = 0};
     int code = pthread_attr_init(&attributes);
     if (code) return code;
     pthread_attr_setstacksize(&attributes, STACK);
@@ -253,6 +265,9 @@ static int start_workers(Pool *pool) {
         code = pthread_create(&pool->workers[i].thread, &attributes, work, &pool->workers[i]);
         if (code) break;
         pthread_setname_np(pool->workers[i].thread, "ssdtrain-io");
+        /* A woken worker must not preempt the thread that submitted: on busy cores that costs the caller the
+         * whole transfer's work, and a team of compute threads waits with it. A preference: refused is fine. */
+        pthread_setschedparam(pool->workers[i].thread, SCHED_BATCH, &batch);
         pool->started++;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
