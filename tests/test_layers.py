@@ -55,7 +55,9 @@ def test_the_engine_imports_downwards_and_no_framework(path: Path) -> None:
         if pieces[0] != "ssdtrain" or len(pieces) == 1 or room == "__init__" or pieces[1] not in FLOOR:
             continue
         other = pieces[1]
-        assert other == room or FLOOR[other] < FLOOR[room], f"{path} ({room}) imports {name} from the floor above"
+        assert other == room or FLOOR[other] < FLOOR[room], (
+            f"{path} ({room}) imports {name} from the floor above"
+        )
 
 
 def test_every_room_has_a_floor() -> None:
