@@ -14,12 +14,31 @@ from a corruption in somebody's code:
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 __all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "device_for"]
+
+
+logger = logging.getLogger("ssdtrain")
+
+TESTED_TORCH = ("2.13.0",)
+
+
+@functools.cache
+def warn_of_untested_torch() -> None:
+    """One line, once, if this torch was never run with this version of SSDTrain."""
+    version = torch.__version__.partition("+")[0]
+    if version not in TESTED_TORCH:
+        logger.warning(
+            "torch %s was never run with this version of SSDTrain (tested: %s)",
+            version,
+            ", ".join(TESTED_TORCH),
+        )
 
 
 class Event(Protocol):

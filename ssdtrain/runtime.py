@@ -36,7 +36,7 @@ from torch import nn
 
 from ssdtrain.codecs import VariableSizeCodec, make_codec
 from ssdtrain.config import Config, ConfigError, OffloadConfig, Problem
-from ssdtrain.device import device_for
+from ssdtrain.device import device_for, warn_of_untested_torch
 from ssdtrain.offload.amount import AmountPlan
 from ssdtrain.offload.engine import EngineOptions, OffloadEngine
 from ssdtrain.offload.hooks import Recording
@@ -129,6 +129,7 @@ class Runtime:
         directories = offload.expand(rank=rank, local_rank=local_rank)
         for directory in directories:
             Path(directory).mkdir(parents=True, exist_ok=True)
+        warn_of_untested_torch()
         layer = device_for(self.device)
         _check_codec(offload, layer.kind)
         buffer = offload.buffer

@@ -9,6 +9,7 @@ import torch
 import ssdtrain_ds._compat
 from ssdtrain.cli import doctor, main
 from ssdtrain.cli.versions import TESTED, installed, too_old
+from ssdtrain.device import TESTED_TORCH
 from ssdtrain.storage import drive_of
 
 
@@ -104,6 +105,7 @@ def test_only_the_leading_numbers_of_a_version_are_compared() -> None:
 
 def test_the_doctor_and_the_adapter_agree_on_what_was_tested() -> None:
     assert TESTED["deepspeed"] == ssdtrain_ds._compat.TESTED
+    assert TESTED["torch"] == TESTED_TORCH
 
 
 def test_what_is_installed_is_what_python_imports() -> None:

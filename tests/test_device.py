@@ -1,0 +1,45 @@
+"""The device layer where it can be looked at without a GPU."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from ssdtrain import device
+
+
+def test_an_untested_torch_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version, lines in (("2.13.0+cpu", 0), ("2.7.1", 1)):
+        monkeypatch.setattr(torch, "__version__", version)
+        device.warn_of_untested_torch.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "ssdtrain"):
+            device.warn_of_untested_torch()
+            device.warn_of_untested_torch()
+        assert len(caplog.records) == lines
+    device.warn_of_untested_torch.cache_clear()
+
+
+def test_other_devices_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'cpu' and 'cuda'"):
+        device.device_for(torch.device("meta"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_to_and_from_a_device_wait_for_what_made_the_data() -> None:
+    layer = device.CudaDevice(torch.device("cuda", 0))
+    host = torch.empty(1 << 24, dtype=torch.uint8, pin_memory=True)
+    source = torch.randint(0, 255, (1 << 24,), device="cuda").to(torch.uint8)
+    event = layer.copy_to_host(source, host)
+    assert event is not None and layer.event_handle(event)
+    event.synchronize()
+    assert torch.equal(host, source.cpu())
+    target = torch.empty_like(source)
+    layer.wait(layer.copy_to_device(host, target))
+    assert torch.equal(target, source)
+    assert set(layer.event_functions()) == {"event_wait", "set_device", "device"}
