@@ -100,6 +100,7 @@ class Runtime:
     ) -> None:
         self.config = config
         self.device = torch.device(device)
+        self.rank = rank
         self.engine: OffloadEngine | None = None
         self.steps = 0
         self._store: SpillStore | None = None

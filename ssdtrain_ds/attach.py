@@ -99,6 +99,7 @@ class _Attachment:
             rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))),
+            logs=False,  # the monitor writes DeepSpeed's own lines, every steps_per_print
         )
         assert self.runtime.engine is not None
         self.offload = self.runtime.engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,13 +14,15 @@ from torch import nn
 from ssdtrain.config import Config, load_config
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.runtime import Runtime, RuntimeStatistics
-from ssdtrain_megatron import _compat
+from ssdtrain_megatron import _compat, apex
 from ssdtrain_megatron.installation import installation
 from ssdtrain_megatron.recompute import register_tracker
 from ssdtrain_megatron.refusals import refuse
 from ssdtrain_megatron.schedule import Schedule
 
 __all__ = ["Attachment", "attach"]
+
+logger = logging.getLogger("ssdtrain")
 
 
 class Attachment:
@@ -119,6 +122,12 @@ def attach(
             runtime.register(chunk)
         runtime.engine.eligible.refuse_when(installation.must_stay)
         installation.add(attachment)
+        parts = apex.found()
+        if parts and runtime.rank == 0:
+            logger.info(
+                "apex is installed (%s): what its parts save for backward are ordinary tensors",
+                ", ".join(parts),
+            )
     return attachment
 
 

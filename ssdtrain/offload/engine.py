@@ -26,7 +26,7 @@ from ssdtrain.offload.eligible import Eligibility
 from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.mover import Mover
 from ssdtrain.offload.prefetch import Prefetcher
-from ssdtrain.offload.region import Handle, Kept, Region, State, restride, view_of
+from ssdtrain.offload.region import Handle, Kept, Region, State, modified, restride, view_of
 from ssdtrain.offload.sharing import Extent, Regions
 from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.offload.tape import Tape
@@ -223,9 +223,7 @@ class OffloadEngine:
             IOFailure: it could not be read back.
         """
         if isinstance(held, Kept):
-            if held.tensor._version != held.version:
-                raise _modified(held.tensor, held.tensor._version, held.version)
-            return held.tensor
+            return held.unchanged()
         region = held.region
         waited = 0.0
         while True:
@@ -233,7 +231,7 @@ class OffloadEngine:
                 if waited:
                     self._count_load_wait(region, waited)
                 if region.changed():
-                    raise _modified(region.probe, region.probe._version, region.version, held.geometry)
+                    raise modified(held.geometry[0], held.geometry[1], region.probe._version, region.version)
                 tensor = self._try_unpack(held)
                 self.prefetcher.run(region.tape)
                 if tensor is not None:
@@ -273,7 +271,9 @@ class OffloadEngine:
             self.mover.end_load(region)
         if region.state is State.RESIDENT and self._written(region):
             assert region.loaded is not None
-            raise _modified(region.loaded, region.loaded._version, region.loaded_version, handle.geometry)
+            raise modified(
+                handle.geometry[0], handle.geometry[1], region.loaded._version, region.loaded_version
+            )
         if region.state is State.LOADED and self._written(region):
             # Backward wrote into the buffer: those are not the bytes that were saved. See Note: [Buffers belong to the tensor].
             self.mover.drop_loaded(region)
@@ -398,16 +398,3 @@ class OffloadEngine:
         with self._lock:
             self._drain()
             self.buffers.close()
-
-
-def _modified(tensor: torch.Tensor, version: int, expected: int, geometry: object = None) -> RuntimeError:
-    """The error that autograd raises by itself where no hooks are installed."""
-    dtype, size = (
-        (geometry[0], geometry[1]) if isinstance(geometry, tuple) else (tensor.dtype, tuple(tensor.shape))
-    )
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{dtype} {list(size)}] is at version {version}; expected version {expected} instead. Hint: enable anomaly "
-        "detection to find the operation that failed to compute its gradient, with "
-        "torch.autograd.set_detect_anomaly(True)."
-    )

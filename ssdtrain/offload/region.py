@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "Region",
     "State",
     "densest",
+    "modified",
     "restride",
     "same_version_counter",
     "view_of",
@@ -190,6 +192,26 @@ class Kept:
         # itself holds its own graph.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.version = tensor._version
+
+    def unchanged(self) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was modified in place since it was saved.
+        """
+        if self.tensor._version != self.version:
+            raise modified(self.tensor.dtype, self.tensor.shape, self.tensor._version, self.version)
+        return self.tensor
+
+
+def modified(dtype: torch.dtype, size: Sequence[int], version: int, expected: int) -> RuntimeError:
+    """The error that autograd raises by itself where no hooks are installed."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{dtype} {list(size)}] is at version {version}; expected version {expected} instead. Hint: enable anomaly "
+        "detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
 
 
 def view_of(base: torch.Tensor, byte_offset: int, geometry: Geometry) -> torch.Tensor:

@@ -1,0 +1,29 @@
+"""NVIDIA's apex: which of its parts are there, and what each changes for saved tensors.
+
+apex is not on the package registry (the package of that name is another project), so it is found by what it holds and not by its
+name. Nothing here imports it, and nothing depends on it: its parts save ordinary tensors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+__all__ = ["PARTS", "found"]
+
+PARTS: dict[str, tuple[str, str]] = {
+    "FusedLayerNorm": (
+        "fused_layer_norm_cuda",
+        "saves its input and two small vectors, or its output where it was built memory-efficient",
+    ),
+    "FusedAdam": ("amp_C", "saves nothing for backward"),
+    "gradient accumulation fusion": (
+        "fused_weight_gradient_mlp_cuda",
+        "saves what a linear layer saves without it; the weight's gradient is added in place, and is not an activation",
+    ),
+}
+"""Part -> (the extension module that it needs, what it changes for saved tensors)."""
+
+
+def found() -> tuple[str, ...]:
+    """The parts of apex that this interpreter could import, by name; () without apex."""
+    return tuple(part for part, (module, _) in PARTS.items() if importlib.util.find_spec(module) is not None)

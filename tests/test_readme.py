@@ -1,0 +1,74 @@
+"""What the README shows works as it is pasted."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ssdtrain.config import load_config
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands() -> list[str]:
+    return [line.split("#")[0].strip() for block in blocks("") for line in block.splitlines() if line.strip()]
+
+
+def test_the_pytorch_example_runs(tmp_path: Path) -> None:
+    (source,) = blocks("python")
+    source = source.replace("/tmp/ssdtrain", str(tmp_path / "ssdtrain"))
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"offloaded_bytes=[1-9]", done.stdout)
+
+
+def test_the_deepspeed_block_is_a_config() -> None:
+    (block,) = blocks("json")
+    config = load_config(json.loads("{" + block + "}")["ssdtrain"])
+    assert config.active and config.offload is not None
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "demo-megatron"])
+def test_the_makefile_has_the_targets(target: str) -> None:
+    assert f"make {target}" in README
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_the_deepspeed_commands_run_a_script(tmp_path: Path) -> None:
+    """The line of code, and the launcher as it stands there but with one process."""
+    lines = [line for line in commands() if "ssdtrain_ds" in line]
+    assert len(lines) == 2
+    subprocess.run([sys.executable, "-c", lines[0]], check=True, timeout=120)
+    words = shlex.split(lines[1])
+    assert words[0] == "torchrun" and words[-3:] == ["train.py", "--deepspeed_config", "ds.json"]
+    (tmp_path / "train.py").write_text(
+        "import sys, deepspeed\n"
+        "from deepspeed.runtime.engine import DeepSpeedEngine\n"
+        "assert hasattr(DeepSpeedEngine.__init__, '__wrapped__'), 'not installed'\n"
+        "print('arguments', sys.argv[1:])\n"
+    )
+    words[words.index("--nproc_per_node") + 1] = "1"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "arguments ['--deepspeed_config', 'ds.json']" in done.stdout
+
+
+def test_every_page_and_module_it_names_is_there() -> None:
+    for path in re.findall(r"\]\((docs/[^)]*)\)", README):
+        assert (ROOT / path).exists(), path
+    for module in re.findall(r"python -m (benchmarks\.\w+)", README):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
