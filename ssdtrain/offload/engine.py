@@ -318,8 +318,8 @@ class OffloadEngine:
         """Choose how far to read ahead and how large the arena has to be, where the config does not say."""
         if self.options.prefetch is None:
             free = self.buffers.capacity // 2 if self.options.buffer is not None else 1024 * MiB
-            self.prefetcher.limit = min(max(4 * self._largest, 32 * MiB), free)
-        self.buffers.fit(self.prefetcher.limit + 3 * self._largest)
+            self.prefetcher.limit = min(max(3 * self._largest, 24 * MiB), free)
+        self.buffers.fit(self.prefetcher.limit + 2 * self._largest)
 
     # Between the two
 
