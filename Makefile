@@ -28,8 +28,15 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The offload tests collect garbage after each test, which is slow in a process that has imported every framework: they get a
+# process of their own. `make test TESTS=tests/storage` runs a part.
 test: lint
+ifdef TESTS
 	SSDTRAIN_POISON=1 $(BIN)/python -m pytest -m "not long" $(TESTS)
+else
+	SSDTRAIN_POISON=1 $(BIN)/python -m pytest -m "not long" tests/offload
+	SSDTRAIN_POISON=1 $(BIN)/python -m pytest -m "not long" --ignore=tests/offload
+endif
 
 test-long: $(STAMP)
 	SSDTRAIN_POISON=1 $(BIN)/python -m pytest -m long $(TESTS)
