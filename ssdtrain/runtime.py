@@ -235,7 +235,7 @@ class Runtime:
         self._step_seconds += seconds
         self._began = 0.0
         self.steps += 1
-        if self.engine is None:
+        if self.engine is None or self.engine.forked:
             return
         self.engine.drain()
         if self._journal is not None and self._store is not None:

@@ -111,6 +111,11 @@ class OffloadEngine:
         self._largest = 0
         self._closed = False
 
+    @property
+    def forked(self) -> bool:
+        """True in a forked child: files and buffers are the parent's, and its threads may have held the lock. All is inert."""
+        return os.getpid() != self._pid
+
     # Forward
 
     def pack(self, tape: Tape, tensor: torch.Tensor) -> Handle | Kept:
@@ -119,7 +124,7 @@ class OffloadEngine:
         Raises:
             StoreFull: no tier has room, and the config says to raise.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self.forked:
             return Kept(tensor)
         if self.eligible.is_fixed(tensor) or not self.eligible.is_plain(tensor):
             return Kept(tensor)
@@ -224,6 +229,8 @@ class OffloadEngine:
         """
         if isinstance(held, Kept):
             return held.unchanged()
+        if self.forked:
+            raise RuntimeError("a saved tensor that was offloaded cannot be used in a forked process")
         region = held.region
         waited = 0.0
         while True:
@@ -253,8 +260,6 @@ class OffloadEngine:
     def _try_unpack(self, handle: Handle) -> torch.Tensor | None:
         """The tensor if its bytes are in memory; else None, with their load under way."""
         region = handle.region
-        if os.getpid() != self._pid:
-            raise RuntimeError("a saved tensor that was offloaded cannot be used in a forked process")
         self._drain()
         region.tape.reached(region.index, again=handle.unpacked)
         if region.state is State.STORED:
@@ -325,6 +330,8 @@ class OffloadEngine:
 
     def finish_forward(self, tape: Tape) -> None:
         """The forward of `tape` is over."""
+        if self.forked:
+            return
         with self._lock:
             self._drain()
             self.plan.finished(tape)
@@ -332,6 +339,8 @@ class OffloadEngine:
 
     def prefetch(self, tape: Tape) -> None:
         """The backward of `tape` is about to begin: start its loads."""
+        if self.forked:
+            return
         with self._lock:
             self._drain()
             self._size_buffers()
@@ -340,11 +349,15 @@ class OffloadEngine:
 
     def next_backward(self, tapes: list[Tape]) -> None:
         """Whose backward follows the present one, in order: reads go on there when a tape runs out."""
+        if self.forked:
+            return
         with self._lock:
             self.prefetcher.next_tapes = tapes
 
     def drain(self) -> None:
         """Take note of what autograd dropped and of what the drives have finished."""
+        if self.forked:
+            return
         with self._lock:
             self._drain()
 
@@ -366,7 +379,9 @@ class OffloadEngine:
         self.meter.drain()
 
     def snapshot(self) -> OffloadStatistics:
-        """The counters now."""
+        """The counters now; in a forked child as they were at the fork."""
+        if self.forked:
+            return self.statistics.copy()
         with self._lock:
             self._drain()
             statistics = self.statistics.copy()
@@ -377,6 +392,8 @@ class OffloadEngine:
 
     def reset_peak(self) -> None:
         """Begin a new peak of activation memory, and a new timeline where one is recorded."""
+        if self.forked:
+            return
         with self._lock:
             self._drain()
             self.meter.reset_peak()
@@ -386,12 +403,15 @@ class OffloadEngine:
 
         Handles still alive become inert: what is in memory can be unpacked, what is in a tier raises.
         """
+        if self.forked:
+            self._closed = True
+            return
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             self._drain()
-            busy = [region.operation for region in self.mover.busy()] if os.getpid() == self._pid else []
+            busy = [region.operation for region in self.mover.busy()]
         for operation in busy:
             if operation is not None:
                 self._wait_quietly(operation, self.options.deadline)
