@@ -18,7 +18,20 @@ README = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    """What stands in the fences of this language."""
+    found: list[str] = []
+    inside: list[str] | None = None
+    for line in README.splitlines():
+        if not line.startswith("```"):
+            if inside is not None:
+                inside.append(line)
+        elif inside is None:
+            inside, opened = [], line[3:]
+        else:
+            if opened == language:
+                found.append("\n".join(inside))
+            inside = None
+    return found
 
 
 def commands() -> list[str]:
