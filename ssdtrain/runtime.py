@@ -38,8 +38,9 @@ from ssdtrain.codecs import VariableSizeCodec, make_codec
 from ssdtrain.config import Config, ConfigError, OffloadConfig, Problem
 from ssdtrain.device import device_for, warn_of_untested_torch
 from ssdtrain.offload.amount import AmountPlan
-from ssdtrain.offload.engine import EngineOptions, OffloadEngine
+from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.hooks import Recording
+from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.offload.tape import Tape
 from ssdtrain.report.journal import Journal

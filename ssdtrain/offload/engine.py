@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import torch
@@ -25,6 +24,7 @@ from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.eligible import Eligibility
 from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.mover import Mover
+from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.prefetch import Prefetcher
 from ssdtrain.offload.region import Handle, Kept, Region, State, modified, restride, view_of
 from ssdtrain.offload.sharing import Extent, Regions
@@ -33,7 +33,7 @@ from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer import DirectTransfer, StagedTransfer, Transfer
 from ssdtrain.storage import IOCancelled, IOFailure, Operation, SpillStore
 
-__all__ = ["EngineOptions", "OffloadEngine"]
+__all__ = ["OffloadEngine"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -42,25 +42,6 @@ _graph_task = torch._C._current_graph_task_id
 MiB = 1 << 20
 
 PATIENCE = 60.0  # seconds of waiting for one load between warnings
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What the engine needs to know; the runtime fills it from the config.
-
-    Sizes in bytes, times in seconds. None: chosen by the engine from what it sees.
-    """
-
-    min_bytes: int = 256 << 10
-    in_flight: int = 256 * MiB
-    prefetch: int | None = None
-    buffer: int | None = None
-    deadline: float = 10.0
-    raise_when_full: bool = False
-    staged: bool | None = None  # None: staged through pinned buffers on a GPU, in place on the CPU
-    timeline: bool = False
-    codec: str | None = None  # of floating-point tensors on their way to a tier
-    rank: int = 0
 
 
 class OffloadEngine:

@@ -1,0 +1,28 @@
+"""What the engine is told when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["EngineOptions"]
+
+MiB = 1 << 20
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the engine needs to know; the runtime fills it from the config.
+
+    Sizes in bytes, times in seconds. None: chosen by the engine from what it sees.
+    """
+
+    min_bytes: int = 256 << 10
+    in_flight: int = 256 * MiB
+    prefetch: int | None = None
+    buffer: int | None = None
+    deadline: float = 10.0
+    raise_when_full: bool = False
+    staged: bool | None = None  # None: staged through pinned buffers on a GPU, in place on the CPU
+    timeline: bool = False
+    codec: str | None = None  # of floating-point tensors on their way to a tier
+    rank: int = 0
