@@ -1,7 +1,8 @@
 """NVIDIA's apex: which of its parts are there, and what each changes for saved tensors.
 
-apex is not on the package registry (the package of that name is another project), so it is found by what it holds and not by its
-name. Nothing here imports it, and nothing depends on it: its parts save ordinary tensors.
+apex is not on the package registry (the package of that name is another project), so it is found by what it holds and not by
+its name. Nothing here imports it, and nothing depends on it. Its parts are expected to save ordinary tensors, which was neither
+run nor checked against its sources.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PARTS: dict[str, tuple[str, str]] = {
         "saves what a linear layer saves without it; the weight's gradient is added in place, and is not an activation",
     ),
 }
-"""Part -> (the extension module that it needs, what it changes for saved tensors)."""
+"""Part -> (the extension module that it needs, what it should change for saved tensors)."""
 
 
 def found() -> tuple[str, ...]:

@@ -125,7 +125,7 @@ def attach(
         parts = apex.found()
         if parts and runtime.rank == 0:
             logger.info(
-                "apex is installed (%s): what its parts save for backward are ordinary tensors",
+                "apex is installed (%s): SSDTrain was never run with it",
                 ", ".join(parts),
             )
     return attachment
