@@ -10,7 +10,14 @@ ssdtrain, makes a directory, or knows what the engine does with a value.
 from ssdtrain.config.amount import Amount, parse_amount
 from ssdtrain.config.errors import ConfigError, Problem, Refusal
 from ssdtrain.config.load import load_config
-from ssdtrain.config.schema import CheckpointConfig, Config, OffloadConfig, ReportConfig
+from ssdtrain.config.schema import (
+    DIMENSIONS,
+    CheckpointConfig,
+    CommConfig,
+    Config,
+    OffloadConfig,
+    ReportConfig,
+)
 from ssdtrain.config.units import (
     exact_size,
     format_duration,
@@ -21,8 +28,10 @@ from ssdtrain.config.units import (
 )
 
 __all__ = [
+    "DIMENSIONS",
     "Amount",
     "CheckpointConfig",
+    "CommConfig",
     "Config",
     "ConfigError",
     "OffloadConfig",

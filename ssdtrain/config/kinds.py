@@ -72,6 +72,43 @@ DIRECTORIES = Kind(
 
 CODEC = Kind("codec", 'the name of a codec with its parameters, such as "lossless" or "int8:block=64"', str)
 
+RULE_ALLOWED = (
+    'a codec such as "int8", "inside/between" such as "off/int8", or "off", and "@64KiB" behind any of them'
+)
+FRACTION_ALLOWED = "a number above 0 and below 1, such as 0.1"
+NAMES_ALLOWED = 'a list of names or patterns, or "none"'
+
+
+def _fraction(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise Refusal("is no fraction", FRACTION_ALLOWED)
+    return float(value)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else value
+    if (
+        not isinstance(names, list | tuple)
+        or not names
+        or not all(isinstance(name, str) and name for name in names)
+    ):
+        raise Refusal("is no list of names", NAMES_ALLOWED)
+    return tuple(names)
+
+
+def _rule(value: Any) -> Any:
+    # YAML 1.1 reads a bare `off` as a boolean.
+    if value is False:
+        return "off"
+    if not isinstance(value, str) or not value.strip():
+        raise Refusal("is no codec", RULE_ALLOWED)
+    return value.strip()
+
+
+RULE = Kind("codec", RULE_ALLOWED, _rule)
+FRACTION = Kind("fraction", FRACTION_ALLOWED, _fraction, text=float)
+NAMES = Kind("names", NAMES_ALLOWED, _names, list, many=True)
+
 Size = Annotated[int, BeforeValidator(units.parse_size), SIZE]
 """Bytes, 0 or more."""
 PositiveSize = Annotated[int, BeforeValidator(_positive_size), POSITIVE_SIZE]
@@ -81,6 +118,9 @@ AmountField = Annotated[Amount, BeforeValidator(parse_amount), AMOUNT]
 Directory = Annotated[str, BeforeValidator(parse_directory), DIRECTORY]
 Directories = Annotated[tuple[str, ...], BeforeValidator(parse_directories), DIRECTORIES]
 CodecName = Annotated[str, CODEC]
+CommRule = Annotated[str, BeforeValidator(_rule), RULE]
+Fraction = Annotated[float, BeforeValidator(_fraction), FRACTION]
+Names = Annotated[tuple[str, ...], BeforeValidator(_names), NAMES]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 
 

@@ -17,8 +17,11 @@ from ssdtrain.config.errors import ConfigError, Contradiction, Problem
 from ssdtrain.config.kinds import (
     AmountField,
     CodecName,
+    CommRule,
     Directories,
     Directory,
+    Fraction,
+    Names,
     PositiveSize,
     Seconds,
     Size,
@@ -27,7 +30,7 @@ from ssdtrain.config.kinds import (
 )
 from ssdtrain.config.units import KiB, MiB, exact_size
 
-LATER = frozenset({"comm", "compact", "planner", "offload.verify", "report.trace"})
+LATER = frozenset({"compact", "planner", "offload.verify", "report.trace"})
 """Keys of later versions: they are refused by name, so that nobody takes silence for consent."""
 
 Found = tuple[str, Any, str, str]
@@ -235,6 +238,88 @@ class ReportConfig(Section):
         return found
 
 
+class CommConfig(Section):
+    """Collectives carry fewer bytes, as much in each parallel dimension as it bears (docs/collectives.md).
+
+    A dimension's value is a codec, "inside/between" where ranks of one node and of several get different
+    ones, or "off"; "@64KiB" behind it is the dimension's own `min_bytes`. What is left out is as the preset
+    says, and without a preset off.
+    """
+
+    preset: Literal["safe", "balanced", "aggressive", "paper-zhybrid", "paper-mzhybrid"] | None = None
+    """A codec for every dimension. By default none is compressed."""
+
+    dp: CommRule | None = None
+    """Gradients on their way to the rank that sums them: the reduce-scatter, and the first half of an
+    all-reduce."""
+
+    dp_gather: CommRule | None = None
+    """Summed gradients on their way back: the second half of an all-reduce."""
+
+    tp: CommRule | None = None
+    """Activations and their gradients between tensor-parallel ranks, sequence parallelism included."""
+
+    pp_forward: CommRule | None = None
+    """Activations from one pipeline stage to the next. Integers, masks and scalars always go as they are."""
+
+    pp_backward: CommRule | None = None
+    """Gradients of activations from one pipeline stage to the one before."""
+
+    ep: CommRule | None = None
+    """Tokens to their experts and back."""
+
+    zero_gather: CommRule | None = None
+    """Weights that ranks gather: of ZeRO-3 before they are used, of ZeRO-1, ZeRO-2 and Megatron's distributed
+    optimizer after a step, as the difference from what the others already have."""
+
+    min_bytes: Size = MiB
+    """Messages smaller than this, before compression, go as they are."""
+
+    exclude: Names = ("norm", "bias", "embedding")
+    """Parameters whose gradients and weights go as they are: "norm", "bias" and "embedding" by what they are,
+    anything else as a pattern of their name such as "*.router.*"; "none" leaves out nothing."""
+
+    feedback: Literal["int8", "fp32", "off"] | None = None
+    """Error feedback for gradients: what compression lost is added to the next step's, and kept meanwhile in
+    8 or 32 bits per parameter. By default as the preset says, and without one off."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    """Steps in which codecs below 8 bits are replaced by int8."""
+
+    adapt: Fraction | None = None
+    """Choose the bits of each gradient bucket so that its relative error stays under this, such as 0.1. By
+    default the bits are fixed."""
+
+    two_hop: Switch = "auto"
+    """Reduce inside each node first and between nodes then, so that less crosses the network. By default where
+    a group has the same number of ranks, at least two, on each of several nodes; "on" makes it an error where
+    that is not so."""
+
+    probe: bool = True
+    """Measure each collective at its first use with and without its codec, and step back, with one warning,
+    where the codec costs more than it saves."""
+
+    chunk: PositiveSize = 4 * MiB
+    """Bytes of a tensor that are encoded while those before are on their way."""
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of the random numbers that stochastic rounding takes; not torch's."""
+
+    def contradictions(self) -> Iterator[Found]:
+        if self.adapt is not None and self.feedback == "off":
+            why = "needs error feedback, but feedback is off"
+            yield "adapt", self.adapt, why, 'leaving one of them out, or "feedback": "int8"'
+
+    @property
+    def active(self) -> bool:
+        """Whether any message may be compressed."""
+        return self.preset is not None or any(getattr(self, name) not in (None, "off") for name in DIMENSIONS)
+
+
+DIMENSIONS = ("dp", "dp_gather", "tp", "pp_forward", "pp_backward", "ep", "zero_gather")
+"""The keys of `CommConfig` that hold codecs: one for each kind of traffic."""
+
+
 class Config(Section):
     """What is asked of SSDTrain. A feature whose section is absent is off."""
 
@@ -247,10 +332,18 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Defaults of the checkpoint function."""
 
+    comm: CommConfig | None = None
+    """Compressed collectives. Without this section every message goes as the framework sends it."""
+
     report: ReportConfig = ReportConfig()
     """Log lines and files about the run."""
 
     @property
     def active(self) -> bool:
         """Whether any feature is asked for."""
-        return self.enabled and self.offload is not None
+        return self.enabled and (self.offload is not None or self.compresses)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any message between ranks may be compressed."""
+        return self.enabled and self.comm is not None and self.comm.active

@@ -15,7 +15,7 @@ from ssdtrain.config import Config, load_config
 from ssdtrain.config.flags import Flag, add_flags, config_from_namespace, flags, to_arguments
 from ssdtrain.config.units import GiB, KiB, MiB
 
-MINIMUM: dict[str, Any] = {"offload": {"directories": ["/nvme0"]}}
+MINIMUM: dict[str, Any] = {"offload": {"directories": ["/nvme0"]}, "comm": {}}
 
 
 def default_of(flag: Flag) -> Any:
@@ -31,7 +31,7 @@ def default_of(flag: Flag) -> Any:
 )
 def test_writing_a_default_equals_leaving_the_key_out(flag: Flag) -> None:
     value = default_of(flag)
-    block: dict[str, Any] = {"offload": dict(MINIMUM["offload"])}
+    block: dict[str, Any] = {key: dict(section) for key, section in MINIMUM.items()}
     place = block
     for key in flag.keys[:-1]:
         place = place.setdefault(key, {})
@@ -76,8 +76,30 @@ checkpoints = st.fixed_dictionaries(
 reports = st.fixed_dictionaries(
     {}, optional={"interval": st.integers(0, 10**6), "path": st.sampled_from(["runs", "/runs/{host}"])}
 )
+rules = st.sampled_from(["int8", "off", False, "off/int8", "int8/int4:block=64,hadamard@64KiB"])
+comms = st.fixed_dictionaries(
+    {"preset": st.sampled_from(["safe", "balanced", "paper-zhybrid"])},
+    optional={
+        "dp": rules,
+        "pp_backward": rules,
+        "min_bytes": sizes,
+        "exclude": st.sampled_from(["norm", ["none"], ["bias", "*.router.*"]]),
+        "feedback": st.sampled_from(["int8", "fp32"]),
+        "adapt": st.floats(0.01, 0.99),
+        "two_hop": st.sampled_from(["auto", True]),
+        "probe": st.booleans(),
+        "warmup_steps": st.integers(0, 1000),
+    },
+)
 blocks = st.fixed_dictionaries(
-    {}, optional={"enabled": st.booleans(), "offload": offloads, "checkpoint": checkpoints, "report": reports}
+    {},
+    optional={
+        "enabled": st.booleans(),
+        "offload": offloads,
+        "checkpoint": checkpoints,
+        "report": reports,
+        "comm": comms,
+    },
 )
 
 
@@ -106,7 +128,7 @@ def test_a_config_survives_dict_yaml_json_and_flags(block: dict[str, Any]) -> No
 
 def test_sections_given_as_objects_are_taken_as_they_are() -> None:
     config = load_config(MINIMUM)
-    assert load_config({"offload": config.offload, "report": config.report}) == config
+    assert load_config({"offload": config.offload, "comm": config.comm, "report": config.report}) == config
 
 
 def test_sizes_reach_the_engine_as_plain_ints() -> None:

@@ -71,7 +71,7 @@ def test_the_classes_keep_their_methods_when_an_engine_has_the_block(make_engine
     [
         ({"offload": {"directories": "/tmp", "prefetsch": 1}}, "ssdtrain.offload.prefetsch"),
         ({"offload": {"directories": "/tmp", "amount": "auto"}}, "ssdtrain.offload.amount"),
-        ({"comm": {}}, "ssdtrain.comm"),
+        ({"compact": {}}, "ssdtrain.compact"),
         ("on", "ssdtrain"),
     ],
 )
