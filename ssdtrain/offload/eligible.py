@@ -100,6 +100,7 @@ class Eligibility:
             and not tensor.is_conj()
             and not tensor.is_neg()
             and not tensor.is_quantized
+            and not tensor.is_nested
             and not _is_functional(tensor)
             and not _is_wrapped(tensor)
         )

@@ -200,7 +200,8 @@ class Kept:
             RuntimeError: it was modified in place since it was saved.
         """
         if self.tensor._version != self.version:
-            raise modified(self.tensor.dtype, self.tensor.shape, self.tensor._version, self.version)
+            size = () if self.tensor.is_nested else self.tensor.shape  # a nested tensor has no sizes
+            raise modified(self.tensor.dtype, size, self.tensor._version, self.version)
         return self.tensor
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.masked import masked_tensor
@@ -88,6 +89,7 @@ def test_small_tensors_stay(make_runtime: MakeRuntime) -> None:
     loss.backward()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_classes_the_engine_does_not_know_stay(make_runtime: MakeRuntime) -> None:
     runtime = make_runtime()
 
@@ -105,7 +107,9 @@ def test_classes_the_engine_does_not_know_stay(make_runtime: MakeRuntime) -> Non
         torch.sparse.mm(sparse, torch.randn(512, 4)).sum().backward()
         masked = masked_tensor(dense, dense > 0, requires_grad=True)
         (masked * masked).sum().backward()
-    assert isinstance(mine.grad, torch.Tensor)
+        nested = torch.nested.nested_tensor([dense, dense[:64]], requires_grad=True)
+        (nested * nested).backward(nested.detach())
+    assert isinstance(mine.grad, torch.Tensor) and nested.grad is not None
 
 
 def test_what_is_saved_while_backward_runs_stays(make_runtime: MakeRuntime) -> None:

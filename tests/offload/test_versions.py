@@ -116,3 +116,15 @@ def test_modified_between_two_saves_is_saved_twice(make_runtime: MakeRuntime) ->
         z = y.exp()  # saves its own
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_without_sizes_that_was_modified_raises_the_same(make_runtime: MakeRuntime) -> None:
+    """A nested tensor stays in memory, and its version is compared all the same."""
+    x = torch.nested.nested_tensor([torch.rand(200), torch.rand(300)], requires_grad=True)
+    with make_runtime().forward():
+        y = x.clone()
+        z = y * y
+    y.detach().add_(y.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.backward(torch.nested.nested_tensor([torch.ones(200), torch.ones(300)]))
