@@ -1,0 +1,90 @@
+"""A rank's end of `Ranks`: takes commands from standard input, answers through a pipe of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from benchmarks.two_nodes.ranks import CHANNEL
+
+__all__ = ["Workload", "comm_meter", "serve"]
+
+
+class Workload(ABC):
+    """A training on this rank."""
+
+    losses: list[float]
+    """Of every step that was trained, where this rank knows it."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Train one step."""
+
+    @abstractmethod
+    def about(self) -> dict[str, Any]:
+        """What is known from the start: at least `tokens_per_step` of all ranks and `parameters` of this one."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Of this rank's weights, to the bit; equal on ranks that hold the same weights."""
+
+    @abstractmethod
+    def replica(self) -> str:
+        """Names the part of the model that this rank holds: ranks of the same name are replicas."""
+
+    @abstractmethod
+    def meter(self) -> dict[str, Any] | None:
+        """SSDTrain's own count of what went over the network so far; None where it is not in use."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the process group in order."""
+
+
+def comm_meter(runtime: Any) -> dict[str, Any] | None:
+    """The count of a `Runtime` as plain values, by dimension; None where it has none."""
+    if runtime is None:
+        return None
+    found = getattr(runtime.statistics(), "comm", None)
+    return None if found is None else {name: dataclasses.asdict(figures) for name, figures in found.items()}
+
+
+def serve(workload: Workload) -> None:
+    """Answer until told to finish, or until whoever asks is gone.
+
+    Commands: `about`; `step` (seconds of the step and the meter after it); `finish` (the result).
+    """
+    seconds: list[float] = []
+    with os.fdopen(int(os.environ.get(CHANNEL, "1")), "w", closefd=False) as channel:
+        for line in sys.stdin:
+            command = json.loads(line)["command"]
+            if command == "step":
+                began = time.perf_counter()
+                workload.step()
+                seconds.append(time.perf_counter() - began)
+                answer: dict[str, Any] = {"seconds": seconds[-1], "meter": workload.meter()}
+            elif command == "about":
+                answer = {**workload.about(), "torch": torch.__version__}
+            elif command == "finish":
+                answer = {
+                    "seconds": seconds,
+                    "tokens_per_step": workload.about()["tokens_per_step"],
+                    "losses": workload.losses,
+                    "sha256": workload.digest(),
+                    "replica": workload.replica(),
+                    "meter": workload.meter(),
+                }
+            else:
+                raise ValueError(f"unknown command {command!r}; known: about, step, finish")
+            print(json.dumps(answer), file=channel, flush=True)
+            if command == "finish":
+                workload.close()
+                return
+    raise EOFError("standard input ended before the command to finish")
