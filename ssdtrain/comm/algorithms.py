@@ -1,0 +1,260 @@
+"""Reduce-scatter, all-gather, all-reduce and all-to-all of payloads.
+
+A reduce-scatter is an all-to-all of payloads, one message for each peer, summed in float32 by the owner of the shard; an
+all-reduce is a reduce-scatter and an all-gather. Nothing is quantised again on its way, except a node's sum before it goes to
+the other nodes, and the whole sum before it is gathered. What is gathered is decoded by its owner as well, so that all ranks hold
+the same bits.
+
+Functions are `Steps` (see `work`): they yield the messages that they wait for. Tensors are flat; a "piece" is a contiguous part
+of one, small enough that its coding hides behind the messages of the pieces before it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ssdtrain.codecs import Key
+from ssdtrain.comm.coding import Coder, Ranges
+from ssdtrain.comm.feedback import Feedback
+from ssdtrain.comm.meter import Figures
+from ssdtrain.comm.topology import Topology
+from ssdtrain.comm.work import Steps
+
+# Taken before anybody replaces the module's attributes.
+_all_to_all = dist.all_to_all_single
+# Newer torch has another name for it and warns of this one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Payloads of unequal size are padded for an all-gather if that adds no more than this.
+_PADDING = 1.02
+
+
+_RAW = Coder(None)
+
+
+class Piece(NamedTuple):
+    """Part of a tensor."""
+
+    values: Tensor
+    """Flat [numel], a view."""
+    exact: Ranges = ()
+    """Elements that no codec touches, counted from the piece's start."""
+
+
+@dataclass(frozen=True)
+class Coders:
+    """What codes within a node and between nodes."""
+
+    inside: Coder
+    between: Coder
+
+
+@dataclass
+class Call:
+    """What the pieces of one call share."""
+
+    topology: Topology
+    scatter: Coders
+    gather: Coder
+    dtype: torch.dtype
+    """Of the framework's tensor: exact elements travel in it."""
+    figures: Figures
+    name: str
+    """Names the residuals and the random numbers; the same in every step for the same gradients."""
+    key: Key
+    average: bool = False
+    feedback: Feedback | None = None
+    errors: list[Tensor] = field(default_factory=list)
+    """Relative error of each encoded piece, where feedback measures it."""
+
+    def encode(self, coder: Coder, piece: Piece, out: Tensor, what: str) -> None:
+        """The payload of `piece` into `out`, with feedback where there is one and the codec loses anything."""
+        name = f"{self.name}|{what}"
+        key = self.key._replace(tensor=zlib.crc32(name.encode()))
+        if self.feedback is None or coder.codec is None or piece.values.numel() == 0:
+            coder.encode(piece.values, piece.exact, self.dtype, out, key)
+            return
+        self.errors.append(self.feedback.encode(name, coder, piece.values, piece.exact, self.dtype, out, key))
+
+    def nbytes(self, coder: Coder, piece: Piece) -> int:
+        return coder.nbytes(piece.values.numel(), piece.exact, self.dtype)
+
+
+def reduce_scatter(call: Call, shards: Sequence[Piece], part: str) -> Generator[Any, None, Tensor]:
+    """The sum over ranks of the shard that this rank owns, float32 [numel].
+
+    Args:
+        shards: by group rank, the same sizes on all ranks.
+        part: names this piece among those of the call.
+    """
+    where = call.topology
+    column = [shards[row[where.place]] for row in where.grid]
+    sums = [piece.values.to(torch.float32, copy=True) for piece in column]
+    if where.inside is not None:
+        targets = [[row[place] for row in where.grid] for place in range(len(where.grid[0]))]
+        arrived = yield from _exchange(
+            call, call.scatter.inside, where.inside, where.place, [[shards[i] for i in ranks] for ranks in targets], column,
+            [[f"{part}|in|{i}" for i in ranks] for ranks in targets],
+        )  # fmt: skip
+        for payloads in arrived:
+            for payload, piece, total in zip(payloads, column, sums, strict=True):
+                call.scatter.inside.decode(payload, total, piece.exact, call.dtype, accumulate=True)
+    total = sums[where.node]
+    if where.between is not None:
+        mine = column[where.node]
+        outgoing = [[Piece(values, piece.exact)] for values, piece in zip(sums, column, strict=True)]
+        arrived = yield from _exchange(
+            call, call.scatter.between, where.between, where.node, outgoing, [mine],
+            [[f"{part}|out|{row[where.place]}"] for row in where.grid],
+        )  # fmt: skip
+        for (payload,) in arrived:
+            call.scatter.between.decode(payload, total, mine.exact, call.dtype, accumulate=True)
+    return total.div_(where.size) if call.average else total
+
+
+def all_gather(call: Call, mine: Piece, outs: Sequence[Piece], part: str) -> Steps:
+    """Every rank's piece into `outs` [by group rank], this one's included.
+
+    Args:
+        mine: what this rank contributes; may share memory with its place in `outs`.
+    """
+    where, coder = call.topology, call.gather
+    sizes = [call.nbytes(coder, piece) for piece in outs]
+    payload = torch.empty(sizes[where.rank], dtype=torch.uint8, device=mine.values.device)
+    call.encode(coder, mine, payload, f"{part}|gather")
+    column = [payload]
+    if where.between is not None:
+        column = yield from _gather(
+            call, payload, [sizes[row[where.place]] for row in where.grid], where.node, where.between
+        )
+    rows = {where.place: column}
+    if where.inside is not None:
+        by_place = [[sizes[row[place]] for row in where.grid] for place in range(len(where.grid[0]))]
+        packed = column[0] if len(column) == 1 else torch.cat(column)
+        arrived = yield from _gather(
+            call, packed, [sum(found) for found in by_place], where.place, where.inside
+        )
+        rows = {place: list(found.split(by_place[place])) for place, found in enumerate(arrived)}
+    for place, payloads in rows.items():
+        for row, found in zip(where.grid, payloads, strict=True):
+            out = outs[row[place]]
+            coder.decode(found, out.values, out.exact, call.dtype)
+
+
+def all_reduce(call: Call, shards: Sequence[Piece], part: str) -> Steps:
+    """Sum `shards` [by group rank] over ranks, in place."""
+    total = yield from reduce_scatter(call, shards, part)
+    own = shards[call.topology.rank]
+    yield from all_gather(call, Piece(total, own.exact), shards, part)
+
+
+def reduce_scatter_into(call: Call, out: Tensor, shards: Sequence[Piece], part: str) -> Steps:
+    """`reduce_scatter`, copied into `out` [numel]."""
+    total = yield from reduce_scatter(call, shards, part)
+    out.copy_(total)
+
+
+def all_to_all(
+    call: Call,
+    incoming: Sequence[Tensor],
+    outgoing: Sequence[Tensor],
+    coders: Sequence[Coder],
+    min_bytes: int,
+    part: str,
+) -> Steps:
+    """`outgoing[i]` to group rank i, whose `incoming` takes it; the own one is copied.
+
+    Args:
+        coders: by group rank: one for each pair of ranks, the same on both sides.
+        min_bytes: smaller messages go as they are.
+    """
+    where = call.topology
+    to = [
+        _RAW if values.nbytes < min_bytes else coder for values, coder in zip(outgoing, coders, strict=True)
+    ]
+    by = [
+        _RAW if values.nbytes < min_bytes else coder for values, coder in zip(incoming, coders, strict=True)
+    ]
+    others = [i for i in range(where.size) if i != where.rank]
+    sends = [0] * where.size
+    receives = [0] * where.size
+    for i in others:
+        sends[i] = to[i].nbytes(outgoing[i].numel(), (), call.dtype)
+        receives[i] = by[i].nbytes(incoming[i].numel(), (), call.dtype)
+    device = outgoing[where.rank].device
+    packed = torch.empty(sum(sends), dtype=torch.uint8, device=device)
+    for i, place in zip(range(where.size), packed.split(sends), strict=True):
+        if i != where.rank:
+            call.encode(to[i], Piece(outgoing[i]), place, f"{part}|to|{i}")
+    arrived = torch.empty(sum(receives), dtype=torch.uint8, device=device)
+    work = _all_to_all(arrived, packed, receives, sends, group=where.group, async_op=True)
+    call.figures.wire_bytes += packed.numel()
+    incoming[where.rank].copy_(outgoing[where.rank])
+    yield work
+    for i, place in zip(range(where.size), arrived.split(receives), strict=True):
+        if i != where.rank:
+            by[i].decode(place, incoming[i], (), call.dtype)
+
+
+def _exchange(
+    call: Call,
+    coder: Coder,
+    group: dist.ProcessGroup,
+    index: int,
+    outgoing: Sequence[Sequence[Piece]],
+    incoming: Sequence[Piece],
+    names: Sequence[Sequence[str]],
+) -> Generator[Any, None, list[list[Tensor]]]:
+    """One message to each peer: the payloads of `outgoing[peer]`, one behind the other. What peers send has the shapes of
+    `incoming`. Returns the payloads of each peer, without this rank's own."""
+    device = incoming[0].values.device
+    sizes = [[call.nbytes(coder, piece) for piece in pieces] for pieces in outgoing]
+    sizes[index] = []
+    sends = [sum(found) for found in sizes]
+    message = [call.nbytes(coder, piece) for piece in incoming]
+    receives = [0 if peer == index else sum(message) for peer in range(len(outgoing))]
+    packed = torch.empty(sum(sends), dtype=torch.uint8, device=device)
+    for peer, place in enumerate(packed.split(sends)):
+        if peer == index:
+            continue
+        for piece, name, out in zip(outgoing[peer], names[peer], place.split(sizes[peer]), strict=True):
+            call.encode(coder, piece, out, name)
+    arrived = torch.empty(sum(receives), dtype=torch.uint8, device=device)
+    work = _all_to_all(arrived, packed, receives, sends, group=group, async_op=True)
+    call.figures.wire_bytes += packed.numel()
+    yield work
+    return [list(found.split(message)) for peer, found in enumerate(arrived.split(receives)) if peer != index]
+
+
+def _gather(
+    call: Call, mine: Tensor, sizes: Sequence[int], index: int, group: dist.ProcessGroup
+) -> Generator[Any, None, list[Tensor]]:
+    """The payloads of all ranks of `group`."""
+    count, largest = len(sizes), max(sizes)
+    if largest * count <= _PADDING * sum(sizes):
+        if mine.numel() < largest:
+            padded = torch.zeros(largest, dtype=torch.uint8, device=mine.device)
+            padded[: mine.numel()].copy_(mine)
+        else:
+            padded = mine
+        out = torch.empty(largest * count, dtype=torch.uint8, device=mine.device)
+        work = _all_gather(out, padded, group=group, async_op=True)
+        call.figures.wire_bytes += largest * (count - 1)
+        yield work
+        return [found[:size] for found, size in zip(out.split(largest), sizes, strict=True)]
+    sends = [0 if peer == index else mine.numel() for peer in range(count)]
+    receives = [0 if peer == index else size for peer, size in enumerate(sizes)]
+    out = torch.empty(sum(receives), dtype=torch.uint8, device=mine.device)
+    work = _all_to_all(out, mine.repeat(count - 1), receives, sends, group=group, async_op=True)
+    call.figures.wire_bytes += mine.numel() * (count - 1)
+    yield work
+    found = list(out.split(receives))
+    found[index] = mine
+    return found

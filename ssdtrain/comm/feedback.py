@@ -1,0 +1,121 @@
+"""Error feedback: what compression lost in this step is added to what is sent in the next.
+
+Sources: Seide et al., 1-bit SGD (Interspeech 2014); Karimireddy et al., arXiv 1901.09847. The residual at the sender, of the full
+gradient, is what matters; the owner of a shard has one too where the summed shard is quantised again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssdtrain.codecs import Key, make_fixed_size_codec
+from ssdtrain.comm.coding import Coder, Ranges
+
+_INT8 = make_fixed_size_codec("int8:block=128")
+
+
+class Feedback:
+    """The residuals of one rank, one for each piece that it sends.
+
+    Args:
+        kind: "int8" keeps them in about 8 bits a value, "fp32" in 32.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._kept: dict[str, Tensor] = {}
+        self._numel: dict[str, int] = {}
+        self.rebuilt = 0
+        """Residuals dropped because their piece changed its size (a bucket was rebuilt)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the residuals take."""
+        return sum(kept.numel() * kept.element_size() for kept in self._kept.values())
+
+    def encode(
+        self, name: str, coder: Coder, x: Tensor, exact: Ranges, dtype: torch.dtype, out: Tensor, key: Key
+    ) -> Tensor:
+        """Encode `x` plus its residual into `out` and keep the new residual.
+
+        Args:
+            name: of the piece, the same in every step.
+            x: flat float32 [numel]; it is not modified.
+
+        Returns:
+            A number on the device of `x`: the relative error |lost| / |sent| of this piece; NaN where it was not finite.
+        """
+        wanted = self.corrected(name, x)
+        coder.encode(wanted, exact, dtype, out, key)
+        got = torch.empty_like(wanted)
+        coder.decode(out, got, exact, dtype)
+        size = wanted.norm()
+        lost = wanted.sub_(got)
+        error = lost.norm() / size
+        # An overflow, or what surrounds it in its block, must not stay behind.
+        lost.masked_fill_(~torch.isfinite(lost), 0.0)
+        self._keep(name, lost)
+        return error
+
+    def corrected(self, name: str, x: Tensor) -> Tensor:
+        """A copy of `x` with what is kept under `name` added."""
+        wanted = x.to(torch.float32, copy=True)
+        kept = self._kept.get(name)
+        if kept is None:
+            return wanted
+        if self._numel[name] != x.numel() or kept.device != x.device:
+            del self._kept[name], self._numel[name]
+            self.rebuilt += 1
+            return wanted
+        if self.kind == "fp32":
+            return wanted.add_(kept)
+        _INT8.decode(kept, wanted, accumulate=True)
+        return wanted
+
+    def residual(self, name: str) -> Tensor | None:
+        """What is kept under `name`, as float32 [numel]."""
+        if name not in self._kept:
+            return None
+        zeros = torch.zeros(self._numel[name], device=self._kept[name].device)
+        return self.corrected(name, zeros)
+
+    def _keep(self, name: str, lost: Tensor) -> None:
+        self._numel[name] = lost.numel()
+        if self.kind == "fp32":
+            self._kept[name] = lost
+            return
+        kept = self._kept.get(name)
+        if kept is None:
+            size = _INT8.payload_bytes(lost.numel(), torch.float32)
+            kept = self._kept[name] = torch.empty(size, dtype=torch.uint8, device=lost.device)
+        _INT8.encode(lost, kept, Key(0))
+
+    def clear(self) -> int:
+        """Drop all residuals; returns how many there were."""
+        count = len(self._kept)
+        self._kept.clear()
+        self._numel.clear()
+        return count
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: plain tensors and numbers, on the CPU."""
+        return {
+            "kind": self.kind,
+            "pieces": {name: (kept.cpu(), self._numel[name]) for name, kept in self._kept.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Take the residuals of `state_dict`.
+
+        Raises:
+            ValueError: they are of the other kind.
+        """
+        if state["kind"] != self.kind:
+            raise ValueError(f"the residuals are {state['kind']}, this run keeps {self.kind}")
+        self.clear()
+        for name, (kept, numel) in state["pieces"].items():
+            self._kept[name] = kept.to(device)
+            self._numel[name] = numel

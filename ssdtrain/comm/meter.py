@@ -1,0 +1,93 @@
+"""How many bytes each dimension would have sent, how many it sent, and why some went uncompressed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
+
+
+@dataclass
+class Figures:
+    """One dimension's traffic, on this rank, since the start."""
+
+    calls: int = 0
+    raw_bytes: int = 0
+    """What the framework's own algorithm sends from this rank, in the dtype that it sends: for a ring of N ranks and S bytes
+    2(N-1)/N S for an all-reduce and (N-1)/N S for each half of one."""
+    wire_bytes: int = 0
+    """What was sent from this rank, fallbacks included; protocol headers below the tensors are not."""
+    codec_seconds: float = 0.0
+    """Encoding, decoding and summing, on the host; on a GPU `seconds` holds all."""
+    wait_seconds: float = 0.0
+    """Waiting for messages that were under way."""
+    device_seconds: float = 0.0
+    """From the start to the end of compressed calls on the communication stream."""
+    compressed: int = 0
+    """Calls that were compressed."""
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    """Reason -> calls that went uncompressed."""
+
+    @property
+    def ratio(self) -> float:
+        """Wire bytes per raw byte; 1 before anything was sent."""
+        return self.wire_bytes / self.raw_bytes if self.raw_bytes else 1.0
+
+
+class Meter:
+    """Figures by dimension. One thread writes: the one that issues collectives."""
+
+    def __init__(self) -> None:
+        self._figures: dict[str, Figures] = {}
+        self._unread: list[tuple[Figures, Callable[[], float | None]]] = []
+
+    def of(self, dimension: str) -> Figures:
+        return self._figures.setdefault(dimension, Figures())
+
+    def fell_back(self, dimension: str, reason: str, raw_bytes: int) -> bool:
+        """Count an uncompressed call; True the first time that this dimension gives this reason."""
+        figures = self.of(dimension)
+        figures.calls += 1
+        figures.raw_bytes += raw_bytes
+        figures.wire_bytes += raw_bytes
+        figures.fallbacks[reason] += 1
+        return figures.fallbacks[reason] == 1
+
+    def later(self, figures: Figures, seconds: Callable[[], float | None]) -> None:
+        """Device seconds that are known once the device is there; None: not yet."""
+        self._unread.append((figures, seconds))
+        if len(self._unread) > 256:
+            self._read()
+
+    def snapshot(self) -> dict[str, Figures]:
+        """Copies, by dimension."""
+        self._read()
+        return {
+            name: replace(found, fallbacks=Counter(found.fallbacks)) for name, found in self._figures.items()
+        }
+
+    def _read(self) -> None:
+        waiting = []
+        for figures, seconds in self._unread:
+            found = seconds()
+            if found is None:
+                waiting.append((figures, seconds))
+            else:
+                figures.device_seconds += found
+        self._unread = waiting
+
+
+def ring_bytes(kind: str, nbytes: int, ranks: int) -> int:
+    """Bytes that one rank sends for a tensor of `nbytes`, whole, with the usual algorithm of `kind`.
+
+    Args:
+        kind: one of `KINDS`.
+        nbytes: of the whole tensor: the input of a reduce-scatter, the output of an all-gather.
+        ranks: of the group.
+    """
+    if kind == "send":
+        return nbytes
+    halves = 2 if kind == "all_reduce" else 1
+    return halves * (ranks - 1) * nbytes // ranks

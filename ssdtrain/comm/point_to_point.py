@@ -1,0 +1,120 @@
+"""One tensor to one peer: what pipelines send.
+
+Note: [Both sides decide alike]
+    Whether a message is coded follows from its shape and dtype, which the receiver's buffer has as well. Integers, masks and
+    scalars always go as they are, and so does everything smaller than the dimension's `min_bytes`.
+
+Note: [Frames]
+    A payload of a lossless codec has a size of its own. It follows a message of 8 bytes that says which.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ssdtrain.codecs import Codec, FixedSizeCodec, Key
+from ssdtrain.comm.policy import OFF, codec_of
+from ssdtrain.comm.routing import DTYPES, Router
+from ssdtrain.comm.work import After
+
+Issue = Callable[[Tensor], Any]
+"""Sends or receives one tensor: returns what has a `wait()`, or None if it has waited."""
+
+
+class PointToPoint:
+    """Codes messages between two ranks.
+
+    Args:
+        key: of the random numbers at this moment.
+    """
+
+    def __init__(self, router: Router, key: Callable[[], Key]) -> None:
+        self._router = router
+        self._key = key
+
+    def send(self, tensor: Tensor, dimension: str, peer: int, issue: Issue) -> After | None:
+        """Send `tensor` to global rank `peer` by `issue`, coded; None: not coded, and not sent.
+
+        `tensor` may change as soon as this returns; the message is held by what is returned until it has been waited for.
+        """
+        codec = self._codec(tensor, dimension, peer, sending=True)
+        if codec is None:
+            return None
+        figures = self._router.meter.of(dimension)
+        figures.calls += 1
+        figures.compressed += 1
+        figures.raw_bytes += tensor.numel() * tensor.element_size()
+        begun = time.perf_counter()
+        payload = torch.empty(
+            codec.max_payload_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device=tensor.device
+        )
+        size = codec.encode(tensor.detach(), payload, self._key()._replace(tensor=figures.calls & 0xFFFFFFFF))
+        figures.codec_seconds += time.perf_counter() - begun
+        figures.wire_bytes += size
+        if isinstance(codec, FixedSizeCodec):
+            return After(issue(payload), held=(payload,))
+        frame = torch.tensor([size], dtype=torch.int64)
+        figures.wire_bytes += frame.numel() * frame.element_size()
+        first = issue(frame)
+        second = After(issue(payload[:size]), held=(payload, frame))
+        return After(first, second.wait, held=(payload, frame))
+
+    def receive(self, tensor: Tensor, dimension: str, peer: int, issue: Issue) -> After | None:
+        """Receive into `tensor` from global rank `peer` by `issue`; there once waited for. None: it comes as it is, and nothing
+        was received."""
+        codec = self._codec(tensor, dimension, peer, sending=False)
+        if codec is None:
+            return None
+        size = codec.max_payload_bytes(tensor.numel(), tensor.dtype)
+        target = tensor.detach()
+        if isinstance(codec, FixedSizeCodec):
+            payload = torch.empty(size, dtype=torch.uint8, device=tensor.device)
+            return After(
+                issue(payload), lambda: self._decode(codec, payload, target, dimension), held=(payload,)
+            )
+        frame = torch.zeros(1, dtype=torch.int64)
+
+        def rest() -> None:
+            found = int(frame.item())
+            if not 0 < found <= size:
+                raise RuntimeError(
+                    f"comm.{dimension}: a message from rank {peer} says it has {found} bytes of at most {size}"
+                )
+            payload = torch.empty(found, dtype=torch.uint8)
+            After(issue(payload)).wait()
+            self._decode(codec, payload, target, dimension)
+
+        return After(issue(frame), rest, held=(frame,))
+
+    def _decode(self, codec: Codec, payload: Tensor, target: Tensor, dimension: str) -> None:
+        begun = time.perf_counter()
+        codec.decode(payload, target)
+        self._router.meter.of(dimension).codec_seconds += time.perf_counter() - begun
+
+    def _codec(self, tensor: Tensor, dimension: str, peer: int, sending: bool) -> Codec | None:
+        rule = self._router.policy.rules[dimension]
+        hosts = self._router.hosts
+        spec = rule.inside if hosts[peer] == hosts[dist.get_rank()] else rule.between
+        nbytes = tensor.numel() * tensor.element_size()
+        reason = None
+        if rule.off:
+            reason = "off in the config"
+        elif tensor.dtype not in DTYPES:
+            reason = f"dtype {str(tensor.dtype).removeprefix('torch.')}"
+        elif tensor.dim() == 0 or nbytes < rule.min_bytes:
+            reason = "smaller than min_bytes"
+        elif spec == OFF:
+            reason = "off inside a node"
+        elif tensor.device.type != "cpu" and not isinstance(codec_of(spec), FixedSizeCodec):
+            reason = f"{spec} works in host memory, and the tensor is on {tensor.device.type}"
+        if reason is None:
+            return codec_of(spec)
+        if sending:
+            self._router.fell_back(dimension, reason, nbytes)
+        return None

@@ -1,0 +1,164 @@
+"""What the config asks of each parallel dimension, checked and made concrete.
+
+Sources of the presets: `paper-zhybrid` and `paper-mzhybrid` follow arXiv 2409.02423 (ZFP at a low rate for data-parallel
+gradients, at a high rate or lossless for what tensor and pipeline parallelism send; the paper's exact rates are not public), the
+others the measurements of docs/collectives.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+from ssdtrain.codecs import FORMAT_VERSION, Codec, FixedSizeCodec, make_codec
+from ssdtrain.config import DIMENSIONS, CommConfig, ConfigError, Problem, parse_size
+from ssdtrain.config.kinds import RULE_ALLOWED
+
+OFF = "off"
+WARMUP_CODEC = "int8"
+_INT4 = "int4:block=128,hadamard"
+
+PRESETS: dict[str, dict[str, str]] = {
+    "safe": {"dp": "int8", "dp_gather": "int8"},
+    "balanced": {
+        "dp": f"int8/{_INT4}",
+        "dp_gather": "int8",
+        "tp": "off/int8",
+        "pp_forward": "int8",
+        "pp_backward": "bf16",
+        "ep": "off/int8",
+        "zero_gather": "int8",
+    },
+    "aggressive": {
+        "dp": _INT4,
+        "dp_gather": _INT4,
+        "tp": "off/fp8:hadamard",
+        "pp_forward": _INT4,
+        "pp_backward": "int8",
+        "ep": "int8",
+        "zero_gather": _INT4,
+    },
+    "paper-zhybrid": {
+        "dp": "zfp:rate=8",
+        "dp_gather": "zfp:rate=8",
+        "tp": "zfp:rate=16",
+        "pp_forward": "zfp:rate=16",
+        "pp_backward": "zfp:rate=16",
+        "ep": "zfp:rate=16",
+        "zero_gather": "zfp:rate=16",
+    },
+    "paper-mzhybrid": {
+        "dp": "zfp:rate=8",
+        "dp_gather": "zfp:rate=8",
+        "pp_forward": "lossless",
+        "pp_backward": "lossless",
+    },
+}
+FEEDBACK = {"balanced": "int8", "aggressive": "int8"}
+# Messages of their own size, to one peer: the only ones that a payload of unknown size fits.
+FRAMED = ("pp_forward", "pp_backward")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one dimension asks for."""
+
+    inside: str
+    """Codec between ranks of one node, or "off"."""
+    between: str
+    """Codec between ranks of different nodes, or "off"."""
+    min_bytes: int
+
+    @property
+    def off(self) -> bool:
+        return self.inside == self.between == OFF
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A checked `CommConfig`: the same on all ranks, or the job does not start."""
+
+    rules: dict[str, Rule]
+    exclude: tuple[str, ...]
+    feedback: str
+    warmup_steps: int
+    adapt: float | None
+    two_hop: str
+    probe: bool
+    chunk: int
+    seed: int
+
+    @classmethod
+    def from_config(cls, config: CommConfig, path: str = "ssdtrain.comm") -> Policy:
+        """Presets filled in, codecs found.
+
+        Raises:
+            ConfigError: names the key, the value and what there is.
+        """
+        preset = PRESETS.get(config.preset or "", {})
+        rules, problems = {}, []
+        for dimension in DIMENSIONS:
+            text = getattr(config, dimension) or preset.get(dimension, OFF)
+            try:
+                rules[dimension] = _rule(dimension, text, config.min_bytes)
+            except ValueError as error:
+                problems.append(Problem(f"{path}.{dimension}", text, f"is refused: {error}", RULE_ALLOWED))
+        feedback = config.feedback or FEEDBACK.get(config.preset or "", OFF)
+        if config.adapt is not None and feedback == OFF:
+            why = "needs error feedback, and it is off"
+            problems.append(Problem(f"{path}.adapt", config.adapt, why, '"feedback": "int8" beside it'))
+        if problems:
+            raise ConfigError(problems)
+        return cls(
+            rules=rules,
+            exclude=tuple(name for name in config.exclude if name != "none"),
+            feedback=feedback,
+            warmup_steps=config.warmup_steps,
+            adapt=config.adapt,
+            two_hop=config.two_hop,
+            probe=config.probe,
+            chunk=config.chunk,
+            seed=config.seed,
+        )
+
+    def digest(self) -> str:
+        """Equal on two ranks if their messages are made and read in the same way."""
+        text = json.dumps([asdict(self), FORMAT_VERSION], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def codec(self, spec: str, step: int) -> FixedSizeCodec | None:
+        """The codec of a collective in step `step`; None: bytes go as they are."""
+        if spec == OFF:
+            return None
+        found = codec_of(spec)
+        if step < self.warmup_steps and found.bits_per_value < 8:
+            found = codec_of(WARMUP_CODEC)
+        assert isinstance(found, FixedSizeCodec), spec
+        return found
+
+    def is_identity(self, spec: str) -> bool:
+        """True for a codec that keeps every bit and saves nothing: sums stay the framework's own then."""
+        return spec in (OFF, "raw")
+
+
+@lru_cache(maxsize=256)
+def codec_of(spec: str) -> Codec:
+    """The codec of `spec`, made once: codecs are immutable."""
+    return make_codec(spec)
+
+
+def _rule(dimension: str, text: str, min_bytes: int) -> Rule:
+    body, at, size = text.partition("@")
+    inside, slash, between = (part.strip() for part in body.partition("/"))
+    specs = (inside, between if slash else inside)
+    for spec in specs:
+        if spec == OFF:
+            continue
+        codec = codec_of(spec)
+        if not isinstance(codec, FixedSizeCodec) and dimension not in FRAMED:
+            raise ValueError(
+                f"the size of {spec} depends on the data, and only {' and '.join(FRAMED)} frame their messages"
+            )
+    return Rule(*specs, parse_size(size.strip()) if at else min_bytes)

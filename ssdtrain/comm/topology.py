@@ -1,0 +1,122 @@
+"""The ranks of a group as a grid of nodes and places in them.
+
+Note: [One hop or two]
+    A flat all-to-all among L ranks on each of M nodes sends L times the bytes of a ring between nodes, before compression. In
+    two hops, ranks of a node exchange first, and each then meets its counterparts on the other nodes with what its node has
+    summed. A group inside one node, or with one rank on each, is the same grid with one side of length 1, and that hop is left
+    out. Where nodes hold different numbers of ranks there is one hop, all ranks counted as if on nodes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+NODE = "SSDTRAIN_NODE"
+
+
+def node_name() -> str:
+    """What tells this node from others: the environment's SSDTRAIN_NODE (for containers that share a host name), or the host's
+    name."""
+    return os.environ.get(NODE) or socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this rank stands in a group.
+
+    `grid[m][l]` is the group rank at place l of node m; this rank is `grid[node][place]`.
+    """
+
+    group: dist.ProcessGroup
+    grid: tuple[tuple[int, ...], ...]
+    node: int
+    place: int
+    inside: dist.ProcessGroup | None
+    """This node's ranks, by place; None where there is one."""
+    between: dist.ProcessGroup | None
+    """The ranks at this place, by node; None where there is one."""
+    nodes: tuple[str, ...]
+    """The node of each group rank."""
+
+    @property
+    def size(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def rank(self) -> int:
+        return self.grid[self.node][self.place]
+
+    @property
+    def spans(self) -> bool:
+        """Whether the group reaches over several nodes."""
+        return len(set(self.nodes)) > 1
+
+    @property
+    def two_hop(self) -> bool:
+        return self.inside is not None and self.between is not None
+
+
+def grid_of(nodes: Sequence[str], two_hop: bool) -> tuple[tuple[int, ...], ...] | None:
+    """Group ranks by node and place; None where two hops were wanted and the nodes are uneven.
+
+    Args:
+        nodes: the node of each group rank.
+        two_hop: split by node; else one node, or as many as there are ranks.
+    """
+    places: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        places.setdefault(node, []).append(rank)
+    rows = tuple(tuple(row) for row in places.values())
+    if len(rows) == 1:
+        return rows
+    if not two_hop or max(map(len, rows)) == 1:
+        return tuple((rank,) for rank in range(len(nodes)))
+    # Subgroups have their ranks in ascending order.
+    regular = len({len(row) for row in rows}) == 1 and all(
+        list(row) == sorted(row) for row in zip(*rows, strict=False)
+    )
+    return rows if regular else None
+
+
+def find_topology(group: dist.ProcessGroup, hosts: Sequence[str], two_hop: str) -> Topology:
+    """The grid of `group`, and the subgroups of two hops where there are two. All ranks of the group call it together.
+
+    Args:
+        hosts: the node of each global rank.
+        two_hop: "auto", "on" or "off".
+
+    Raises:
+        ValueError: two_hop is "on" and the nodes hold different numbers of ranks.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    nodes = tuple(hosts[rank] for rank in ranks)
+    grid = grid_of(nodes, two_hop != "off")
+    if grid is None:
+        if two_hop == "on":
+            raise ValueError(
+                f"ssdtrain.comm.two_hop is on, but the group of ranks {ranks} lies on nodes {list(nodes)}: the same number of "
+                'ranks on each, in the same order, is needed, or "auto"'
+            )
+        grid = grid_of(nodes, False)
+        assert grid is not None
+    me = dist.get_rank(group)
+    node, place = next((m, row.index(me)) for m, row in enumerate(grid) if me in row)
+    across, within = len(grid), len(grid[0])
+    inside = between = None
+    if across == 1:
+        inside = group if within > 1 else None
+    elif within == 1:
+        between = group
+    else:
+        inside = _subgroup([ranks[rank] for rank in grid[node]])
+        between = _subgroup([ranks[row[place]] for row in grid])
+    return Topology(group, grid, node, place, inside, between, nodes)
+
+
+def _subgroup(ranks: list[int]) -> dist.ProcessGroup:
+    return dist.new_group(ranks, use_local_synchronization=True)

@@ -1,0 +1,157 @@
+"""Handles of collectives that go on while the caller computes.
+
+Note: [Steps]
+    An algorithm is a generator that yields each message it has to wait for and goes on when it has come. On a CPU its first
+    part, up to the first wait, runs when the collective is issued, and the rest when the caller waits: no thread, so that all
+    ranks issue their messages in the order of the program. On a GPU all of it is issued at once, on the communication stream,
+    where a wait is one of the stream and not of the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ssdtrain.comm.meter import Figures, Meter
+
+Steps = Generator[Any, None, None]
+"""Yields what has a `wait()`."""
+
+
+class Pending:
+    """A collective under way; what `async_op=True` returns. The interface of torch's Work that frameworks use."""
+
+    __slots__ = ("_after", "_done", "_event", "_figures", "_held", "_waiting")
+
+    def __init__(
+        self,
+        steps: Sequence[Steps],
+        figures: Figures,
+        meter: Meter,
+        stream: torch.cuda.Stream | None = None,
+        held: Sequence[Tensor] = (),
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        """Issue what can be issued now.
+
+        Args:
+            steps: run side by side, each in its order.
+            stream: the communication stream where the tensors are on a GPU.
+            held: tensors that must live until the end.
+            after: runs at the end, on the stream.
+        """
+        self._figures = figures
+        self._waiting: deque[tuple[Steps, Any]] = deque()
+        self._done = False
+        self._event: torch.cuda.Event | None = None
+        self._held = tuple(held)
+        self._after = after
+        on_stream: AbstractContextManager[Any] = nullcontext()
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            on_stream = torch.cuda.stream(stream)
+        with on_stream:
+            begun = _mark(stream)
+            for one in steps:
+                self._advance(one)
+            if stream is not None:
+                self._finish()
+                self._event = _mark(stream)
+                meter.later(figures, _elapsed(begun, self._event))
+
+    def _advance(self, steps: Steps) -> None:
+        begun = time.perf_counter()
+        message = next(steps, None)
+        self._figures.codec_seconds += time.perf_counter() - begun
+        if message is not None:
+            self._waiting.append((steps, message))
+
+    def _finish(self) -> None:
+        while self._waiting:
+            steps, message = self._waiting.popleft()
+            begun = time.perf_counter()
+            message.wait()
+            self._figures.wait_seconds += time.perf_counter() - begun
+            self._advance(steps)
+        if self._after is not None:
+            self._after()
+            self._after = None
+        self._done = True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until the result is there; on a GPU the current stream waits, not the host.
+
+        Raises:
+            RuntimeError: a peer is gone or a message timed out, as the process group reports it.
+        """
+        if not self._done:
+            self._finish()
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        self._held = ()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the result is there. On a CPU nothing more happens before `wait`."""
+        return self._done and (self._event is None or self._event.query())
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Done when this returns: it waits."""
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+class After:
+    """A message of somebody else's, and what to do when it has come."""
+
+    __slots__ = ("_held", "_then", "_work")
+
+    def __init__(
+        self, work: dist.Work | None, then: Callable[[], Any] | None = None, held: Sequence[Tensor] = ()
+    ) -> None:
+        self._work = work
+        self._then = then
+        self._held = tuple(held)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As torch's; what was sent is kept until here."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._then is not None:
+            then, self._then = self._then, None
+            then()
+        self._held = ()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._then is None and (self._work is None or self._work.is_completed())
+
+
+def _mark(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    if stream is None:
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def _elapsed(begun: torch.cuda.Event | None, ended: torch.cuda.Event | None) -> Callable[[], float | None]:
+    def seconds() -> float | None:
+        assert begun is not None and ended is not None
+        return begun.elapsed_time(ended) / 1000 if ended.query() else None
+
+    return seconds
