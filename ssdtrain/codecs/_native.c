@@ -8,7 +8,7 @@
 
 #include "_native_block.h"
 #include "_native_floats.h"
-#include "_native_zfp.h"
+#include "_native_zfp_stream.h"
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "payloads are little endian"
@@ -169,10 +169,13 @@ static PyObject *py_zfp_encode(PyObject *self, PyObject *args) {
     (void)self;
     address x, body;
     long long numel, body_bytes;
-    int dtype, block_bits, finite;
-    if (!PyArg_ParseTuple(args, "KiLiKL", &x, &dtype, &numel, &block_bits, &body, &body_bytes)) return NULL;
+    int finite, threads;
+    zfp_job job = {0};
+    if (!PyArg_ParseTuple(args, "KiLiKLi", &x, &job.dtype, &numel, &job.block_bits, &body, &body_bytes, &threads))
+        return NULL;
+    job.x = AT(x), job.numel = numel, job.stream = AT(body), job.n_words = body_bytes / 8;
     Py_BEGIN_ALLOW_THREADS;
-    finite = zfp_encode(AT(x), dtype, numel, block_bits, AT(body), body_bytes / 8);
+    finite = zfp_encode(&job, threads);
     Py_END_ALLOW_THREADS;
     return PyBool_FromLong(finite);
 }
@@ -181,12 +184,14 @@ static PyObject *py_zfp_decode(PyObject *self, PyObject *args) {
     (void)self;
     address body, out;
     long long numel, body_bytes;
-    int dtype, block_bits, accumulate;
-    if (!PyArg_ParseTuple(args, "KLiLKip", &body, &body_bytes, &block_bits, &numel, &out, &dtype,
-                          &accumulate))
+    int threads;
+    zfp_job job = {0};
+    if (!PyArg_ParseTuple(args, "KLiLKipi", &body, &body_bytes, &job.block_bits, &numel, &out, &job.dtype,
+                          &job.accumulate, &threads))
         return NULL;
+    job.out = AT(out), job.numel = numel, job.stream = AT(body), job.n_words = body_bytes / 8;
     Py_BEGIN_ALLOW_THREADS;
-    zfp_decode(AT(body), body_bytes / 8, block_bits, numel, AT(out), dtype, accumulate);
+    zfp_decode(&job, threads);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -327,6 +332,5 @@ static struct PyModuleDef definition = {
 };
 
 PyMODINIT_FUNC PyInit__native(void) {
-    zfp_tables();
     return PyModule_Create(&definition);
 }

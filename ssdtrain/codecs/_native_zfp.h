@@ -1,313 +1,293 @@
 /* ZFP in one dimension at a fixed rate: the stream described in zfp.py.
  *
- * A block's 4 x 32 bits are turned into 32 planes of 4 bits, the top plane lowest in a 128-bit number. Once
- * every coefficient is significant a plane is its own code, so the rest of a block is that number, shifted;
- * tables serve the few planes before. */
+ * Note: [Lanes]
+ * BATCH blocks are coded side by side, one per vector lane, without a branch or a table: each loop over j below is
+ * the same straight line for every block, which compilers turn into vector instructions. What the blocks differ in,
+ * the number of bits a plane takes, is a shift count per lane.
+ *
+ * Note: [Planes]
+ * A block's four negabinary numbers q are shifted left until the first plane has a one; each plane skipped is a zero
+ * in the code. Bit i of a plane belongs to q[i]. With n coefficients significant before the plane, its code is a
+ * sequence of optional bits: b0, g1, b1, g2, b2, b3, where g(i) says that some coefficient from i on has a one.
+ *     g1: follows where n is 1, in the first plane where b0 is set;     g2: where n is 2 or n < 2 and b1 is set;
+ *     b1, b2: where the coefficient is significant or its g is set, or would be, were it not implied by g before;
+ *     b3: where b2 is set or n >= 3, else it is implied.
+ * With n >= 3 a plane's code is the plane, so the rest of a block is its planes one after the other. `after1` and
+ * `after2` have a bit of their own for every plane: whether n >= 2 and n >= 3 behind it. */
 
 #ifndef SSDTRAIN_CODECS_ZFP_H
 #define SSDTRAIN_CODECS_ZFP_H
 
 #include "_native_floats.h"
 
-enum { BATCH = 32, HEADER_BITS = 9, NEGABINARY = 0xaaaaaaaa };
+enum { BATCH = 64, PLANES = 32, HEADER_BITS = 9, WORDS_MAX = 4 };
+#define NEGABINARY 0xaaaaaaaau
 
 typedef unsigned __int128 uint128;
-
-typedef struct {
-    uint8_t bits, length, significant;
-} plane_entry;
-
-/* Two planes at a time, index: significant coefficients, then both planes, or the next bits of the stream. */
-enum { PAIR_BITS = 11 };                      /* the longest code of two planes: 7 bits, then 4 */
-static plane_entry plane_of_code[5][8][128];  /* index: significant, min(bits left, 7), next 7 bits */
-static uint32_t code_of_pair[5][256];         /* code, length << 16, significant << 24 */
-static uint32_t pair_of_code[5 << PAIR_BITS]; /* planes, length << 8, significant << 12 */
-
-static plane_entry encode_plane(int significant, unsigned plane) {
-    unsigned code = plane & ((1u << significant) - 1), rest = plane >> significant;
-    int length = significant, n = significant;
-    while (n < 4) {
-        code |= (unsigned)(rest != 0) << length++;
-        if (!rest) break;
-        while (n < 3) {
-            unsigned one = rest & 1;
-            code |= one << length++;
-            if (one) break;
-            rest >>= 1;
-            n++;
-        }
-        rest >>= 1;
-        n++;
-    }
-    return (plane_entry){(uint8_t)code, (uint8_t)length, (uint8_t)n};
-}
-
-static plane_entry decode_plane(int significant, int left, unsigned bits) {
-    int read = significant < left ? significant : left, n = significant;
-    unsigned plane = bits & ((1u << read) - 1);
-    while (read < left && n < 4) {
-        if (!(bits >> read++ & 1)) break;
-        while (read < left && n < 3) {
-            if (bits >> read++ & 1) break;
-            n++;
-        }
-        plane |= 1u << n++;
-    }
-    return (plane_entry){(uint8_t)plane, (uint8_t)read, (uint8_t)n};
-}
-
-static void zfp_tables(void) {
-    for (int n = 0; n < 5; n++) {
-        for (int left = 0; left < 8; left++)
-            for (unsigned x = 0; x < 128; x++) plane_of_code[n][left][x] = decode_plane(n, left, x);
-        for (unsigned x = 0; x < 256; x++) {
-            plane_entry a = encode_plane(n, x & 15u), b = encode_plane(a.significant, x >> 4);
-            code_of_pair[n][x] = (uint32_t)a.bits | (uint32_t)b.bits << a.length |
-                                 (uint32_t)(a.length + b.length) << 16 | (uint32_t)b.significant << 24;
-        }
-        for (unsigned x = 0; x < 1u << PAIR_BITS; x++) {
-            plane_entry a = decode_plane(n, PAIR_BITS, x);
-            plane_entry b = decode_plane(a.significant, PAIR_BITS, x >> a.length);
-            pair_of_code[(unsigned)n << PAIR_BITS | x] = a.bits | (uint32_t)b.bits << 4 |
-                                                         (uint32_t)(a.length + b.length) << 8 |
-                                                         (uint32_t)b.significant << 12;
-        }
-    }
-}
-
-/* Bit i of a 16-bit number to bit 4 i, and back. */
-INLINE uint64_t spread(uint64_t x) {
-    x = (x | x << 24) & 0x000000ff000000ffu;
-    x = (x | x << 12) & 0x000f000f000f000fu;
-    x = (x | x << 6) & 0x0303030303030303u;
-    return (x | x << 3) & 0x1111111111111111u;
-}
-
-INLINE uint32_t gather(uint64_t x) {
-    x &= 0x1111111111111111u;
-    x = (x | x >> 3) & 0x0303030303030303u;
-    x = (x | x >> 6) & 0x000f000f000f000fu;
-    x = (x | x >> 12) & 0x000000ff000000ffu;
-    return (uint32_t)((x | x >> 24) & 0xffffu);
-}
-
-INLINE uint64_t reverse_nibbles(uint64_t x) {
-    x = __builtin_bswap64(x);
-    return (x >> 4 & 0x0f0f0f0f0f0f0f0fu) | (x & 0x0f0f0f0f0f0f0f0fu) << 4;
-}
-
-INLINE double power_of_two(int exponent) {
-    uint64_t u = (uint64_t)(exponent + 1023) << 52;
-    double x;
-    memcpy(&x, &u, 8);
-    return x;
-}
+typedef uint32_t lanes[BATCH];
 
 INLINE int32_t half(uint32_t x) { return (int32_t)x >> 1; }
 
-/* The planes of BATCH blocks `v` [BATCH * 4], and their biased exponents: 0 for an all-zero block, -1 where
- * not finite. */
-INLINE void analyse(const float *restrict v, uint64_t *restrict upper, uint64_t *restrict lower,
-                    int32_t *restrict exponent) {
-    uint32_t q[4][BATCH];
-    double scale[BATCH];
+INLINE float power_of_two(int exponent) { return float_of((uint32_t)(exponent + 127) << 23); }
+
+/* All ones where the condition holds. */
+INLINE uint32_t where(int condition) { return 0u - (uint32_t)condition; }
+
+/* Every bit at or below the highest one. */
+INLINE uint32_t smear(uint32_t x) {
+    x |= x >> 1;
+    x |= x >> 2;
+    x |= x >> 4;
+    x |= x >> 8;
+    return x | x >> 16;
+}
+
+/* Leading zeros of x != 0, from the exponent of a float that does not round up. */
+INLINE uint32_t leading_zeros(uint32_t x) {
+    uint32_t y = x >> 1;
+    y &= ~(y >> 1);
+    uint32_t biased = bits_of((float)(int32_t)y) >> 23;
+    return 157u - (biased ? biased : 126u);
+}
+
+INLINE uint32_t trailing_zeros(uint32_t x) {
+    return (bits_of((float)(int32_t)(x & (0u - x))) >> 23 & 255u) - 127u;
+}
+
+INLINE uint32_t exchange(uint32_t x, int distance, uint32_t mask) {
+    uint32_t t = (x ^ x >> distance) & mask;
+    return x ^ t ^ t << distance;
+}
+
+/* Bytes q1, q0, q3, q2 (lowest first) to eight planes of four bits, the top plane lowest: a permutation of the
+ * bits of the address of each bit, one exchange of two of them at a time. */
+INLINE uint32_t to_planes(uint32_t x) {
+    x = exchange(x, 1, 0x22222222u);
+    x = exchange(x, 9, 0x00550055u);
+    x = exchange(x, 6, 0x03030303u);
+    return exchange(x, 14, 0x0000ccccu);
+}
+
+INLINE uint32_t from_planes(uint32_t x) {
+    x = exchange(x, 14, 0x0000ccccu);
+    x = exchange(x, 6, 0x03030303u);
+    x = exchange(x, 9, 0x00550055u);
+    return exchange(x, 1, 0x22222222u);
+}
+
+/* The code [words] moved up by `count` bits, 1 to 31, and `bits` put below it; and moved down by 0 to 31. */
+INLINE void prepend(uint32_t *code, int words, uint32_t bits, uint32_t count) {
+    for (int w = words - 1; w > 0; w--) code[w] = code[w] << count | code[w - 1] >> (32 - count);
+    code[0] = code[0] << count | bits;
+}
+
+INLINE void drop(uint32_t *code, int words, uint32_t count) {
+    for (int w = 0; w < words; w++)
+        code[w] = code[w] >> count | (w + 1 < words ? code[w + 1] << 1 << (31 - count) : 0u);
+}
+
+typedef struct {
+    lanes q[4], header, skipped, after1, after2;
+} block_planes;
+
+/* Planes of BATCH blocks `v` [BATCH * 4]. Returns a bit for every plane: whether n >= 3 behind it in all blocks. */
+INLINE uint32_t analyse(const float *restrict v, block_planes *restrict p) {
+    uint32_t settled = ~0u;
     for (int j = 0; j < BATCH; j++) {
-        uint32_t most = 0;
+        uint32_t most = 0, q[4];
         for (int i = 0; i < 4; i++) {
             uint32_t u = bits_of(v[4 * j + i]) & ABS_MASK;
             most = u > most ? u : most;
         }
-        int biased =
-            (int)(most >> 23) + 1; /* denormal blocks share the exponent of the smallest normal ones */
-        scale[j] = power_of_two(most >= INF_BITS ? -1000 : 157 - biased);
-        exponent[j] = most >= INF_BITS ? -1 : most ? biased : 0;
-    }
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < BATCH; j++) {
-            double x = (double)v[4 * j + i] * scale[j];
-            q[i][j] = (uint32_t)(int32_t)(x < 0x1p30 && x > -0x1p30 ? x : 0.0); /* Inf and NaN only */
+        int infinite = most >= INF_BITS;
+        int biased = (int)(most >> 23) + 1; /* denormal blocks share the exponent of the smallest normal ones */
+        int scale = infinite ? -126 : 157 - biased, scale_most = scale < 127 ? scale : 127;
+        for (int i = 0; i < 4; i++) {
+            float x = v[4 * j + i] * power_of_two(scale_most) * power_of_two(scale - scale_most);
+            q[i] = (uint32_t)(int32_t)(x < 0x1p30f && x > -0x1p30f ? x : 0.0f); /* Inf and NaN only */
         }
-    for (int j = 0; j < BATCH; j++) {
-        uint32_t x = q[0][j], y = q[1][j], z = q[2][j], w = q[3][j];
+        uint32_t x = q[0], y = q[1], z = q[2], w = q[3];
         x = (uint32_t)half(x + w), w -= x;
         z = (uint32_t)half(z + y), y -= z;
         x = (uint32_t)half(x + z), z -= x;
         w = (uint32_t)half(w + y), y -= w;
         w += (uint32_t)half(y), y -= (uint32_t)half(w);
-        q[0][j] = (x + NEGABINARY) ^ NEGABINARY;
-        q[1][j] = (y + NEGABINARY) ^ NEGABINARY;
-        q[2][j] = (z + NEGABINARY) ^ NEGABINARY;
-        q[3][j] = (w + NEGABINARY) ^ NEGABINARY;
+        x = (x + NEGABINARY) ^ NEGABINARY, y = (y + NEGABINARY) ^ NEGABINARY;
+        z = (z + NEGABINARY) ^ NEGABINARY, w = (w + NEGABINARY) ^ NEGABINARY;
+        uint32_t skip = leading_zeros(x | y | z | w | 1u);
+        p->q[0][j] = x << skip, p->q[1][j] = y << skip, p->q[2][j] = z << skip, p->q[3][j] = w << skip;
+        p->after1[j] = smear((y | z | w) << skip);
+        p->after2[j] = smear((z | w) << skip);
+        p->skipped[j] = skip;
+        /* "Not all zero" and the exponent; exponent 0 marks a block with Inf or NaN. */
+        p->header[j] = infinite ? 1u : ((uint32_t)biased << 1 | 1u) & where(most != 0);
+        settled &= p->after2[j] | where(infinite || most == 0);
     }
+    return settled;
+}
+
+typedef struct {
+    uint32_t bits, length;
+} plane_code;
+
+/* Note: [Planes], from the last bit to the first. */
+INLINE plane_code encode_plane(uint32_t b0, uint32_t b1, uint32_t b2, uint32_t b3, int first, uint32_t n2,
+                               uint32_t n3) {
+    uint32_t g2 = b2 | b3, g1 = b1 | g2;
+    uint32_t has_g1 = first ? b0 : n2 ^ 1u, has_b1 = n2 | g1;
+    uint32_t has_g2 = (n2 | b1) & (n3 ^ 1u), has_b2 = n3 | g2, has_b3 = n3 | b2;
+    uint32_t bits = b3 & has_b3;
+    bits = bits << has_b2 | b2;
+    bits = bits << has_g2 | (g2 & has_g2);
+    bits = bits << has_b1 | b1;
+    bits = bits << has_g1 | (g1 & has_g1);
+    return (plane_code){bits << 1 | b0, 1u + has_g1 + has_b1 + has_g2 + has_b2 + has_b3};
+}
+
+/* The code is built from its end: the raw planes behind the first `count`, then plane after plane in front of them. */
+INLINE void encode_batch(const block_planes *restrict p, uint32_t settled, int block_bits, int words,
+                         lanes *restrict code) {
+    int count = settled ? __builtin_clz(settled) + 1 : PLANES;
+    int reached = (block_bits - HEADER_BITS + 1) / 2; /* every plane has two bits, the last may be cut off */
+    count = reached < 1 ? 1 : count < reached ? count : reached;
     for (int j = 0; j < BATCH; j++) {
-        uint64_t up = 0, low = 0;
-        for (int i = 0; i < 4; i++) {
-            up |= spread(q[i][j] >> 16) << i;
-            low |= spread(q[i][j] & 0xffffu) << i;
+        uint32_t q[4];
+        for (int i = 0; i < 4; i++) q[i] = p->q[i][j] << (count - 1) << 1;
+        for (int w = 0; w < words; w++) {
+            int at = 8 * w;
+            code[w][j] = to_planes(q[1] << at >> 24 | q[0] << at >> 24 << 8 | q[3] << at >> 24 << 16 |
+                                   q[2] << at >> 24 << 24);
         }
-        upper[j] = reverse_nibbles(up);
-        lower[j] = reverse_nibbles(low);
+    }
+    for (int k = count - 1; k > 0; k--)
+        for (int j = 0; j < BATCH; j++) {
+            uint32_t c[WORDS_MAX];
+            int at = 31 - k;
+            plane_code plane =
+                encode_plane(p->q[0][j] >> at & 1u, p->q[1][j] >> at & 1u, p->q[2][j] >> at & 1u,
+                             p->q[3][j] >> at & 1u, 0, p->after1[j] >> (at + 1) & 1u, p->after2[j] >> (at + 1) & 1u);
+            for (int w = 0; w < words; w++) c[w] = code[w][j];
+            prepend(c, words, plane.bits, plane.length);
+            for (int w = 0; w < words; w++) code[w][j] = c[w];
+        }
+    for (int j = 0; j < BATCH; j++) {
+        uint32_t c[WORDS_MAX], skip = p->skipped[j], keep = where(p->header[j] > 1u);
+        plane_code plane =
+            encode_plane(p->q[0][j] >> 31, p->q[1][j] >> 31, p->q[2][j] >> 31, p->q[3][j] >> 31, 1, 0, 0);
+        for (int w = 0; w < words; w++) c[w] = code[w][j];
+        prepend(c, words, plane.bits << 1 | 1u, plane.length + 1u);
+        for (int w = words - 1; w > 0; w--) c[w] = c[w] << skip | c[w - 1] >> 1 >> (31 - skip);
+        c[0] <<= skip;
+        prepend(c, words, 0, HEADER_BITS);
+        for (int w = 0; w < words; w++) code[w][j] = (c[w] & keep) | (w ? 0u : p->header[j]);
     }
 }
 
-INLINE void synthesise(const uint64_t *restrict upper, const uint64_t *restrict lower,
-                       const int32_t *restrict exponent, float *restrict v) {
-    uint32_t q[4][BATCH];
+typedef struct {
+    lanes q[4], header, skipped, code[WORDS_MAX], n2, n3;
+    int32_t left[BATCH]; /* bits not yet read, minus one: negative behind the end of the block */
+} block_codes;
+
+/* Read one plane of one block; returns whether the rest of the block is raw planes or nothing.
+ *
+ * Behind the end every bit reads as zero, but a run of b that the end cuts off ends in a one. */
+INLINE uint32_t decode_plane(uint32_t *code, int words, int first, uint32_t *q, uint32_t *after1, uint32_t *after2,
+                             int32_t *left) {
+    uint32_t bits = code[0], n2 = first ? 0u : *after1, n3 = first ? 0u : *after2;
+    int32_t rest = *left;
+    uint32_t b0 = (bits & 1u) | (first ? (uint32_t)rest >> 31 : 0u);
+    bits >>= 1, rest -= 1;
+    uint32_t has_g1 = first ? b0 : n2 ^ 1u, g1 = bits & has_g1;
+    bits >>= has_g1, rest -= (int32_t)has_g1;
+    uint32_t has_b1 = g1 | (has_g1 ^ 1u), b1 = (bits | ((uint32_t)rest >> 31 & ~n2)) & has_b1;
+    bits >>= has_b1, rest -= (int32_t)has_b1;
+    uint32_t has_g2 = (n2 | b1) & (n3 ^ 1u), g2 = bits & has_g2;
+    bits >>= has_g2, rest -= (int32_t)has_g2;
+    uint32_t has_b2 = g2 | (has_b1 & ~has_g2), b2 = (bits | ((uint32_t)rest >> 31 & ~n3)) & has_b2;
+    bits >>= has_b2, rest -= (int32_t)has_b2;
+    uint32_t has_b3 = n3 | b2, b3 = (bits & has_b3) | (has_b2 & ~has_b3);
+    bits >>= has_b3, rest -= (int32_t)has_b3;
+    if (words == 1)
+        code[0] = bits;
+    else
+        drop(code, words, (uint32_t)(*left - rest));
+    q[0] = (first ? 0u : q[0] << 1) | b0;
+    q[1] = (first ? 0u : q[1] << 1) | b1;
+    q[2] = (first ? 0u : q[2] << 1) | b2;
+    q[3] = (first ? 0u : q[3] << 1) | b3;
+    *left = rest;
+    *after2 = n3 | b2 | b3;
+    *after1 = n2 | b1 | *after2;
+    return *after2 | (uint32_t)rest >> 31;
+}
+
+enum { SURE = 3 }; /* planes that are read before asking whether any block needs more */
+
+/* Reads the planes up to n >= 3 in every block; returns their number. */
+INLINE int decode_batch(block_codes *restrict b, int block_bits, int words) {
+    uint32_t settled = 1;
     for (int j = 0; j < BATCH; j++) {
-        uint64_t up = reverse_nibbles(upper[j]), low = reverse_nibbles(lower[j]);
-        for (int i = 0; i < 4; i++)
-            q[i][j] = ((gather(up >> i) << 16 | gather(low >> i)) ^ NEGABINARY) - NEGABINARY;
+        uint32_t c[WORDS_MAX], q[4], n2, n3;
+        for (int w = 0; w < words; w++) c[w] = b->code[w][j];
+        uint32_t header = c[0] & ((1u << HEADER_BITS) - 1u);
+        drop(c, words, HEADER_BITS);
+        /* A block without its "not all zero", or with every plane skipped, is zero. */
+        header &= where((header & 1u) & ((header == 1u) | (c[0] != 0u)));
+        uint32_t skip = trailing_zeros(c[0] | 0x80000000u);
+        drop(c, words, skip);
+        drop(c, words, 1);
+        int32_t left = block_bits - HEADER_BITS - 2 - (int32_t)skip;
+        uint32_t done = decode_plane(c, words, 1, q, &n2, &n3, &left);
+        for (int k = 1; k < SURE; k++) done = decode_plane(c, words, 0, q, &n2, &n3, &left);
+        settled &= done | (header < 2u);
+        for (int i = 0; i < 4; i++) b->q[i][j] = q[i];
+        for (int w = 0; w < words; w++) b->code[w][j] = c[w];
+        b->header[j] = header, b->skipped[j] = skip;
+        b->n2[j] = n2, b->n3[j] = n3, b->left[j] = left;
     }
+    int count = SURE;
+    for (; !settled && count < PLANES; count++) {
+        settled = 1;
+        for (int j = 0; j < BATCH; j++) {
+            uint32_t c[WORDS_MAX], q[4];
+            for (int w = 0; w < words; w++) c[w] = b->code[w][j];
+            for (int i = 0; i < 4; i++) q[i] = b->q[i][j];
+            settled &= decode_plane(c, words, 0, q, &b->n2[j], &b->n3[j], &b->left[j]) | (b->header[j] < 2u);
+            for (int i = 0; i < 4; i++) b->q[i][j] = q[i];
+            for (int w = 0; w < words; w++) b->code[w][j] = c[w];
+        }
+    }
+    return count;
+}
+
+/* Values `v` [BATCH * 4] of `count` planes read and the raw ones behind them. */
+INLINE void synthesise(const block_codes *restrict b, int count, int words, float *restrict v) {
     for (int j = 0; j < BATCH; j++) {
-        uint32_t x = q[0][j], y = q[1][j], z = q[2][j], w = q[3][j];
+        uint32_t q[4], header = b->header[j];
+        for (int i = 0; i < 4; i++) q[i] = b->q[i][j] << (PLANES - count);
+        for (int w = 0; w < words; w++) {
+            uint32_t bytes = from_planes(b->code[w][j]);
+            int down = 8 * w;
+            q[1] |= bytes << 24 >> down >> 1 >> (count - 1);
+            q[0] |= bytes >> 8 << 24 >> down >> 1 >> (count - 1);
+            q[3] |= bytes >> 16 << 24 >> down >> 1 >> (count - 1);
+            q[2] |= bytes >> 24 << 24 >> down >> 1 >> (count - 1);
+        }
+        for (int i = 0; i < 4; i++) q[i] = ((q[i] >> b->skipped[j]) ^ NEGABINARY) - NEGABINARY;
+        uint32_t x = q[0], y = q[1], z = q[2], w = q[3];
         y += (uint32_t)half(w), w -= (uint32_t)half(y);
         y += w, w = (w << 1) - y;
         z += x, x = (x << 1) - z;
         y += z, z = (z << 1) - y;
         w += x, x = (x << 1) - w;
-        q[0][j] = x, q[1][j] = y, q[2][j] = z, q[3][j] = w;
-    }
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < BATCH; j++) {
-            float rounded = (float)(int32_t)q[i][j];
-            v[4 * j + i] = (float)((double)rounded * power_of_two((exponent[j] < 0 ? 0 : exponent[j]) - 157));
+        q[0] = x, q[1] = y, q[2] = z, q[3] = w;
+        int scale = (int)(header >> 1) - 157, scale_least = scale > -126 ? scale : -126;
+        uint32_t keep = where(header > 1u), spoilt = where(header == 1u) & 0x7fc00000u;
+        for (int i = 0; i < 4; i++) {
+            float rounded = (float)(int32_t)q[i];
+            float x = rounded * power_of_two(scale - scale_least) * power_of_two(scale_least);
+            v[4 * j + i] = float_of((bits_of(x) & keep) | spoilt);
         }
-    for (int j = 0; j < BATCH; j++)
-        if (exponent[j] <= 0)
-            for (int i = 0; i < 4; i++) v[4 * j + i] = exponent[j] < 0 ? float_of(0x7fc00000u) : 0.0f;
-}
-
-/* Eight planes have at most 44 bits: per plane n' + (n' - n) + 1 with n' <= 4 coefficients significant after
- * it. */
-INLINE uint128 encode_block(uint64_t upper, uint64_t lower, int32_t exponent, int block_bits) {
-    if (exponent <= 0) return exponent < 0;
-    uint64_t code = (unsigned)exponent * 2u + 1u;
-    int at = HEADER_BITS, n = 0;
-    for (int pair = 0; pair < 4; pair++) {
-        uint32_t e = code_of_pair[n][upper >> (8 * pair) & 255u];
-        code |= (uint64_t)(e & 0xffffu) << at;
-        at += e >> 16 & 255u;
-        n = (int)(e >> 24);
-    }
-    uint128 all = code, planes = (uint128)lower << 32 | upper >> 32;
-    for (int left = 12; n < 4 && left && at < block_bits; left--) {
-        uint32_t e = code_of_pair[n][(unsigned)planes & 255u];
-        all |= (uint128)(e & 0xffffu) << at;
-        at += e >> 16 & 255u;
-        n = (int)(e >> 24);
-        planes >>= 8;
-    }
-    if (at < block_bits) all |= planes << at;
-    return block_bits < 128 ? all & (((uint128)1 << block_bits) - 1) : all;
-}
-
-/* The planes one by one, watching the end of the block: a run that it cuts off ends in a one. */
-INLINE uint128 decode_to_the_end(uint128 code, int left) {
-    uint128 planes = 0;
-    for (int plane = 0, n = 0; plane < 32 && left > 0; plane++) {
-        plane_entry e = plane_of_code[n][left < 7 ? left : 7][(unsigned)code & 127u];
-        planes |= (uint128)e.bits << (4 * plane);
-        code >>= e.length;
-        left -= e.length;
-        n = e.significant;
-    }
-    return planes;
-}
-
-/* The planes of BATCH codes [low, high], which are zero behind `left` bits. The first eight planes are read
- * pair by pair for all blocks at once, as if no block ended in them; a block that does is read again. */
-INLINE void decode_planes(const uint64_t *restrict low, const uint64_t *restrict high, int left,
-                          uint64_t *restrict upper, uint64_t *restrict lower) {
-    uint32_t first[BATCH], at[BATCH], n[BATCH], again[BATCH];
-    for (int j = 0; j < BATCH; j++) first[j] = at[j] = n[j] = again[j] = 0;
-    for (int pair = 0; pair < 4; pair++)
-        for (int j = 0; j < BATCH; j++) {
-            uint32_t e = pair_of_code[n[j] << PAIR_BITS | (low[j] >> at[j] & ((1u << PAIR_BITS) - 1))];
-            first[j] |= (e & 255u) << (8 * pair);
-            at[j] += e >> 8 & 15u;
-            /* Planes of all four coefficients end in zeros; a run does not. */
-            again[j] |= (uint32_t)(n[j] < 4) & (uint32_t)((int32_t)at[j] > left);
-            n[j] = e >> 12;
-        }
-    for (int j = 0; j < BATCH; j++) {
-        uint128 code = (uint128)high[j] << 64 | low[j];
-        uint128 planes =
-            again[j] || n[j] < 4 ? decode_to_the_end(code, left) : (code >> at[j]) << 32 | first[j];
-        upper[j] = (uint64_t)planes;
-        lower[j] = (uint64_t)(planes >> 64);
-    }
-}
-
-/* `words` [n_words] takes the stream; what lies behind it becomes zero. Returns whether all values are
- * finite. */
-EVERY_CPU static int zfp_encode(const void *x, int dtype, int64_t numel, int block_bits, uint64_t *words,
-                                int64_t n_words) {
-    float v[4 * BATCH];
-    uint64_t upper[BATCH], lower[BATCH], word = 0;
-    int32_t exponent[BATCH];
-    int64_t used = 0;
-    int finite = 1, fill = 0;
-    for (int64_t at = 0; at < numel; at += 4 * BATCH) {
-        int count = numel - at < 4 * BATCH ? (int)(numel - at) : 4 * BATCH, blocks = (count + 3) / 4;
-        const float *values = (const float *)x + at;
-        if (dtype != FLOAT32 || count < 4 * BATCH) {
-            load(v, x, dtype, at, count, count);
-            /* A partial block a, ab or abc becomes aaaa, abba or abca. */
-            for (int i = count; i < 4 * blocks; i++)
-                v[i] = i % 4 == 2 ? v[i - 1] : v[count - 1 - (count - 1) % 4];
-            for (int i = 4 * blocks; i < 4 * BATCH; i++) v[i] = 0.0f;
-            values = v;
-        }
-        analyse(values, upper, lower, exponent);
-        for (int j = 0; j < blocks; j++) {
-            uint128 code = encode_block(upper[j], lower[j], exponent[j], block_bits);
-            finite &= exponent[j] >= 0;
-            for (int bits = block_bits; bits > 0; bits -= 64, code >>= 64) {
-                int take = bits < 64 ? bits : 64;
-                word |= (uint64_t)code << fill;
-                if (fill + take >= 64) {
-                    words[used++] = word;
-                    word = fill ? (uint64_t)code >> (64 - fill) : 0;
-                    fill -= 64;
-                }
-                fill += take;
-            }
-        }
-    }
-    if (fill) words[used++] = word;
-    while (used < n_words) words[used++] = 0;
-    return finite;
-}
-
-EVERY_CPU static void zfp_decode(const uint64_t *words, int64_t n_words, int block_bits, int64_t numel,
-                                 void *out, int dtype, int accumulate) {
-    float v[4 * BATCH];
-    uint64_t low[BATCH], high[BATCH], upper[BATCH], lower[BATCH];
-    int32_t exponent[BATCH];
-    uint128 mask = block_bits < 128 ? ((uint128)1 << block_bits) - 1 : ~(uint128)0;
-    int64_t bit = 0;
-    for (int64_t at = 0; at < numel; at += 4 * BATCH) {
-        int count = numel - at < 4 * BATCH ? (int)(numel - at) : 4 * BATCH, blocks = (count + 3) / 4;
-        for (int j = 0; j < BATCH; j++) {
-            int64_t w = bit >> 6;
-            int shift = (int)(bit & 63);
-            uint128 code = 0;
-            if (j < blocks) {
-                code = words[w] | (uint128)(w + 1 < n_words ? words[w + 1] : 0) << 64;
-                code >>= shift;
-                if (shift && w + 2 < n_words) code |= (uint128)words[w + 2] << (128 - shift);
-                code &= mask;
-            }
-            int32_t biased = (int32_t)(code >> 1 & 255);
-            exponent[j] = !(code & 1) ? 0 : biased ? biased : -1;
-            code >>= HEADER_BITS;
-            low[j] = (uint64_t)code;
-            high[j] = (uint64_t)(code >> 64);
-            bit += block_bits;
-        }
-        decode_planes(low, high, block_bits - HEADER_BITS, upper, lower);
-        synthesise(upper, lower, exponent, v);
-        store(v, out, dtype, at, count, accumulate);
     }
 }
 

@@ -171,14 +171,27 @@ def unrotate(rotated: Tensor, out: Tensor, rotation: Rotation, accumulate: bool)
 def zfp_encode(flat: Tensor, body: Tensor, block_bits: int) -> bool:
     """Encode `flat` [numel]; returns whether every block is finite."""
     return _native().zfp_encode(
-        flat.data_ptr(), _DTYPE[flat.dtype], flat.numel(), block_bits, body.data_ptr(), body.numel()
+        flat.data_ptr(),
+        _DTYPE[flat.dtype],
+        flat.numel(),
+        block_bits,
+        body.data_ptr(),
+        body.numel(),
+        torch.get_num_threads(),
     )
 
 
 def zfp_decode(body: Tensor, out: Tensor, block_bits: int, accumulate: bool) -> None:
     """Decode into `out` [numel], or add to it."""
     _native().zfp_decode(
-        body.data_ptr(), body.numel(), block_bits, out.numel(), out.data_ptr(), _DTYPE[out.dtype], accumulate
+        body.data_ptr(),
+        body.numel(),
+        block_bits,
+        out.numel(),
+        out.data_ptr(),
+        _DTYPE[out.dtype],
+        accumulate,
+        torch.get_num_threads(),
     )
 
 

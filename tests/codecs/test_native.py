@@ -1,5 +1,7 @@
 """The C implementation against the torch reference: the same bytes and the same values, bit for bit."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -36,6 +38,14 @@ SPECS = [
     "zfp:rate=16",
     "zfp:rate=32",
     "zfp:rate=8,hadamard=64",
+]
+THREADED = [
+    "bf16",
+    "int8:round=stochastic",
+    "int4:hadamard",
+    "int2:block=32,asymmetric",
+    "zfp:rate=8",
+    "zfp:rate=13.75",
 ]
 
 
@@ -128,6 +138,33 @@ def test_lossless_payloads_are_the_same_bytes(data: bytes, dtype: torch.dtype) -
     assert torch.equal(
         make_codec("lossless", "native").decode(b, torch.empty_like(x)).view(torch.uint8), x.view(torch.uint8)
     )
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Puts torch's number of threads back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("spec", THREADED)
+def test_the_bytes_do_not_depend_on_the_number_of_threads(spec: str, threads: None) -> None:
+    numel = (1 << 20) + 77  # enough for four threads, and a last block that is cut off
+    codec, x, base = make_codec(spec, "native"), randn(numel), randn(numel, seed=1)
+    spoilt = x.clone()
+    spoilt[numel // 2] = torch.nan
+    found = []
+    for count in (1, 3, 4):
+        torch.set_num_threads(count)
+        buf, sum_ = payload(codec, x), base.clone()
+        codec.decode(buf, sum_, accumulate=True)
+        bad = payload(codec, spoilt)
+        assert bool(payload_finite(buf))
+        assert not bool(payload_finite(bad))
+        found.append((buf, bad, sum_, codec.decode(buf, torch.empty(numel, dtype=torch.bfloat16))))
+    for one, *others in zip(*found, strict=True):
+        assert all(torch.equal(one, other) for other in others)
 
 
 def test_every_float16_converts_as_in_torch() -> None:

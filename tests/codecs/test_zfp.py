@@ -14,7 +14,7 @@ from tests.codecs.common import decoded, payload, randn
 
 # The binding corrupts its heap below 2.25, where the library widens the block to hold its header.
 RATES = [2.25, 3, 4, 5, 6, 7.5, 8, 10, 12, 13.75, 16, 20, 24, 28, 32]
-LENGTHS = [1, 2, 3, 4, 5, 6, 7, 1021, 1022, 1023, 1024]
+LENGTHS = [1, 2, 3, 4, 5, 6, 7, 255, 256, 1021, 1022, 1023, 1024]  # the C code works in batches of 256
 BACKENDS = ["torch", "native"]
 
 
