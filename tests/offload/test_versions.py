@@ -128,3 +128,22 @@ def test_a_tensor_without_sizes_that_was_modified_raises_the_same(make_runtime: 
     y.detach().add_(y.detach())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.backward(torch.nested.nested_tensor([torch.ones(200), torch.ones(300)]))
+
+
+@pytest.mark.parametrize("settle", [False, True], ids=["in-flight", "stored"])
+def test_a_save_after_a_modification_does_not_get_the_bytes_of_before(
+    settle: bool, variant: Variant, make_runtime: MakeRuntime
+) -> None:
+    """The graph of the first save is alive and never used: without hooks no error, and neither with them."""
+    runtime = make_runtime(variant)
+    x = torch.randn(128, 128, requires_grad=True)
+    with runtime.forward():
+        y = x.clone()
+        first = (y * y).sum()
+        while settle and runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
+            pass
+        y.detach().mul_(2)
+        second = (y * y).sum()
+    (found,) = torch.autograd.grad(second, x)
+    assert torch.equal(found, 4 * x.detach())
+    del first
