@@ -1,6 +1,6 @@
 """Every private name of DeepSpeed that this package relies on, checked at install.
 
-Run with DeepSpeed 0.19.8. Other versions are tried with a warning; a missing name is refused by its name.
+Run with the versions in `TESTED`. Others are tried with a warning; a missing name is refused by its name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 __all__ = [
     "CHECKPOINT_FUNCTION",
+    "COPY_TO_DEVICE",
     "CPU_CHECKPOINTING_ENGINE",
+    "DETACH",
+    "EMPTY_INPUTS",
     "EXEC_SCHEDULE",
     "EXTRACT_TENSORS",
     "INSTRUCTION_MAP",
@@ -39,6 +42,7 @@ __all__ = [
     "is_zero_parameter",
     "let_hold",
     "log_on_rank_0",
+    "names_replaced",
     "parameter_dict",
     "partition_of",
     "rng_tracker",
@@ -50,7 +54,7 @@ __all__ = [
 
 logger = logging.getLogger("ssdtrain")
 
-TESTED = ("0.19.8",)
+TESTED = ("0.16.9", "0.17.6", "0.18.9", "0.19.8")
 
 # (where, its name in messages, the names that must be there)
 _NEEDED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
@@ -80,9 +84,9 @@ _NEEDED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
             "CPU_CHECKPOINT",
             "CheckpointFunction",
             "PARTITION_ACTIVATIONS",
-            "extract_tensors",
             "get_cuda_rng_tracker",
             "is_configured",
+            "non_reentrant_checkpoint",
         ),
     ),
 )
@@ -95,10 +99,17 @@ EXEC_SCHEDULE = "_exec_schedule"
 CHECKPOINT_FUNCTION = "CheckpointFunction"
 EXTRACT_TENSORS = "extract_tensors"
 
-# Older versions have no engine for cpu_checkpointing: there it moves inputs to host memory by itself, and they stay there.
 CPU_CHECKPOINTING_ENGINE = "_get_cpu_offload_engine"
 
-# What `checkpointing` reads from and writes to its own checkpoint function's context,.
+# Before 0.19, where there is no such engine: what copies inputs to the host, and what then empties them.
+COPY_TO_DEVICE = "copy_to_device"
+EMPTY_INPUTS = "get_cpu_activations_for_backward"
+
+# What makes the inputs of a recomputation out of held tensors; before 0.19 nothing reads a held tensor back before that where
+# the checkpoint function is not reentrant.
+DETACH = "detach_variable"
+
+# What `checkpointing` reads from and writes to its own checkpoint function's context.
 _NEEDED_IN_CHECKPOINT_FUNCTION = ("deepspeed_saved_tensors", "saved_data")
 
 _NEEDED_ON_ENGINE = ("module", "device", "global_rank", "global_steps", "global_samples", "monitor")
@@ -118,6 +129,10 @@ def check() -> None:
         for name in _NEEDED_IN_CHECKPOINT_FUNCTION
         if name not in _names_used(getattr(checkpointing, "CheckpointFunction", None))
     ]
+    if not missing:
+        missing = [
+            f"deepspeed.checkpointing.{name}" for name in names_replaced() if not hasattr(checkpointing, name)
+        ]
     if missing:
         raise ImportError(
             f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}: ssdtrain_ds was run with {', '.join(TESTED)}"
@@ -143,6 +158,18 @@ def check_engine(engine: Any) -> None:
             f"the engine of DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}: "
             f"ssdtrain_ds was run with {', '.join(TESTED)}"
         )
+
+
+def names_replaced() -> tuple[str, ...]:
+    """What `ssdtrain_ds.checkpointing` replaces in DeepSpeed's module while an engine offloads."""
+    names = [CHECKPOINT_FUNCTION, EXTRACT_TENSORS]
+    if hasattr(checkpointing, CPU_CHECKPOINTING_ENGINE):
+        names.append(CPU_CHECKPOINTING_ENGINE)
+    else:
+        names += [COPY_TO_DEVICE, EMPTY_INPUTS]
+    if "saved_data" not in set(_names_in(checkpointing.non_reentrant_checkpoint.__code__)):
+        names.append(DETACH)
+    return tuple(names)
 
 
 def _names_used(function_class: Any) -> set[str]:

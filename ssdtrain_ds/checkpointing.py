@@ -8,9 +8,13 @@ partitioned activations work upstream. So a held input is exchanged for an empty
 a partition for something that reads the partition back. With `cpu_checkpointing` DeepSpeed asks for an engine that takes and
 returns inputs; it is given ours, whose tier is the SSD.
 
+Before 0.19 there is no such engine, and `cpu_checkpointing` copies inputs to the host itself: then the copy is left out and the
+inputs are held like any others. Nor does the second function read `saved_data` there: it is read where that function makes
+the inputs of the recomputation.
+
 Note: [Function objects stay]
 Users pass these functions around, PipelineModule has one as a default argument, and DeepSpeed compares them by identity. They
-are therefore not replaced: three names that they look up in their module are, while an engine with a runtime exists.
+are therefore not replaced: some names that they look up in their module are, while an engine with a runtime exists.
 """
 
 from __future__ import annotations
@@ -200,33 +204,71 @@ class _ReentrantFunction:
         return getattr(self.plain, name)
 
 
-def _replacements() -> dict[str, Any]:
-    module = _compat.checkpointing
-    plain_engine = getattr(module, _compat.CPU_CHECKPOINTING_ENGINE, None)
-    plain_extract = getattr(module, _compat.EXTRACT_TENSORS)
-    plain_function = getattr(module, _compat.CHECKPOINT_FUNCTION)
-
+def _get_cpu_offload_engine(plain: Callable[[], Any]) -> Callable[[], Any]:
     def get_cpu_offload_engine() -> Any:
-        if _present.forwards and _compat.asks_for_offload_engine():
-            return _present.forwards[-1]
-        return plain_engine() if plain_engine is not None else None
+        return _present.forwards[-1] if _spills_cpu_checkpoints() else plain()
 
-    @functools.wraps(plain_extract)
+    return get_cpu_offload_engine
+
+
+def _copy_to_device(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def copy_to_device(item: Any, device: Any, criterion_func: Any) -> Any:
+        spills = device == torch.device("cpu") and _spills_cpu_checkpoints()
+        return item if spills else plain(item, device, criterion_func)
+
+    return copy_to_device
+
+
+def _empty_inputs(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def get_cpu_activations_for_backward(args: Any, inputs: Any) -> list[Any]:
+        return list(spilled(tuple(args)) if _spills_cpu_checkpoints() else plain(args, inputs))
+
+    return get_cpu_activations_for_backward
+
+
+def _spills_cpu_checkpoints() -> bool:
+    return bool(_present.forwards) and _compat.asks_for_offload_engine()
+
+
+def _extract_tensors(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
     def extract_tensors(all_objects: Any) -> Any:
-        tensors, others, flags = plain_extract(all_objects=all_objects)
+        tensors, others, flags = plain(all_objects=all_objects)
         # Of the two checkpoint functions only the one that is not reentrant calls this where a forward of ours runs and no
         # reentrant one: with what it is about to hold.
         if _present.forwards and not _present.reentrant and torch.is_grad_enabled():
             tensors = spilled(tuple(tensors))
         return tensors, others, flags
 
-    found: dict[str, Any] = {
-        _compat.CHECKPOINT_FUNCTION: _ReentrantFunction(plain_function),
-        _compat.EXTRACT_TENSORS: extract_tensors,
-    }
-    if plain_engine is not None:
-        found[_compat.CPU_CHECKPOINTING_ENGINE] = get_cpu_offload_engine
-    return found
+    return extract_tensors
+
+
+def _detach(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def detach_variable(inputs: Any, device: Any = None) -> Any:
+        return plain(tuple(_read_back(tensor) for tensor in inputs), device)
+
+    return detach_variable
+
+
+def _read_back(tensor: Any) -> Any:
+    held = _compat.partition_of(tensor) if isinstance(tensor, torch.Tensor) else None
+    if not isinstance(held, _Held):
+        return tensor
+    return held.to(None).detach().requires_grad_(tensor.requires_grad)
+
+
+# What stands where DeepSpeed's checkpoint functions look up a name; made from what stood there.
+_REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
+    _compat.CHECKPOINT_FUNCTION: _ReentrantFunction,
+    _compat.EXTRACT_TENSORS: _extract_tensors,
+    _compat.CPU_CHECKPOINTING_ENGINE: _get_cpu_offload_engine,
+    _compat.COPY_TO_DEVICE: _copy_to_device,
+    _compat.EMPTY_INPUTS: _empty_inputs,
+    _compat.DETACH: _detach,
+}
 
 
 _plain: dict[str, Any] = {}
@@ -236,9 +278,9 @@ _users: set[int] = set()
 def register(user: int) -> None:
     """Make DeepSpeed's checkpoint functions offload, until every user has unregistered."""
     if not _users:
-        for name, replacement in _replacements().items():
+        for name in _compat.names_replaced():
             _plain[name] = getattr(_compat.checkpointing, name)
-            setattr(_compat.checkpointing, name, replacement)
+            setattr(_compat.checkpointing, name, _REPLACEMENTS[name](_plain[name]))
     _users.add(user)
 
 

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import transformers
 from accelerate.state import AcceleratorState
@@ -20,6 +19,7 @@ from deepspeed import comm as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import ssdtrain_ds
+from tests.deepspeed import upstream
 from tests.deepspeed.models import MIN_BYTES
 from tests.deepspeed.training import parameters_of, sha1
 
@@ -126,7 +126,7 @@ def train(name: str, directory: Path, *, block: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    upstream.repair()
     torch.set_num_threads(1)
     ssdtrain_ds.install()
     directory = Path(sys.argv[1])

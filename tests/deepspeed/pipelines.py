@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine, DualPipeVModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import nn
@@ -16,6 +15,7 @@ from torch import nn
 from tests.deepspeed.counting import Counter
 from tests.deepspeed.models import HEADS, HIDDEN, LAYERS, Block, Embedding, Head, loss_of
 from tests.deepspeed.rows import Row
+from tests.deepspeed.upstream import LACKS
 
 __all__ = ["MODELS", "TensorParallelUnit", "count_forwards", "tensor_parallel_block"]
 
@@ -57,7 +57,9 @@ def pipeline(row: Row) -> PipelineModule:
     )
 
 
-def dualpipev(row: Row) -> DualPipeVModule:
+def dualpipev(row: Row) -> Any:
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+
     return DualPipeVModule(_layers(row), num_stages=row.stages, **COMMON)
 
 
@@ -146,7 +148,13 @@ def tensor_pipeline(row: Row) -> PipelineModule:
 
 MODELS = {"pipeline": pipeline, "dualpipev": dualpipev, "tensor_pipeline": tensor_pipeline}
 
-_PLAIN = {cls: cls._exec_forward_pass for cls in (PipelineEngine, DualPipeVEngine)}
+_ENGINES = [PipelineEngine]
+if "dualpipev" not in LACKS:
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
+
+    _ENGINES.append(DualPipeVEngine)
+
+_PLAIN = {cls: cls._exec_forward_pass for cls in _ENGINES}
 
 
 def count_forwards(counter: Counter | None) -> None:

@@ -22,6 +22,8 @@ class Row:
         tied: the pipeline's first and last layer share a weight.
         activation_checkpointing: what `deepspeed.checkpointing.configure` is called with; None: not called.
         long: takes about a minute on two cores.
+        resumes: also saved and continued, with the block on one side only.
+        needs: what not every DeepSpeed has; see `upstream.LACKS`.
         counted: the bytes that leave can be counted by plain hooks.
     """
 
@@ -39,6 +41,8 @@ class Row:
     counted: bool = True
     activation_checkpointing: dict[str, Any] | None = None
     long: bool = False
+    needs: tuple[str, ...] = ()
+    resumes: bool = False
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -68,13 +72,13 @@ def _pipeline_rows() -> list[Row]:
     zero1 = {**zero(1), **BF16, **accumulate}
     return [
         Row("pipeline1", 1, accumulate, kind="pipeline", stages=1),
-        Row("pipeline2", 2, accumulate, kind="pipeline"),
+        Row("pipeline2", 2, accumulate, kind="pipeline", resumes=True),
         Row("pipeline2-tied", 2, accumulate, kind="pipeline", tied=True),
         Row("pipeline2-zero1-bf16", 2, zero1, kind="pipeline"),
-        Row("dualpipev2", 2, accumulate, kind="dualpipev"),
+        Row("dualpipev2", 2, accumulate, kind="dualpipev", needs=("dualpipev",)),
         Row("pipeline4", 4, {"gradient_accumulation_steps": 6}, kind="pipeline", stages=4),
         Row("pipeline2-data2", 4, accumulate, kind="pipeline"),
-        Row("pipeline2-data2-zero1-bf16-tied", 4, zero1, kind="pipeline", tied=True),
+        Row("pipeline2-data2-zero1-bf16-tied", 4, zero1, kind="pipeline", tied=True, resumes=True),
         Row("pipeline2-tensor2", 4, accumulate, kind="tensor_pipeline"),
         Row(
             "pipeline2-tensor2-data2",
@@ -100,7 +104,17 @@ def _checkpoint_rows() -> list[Row]:
     for function in ("deepspeed", "deepspeed-non-reentrant"):
         for key in ("cpu_checkpointing", "partition_activations"):
             name = f"checkpoint-{function}-{key}"
-            rows.append(Row(name, 1, checkpoint=function, dropout=0.1, activation_checkpointing={key: True}))
+            broken = function == "deepspeed-non-reentrant" and key == "partition_activations"
+            rows.append(
+                Row(
+                    name,
+                    1,
+                    checkpoint=function,
+                    dropout=0.1,
+                    activation_checkpointing={key: True},
+                    needs=("non_reentrant_partitions",) if broken else (),
+                )
+            )
     profiled = {"profile": True, "synchronize_checkpoint_boundary": True}
     rows.append(Row("checkpoint-profiled", 1, checkpoint="deepspeed", activation_checkpointing=profiled))
     partitioned = {
@@ -132,9 +146,15 @@ TENSOR_PARALLEL = {
 }
 
 
+SPECS = ("partition_config",)
+
+
 def _other_rows() -> list[Row]:
-    rows = [Row(f"autotp-zero{stage}", 2, {**zero(stage), **TENSOR_PARALLEL}) for stage in range(4)]
-    rows.append(Row("autotp-data2-zero1-bf16", 4, {**zero(1), **TENSOR_PARALLEL, **BF16}))
+    rows = []
+    for stage in range(4):
+        needs = (*SPECS, "autotp_zero3") if stage == 3 else SPECS
+        rows.append(Row(f"autotp-zero{stage}", 2, {**zero(stage), **TENSOR_PARALLEL}, needs=needs))
+    rows.append(Row("autotp-data2-zero1-bf16", 4, {**zero(1), **TENSOR_PARALLEL, **BF16}, needs=SPECS))
     # A compiled graph saves what it likes: there are no plain hooks to count it by.
     for stage in (0, 1, 3):
         name = f"compiled-zero{stage}"

@@ -10,14 +10,14 @@ import sys
 import deepspeed
 import torch
 
-from tests.deepspeed import models
+from tests.deepspeed import models, upstream
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=-1)
 parser.add_argument("config")
 args = parser.parse_args()
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+upstream.repair()
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = models.GPT()

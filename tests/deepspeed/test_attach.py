@@ -115,6 +115,14 @@ def test_destroy_gives_back_methods_and_space(make_engine: MakeEngine) -> None:
 def test_an_engine_that_is_dropped_without_destroy_leaves_nothing(
     process_group: None, installed: None, tmp_path: Path
 ) -> None:
+    plain, *_ = deepspeed.initialize(
+        model=models.GPT(), config={"train_micro_batch_size_per_gpu": models.BATCH, **SGD}
+    )
+    plain_engine = weakref.ref(plain)
+    del plain, _
+    gc.collect()
+    if plain_engine() is not None:
+        pytest.skip(f"DeepSpeed {deepspeed.__version__} holds an engine that nobody else holds")
     model = models.GPT()
     block = {"offload": {"directories": str(tmp_path / "ssd"), "min_bytes": models.MIN_BYTES}}
     engine, *_ = deepspeed.initialize(
@@ -131,6 +139,9 @@ def test_an_engine_that_is_dropped_without_destroy_leaves_nothing(
     assert runtime() is None
     assert not spill_files(tmp_path)
     assert checkpointing_is_untouched()
+
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
 
 
 def spill_files(directory: Path) -> list[str]:

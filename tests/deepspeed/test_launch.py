@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 import venv
 from pathlib import Path
 from typing import Any
@@ -141,7 +140,8 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(directory, with_pip=False)
     python = directory / "bin" / "python"
     site = next((directory / "lib").glob("python*")) / "site-packages"
-    (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+    others = [path for path in sys.path if Path(path).name == "site-packages"]
+    (site / "others.pth").write_text("\n".join([*others, str(ROOT)]) + "\n")
     return python
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.deepspeed.conftest import Results
 from tests.deepspeed.rows import ROWS, Row
+from tests.deepspeed.upstream import needs
 
 # The first test of a group size waits for all its rows.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -16,7 +17,11 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 def parameters(rows: list[Row]) -> list[Any]:
     return [
-        pytest.param(row, id=f"{row.ranks}-{row.name}", marks=[pytest.mark.long] if row.long else [])
+        pytest.param(
+            row,
+            id=f"{row.ranks}-{row.name}",
+            marks=[*needs(*row.needs), *([pytest.mark.long] if row.long else [])],
+        )
         for row in rows
     ]
 
@@ -35,6 +40,16 @@ def test_no_slot_and_no_region_is_left(row: Row, results: Results) -> None:
         assert result["offloaded"]["live_slots"] == 0
         assert result["offloaded"]["offload"]["live_regions"] == 0
         assert result["offloaded"]["offload"]["in_flight_bytes"] == 0
+
+
+@pytest.mark.parametrize("row", parameters([row for row in ROWS if row.resumes]))
+def test_a_pipeline_resumes_exactly_with_or_without_the_block(row: Row, results: Results) -> None:
+    """The checkpoint of a run with the block continues a run without it and the other way round."""
+    for result in results(row):
+        for mode in ("resumed-without", "resumed-with"):
+            assert result[mode]["losses"] == result["plain"]["losses"]
+            assert result[mode]["parameters"] == result["plain"]["parameters"]
+        assert result["resumed-with"]["live_slots"] == 0
 
 
 @pytest.mark.parametrize("row", parameters([row for row in ROWS if row.counted]))

@@ -65,12 +65,14 @@ def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
     """Train `row`.
 
     Args:
-        mode: "plain": without the block; "counted": the same with plain hooks that count; "offloaded": with the block.
+        mode: "plain": without the block; "counted": the same with plain hooks that count; "offloaded": with the block;
+            "resumed-with": with the block from a checkpoint of a run without it; "resumed-without": the other way round.
 
     Returns:
         sha1 of losses and of final parameters, and figures.
     """
-    config = config_of(row, directory if mode == "offloaded" else None)
+    with_block = mode in ("offloaded", "resumed-with")
+    config = config_of(row, directory if with_block else None)
     counter = Counter() if mode == "counted" else None
     torch.manual_seed(0)
     asked = row.activation_checkpointing
@@ -79,14 +81,25 @@ def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
     if asked is not None:
         mpu = pipelines.TensorParallelUnit() if row.kind == "tensor" else None
         deepspeed.checkpointing.configure(mpu, deepspeed_config={**config, "activation_checkpointing": asked})
-    engine, losses = _train(row, config, counter)
+    losses: list[torch.Tensor] = []
+    saved = None
+    if mode.startswith("resumed"):
+        saved = directory / "saved"
+        engine, losses = _train_pipeline(
+            row, config_of(row, None if with_block else directory), None, steps=1
+        )
+        engine.save_checkpoint(str(saved))
+        engine.destroy()
+        _forget()
+    engine, more = _train(row, config, counter, saved)
+    losses += more
     if asked is not None:
         deepspeed.checkpointing.configure(None)
     result: dict[str, Any] = {"losses": sha1(losses), "parameters": sha1(parameters_of(engine))}
     if counter is not None:
         result["counted_bytes"] = counter.nbytes
     runtime = ssdtrain_ds.runtime_of(engine)
-    assert (runtime is not None) == (mode == "offloaded")
+    assert (runtime is not None) == with_block
     if runtime is not None:
         gc.collect()
         runtime.statistics()  # takes note of what ended
@@ -101,12 +114,12 @@ def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
     return result
 
 
-def _train(row: Row, config: dict[str, Any], counter: Counter | None) -> tuple[Any, list[torch.Tensor]]:
-    return (
-        _train_gpt(row, config, counter)
-        if row.kind in ("gpt", "tensor")
-        else _train_pipeline(row, config, counter)
-    )
+def _train(
+    row: Row, config: dict[str, Any], counter: Counter | None, saved: Path | None
+) -> tuple[Any, list[torch.Tensor]]:
+    if row.kind in ("gpt", "tensor"):
+        return _train_gpt(row, config, counter)
+    return _train_pipeline(row, config, counter, saved=saved)
 
 
 def _train_gpt(row: Row, config: dict[str, Any], counter: Counter | None) -> tuple[Any, list[torch.Tensor]]:
@@ -134,8 +147,14 @@ def _train_gpt(row: Row, config: dict[str, Any], counter: Counter | None) -> tup
 
 
 def _train_pipeline(
-    row: Row, config: dict[str, Any], counter: Counter | None
+    row: Row,
+    config: dict[str, Any],
+    counter: Counter | None,
+    *,
+    steps: int | None = None,
+    saved: Path | None = None,
 ) -> tuple[Any, list[torch.Tensor]]:
+    """Args: steps: fewer than the row's; saved: a checkpoint to continue from."""
     model = pipelines.MODELS[row.kind](row)
     pipelines.count_forwards(counter)
     if counter is not None and row.checkpoint is not None:
@@ -148,7 +167,14 @@ def _train_pipeline(
         microbatches = config["gradient_accumulation_steps"]
         data = models.batches(1 + engine.grid.get_data_parallel_id(), row.steps * microbatches)
         losses = []
-        for step in range(row.steps):
+        done = 0
+        if saved is not None:
+            path, _ = engine.load_checkpoint(str(saved))
+            assert path is not None
+            done = engine.global_steps
+            for _ in range(done * microbatches):
+                next(data)
+        for step in range(done, row.steps if steps is None else steps):
             losses.append(engine.train_batch(data_iter=data).detach().clone())
             if step == 0 and counter is None:  # evaluation between two steps
                 held_out = models.batches(9, microbatches)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 MODES = ("plain", "counted", "offloaded")
+RESUMED = ("resumed-without", "resumed-with")
 
 
 def main(directory: Path, names: list[str]) -> None:
@@ -22,12 +23,12 @@ def main(directory: Path, names: list[str]) -> None:
     from deepspeed import comm as dist
 
     import ssdtrain_ds
+    from tests.deepspeed import upstream
     from tests.deepspeed.rows import ROWS
     from tests.deepspeed.training import run
 
     torch.set_num_threads(1)
-    # Compiled on first use otherwise; gloo's own collectives do as well.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    upstream.repair()
     ssdtrain_ds.install()
     deepspeed.init_distributed(dist_backend="gloo", timeout=datetime.timedelta(seconds=60), verbose=False)
     rows = {row.name: row for row in ROWS}
@@ -35,6 +36,7 @@ def main(directory: Path, names: list[str]) -> None:
     for name in names:
         row = rows[name]
         modes = [mode for mode in MODES if row.counted or mode != "counted"]
+        modes += RESUMED if row.resumes else ()
         found: dict[str, object] = {}
         try:
             for mode in modes:
