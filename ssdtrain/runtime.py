@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from ssdtrain.codecs import VariableSizeCodec, make_codec
+from ssdtrain.comm import Communicator, Figures, Policy
 from ssdtrain.config import Config, ConfigError, OffloadConfig, Problem
 from ssdtrain.device import device_for, warn_of_untested_torch
 from ssdtrain.offload.amount import AmountPlan
@@ -52,24 +53,36 @@ logger = logging.getLogger("ssdtrain")
 
 MiB = 1 << 20
 
+_NOTHING_STORED = Stats("none", 0, 0, 0, 0, 0, 0, 0.0, 0.0, (), None)
+
 # Steps after which an enabled feature must have done something.
 FIRST_STEPS = 3
 
 
 class RuntimeStatistics:
-    """What happened since the runtime was made: `offload` from the engine, `store` from the tiers, steps and their seconds."""
+    """What happened since the runtime was made: `offload` from the engine, `store` from the tiers, `comm` from the collectives by
+    parallel dimension, steps and their seconds. Of what is not enabled there are zeros, or no dimension."""
 
-    __slots__ = ("offload", "step_seconds", "steps", "store")
+    __slots__ = ("comm", "offload", "step_seconds", "steps", "store")
 
-    def __init__(self, offload: OffloadStatistics, store: Stats, steps: int, step_seconds: float) -> None:
+    def __init__(
+        self,
+        offload: OffloadStatistics,
+        store: Stats,
+        comm: dict[str, Figures],
+        steps: int,
+        step_seconds: float,
+    ) -> None:
         self.offload = offload
         self.store = store
+        self.comm = comm
         self.steps = steps
         self.step_seconds = step_seconds
 
 
 class Runtime:
-    """The engine that a config asks for, for one rank and one model.
+    """The engine that a config asks for, for one rank and one model; `engine` is its offloading and `comm` its collectives, each
+    None where it is not asked for. With `comm`, making one is a collective call of all ranks.
 
     Args:
         config: a checked config. With `enabled: false` or no `offload` section every method does nothing.
@@ -103,6 +116,7 @@ class Runtime:
         self.device = torch.device(device)
         self.rank = rank
         self.engine: OffloadEngine | None = None
+        self.comm: Communicator | None = None
         self.steps = 0
         self._store: SpillStore | None = None
         self._tapes: dict[tuple[int, int], weakref.ref[Tape]] = {}
@@ -111,12 +125,25 @@ class Runtime:
         self._only_keeps: bool | None = None  # every forward so far was asked to keep; None: there was none
         self._attached: list[Callable[[], None]] = []
         self._journal: Journal | None = None
-        if config.active and config.offload is not None:
+        if config.active:
             report = config.report
             interval = report.interval if logs else 0
             if interval or report.path is not None:
                 self._journal = Journal(report.expand(rank=rank, local_rank=local_rank), interval, rank)
+        if config.compresses and config.comm is not None:
+            self.comm = self._communicator(Policy.from_config(config.comm))
+        if config.active and config.offload is not None:
             self._build(config.offload, rank, local_rank, local_world_size, faults, staged, timeline)
+
+    def _communicator(self, policy: Policy) -> Communicator | None:
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            logger.warning("comm does nothing: torch.distributed is not initialised when the runtime is made")
+            return None
+        if torch.distributed.get_world_size() == 1:
+            logger.info("comm does nothing: there is one rank")
+            return None
+        warn_of_untested_torch()
+        return Communicator(policy, self.device)
 
     def _build(
         self,
@@ -174,7 +201,7 @@ class Runtime:
     @property
     def enabled(self) -> bool:
         """True if there is anything to do."""
-        return self.engine is not None
+        return self.engine is not None or self.comm is not None
 
     # The model
 
@@ -230,18 +257,31 @@ class Runtime:
         if self.engine is not None:
             self.engine.eligible.refresh()
 
-    def step_end(self) -> None:
-        """Count the step, and say so if offload is on and has done nothing."""
+    def step_end(self, skipped: bool = False) -> None:
+        """Count the step, and say so if something is on and has done nothing.
+
+        Args:
+            skipped: its gradients overflowed and were dropped.
+        """
         seconds = time.perf_counter() - self._began if self._began else 0.0
         self._step_seconds += seconds
         self._began = 0.0
         self.steps += 1
-        if self.engine is None or self.engine.forked:
-            return
-        self.engine.drain()
-        if self._journal is not None and self._store is not None:
-            self._journal.step(self.steps, seconds, self.engine.snapshot(), self._store.stats)
-        if self.steps == FIRST_STEPS:
+        if self.engine is not None:
+            if self.engine.forked:
+                return
+            self.engine.drain()
+        if self.comm is not None:
+            self.comm.step_end(skipped)
+        if self._journal is not None:
+            self._journal.step(
+                self.steps,
+                seconds,
+                self.engine.snapshot() if self.engine is not None else None,
+                self._store.stats if self._store is not None else None,
+                self.comm.figures() if self.comm is not None else {},
+            )
+        if self.steps == FIRST_STEPS and self.engine is not None:
             self._complain_of_idleness(self.engine.snapshot())
 
     def _complain_of_idleness(self, found: OffloadStatistics) -> None:
@@ -315,9 +355,15 @@ class Runtime:
 
     def statistics(self) -> RuntimeStatistics | None:
         """The figures so far; None where nothing is enabled."""
-        if self.engine is None or self._store is None:
+        if not self.enabled:
             return None
-        return RuntimeStatistics(self.engine.snapshot(), self._store.stats, self.steps, self._step_seconds)
+        return RuntimeStatistics(
+            self.engine.snapshot() if self.engine is not None else OffloadStatistics(),
+            self._store.stats if self._store is not None else _NOTHING_STORED,
+            self.comm.figures() if self.comm is not None else {},
+            self.steps,
+            self._step_seconds,
+        )
 
     def reset_peak(self) -> None:
         """Begin a new peak of activation memory."""

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any, TextIO
 
+from ssdtrain.comm import Figures
 from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.report.lines import write_line
 from ssdtrain.report.text import duration_text, size_text
@@ -28,6 +29,8 @@ _COUNTED = (
     "store_wait_seconds",
     "load_wait_seconds",
 )
+_LOGGED = ("seconds", "saved_bytes", "ssd_bytes_written", "store_wait_seconds", "load_wait_seconds")
+_COMM = ("calls", "compressed", "raw_bytes", "wire_bytes", "codec_seconds", "wait_seconds", "device_seconds")
 # How many of the regions that backward waited for most a line names.
 _WORST = 3
 
@@ -52,12 +55,41 @@ class Journal:
             self._stream = (directory / f"rank-{rank}.jsonl").open("a")
         self._last = OffloadStatistics()
         self._last_written = self._last_read = 0
+        self._last_comm: dict[str, Figures] = {}
         self._logged: dict[str, Any] = {}
         self._logged_steps = 0
 
-    def step(self, step: int, seconds: float, offload: OffloadStatistics, store: Stats) -> None:
-        """Step number `step` is over and took `seconds`; the statistics are totals, the line has the differences."""
+    def step(
+        self,
+        step: int,
+        seconds: float,
+        offload: OffloadStatistics | None,
+        store: Stats | None,
+        comm: dict[str, Figures],
+    ) -> None:
+        """Step number `step` is over and took `seconds`; the statistics are totals, the line has the differences.
+
+        What is not enabled is None, or has no dimension, and the line does not speak of it.
+        """
         record: dict[str, Any] = {"step": step, "seconds": seconds}
+        if offload is not None and store is not None:
+            self._offload(record, offload, store)
+        if comm:
+            record["comm"] = self._comm(comm)
+        if self._stream is not None:
+            write_line(self._stream, record)
+        if self._interval:
+            present = [name for name in _LOGGED if name in record]
+            for name in present:
+                self._logged[name] = self._logged.get(name, 0) + record[name]
+            for found in record.get("comm", {}).values():
+                for name in ("raw_bytes", "wire_bytes"):
+                    self._logged[name] = self._logged.get(name, 0) + found[name]
+            self._logged_steps += 1
+            if step % self._interval == 0:
+                self._log(step, offload)
+
+    def _offload(self, record: dict[str, Any], offload: OffloadStatistics, store: Stats) -> None:
         for name in _COUNTED:
             record[name] = getattr(offload, name) - getattr(self._last, name)
         record["ssd_bytes_written"] = store.ssd_bytes_written - self._last_written
@@ -69,20 +101,14 @@ class Journal:
             store.ssd_bytes_written,
             store.ssd_bytes_read,
         )
-        if self._stream is not None:
-            write_line(self._stream, record)
-        if self._interval:
-            for name in (
-                "seconds",
-                "saved_bytes",
-                "ssd_bytes_written",
-                "store_wait_seconds",
-                "load_wait_seconds",
-            ):
-                self._logged[name] = self._logged.get(name, 0) + record[name]
-            self._logged_steps += 1
-            if step % self._interval == 0:
-                self._log(step, offload)
+
+    def _comm(self, comm: dict[str, Figures]) -> dict[str, dict[str, float]]:
+        found = {}
+        for dimension, now in comm.items():
+            before = self._last_comm.get(dimension, Figures())
+            found[dimension] = {name: getattr(now, name) - getattr(before, name) for name in _COMM}
+        self._last_comm = comm
+        return found
 
     def _worst_waits(self, offload: OffloadStatistics) -> list[dict[str, Any]]:
         waits = {
@@ -93,17 +119,23 @@ class Journal:
         ]
         return [{"chunk": chunk, "region": region, "seconds": seconds} for seconds, (chunk, region) in worst]
 
-    def _log(self, step: int, offload: OffloadStatistics) -> None:
+    def _log(self, step: int, offload: OffloadStatistics | None) -> None:
         mean = {name: total / self._logged_steps for name, total in self._logged.items()}
+        parts = []
+        if offload is not None:
+            parts.append(
+                f"{size_text(mean['saved_bytes'])} saved for backward, {size_text(mean['ssd_bytes_written'])} written to SSD, "
+                f"activation peak {size_text(offload.activation_peak_bytes)}, waited "
+                f"{duration_text(mean['store_wait_seconds'])} for stores and {duration_text(mean['load_wait_seconds'])} for loads"
+            )
+        if "wire_bytes" in mean:
+            parts.append(
+                f"{size_text(mean['wire_bytes'])} sent to other ranks instead of {size_text(mean['raw_bytes'])}"
+            )
         logger.info(
-            "step %d: %s saved for backward, %s written to SSD, activation peak %s, waited %s for stores and %s for loads "
-            "of %s (means over %d steps)",
+            "step %d: %s of %s (means over %d steps)",
             step,
-            size_text(mean["saved_bytes"]),
-            size_text(mean["ssd_bytes_written"]),
-            size_text(offload.activation_peak_bytes),
-            duration_text(mean["store_wait_seconds"]),
-            duration_text(mean["load_wait_seconds"]),
+            ", ".join(parts),
             duration_text(mean["seconds"]),
             self._logged_steps,
         )
