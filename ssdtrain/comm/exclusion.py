@@ -1,0 +1,99 @@
+"""Which parameters no codec touches: norms, biases, embeddings, and those whose names match a pattern.
+
+They are few, and their gradients bear the least: a norm's weight scales every token, and an embedding's gradient is zero but for
+the rows of this batch. They are found by what they are and not by where they lie, so that every framework excludes the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ssdtrain.comm.coding import Ranges
+
+# Classes: LayerNorm, FusedRMSNorm, BatchNorm2d, LayerNorm1P; not LayerNormLinear, whose weight is a linear layer's.
+_NORM_CLASS = re.compile(r"norm(\d+[a-z]?)?$", re.IGNORECASE)
+# Fused layers hold a norm's parameters beside their own: layer_norm_weight, norm1_weight.
+_NORM_LEAF = re.compile(r"norm|(^|_)ln(_|\d|$)", re.IGNORECASE)
+
+# bias, in_proj_bias, e_score_correction_bias, fc1_bias, and bias_ih_l0 of recurrent layers.
+_BIAS_LEAF = re.compile(r"(^|_)bias(\d*$|_[ih]h)", re.IGNORECASE)
+
+
+def is_norm(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
+    """A scale or shift of a normalisation.
+
+    Args:
+        name: of the parameter in the model, dotted.
+        module: the one that holds it.
+    """
+    if _NORM_CLASS.search(type(module).__name__):
+        return True
+    *path, leaf = name.split(".")
+    owner = path[-1] if path else ""
+    return parameter.dim() <= 1 and bool(_NORM_LEAF.search(leaf) or _NORM_LEAF.search(owner))
+
+
+def is_bias(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
+    """What is added to every token; arguments as those of `is_norm`."""
+    return bool(_BIAS_LEAF.search(name.rpartition(".")[2]))
+
+
+def is_embedding(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
+    """A table of rows, of which a batch uses some, or an output layer tied to one; arguments as those of `is_norm`."""
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) or "embedding" in type(module).__name__.lower():
+        return True
+    # Megatron's mark on the copy of the word embedding that the last pipeline stage holds.
+    if getattr(parameter, "shared_embedding", False):
+        return True
+    return "embed" in name.rpartition(".")[2].lower()
+
+
+_KINDS = {"norm": is_norm, "bias": is_bias, "embedding": is_embedding}
+
+
+def excluded(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
+    """The parameters of `model` that go as they are; a set of the objects themselves.
+
+    A parameter with several names (tied weights) is excluded if any of them says so.
+
+    Args:
+        model: as the framework wrapped it; the names that patterns meet are those below the wrappers too, so that a pattern need
+            not know of "module.".
+        patterns: `Policy.exclude`: "norm", "bias", "embedding", or patterns of whole names as `fnmatch` reads them.
+    """
+    found = set()
+    names = [pattern for pattern in patterns if pattern not in _KINDS]
+    kinds = [_KINDS[pattern] for pattern in patterns if pattern in _KINDS]
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{path}.{leaf}" if path else leaf
+            if any(kind(name, parameter, module) for kind in kinds) or _matches(name, names):
+                found.add(parameter)
+    return found
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    inner = name
+    while inner.startswith("module."):
+        inner = inner.removeprefix("module.")
+    return any(fnmatchcase(name, pattern) or fnmatchcase(inner, pattern) for pattern in patterns)
+
+
+def ranges_of(places: Mapping[nn.Parameter, tuple[int, int]], chosen: Iterable[nn.Parameter]) -> Ranges:
+    """The elements of a flat bucket that `chosen` parameters take, neighbours joined: what `Bucket.exact` wants.
+
+    Args:
+        places: (start, stop) of each parameter in the bucket; chosen ones that are not in it are left out.
+    """
+    wanted = sorted({places[parameter] for parameter in chosen if parameter in places})
+    joined: list[tuple[int, int]] = []
+    for start, stop in wanted:
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        elif start < stop:
+            joined.append((start, stop))
+    return tuple(joined)
