@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -121,18 +122,20 @@ def silence() -> None:
     """Let this process's large collectives through DeepSpeed return at once, with what was there before."""
     from deepspeed.comm import comm
 
-    backend = comm.cdb
     for name in ("all_reduce", "all_gather_into_tensor"):
+        setattr(comm.cdb, name, _silent(getattr(comm.cdb, name)))
 
-        def silent(*args: Any, plain: Any = getattr(backend, name), **kwargs: Any) -> Any:
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            if max(tensor.nbytes for tensor in tensors) < SILENCED_BYTES:
-                return plain(*args, **kwargs)
-            if kwargs.get("async_op"):
-                raise ValueError("a silent run knows no asynchronous collectives: leave overlap_comm off")
-            return None
 
-        setattr(backend, name, silent)
+def _silent(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def silent(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        if max(tensor.nbytes for tensor in tensors) < SILENCED_BYTES:
+            return plain(*args, **kwargs)
+        if kwargs.get("async_op"):
+            raise ValueError("a silent run knows no asynchronous collectives: leave overlap_comm off")
+        return None
+
+    return silent
 
 
 def main() -> None:

@@ -43,6 +43,10 @@ class Workload(ABC):
     def meter(self) -> dict[str, Any] | None:
         """SSDTrain's own count of what went over the network so far; None where it is not in use."""
 
+    def outcome(self) -> dict[str, Any]:
+        """What else is to be said at the end, such as a held-out loss. All ranks are asked together."""
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Leave the process group in order."""
@@ -59,16 +63,19 @@ def comm_meter(runtime: Any) -> dict[str, Any] | None:
 def serve(workload: Workload) -> None:
     """Answer until told to finish, or until whoever asks is gone.
 
-    Commands: `about`; `step` (seconds of the step and the meter after it); `finish` (the result).
+    Commands: `about`; `step` (seconds of a step and the meter after it; `count` steps at once, 1 unless told); `finish` (the
+    result).
     """
     seconds: list[float] = []
     with os.fdopen(int(os.environ.get(CHANNEL, "1")), "w", closefd=False) as channel:
         for line in sys.stdin:
-            command = json.loads(line)["command"]
+            asked = json.loads(line)
+            command = asked["command"]
             if command == "step":
-                began = time.perf_counter()
-                workload.step()
-                seconds.append(time.perf_counter() - began)
+                for _ in range(asked.get("count", 1)):
+                    began = time.perf_counter()
+                    workload.step()
+                    seconds.append(time.perf_counter() - began)
                 answer: dict[str, Any] = {"seconds": seconds[-1], "meter": workload.meter()}
             elif command == "about":
                 answer = {**workload.about(), "torch": torch.__version__}
@@ -80,6 +87,7 @@ def serve(workload: Workload) -> None:
                     "sha256": workload.digest(),
                     "replica": workload.replica(),
                     "meter": workload.meter(),
+                    **workload.outcome(),
                 }
             else:
                 raise ValueError(f"unknown command {command!r}; known: about, step, finish")

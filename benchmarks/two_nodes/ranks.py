@@ -41,7 +41,7 @@ class Ranks:
     Args:
         command: what follows the interpreter; the program talks through `benchmarks.two_nodes.rank.serve`.
         world: how many ranks; on a network they fill one node after the other.
-        network: None starts all of them here, over loopback.
+        network: None starts all of them here, over loopback; each still counts as a node of its own.
         environment: more variables for all ranks.
         timeout: seconds that a rank may take to answer.
     """
@@ -76,9 +76,8 @@ class Ranks:
             for rank in range(world):
                 node = None if network is None else network.nodes[rank // per_node]
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank % per_node)}
-                if node is not None:
-                    # On one host the name of the host does not tell nodes apart.
-                    own["SSDTRAIN_NODE"] = node.namespace
+                # On one host the name of the host does not tell nodes apart.
+                own["SSDTRAIN_NODE"] = node.namespace if node is not None else f"node{rank}"
                 whole = [sys.executable, *command]
                 self._start(whole if node is None else node.command(whole), {**common, **own})
         except BaseException:
@@ -190,8 +189,9 @@ class Ranks:
                 BrokenPipeError
             ):  # What was buffered for a process that has ended is of no use.
                 process.stdin.close()
-        for stream in (*self._lines, *self._logs):
-            stream.close()
+        for lines, log in zip(self._lines, self._logs, strict=True):
+            lines.close()
+            log.close()
 
     def __enter__(self) -> Ranks:
         return self
