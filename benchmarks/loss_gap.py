@@ -223,16 +223,18 @@ def _standard_errors(results: Results, layout: str, worse: str, better: str) -> 
     return statistics.fmean(differences) / error if error else math.inf
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train what is missing, in the order of seeds, so that whatever is there is paired."""
-    settings = {"steps": arguments.steps, "world": WORLD, "small": SMALL, "one_low_rate": ONE_LOW_RATE}
-    results = Results(arguments.results, settings)
+def run(
+    *, seeds: int, steps: int, layouts: Sequence[str], variants: Sequence[str], path: Path
+) -> dict[str, Any]:
+    """Train what is missing, in the order of seeds, so that whatever is there is paired. Arguments as the flags."""
+    settings = {"steps": steps, "world": WORLD, "small": SMALL, "one_low_rate": ONE_LOW_RATE}
+    results = Results(path, settings)
     wanted = [
         (layout, variant, seed)
-        for seed in range(arguments.seeds)
-        for layout in arguments.layouts
+        for seed in range(seeds)
+        for layout in layouts
         for variant in PLAN[layout]
-        if variant in arguments.variants
+        if variant in variants
     ]
     failed: dict[str, str] = {}
     columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -241,7 +243,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for layout, variant, seed in wanted:
             if results.find(layout, variant, seed) is None and f"{layout}/{variant}" not in failed:
                 try:
-                    found = train(layout, variant, seed, arguments.steps, progress)
+                    found = train(layout, variant, seed, steps, progress)
                     results.add(found)
                     progress.console.print(
                         f"{layout} {variant} seed {seed}: held-out {found['held_out']:.4f}, {found['seconds']:.0f} s",
@@ -251,22 +253,30 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     failed[f"{layout}/{variant}"] = str(error).strip().splitlines()[-1]
                     progress.console.print(str(error), markup=False, highlight=False)
             progress.advance(total)
-    return {**figures_of(results), "failed": failed, **settings, "results": str(arguments.results)}
+    return {**figures_of(results), "failed": failed, **settings, "results": str(path)}
 
 
-def add_arguments(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--seeds", type=int, default=5, help="paired seeds, from 0 on")
-    made.add_argument("--steps", type=int, default=500, help="of each loss run")
-    made.add_argument("--layouts", nargs="+", choices=list(PLAN), default=list(PLAN))
-    made.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    made.add_argument("--results", type=Path, default=Path("out/loss_gap.json"), help="finished runs")
+def add_arguments(made: argparse.ArgumentParser, prefix: str = "") -> None:
+    add = made.add_argument
+    add(f"--{prefix}seeds", type=int, default=5, help="paired seeds, from 0 on")
+    add(f"--{prefix}steps", type=int, default=500, help="of each run")
+    add(f"--{prefix}layouts", nargs="+", choices=list(PLAN), default=list(PLAN))
+    add(f"--{prefix}variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    add(f"--{prefix}results", type=Path, default=Path("out/loss_gap.json"), help="finished runs")
 
 
 def main() -> None:
-    arguments = parser(__doc__ or "")
-    add_arguments(arguments)
-    chosen = arguments.parse_args()
-    finish({**run(chosen), **hardware()}, chosen.json)
+    made = parser(__doc__ or "")
+    add_arguments(made)
+    chosen = made.parse_args()
+    figures = run(
+        seeds=chosen.seeds,
+        steps=chosen.steps,
+        layouts=chosen.layouts,
+        variants=chosen.variants,
+        path=chosen.results,
+    )
+    finish({**figures, **hardware()}, chosen.json)
 
 
 if __name__ == "__main__":
