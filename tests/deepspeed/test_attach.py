@@ -19,6 +19,7 @@ from ssdtrain.config import ConfigError
 from ssdtrain_ds import _compat
 from tests.deepspeed import models
 from tests.deepspeed.conftest import MakeEngine, train
+from tests.deepspeed.upstream import LACKS
 
 METHODS = (
     "forward",
@@ -271,6 +272,7 @@ def _fail(*_: Any) -> None:
     raise ZeroDivisionError
 
 
+@pytest.mark.skipif("loss_backward" in LACKS, reason=LACKS.get("loss_backward", ""))
 def test_loss_may_go_backward_by_itself(make_engine: MakeEngine) -> None:
     """`loss.backward()` instead of `engine.backward(loss)`, which DeepSpeed allows from ZeRO-1 on."""
     found = []

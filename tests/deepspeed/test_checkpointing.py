@@ -17,6 +17,7 @@ from torch import nn
 
 import ssdtrain
 import ssdtrain_ds
+from ssdtrain_ds import _compat
 from tests.deepspeed import models
 from tests.deepspeed.conftest import MakeEngine, train
 
@@ -171,17 +172,74 @@ def test_an_activation_checkpointing_block_that_nobody_configured_is_reported(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_version_without_an_engine_for_cpu_checkpointing_does_without(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+BEFORE_0_19 = (
+    _compat.CHECKPOINT_FUNCTION,
+    _compat.EXTRACT_TENSORS,
+    _compat.COPY_TO_DEVICE,
+    _compat.EMPTY_INPUTS,
+    _compat.DETACH,
+)
+
+
+@pytest.mark.parametrize("function", [CHECKPOINT, NON_REENTRANT], ids=["reentrant", "non-reentrant"])
+def test_cpu_checkpointing_goes_to_the_tiers_where_deepspeed_has_no_engine_for_it(
+    function: Any,
+    make_engine: MakeEngine,
+    configured: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """What is replaced before 0.19, whichever version this is."""
+
     def model() -> models.GPT:
         torch.manual_seed(0)
-        return models.GPT(CHECKPOINT)
+        return models.GPT(function)
 
     plain = train(make_engine(None, model=model()))
-    monkeypatch.delattr(deepspeed.checkpointing, "_get_cpu_offload_engine", raising=False)
+    monkeypatch.setattr(_compat, "names_replaced", lambda: BEFORE_0_19)
+    configured(checkpoint_in_cpu=True)
+    upstreams = {name: getattr(deepspeed.checkpointing, name) for name in BEFORE_0_19}
     engine = make_engine(model=model())
-    assert not hasattr(deepspeed.checkpointing, "_get_cpu_offload_engine")
+    assert all(getattr(deepspeed.checkpointing, name) is not upstreams[name] for name in BEFORE_0_19)
     assert all(map(torch.equal, plain, train(engine)))
+    runtime = ssdtrain_ds.runtime_of(engine)
+    assert runtime is not None
+    found = runtime.statistics()
+    assert found is not None and found.offload.saved_bytes > 0
     engine.destroy()
-    assert not hasattr(deepspeed.checkpointing, "_get_cpu_offload_engine")
+    assert all(getattr(deepspeed.checkpointing, name) is upstreams[name] for name in BEFORE_0_19)
+
+
+def test_a_held_input_is_read_back_where_the_recomputation_detaches_it(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_compat, "names_replaced", lambda: BEFORE_0_19)
+    seen: list[tuple[torch.Tensor, tuple[Any, ...], Any]] = []
+
+    def look(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        held, *_ = deepspeed.checkpointing.extract_tensors(all_objects=(x,))
+        seen.append((x.detach().clone(), held, x.requires_grad))
+        return block(x)
+
+    engine = make_engine(model=models.GPT(look))
+    ids, labels = next(models.batches(1, 1))
+    loss = engine(ids, labels)
+    assert len(seen) == models.LAYERS
+    for value, held, requires_grad in seen:
+        assert held[0].numel() == 0
+        (read,) = deepspeed.checkpointing.detach_variable(held)
+        assert torch.equal(read, value)
+        assert read.is_leaf and read.requires_grad == requires_grad
+    seen.clear()
+    del held, read
+    engine.backward(loss)
+    engine.step()
+
+
+def test_a_version_without_a_name_that_stands_in_for_the_engine_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(deepspeed.checkpointing, _compat.CPU_CHECKPOINTING_ENGINE, raising=False)
+    _compat.check()
+    monkeypatch.delattr(deepspeed.checkpointing, _compat.EMPTY_INPUTS)
+    with pytest.raises(ImportError, match=_compat.EMPTY_INPUTS):
+        _compat.check()

@@ -28,6 +28,8 @@ if importlib.util.find_spec("deepspeed.runtime.pipe.dualpipev") is None:
     LACKS["dualpipev"] = f"DeepSpeed {VERSION} has no DualPipeV"
 if "partition_config" not in TPTrainingConfig.model_fields:
     LACKS["partition_config"] = f"AutoTP of DeepSpeed {VERSION} knows models of Hugging Face only"
+if "_running_engine_backward" not in inspect.getsource(DeepSpeedEngine.__init__):
+    LACKS["loss_backward"] = f"ZeRO of DeepSpeed {VERSION} reduces gradients in engine.backward only"
 if "zero_stage = 3' has not been validated" in inspect.getsource(DeepSpeedEngine):
     LACKS["autotp_zero3"] = f"DeepSpeed {VERSION} refuses AutoTP with ZeRO-3"
 if "saved_data" not in inspect.getsource(deepspeed.checkpointing.non_reentrant_checkpoint):
