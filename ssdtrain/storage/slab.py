@@ -170,8 +170,8 @@ class Slab:
             try:
                 written = os.pwrite(self.fd, pattern[:nbytes], offset)
             except OSError as error:
-                if error.errno in FULL and not self._preallocates:
-                    return  # the drive had no room for these bytes, so there are none to overwrite
+                if error.errno == errno.EROFS or (error.errno in FULL and not self._preallocates):
+                    return  # it takes no bytes any more, or had no room for these: there is nothing to overwrite
                 raise
             offset, nbytes = offset + written, nbytes - written
 

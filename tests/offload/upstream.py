@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -130,30 +131,44 @@ class Around:
             self.first_lines[report.nodeid] = text.partition("\n")[0][:200]
 
     def pytest_sessionfinish(self) -> None:
-        figures = self._close(self._runtime) if self._runtime is not None else {}
+        _let_go()
+        figures = self._close(self._runtime) if self._runtime is not None else {"left": _live_copies()}
         self._directory.cleanup()
         self.result.write_text(json.dumps([self.outcomes, self.first_lines, self.moved, figures]))
 
     @staticmethod
     def _close(runtime: Runtime) -> dict[str, Any]:
-        # The interpreter holds the frames of the last failure, and torch's engine the graph of a backward that raised.
-        for name in ("last_exc", "last_value", "last_traceback"):
-            if hasattr(sys, name):
-                delattr(sys, name)
-        torch.ones(1, requires_grad=True).sum().backward()
-        gc.collect()
         statistics = runtime.statistics()
         assert statistics is not None
         runtime.close()
         names = ("saved_tensors", "shared_tensors", "packed_bytes", "offloaded_bytes", "cancelled_bytes")
-        names += ("forwarded_bytes", "loaded_bytes", "kept_bytes", "live_regions")
-        return {name: getattr(statistics.offload, name) for name in names}
+        names += ("forwarded_bytes", "loaded_bytes", "kept_bytes")
+        figures = {name: getattr(statistics.offload, name) for name in names}
+        return {**figures, "left": statistics.offload.live_regions}
+
+
+def _let_go() -> None:
+    """The interpreter holds the frames of the last failure, and torch's engine the graph of a backward that raised."""
+    for name in ("last_exc", "last_value", "last_traceback"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    torch.ones(1, requires_grad=True).sum().backward()
+    gc.collect()
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return tensor.detach()
-    return tensor.detach().clone()
+    copy = tensor.detach().clone()
+    _copies.append(weakref.ref(copy))
+    return copy
+
+
+_copies: list[weakref.ref[torch.Tensor]] = []
+
+
+def _live_copies() -> int:
+    return sum(copy() is not None for copy in _copies)
 
 
 def _pack_and_wait(engine: OffloadEngine, tape: Tape, tensor: torch.Tensor) -> Handle | Kept:
@@ -230,7 +245,11 @@ def compare(directory: Path, arguments: list[str]) -> bool:
         f"plain: {plain.count('passed')} passed, {plain.count('failed')} failed, {plain.count('skipped')} skipped"
     )
     copying = run(COPYING, directory, arguments)
-    print(f"copying: {copying.count('passed')} passed, {copying.count('failed')} failed", flush=True)
+    left = copying.figures["left"]
+    print(
+        f"copying: {copying.count('passed')} passed, {copying.count('failed')} failed; {left} copies left",
+        flush=True,
+    )
     well = plain.count("passed") > 0
     for way in OURS:
         ours = run(way, directory, arguments)

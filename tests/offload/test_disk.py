@@ -1,0 +1,217 @@
+"""Training on drives as they really are: small, full, shared, taken away. Gradients stay equal to the bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ssdtrain
+from ssdtrain.runtime import Runtime
+from ssdtrain.storage import Stats
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant
+from tests.storage.conftest import free_bytes
+
+MiB = 1 << 20
+
+Mount = Callable[..., Path]
+
+
+@pytest.fixture(params=[VARIANTS[0], VARIANTS[1], VARIANTS[2]], ids=["c", "python", "staged"])
+def way(request: pytest.FixtureRequest) -> Variant:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def loop_mount(tmp_path: Path) -> Iterator[Mount]:
+    """Mounts an ext4 of a given size (bytes) from a file; skips where this user may not mount or has no loop device."""
+    mounted: list[Path] = []
+
+    def mount(nbytes: int) -> Path:
+        image, point = tmp_path / f"image{len(mounted)}", tmp_path / f"loop{len(mounted)}"
+        point.mkdir()
+        with image.open("wb") as file:
+            file.truncate(nbytes)
+        for command in (
+            ["mkfs.ext4", "-q", "-m", "0", str(image)],
+            ["mount", "-o", "loop", str(image), str(point)],
+        ):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True)
+            except FileNotFoundError as error:
+                pytest.skip(f"a loop mount needs {error.filename}")
+            if done.returncode:
+                pytest.skip(f"a loop mount cannot be made here: {done.stderr.strip()}")
+        mounted.append(point)
+        return point
+
+    yield mount
+    for point in mounted:
+        subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+def gradient(
+    runtime: Runtime | None, count: int, between: Callable[[], object] = lambda: None
+) -> torch.Tensor:
+    """Of a chain that saves `count` tensors of 1 MiB; `between` runs between forward and backward, when all stores ended."""
+    x = torch.randn(512, 512, requires_grad=True, generator=torch.Generator().manual_seed(0))
+
+    def forward() -> torch.Tensor:
+        y = x
+        for _ in range(count):
+            y = y.sin()
+        return y.sum()
+
+    if runtime is None:
+        loss = forward()
+    else:
+        with runtime.forward():
+            loss = forward()
+        while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
+            pass
+    between()
+    loss.backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def figures(runtime: Runtime) -> tuple[int, int, Stats]:
+    """Bytes kept because no tier had room, bytes that backward loaded, and the store's."""
+    found = runtime.statistics()
+    assert found is not None
+    return found.offload.kept_full_bytes, found.offload.loaded_bytes, found.store
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_a_full_file_system_takes_what_fits_and_gives_it_back(
+    kind: str, way: Variant, small_filesystem: Mount, loop_mount: Mount, make_runtime: MakeRuntime
+) -> None:
+    mount = (small_filesystem if kind == "tmpfs" else loop_mount)(8 * MiB)
+    empty = free_bytes(mount)
+    runtime = make_runtime(way, directories=str(mount), capacity="1GiB")
+    for _ in range(2):
+        assert torch.equal(gradient(runtime, 12), gradient(None, 12))
+    kept, loaded, _ = figures(runtime)
+    assert kept >= 2 * 4 * MiB and loaded >= 2 * 2 * MiB
+    runtime.close()
+    assert free_bytes(mount) == empty
+
+
+def test_a_drive_that_somebody_else_fills_takes_no_more(
+    way: Variant, small_filesystem: Mount, make_runtime: MakeRuntime
+) -> None:
+    """Also between forward and backward: what is stored is ours, whatever becomes of the rest of the drive."""
+    mount = small_filesystem(24 * MiB)
+    runtime = make_runtime(way, directories=str(mount), capacity="1GiB")
+
+    def fill() -> None:
+        with (mount / "theirs").open("wb", buffering=0) as file:
+            with pytest.raises(OSError, match="No space left"):
+                while True:
+                    file.write(bytes(MiB))
+
+    assert torch.equal(gradient(runtime, 4, between=fill), gradient(None, 4))
+    assert figures(runtime)[0] == 0
+    assert torch.equal(gradient(runtime, 12), gradient(None, 12))
+    assert figures(runtime)[0] > 0
+
+
+def test_when_one_of_two_drives_is_full_the_other_takes_all(
+    way: Variant, small_filesystem: Mount, tmp_path: Path, make_runtime: MakeRuntime
+) -> None:
+    """Tensors of more than a stripe lie on both drives while both have room."""
+    small = small_filesystem(24 * MiB)
+    roomy = tmp_path / "roomy"
+    runtime = make_runtime(way, directories=[str(small), str(roomy)], capacity="1GiB", buffer="256MiB")
+    x = torch.randn(2560, 1024, requires_grad=True)
+    with runtime.forward():
+        loss = x.sin().sin().sin().sin().sin().sin().sum()
+    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
+        pass
+    loss.backward()
+    plain = x.detach().clone().requires_grad_()
+    plain.sin().sin().sin().sin().sin().sin().sum().backward()
+    assert torch.equal(x.grad, plain.grad)  # type: ignore[arg-type]
+    kept, loaded, store = figures(runtime)
+    assert kept == 0 and loaded >= 6 * x.nbytes
+    one, other = (drive.bytes_written for drive in store.drives)
+    assert 0 < one <= 24 * MiB < other
+
+
+def test_a_directory_removed_between_forward_and_backward_does_not_hurt(
+    way: Variant, tmp_path: Path, make_runtime: MakeRuntime
+) -> None:
+    directory = tmp_path / "gone"
+    runtime = make_runtime(way, directories=str(directory))
+    for _ in range(2):
+        found = gradient(runtime, 6, between=lambda: shutil.rmtree(directory, ignore_errors=True))
+        assert torch.equal(found, gradient(None, 6))
+    assert not directory.exists()
+    kept, loaded, _ = figures(runtime)
+    assert kept == 0 and loaded >= 12 * MiB
+
+
+def test_a_read_only_file_system_is_named_at_start(small_filesystem: Mount) -> None:
+    mount = small_filesystem(8 * MiB, ",ro")
+    with pytest.raises(OSError, match="Read-only file system") as caught:
+        ssdtrain.offload(mount)
+    assert str(mount) in str(caught.value)
+
+
+def test_a_file_system_that_turns_read_only_keeps_what_it_has(
+    way: Variant, loop_mount: Mount, make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As ext4 does after an error: writes fail from then on, reads go on."""
+    mount = loop_mount(64 * MiB)
+    runtime = make_runtime(way, directories=str(mount))
+
+    def fail() -> None:
+        done = subprocess.run(["mount", "-o", "remount,abort", str(mount)], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"this kernel cannot abort a file system: {done.stderr.strip()}")
+
+    assert torch.equal(gradient(runtime, 6, between=fail), gradient(None, 6))
+    assert figures(runtime)[:2] == (0, 6 * MiB)
+    assert torch.equal(gradient(runtime, 40), gradient(None, 40))
+    kept, _, store = figures(runtime)
+    assert kept > 0 and store.drives[0].retired
+    assert sum("stay in memory" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "overlay"])
+def test_a_directory_in_memory_or_on_an_overlay_works(
+    kind: str, way: Variant, small_filesystem: Mount, tmp_path: Path, make_runtime: MakeRuntime
+) -> None:
+    directory = small_filesystem(64 * MiB)
+    merged = tmp_path / "merged"
+    if kind == "overlay":
+        for part in ("lower", "upper", "work"):
+            (directory / part).mkdir()
+        merged.mkdir()
+        parts = f"lowerdir={directory}/lower,upperdir={directory}/upper,workdir={directory}/work"
+        command = ["mount", "-t", "overlay", "overlay", "-o", parts, str(merged)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"an overlay cannot be mounted here: {done.stderr.strip()}")
+    try:
+        runtime = make_runtime(way, directories=str(merged if kind == "overlay" else directory))
+        assert torch.equal(gradient(runtime, 6), gradient(None, 6))
+        assert figures(runtime)[:2] == (0, 6 * MiB)
+        runtime.close()
+    finally:
+        if kind == "overlay":
+            subprocess.run(["umount", "-l", str(merged)], check=True)
+
+
+def test_the_file_never_grows_beyond_the_capacity(way: Variant, make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(way, capacity="5MiB")
+    assert torch.equal(gradient(runtime, 12), gradient(None, 12))
+    kept, loaded, _ = figures(runtime)
+    assert kept >= 7 * MiB and loaded >= 3 * MiB
+    slab = runtime._store._slabs[0]  # type: ignore[union-attr]
+    assert os.fstat(slab.fd).st_blocks * 512 <= 5 * MiB
