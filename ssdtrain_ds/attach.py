@@ -22,8 +22,10 @@ import torch
 
 import ssdtrain.api
 from ssdtrain.config import Config, load_config
+from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.runtime import FIRST_STEPS, Runtime
-from ssdtrain_ds import _compat, checkpointing, schedule
+from ssdtrain_ds import _compat, _compat_comm, checkpointing, schedule
+from ssdtrain_ds.comm import CommAttachment
 from ssdtrain_ds.coverage import InnerHooks
 from ssdtrain_ds.monitor import Monitor
 from ssdtrain_ds.zero import GatheredStorages
@@ -101,33 +103,42 @@ class _Attachment:
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))),
             logs=False,  # the monitor writes DeepSpeed's own lines, every steps_per_print
         )
-        assert self.runtime.engine is not None
         self.offload = self.runtime.engine
-        self.runtime.register(engine.module)
         self.gathered: GatheredStorages | None = None
-        if _compat.zero_stage(engine) == 3:
-            self.gathered = GatheredStorages(engine.module)
-            self.offload.eligible.fixed_when(self.gathered.__contains__)
-        self.offload.eligible.fixed_when(_compat.is_zero_parameter)
+        self.inner_hooks: InnerHooks | None = None
+        if self.offload is not None:
+            self._prepare_offload(self.offload)
         self.checkpoint = checkpointing.function_for(config.checkpoint)
-        self.inner_hooks: InnerHooks | None = InnerHooks(self.offload.options.min_bytes)
         self.monitor = Monitor(engine, self.runtime)
         self.steps = 0
         checkpointing.register(id(self))
         self._unregister = weakref.finalize(self, checkpointing.unregister, id(self))
+        self.skipped = _compat_comm.skipped_steps(engine)
         if _compat.is_pipeline(engine):
             self.own = schedule.follow(engine, self.runtime, self.recording, self.step_over)
         else:
             self.own = self._methods(engine)
         self.own["destroy"] = self._destroy(engine.destroy)
         engine.__dict__.update(self.own)
+        self.comm = None if self.runtime.comm is None else CommAttachment(engine, self.runtime.comm)
         self.runtime.step_begin()
+
+    def _prepare_offload(self, offload: OffloadEngine) -> None:
+        self.runtime.register(self.engine.module)
+        if _compat.zero_stage(self.engine) == 3:
+            self.gathered = GatheredStorages(self.engine.module)
+            offload.eligible.fixed_when(self.gathered.__contains__)
+        offload.eligible.fixed_when(_compat.is_zero_parameter)
+        self.inner_hooks = InnerHooks(offload.options.min_bytes)
 
     @contextmanager
     def recording(
         self, chunk: int = 0, microbatch: int | None = None, *, keep: bool = False
     ) -> Iterator[None]:
         """One forward: autograd's saved tensors and what DeepSpeed's checkpoint functions hold go to a tape."""
+        if self.offload is None:
+            yield
+            return
         with self.runtime.forward(chunk, microbatch, keep=keep) as tape:
             assert tape is not None
             with checkpointing.recording_into(self.offload, tape, self.checkpoint):
@@ -164,7 +175,8 @@ class _Attachment:
 
     def step_over(self) -> None:
         """The optimizer has made a step."""
-        self.runtime.step_end()
+        before, self.skipped = self.skipped, _compat_comm.skipped_steps(self.engine)
+        self.runtime.step_end(skipped=self.skipped != before)
         self.monitor.step()
         self.steps += 1
         if self.steps == 1:
@@ -196,6 +208,9 @@ class _Attachment:
 
     def detach(self) -> None:
         """Close the runtime; the engine's methods are its class's again. Idempotent."""
+        if self.comm is not None:
+            self.comm.detach()
+            self.comm = None
         self.runtime.close()
         if self.gathered is not None:
             self.gathered.remove()

@@ -50,11 +50,19 @@ class Monitor:
         if logs:
             _compat.log_on_rank_0(self._line(now))
 
-    @staticmethod
-    def _events(before: RuntimeStatistics, now: RuntimeStatistics) -> dict[str, float]:
+    def _events(self, before: RuntimeStatistics, now: RuntimeStatistics) -> dict[str, float]:
         """Since the step before, except for the peak, which is since the start: bytes and seconds."""
+        found: dict[str, float] = {}
+        for dimension, figures in now.comm.items():
+            last = before.comm.get(dimension)
+            for name in ("raw_bytes", "wire_bytes"):
+                found[f"comm/{dimension}_{name}"] = getattr(figures, name) - (
+                    getattr(last, name) if last else 0
+                )
+        if self._runtime.engine is None:
+            return found
         old, new = before.offload, now.offload
-        return {
+        return found | {
             "offloaded_bytes": new.offloaded_bytes - old.offloaded_bytes,
             "kept_bytes": new.kept_bytes - old.kept_bytes,
             "loaded_bytes": new.loaded_bytes - old.loaded_bytes,
@@ -67,9 +75,17 @@ class Monitor:
         }
 
     def _line(self, now: RuntimeStatistics) -> str:
+        line = f"[ssdtrain] step={self._engine.global_steps}"
+        if self._runtime.engine is not None:
+            line += self._offloaded(now)
+        for dimension, figures in now.comm.items():
+            line += f", {dimension} sent {figures.wire_bytes / GB:.3f} of {figures.raw_bytes / GB:.3f} GB"
+        return line
+
+    def _offloaded(self, now: RuntimeStatistics) -> str:
         found = now.offload
         line = (
-            f"[ssdtrain] step={self._engine.global_steps}, offloaded {found.offloaded_bytes / GB:.3f} GB, "
+            f", offloaded {found.offloaded_bytes / GB:.3f} GB, "
             f"kept {found.kept_bytes / GB:.3f} GB, written to SSD {now.store.ssd_bytes_written / GB:.3f} GB "
             f"({found.cancelled_bytes / GB:.3f} GB avoided), activation peak {found.activation_peak_bytes / GB:.3f} GB"
         )

@@ -118,7 +118,7 @@ class Communicator:
         `out` may be a part of `tensor`. Sums are in float32.
         """
         values, into = tensor.detach().view(-1), out.detach().view(-1)
-        return self._start("reduce_scatter", dimension, values, into, group, op, bucket, None)
+        return self._start("reduce_scatter", dimension, values, into, group, op, bucket)
 
     # Gathers
 
@@ -136,7 +136,7 @@ class Communicator:
         `tensor` may be a part of `out`.
         """
         values, into = tensor.detach().reshape(-1), out.detach().view(-1)
-        return self._start("all_gather", dimension, values, into, group, dist.ReduceOp.SUM, bucket, None)
+        return self._start("all_gather", dimension, values, into, group, None, bucket)
 
     def gather_weights(
         self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup | None, bucket: Bucket
@@ -151,6 +151,16 @@ class Communicator:
         route = self.router.route("all_gather", ("zero_gather", "zero_gather"), out.nbytes, out.dtype, group)
         if route is None:
             return None
+        if all(self.policy.is_identity(spec, out.dtype) for spec in route.specs):
+            return self._start(
+                "all_gather",
+                "zero_gather",
+                tensor.detach().reshape(-1),
+                out.detach().view(-1),
+                group,
+                None,
+                bucket,
+            )
         if not self.differences.known(bucket.name, tensor):
             # The caller gathers it as it is, and all ranks then have the same.
             self.differences.remember(bucket.name, tensor)
@@ -174,12 +184,12 @@ class Communicator:
         group: dist.ProcessGroup | None,
         op: Any,
         bucket: Bucket | None,
-        after: Callable[[], Any] | None,
+        after: Callable[[], Any] | None = None,
     ) -> Pending | None:
         group = _world_if_none(group)
         second = "dp_gather" if (kind, dimension) == ("all_reduce", "dp") else dimension
         whole = into if kind == "all_gather" else values
-        route = self.router.route(kind, (dimension, second), whole.nbytes, whole.dtype, group, op)
+        route = self.router.route(kind, (dimension, second), whole.nbytes, whole.dtype, group, op or "SUM")
         if route is None:
             return None
         route = self._adapted(route, dimension, bucket)
@@ -339,9 +349,9 @@ class Communicator:
         self, dimension: str, route: Route, dtype: torch.dtype, figures: Figures, bucket: Bucket | None
     ) -> Call:
         where = route.topology
-        inside, between = (self.router.coder(spec, self.steps) for spec in route.scatter)
+        inside, between = (self.router.coder(spec, dtype, self.steps) for spec in route.scatter)
         last = route.gather[0] if where.between is None else route.gather[1]
-        gather = self.router.coder(last, self.steps)
+        gather = self.router.coder(last, dtype, self.steps)
         name = bucket.name if bucket is not None else f"{dimension}#{figures.calls}"
         return Call(where, Coders(inside, between), gather, dtype, figures, f"{dimension}|{name}", self.key())
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ssdtrain.codecs import Codec, FixedSizeCodec, Key
 from ssdtrain.comm.policy import OFF, codec_of
-from ssdtrain.comm.routing import DTYPES, Router
+from ssdtrain.comm.routing import DTYPES, NOTHING_SAVED, Router
 from ssdtrain.comm.work import After
 
 Issue = Callable[[Tensor], Any]
@@ -111,6 +111,11 @@ class PointToPoint:
             reason = "smaller than min_bytes"
         elif spec == OFF:
             reason = "off inside a node"
+        elif (
+            isinstance(codec_of(spec), FixedSizeCodec)
+            and codec_of(spec).max_payload_bytes(tensor.numel(), tensor.dtype) >= nbytes
+        ):
+            reason = NOTHING_SAVED
         elif tensor.device.type != "cpu" and not isinstance(codec_of(spec), FixedSizeCodec):
             reason = f"{spec} works in host memory, and the tensor is on {tensor.device.type}"
         if reason is None:

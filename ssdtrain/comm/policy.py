@@ -12,6 +12,8 @@ import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
+import torch
+
 from ssdtrain.codecs import FORMAT_VERSION, Codec, FixedSizeCodec, make_codec
 from ssdtrain.config import DIMENSIONS, CommConfig, ConfigError, Problem, parse_size
 from ssdtrain.config.kinds import RULE_ALLOWED
@@ -138,9 +140,9 @@ class Policy:
         assert isinstance(found, FixedSizeCodec), spec
         return found
 
-    def is_identity(self, spec: str) -> bool:
-        """True for a codec that keeps every bit and saves nothing: sums stay the framework's own then."""
-        return spec in (OFF, "raw")
+    def is_identity(self, spec: str, dtype: torch.dtype) -> bool:
+        """True where `spec` saves nothing for tensors of `dtype`: sums stay the framework's own then."""
+        return spec in (OFF, "raw") or codec_of(spec).bits_per_value >= 8 * dtype.itemsize
 
 
 @lru_cache(maxsize=256)

@@ -19,12 +19,13 @@ logger = logging.getLogger("ssdtrain")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SUMS = ("SUM", "AVG")
+NOTHING_SAVED = "the codec has no fewer bits than the tensor"
 # Reasons that the user asked for: they are counted, and not worth a warning.
 ASKED = (
     "off in the config",
     "smaller than min_bytes",
     "off inside a node",
-    "raw: the sum is the framework's own",
+    NOTHING_SAVED,
     "the first gather of a bucket, in full",
 )
 
@@ -108,10 +109,11 @@ class Router:
             scatter, gather = ((rule.inside, rule.between) for rule in rules)
             found = Route(topology, scatter, gather)
             sums = kind in ("all_reduce", "reduce_scatter")
+            saved = [spec for spec in found.specs if not self.policy.is_identity(spec, dtype)]
             if all(spec == OFF for spec in found.specs):
                 reason = "off inside a node"
-            elif sums and all(self.policy.is_identity(spec) for spec in found.specs):
-                reason = "raw: the sum is the framework's own"
+            elif sums and not saved:
+                reason = NOTHING_SAVED
             else:
                 return found
         self.fell_back(
@@ -137,9 +139,9 @@ class Router:
         if self.meter.fell_back(dimension, reason, raw_bytes) and reason not in ASKED:
             logger.warning("comm.%s: some messages go uncompressed: %s", dimension, reason)
 
-    def coder(self, spec: str, step: int) -> Coder:
-        """What codes with `spec` in this step."""
-        return Coder(None if self.policy.is_identity(spec) else self.policy.codec(spec, step))
+    def coder(self, spec: str, dtype: torch.dtype, step: int) -> Coder:
+        """What codes tensors of `dtype` with `spec` in this step."""
+        return Coder(None if self.policy.is_identity(spec, dtype) else self.policy.codec(spec, step))
 
     def milder(self, route: Route) -> Route | None:
         """The same call with int8 wherever fewer bits were asked for; None where there is no such place."""

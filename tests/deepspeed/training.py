@@ -19,6 +19,7 @@ from deepspeed.utils import groups
 
 import ssdtrain
 import ssdtrain_ds
+from ssdtrain.config import DIMENSIONS
 from tests.deepspeed import models, pipelines
 from tests.deepspeed.counting import Counter
 from tests.deepspeed.rows import Row
@@ -36,9 +37,25 @@ CHECKPOINTS: dict[str, Callable[..., Any]] = {
 BASE = {"train_micro_batch_size_per_gpu": models.BATCH, "steps_per_print": 10**9, "gradient_clipping": 1.0}
 
 
-def config_of(row: Row, directory: Path | None) -> dict[str, Any]:
+SMALL = {"min_bytes": 0, "probe": False, "warmup_steps": 0}
+COMM: dict[str, dict[str, Any]] = {
+    "identity": {
+        **SMALL,
+        **dict.fromkeys(DIMENSIONS, "raw"),
+        "pp_forward": "lossless",
+        "pp_backward": "lossless",
+    },
+    "compressed": {**SMALL, "preset": "balanced", "dp": "int4:hadamard", "tp": "int8", "ep": "int8"},
+}
+"""Modes that change the collectives."""
+
+
+def config_of(row: Row, directory: Path | None, mode: str = "offloaded") -> dict[str, Any]:
     """DeepSpeed's config of `row`; with the block if there is a directory."""
     config: dict[str, Any] = {**BASE, **row.config}
+    if mode in COMM:
+        config["ssdtrain"] = {"comm": COMM[mode]}
+        return config
     if directory is not None:
         config["ssdtrain"] = {
             "offload": {"directories": str(directory / "{rank}"), "min_bytes": models.MIN_BYTES, "threads": 1}
@@ -71,8 +88,8 @@ def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
     Returns:
         sha1 of losses and of final parameters, and figures.
     """
-    with_block = mode in ("offloaded", "resumed-with")
-    config = config_of(row, directory if with_block else None)
+    with_block = mode in ("offloaded", "resumed-with", *COMM)
+    config = config_of(row, directory if with_block else None, mode)
     counter = Counter() if mode == "counted" else None
     torch.manual_seed(0)
     asked = row.activation_checkpointing
@@ -109,6 +126,12 @@ def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
             key: value for key, value in vars(found.offload).items() if isinstance(value, int | float)
         }
         result["live_slots"] = found.store.live_slots
+        result["comm"] = {dimension: vars(figures) for dimension, figures in found.comm.items()}
+        if runtime.comm is not None:
+            result["finite"] = all(bool(torch.isfinite(loss)) for loss in losses)
+            result["residual_bytes"] = (
+                runtime.comm.feedback.nbytes if runtime.comm.feedback is not None else 0
+            )
     engine.destroy()
     _forget()
     return result

@@ -16,6 +16,7 @@ import torch
 
 MODES = ("plain", "counted", "offloaded")
 RESUMED = ("resumed-without", "resumed-with")
+COMM = ("identity", "compressed")
 
 
 def main(directory: Path, names: list[str]) -> None:
@@ -37,6 +38,7 @@ def main(directory: Path, names: list[str]) -> None:
         row = rows[name]
         modes = [mode for mode in MODES if row.counted or mode != "counted"]
         modes += RESUMED if row.resumes else ()
+        modes += COMM if row.ranks > 1 else ()
         found: dict[str, object] = {}
         try:
             for mode in modes:

@@ -1,0 +1,209 @@
+"""The private names of DeepSpeed that compressed collectives rely on, checked when they are attached.
+
+They are apart from `_compat` because an engine without `comm` needs none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.comm.torch import TorchBackend
+from deepspeed.module_inject import layers
+from deepspeed.moe import sharded_moe
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ssdtrain_ds._compat import TESTED, zero_stage
+
+__all__ = [
+    "ALLREDUCE_BUCKET",
+    "AVERAGE_TENSOR",
+    "FETCH",
+    "GATHER_GROUPS",
+    "REDUCE_AND_PARTITION",
+    "SUM",
+    "TorchBackend",
+    "bypasses",
+    "check",
+    "coordinator_of",
+    "expert_functions",
+    "modules_that_gather",
+    "parameters_of_bucket",
+    "parameters_of_zero_3_bucket",
+    "reduces_whole",
+    "skipped_steps",
+    "tensor_parallel_functions",
+    "torch_op",
+    "zero_id",
+    "zero_numel",
+]
+
+SUM = deepspeed.comm.ReduceOp.SUM
+
+# Replaced on the optimizer or the coordinator of an engine.
+AVERAGE_TENSOR = "average_tensor"
+ALLREDUCE_BUCKET = "allreduce_bucket"
+REDUCE_AND_PARTITION = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+FETCH = "fetch_sub_module"
+# Looked up in their modules by the optimizers, and replaced there.
+GATHER_GROUPS = "all_gather_dp_groups"
+
+_NEEDED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (
+        TorchBackend,
+        "TorchBackend",
+        (
+            "all_gather_into_tensor",
+            "all_reduce",
+            "all_to_all_single",
+            "inference_all_reduce",
+            "recv",
+            "reduce_scatter_tensor",
+            "send",
+        ),
+    ),
+    (DeepSpeedEngine, "DeepSpeedEngine", ("allreduce_bucket", "load_checkpoint", "save_checkpoint")),
+    (DeepSpeedZeroOptimizer, "DeepSpeedZeroOptimizer", (AVERAGE_TENSOR, ALLREDUCE_BUCKET, "step")),
+    (DeepSpeedZeroOptimizer_Stage3, "DeepSpeedZeroOptimizer_Stage3", (REDUCE_AND_PARTITION,)),
+    (PartitionedParameterCoordinator, "PartitionedParameterCoordinator", (FETCH,)),
+    (stage_1_and_2, "deepspeed.runtime.zero.stage_1_and_2", (GATHER_GROUPS,)),
+    (layers, "deepspeed.module_inject.layers", ("RowParallel", "ColumnParallel")),
+    (sharded_moe, "deepspeed.moe.sharded_moe", ("_AllToAll",)),
+    (
+        schedule,
+        "deepspeed.runtime.pipe.schedule",
+        ("SendActivation", "RecvActivation", "SendGrad", "RecvGrad"),
+    ),
+)
+
+
+def check() -> None:
+    """Refuse a DeepSpeed that lacks a name that compressed collectives need.
+
+    Raises:
+        ImportError: names what is missing.
+    """
+    missing = [
+        f"{where}.{name}" for holder, where, names in _NEEDED for name in names if not hasattr(holder, name)
+    ]
+    if missing:
+        raise ImportError(
+            f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}: compressed collectives were run with "
+            f"{', '.join(TESTED)}"
+        )
+
+
+def torch_op(op: Any) -> Any:
+    """DeepSpeed's reduction as torch's; the same for one that is torch's already."""
+    name = str(getattr(op, "name", op)).rsplit(".", 1)[-1]
+    return getattr(torch.distributed.ReduceOp, name, op)
+
+
+def parameters_of_bucket(optimizer: Any, args: Sequence[Any]) -> list[tuple[int, torch.nn.Parameter, Any]]:
+    """(number, parameter, process group) of what `average_tensor` is about to reduce, in the order of its elements.
+
+    Args:
+        optimizer: of ZeRO-1 or 2.
+        args: of the call, behind the tensor.
+    """
+    if hasattr(optimizer, "ipg_buckets"):
+        bucket = optimizer.ipg_buckets[args[0]]
+        members, experts = bucket.params, bucket.has_moe_params
+    else:  # before 0.17
+        members, experts = optimizer.params_in_ipg_bucket, optimizer.ipg_bucket_has_moe_params
+    found = []
+    for group, index, number in members:
+        parameter = optimizer.bit16_groups[group][index]
+        ranks = optimizer.dp_process_group
+        if optimizer.reduce_scatter and experts and getattr(parameter, "allreduce", True) is False:
+            ranks = optimizer.expert_dp_process_group[parameter.group_name]
+        found.append((number, parameter, ranks))
+    return found
+
+
+def parameters_of_zero_3_bucket(optimizer: Any, args: Sequence[Any]) -> list[torch.nn.Parameter]:
+    """The parameters whose gradients ZeRO-3 is about to reduce.
+
+    Args:
+        args: of the call.
+    """
+    if hasattr(optimizer, "ipg_buckets"):
+        return list(optimizer.ipg_buckets[args[0]].params)
+    return list(optimizer.params_in_ipg_bucket)  # before 0.17
+
+
+def reduces_whole(optimizer: Any) -> bool:
+    """True where ZeRO all-reduces gradients although each rank needs a part: `reduce_scatter: false`."""
+    return not optimizer.reduce_scatter
+
+
+def zero_id(parameter: Any) -> int:
+    """ZeRO-3's number of a parameter."""
+    return int(parameter.ds_id)
+
+
+def zero_numel(parameter: Any) -> int:
+    """Elements of a parameter that ZeRO-3 may have partitioned."""
+    return int(parameter.ds_numel)
+
+
+def coordinator_of(engine: Any) -> Any:
+    """What fetches the weights of ZeRO-3 for modules; None where they are whole."""
+    return getattr(getattr(engine.optimizer, "parameter_offload", None), "param_coordinator", None)
+
+
+def modules_that_gather() -> tuple[ModuleType, ...]:
+    """Those in whose namespaces optimizers look up `GATHER_GROUPS`."""
+    return tuple(module for module in (stage_1_and_2, bf16_optimizer) if hasattr(module, GATHER_GROUPS))
+
+
+def tensor_parallel_functions() -> tuple[type, ...]:
+    """The autograd functions of AutoTP whose collectives carry activations or their gradients."""
+    names = (
+        "RowParallel",
+        "ColumnParallel",
+        "AsyncColumnParallel",
+        "ScatterToTensorParallelRegion",
+        "GatherFromTensorParallelRegion",
+    )
+    return tuple(getattr(layers, name) for name in names if hasattr(layers, name))
+
+
+def expert_functions() -> tuple[type, ...]:
+    """The autograd function that sends tokens to experts."""
+    return (sharded_moe._AllToAll,)
+
+
+def skipped_steps(engine: Any) -> int:
+    """Steps whose gradients overflowed."""
+    return int(getattr(engine, "skipped_steps", 0))
+
+
+def bypasses(engine: Any) -> list[str]:
+    """What in this engine's config sends messages in a way of its own, past the collectives that can be compressed."""
+    found = []
+    if getattr(engine, "is_deepcompile_enabled", None) is not None and engine.is_deepcompile_enabled():
+        found.append("DeepCompile issues collectives inside compiled graphs: they go uncompressed")
+    optimizer = engine.optimizer
+    if zero_stage(engine) in (1, 2) and getattr(optimizer, "use_multi_rank_bucket_allreduce", True) is False:
+        found.append(
+            "use_multi_rank_bucket_allreduce is false in zero_optimization: gradients are reduced to one rank at a time, "
+            "uncompressed; leave the key out"
+        )
+    for method, key in (("zero_quantized_weights", "weights"), ("zero_quantized_gradients", "gradients")):
+        if getattr(engine, method, None) is not None and getattr(engine, method)():
+            found.append(
+                f"zero_quantized_{key} is on: DeepSpeed quantises these itself, and they are left to it"
+            )
+    if getattr(engine, "sparse_gradients_enabled", None) is not None and engine.sparse_gradients_enabled():
+        found.append("sparse_gradients is on: sparse gradients go uncompressed")
+    return found

@@ -1,0 +1,102 @@
+"""Compressed collectives of one engine."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssdtrain.comm import Communicator
+from ssdtrain.comm.exclusion import excluded
+from ssdtrain_ds import _compat, _compat_comm
+from ssdtrain_ds.comm import gradients, layers, pipeline, roles, weights
+
+__all__ = ["CommAttachment"]
+
+logger = logging.getLogger("ssdtrain")
+
+
+class CommAttachment:
+    """What compression changed about one engine and its optimizer, until `detach`.
+
+    The engine gets functions of its own that take a role around its gradients, weights and messages; the class of DeepSpeed's
+    backend and its layers' autograd functions ask for roles as long as something is attached.
+    """
+
+    def __init__(self, engine: Any, comm: Communicator) -> None:
+        _compat_comm.check()
+        self.engine = engine
+        self.comm = comm
+        self._own: list[tuple[Any, str, Any, Any]] = []
+        roles.install()
+        weights.install()
+        layers.install(comm)
+        exact = excluded(engine.module, comm.policy.exclude)
+        changes: list[tuple[Any, str, Any]] = [
+            *gradients.wrap_gradients(engine, comm, exact),
+            *weights.wrap_weights(engine, comm, exact),
+            (engine, "save_checkpoint", self._saving(engine.save_checkpoint)),
+            (engine, "load_checkpoint", self._loading(engine.load_checkpoint)),
+        ]
+        if _compat.is_pipeline(engine):
+            changes.append((engine, _compat.INSTRUCTION_MAP, pipeline.instructions(engine, comm)))
+        for holder, name, value in changes:
+            self._own.append((holder, name, value, holder.__dict__.get(name)))
+            holder.__dict__[name] = value
+        for reason in _compat_comm.bypasses(engine):
+            logger.warning("comm: %s", reason)
+
+    def _file(self, directory: str | Path, tag: str) -> Path:
+        return Path(directory) / tag / f"ssdtrain_comm_rank_{self.comm.rank}.pt"
+
+    def _saving(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def save_checkpoint(save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+            found = plain(save_dir, tag, *args, **kwargs)
+            file = self._file(
+                save_dir, str(tag) if tag is not None else f"global_step{self.engine.global_steps}"
+            )
+            if file.parent.is_dir():
+                torch.save(self.comm.state_dict(), file)
+            else:
+                logger.warning("comm: residuals are not saved: %s is no directory on this node", file.parent)
+            return found
+
+        return save_checkpoint
+
+    def _loading(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def load_checkpoint(load_dir: Any, *args: Any, **kwargs: Any) -> Any:
+            found = plain(load_dir, *args, **kwargs)
+            self.comm.forget_weights()
+            path = found[0] if isinstance(found, tuple) else None
+            if path is not None:
+                file = Path(path) if Path(path).is_dir() else Path(path).parent
+                file = file / f"ssdtrain_comm_rank_{self.comm.rank}.pt"
+                if file.is_file():
+                    self.comm.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+                elif self.comm.feedback is not None:
+                    self.comm.feedback.clear()
+                    logger.warning(
+                        "comm: the checkpoint has no residuals (%s): error feedback begins anew", file
+                    )
+            return found
+
+        return load_checkpoint
+
+    def detach(self) -> None:
+        """The engine, its optimizer, DeepSpeed's backend and layers are as they were."""
+        for holder, name, value, before in reversed(self._own):
+            if holder.__dict__.get(name) is value:
+                if before is None:
+                    del holder.__dict__[name]
+                else:
+                    holder.__dict__[name] = before
+        self._own.clear()
+        layers.remove(self.comm)
+        weights.remove()
+        roles.remove()

@@ -1,0 +1,254 @@
+"""What a collective is about: a role, taken around the code that issues it, and the choke point where it counts.
+
+Note: [Choke point]
+    All of DeepSpeed's collectives pass the methods of one class (`TorchBackend`). While something is attached, those that can be
+    compressed ask for the role of the moment, and without one do what they always did. A role is a context variable: one
+    thread's, and gone when the code around which it was taken ends, so that a norm or an overflow flag never meets a codec.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+from ssdtrain.comm import Bucket, Communicator
+from ssdtrain_ds import _compat_comm
+
+__all__ = ["Role", "install", "remove", "taken"]
+
+
+class Role:
+    """What the collectives issued meanwhile carry.
+
+    Args:
+        dimension: of `ssdtrain.comm`.
+        bucket: of a collective on so many elements of a group; None where nothing is named.
+        first_only: of messages to a pipeline's neighbour only the first floating-point tensor is coded: the hidden states. Others
+            are masks and the like.
+    """
+
+    __slots__ = ("bucket", "comm", "dimension", "first_only", "sent")
+
+    def __init__(
+        self,
+        comm: Communicator,
+        dimension: str,
+        bucket: Callable[[int, Any], Bucket] | None = None,
+        first_only: bool = False,
+    ) -> None:
+        self.comm = comm
+        self.dimension = dimension
+        self.bucket = bucket
+        self.first_only = first_only
+        self.sent = 0
+
+    def bucket_of(self, tensor: Tensor, group: Any) -> Bucket | None:
+        return self.bucket(tensor.numel(), group) if self.bucket is not None else None
+
+    def next_message(self, tensor: Tensor) -> bool:
+        """Whether this tensor to or from a neighbour may be coded."""
+        if not self.first_only or not tensor.is_floating_point() or tensor.dim() == 0:
+            return not self.first_only
+        self.sent += 1
+        return self.sent == 1
+
+
+_role: ContextVar[Role | None] = ContextVar("ssdtrain_role", default=None)
+
+
+@contextmanager
+def taken(role: Role | None) -> Iterator[None]:
+    """Collectives of this thread have `role` until the end; None: none, whatever is around."""
+    token = _role.set(role)
+    try:
+        yield
+    finally:
+        _role.reset(token)
+
+
+def _answer(work: Any, async_op: bool) -> Any:
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _all_reduce(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def all_reduce(
+        self: Any, tensor: Tensor, op: Any = _compat_comm.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        role = _role.get()
+        work = (
+            None
+            if role is None
+            else role.comm.all_reduce(
+                tensor, role.dimension, group, _compat_comm.torch_op(op), role.bucket_of(tensor, group)
+            )
+        )
+        return plain(self, tensor, op, group, async_op) if work is None else _answer(work, async_op)
+
+    return all_reduce
+
+
+def _inference_all_reduce(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def inference_all_reduce(self: Any, tensor: Tensor, op: Any, group: Any = None) -> Any:
+        role = _role.get()
+        work = (
+            None
+            if role is None
+            else role.comm.all_reduce(tensor, role.dimension, group, _compat_comm.torch_op(op))
+        )
+        if work is None:
+            return plain(self, tensor, op, group)
+        work.wait()
+        return tensor
+
+    return inference_all_reduce
+
+
+def _reduce_scatter(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def reduce_scatter_tensor(
+        self: Any,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        op: Any = _compat_comm.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        role = _role.get()
+        work = (
+            None
+            if role is None
+            else role.comm.reduce_scatter(
+                output_tensor,
+                input_tensor,
+                role.dimension,
+                group,
+                _compat_comm.torch_op(op),
+                role.bucket_of(input_tensor, group),
+            )
+        )
+        if work is None:
+            return plain(self, output_tensor, input_tensor, op, group, async_op)
+        return _answer(work, async_op)
+
+    return reduce_scatter_tensor
+
+
+def _all_gather(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def all_gather_into_tensor(
+        self: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        role = _role.get()
+        work = (
+            None
+            if role is None
+            else role.comm.all_gather(
+                output_tensor, input_tensor, role.dimension, group, role.bucket_of(output_tensor, group)
+            )
+        )
+        if work is None:
+            return plain(self, output_tensor, input_tensor, group, async_op)
+        return _answer(work, async_op)
+
+    return all_gather_into_tensor
+
+
+def _all_to_all(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def all_to_all_single(
+        self: Any,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        role = _role.get()
+        work = (
+            None
+            if role is None
+            else role.comm.all_to_all(
+                output, input, role.dimension, output_split_sizes, input_split_sizes, group
+            )
+        )
+        if work is None:
+            return plain(self, output, input, output_split_sizes, input_split_sizes, group, async_op)
+        return _answer(work, async_op)
+
+    return all_to_all_single
+
+
+def _send(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def send(self: Any, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
+        role = _role.get()
+        if role is not None and role.next_message(tensor):
+            work = role.comm.point_to_point.send(
+                tensor, role.dimension, dst, lambda payload: plain(self, payload, dst, group, tag)
+            )
+            if work is not None:
+                return _answer(work, False)
+        return plain(self, tensor, dst, group, tag)
+
+    return send
+
+
+def _recv(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def recv(self: Any, tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
+        role = _role.get()
+        if role is not None and src is not None and role.next_message(tensor):
+
+            def receive(payload: Tensor) -> None:
+                plain(self, payload, src, group, tag)
+
+            work = role.comm.point_to_point.receive(tensor, role.dimension, src, receive)
+            if work is not None:
+                return _answer(work, False)
+        return plain(self, tensor, src, group, tag)
+
+    return recv
+
+
+_WRAPPERS = {
+    "all_reduce": _all_reduce,
+    "inference_all_reduce": _inference_all_reduce,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "all_gather_into_tensor": _all_gather,
+    "all_to_all_single": _all_to_all,
+    "send": _send,
+    "recv": _recv,
+}
+_plain: dict[str, Callable[..., Any]] = {}
+_users = 0
+
+
+def install() -> None:
+    """Collectives ask for roles, until as many calls of `remove`."""
+    global _users
+    _users += 1
+    if _users == 1:
+        for name, wrap in _WRAPPERS.items():
+            _plain[name] = getattr(_compat_comm.TorchBackend, name)
+            setattr(_compat_comm.TorchBackend, name, wrap(_plain[name]))
+
+
+def remove() -> None:
+    """Undo one `install`; after the last the backend has its own functions again."""
+    global _users
+    _users -= 1
+    if _users == 0:
+        for name, plain in _plain.items():
+            setattr(_compat_comm.TorchBackend, name, plain)
+        _plain.clear()

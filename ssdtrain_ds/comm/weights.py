@@ -1,0 +1,133 @@
+"""Weights that ranks gather: of ZeRO-1 and 2 after a step, of ZeRO-3 before a module uses them.
+
+Note: [Only while training]
+    ZeRO-3 gathers weights for checkpoints and for the user, too (`GatheredParameters`); those come as they are. Only what the
+    coordinator fetches for a module's forward or backward has the role.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssdtrain.comm import Bucket, Communicator
+from ssdtrain_ds import _compat, _compat_comm
+from ssdtrain_ds.comm.roles import Role, taken
+
+__all__ = ["install", "remove", "wrap_weights"]
+
+_stepping: ContextVar[tuple[Communicator, set[torch.nn.Parameter]] | None] = ContextVar(
+    "ssdtrain_stepping", default=None
+)
+
+
+def wrap_weights(
+    engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]
+) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """(object, attribute, function) of what gathers weights."""
+    optimizer = engine.optimizer
+    stage = _compat.zero_stage(engine)
+    if stage == 3:
+        coordinator = _compat_comm.coordinator_of(engine)
+        return (
+            [] if coordinator is None else [(coordinator, _compat_comm.FETCH, _fetching(coordinator, comm))]
+        )
+    if stage in (1, 2):
+        return [(optimizer, "step", _gathering(optimizer, comm, exact))]
+    return []
+
+
+def _fetching(coordinator: Any, comm: Communicator) -> Callable[..., Any]:
+    plain = getattr(coordinator, _compat_comm.FETCH)
+
+    @functools.wraps(plain)
+    def fetch_sub_module(*args: Any, **kwargs: Any) -> Any:
+        with taken(Role(comm, "zero_gather")):
+            return plain(*args, **kwargs)
+
+    return fetch_sub_module
+
+
+def _gathering(optimizer: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> Callable[..., Any]:
+    plain = optimizer.step
+
+    @functools.wraps(plain)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        token = _stepping.set((comm, exact))
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            _stepping.reset(token)
+
+    return step
+
+
+def _all_gather_dp_groups(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def all_gather_dp_groups(
+        groups_flat: list[Tensor],
+        partitioned_param_groups: list[list[Tensor]],
+        dp_process_group: list[Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        stepping = _stepping.get()
+        if stepping is None:
+            plain(groups_flat, partitioned_param_groups, dp_process_group, *args, **kwargs)
+            return
+        comm, exact = stepping
+        for index, (flat, parts, group) in enumerate(
+            zip(groups_flat, partitioned_param_groups, dp_process_group, strict=False)
+        ):
+            own = parts[torch.distributed.get_rank(group)]
+            work = None
+            if torch.distributed.get_world_size(group) > 1 and own.numel() * len(parts) == flat.numel():
+                work = comm.gather_weights(
+                    flat, own, group, Bucket(f"weights{index}", _exact_in(flat, exact))
+                )
+            if work is None:
+                plain([flat], [parts], [group], *args, **kwargs)
+            else:
+                work.wait()
+
+    return all_gather_dp_groups
+
+
+def _exact_in(flat: Tensor, exact: set[torch.nn.Parameter]) -> tuple[tuple[int, int], ...]:
+    """Where the excluded parameters, which are views of `flat`, lie in it."""
+    begin, size = flat.data_ptr(), flat.element_size()
+    starts = [((p.data_ptr() - begin) // size, p.numel()) for p in exact if p.dtype == flat.dtype]
+    return tuple(
+        (start, start + numel)
+        for start, numel in sorted(starts)
+        if start >= 0 and start + numel <= flat.numel()
+    )
+
+
+_plain: dict[Any, Callable[..., Any]] = {}
+_users = 0
+
+
+def install() -> None:
+    """Gathers inside a step go by difference, until as many calls of `remove`."""
+    global _users
+    _users += 1
+    if _users == 1:
+        for module in _compat_comm.modules_that_gather():
+            _plain[module] = getattr(module, _compat_comm.GATHER_GROUPS)
+            setattr(module, _compat_comm.GATHER_GROUPS, _all_gather_dp_groups(_plain[module]))
+
+
+def remove() -> None:
+    """Undo one `install`."""
+    global _users
+    _users -= 1
+    if _users == 0:
+        for module, plain in _plain.items():
+            setattr(module, _compat_comm.GATHER_GROUPS, plain)
+        _plain.clear()

@@ -1,0 +1,47 @@
+"""Every layout with compressed collectives: the identity codec changes no bit, a lossy one leaves replicas equal and sends
+less."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.deepspeed.conftest import Results
+from tests.deepspeed.rows import ROWS, Row
+from tests.deepspeed.test_matrix import parameters
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+SEVERAL = [row for row in ROWS if row.ranks > 1]
+
+
+def replicas(row: Row, results: list[dict]) -> list[list[dict]]:
+    """Ranks that hold the same parameters."""
+    if row.kind == "gpt" and "tensor_parallel" not in row.config:
+        return [results]
+    if row.kind == "pipeline":
+        share = row.ranks // row.stages
+        return [results[stage * share : (stage + 1) * share] for stage in range(row.stages)]
+    return [[result] for result in results]
+
+
+@pytest.mark.parametrize("row", parameters(SEVERAL))
+def test_the_identity_codec_changes_no_bit(row: Row, results: Results) -> None:
+    for result in results(row):
+        plain, identity = result["plain"], result["identity"]
+        assert identity["losses"] == plain["losses"]
+        assert identity["parameters"] == plain["parameters"]
+        assert sum(figures["calls"] for figures in identity["comm"].values()) > 0
+
+
+@pytest.mark.parametrize("row", parameters(SEVERAL))
+def test_a_lossy_codec_sends_less_and_leaves_replicas_equal(row: Row, results: Results) -> None:
+    found = results(row)
+    for group in replicas(row, found):
+        assert len({result["compressed"]["parameters"] for result in group}) == 1
+    for result in found:
+        compressed = result["compressed"]
+        assert compressed["finite"]
+        assert any(figures["compressed"] for figures in compressed["comm"].values())
+        for dimension, figures in compressed["comm"].items():
+            if figures["compressed"]:
+                assert figures["wire_bytes"] < figures["raw_bytes"], dimension
