@@ -16,8 +16,8 @@ class Row:
 
     Attributes:
         config: DeepSpeed's, beside what all rows have.
-        kind: "gpt" (an ordinary engine), "tensor" (the same with two ranks of tensor parallelism),
-            "pipeline", "dualpipev", "tensor_pipeline" (pipeline x tensor x data).
+        kind: "gpt" (an ordinary engine), "llama" (Hugging Face's, cut by AutoTP), "tensor" (two ranks of tensor
+            parallelism by hand), "pipeline", "dualpipev", "tensor_pipeline" (pipeline x tensor x data).
         checkpoint: see `training.CHECKPOINTS`.
         tied: the pipeline's first and last layer share a weight.
         activation_checkpointing: what `deepspeed.checkpointing.configure` is called with; None: not called.
@@ -154,6 +154,9 @@ def _other_rows() -> list[Row]:
     for stage in range(4):
         needs = (*SPECS, "autotp_zero3") if stage == 3 else SPECS
         rows.append(Row(f"autotp-zero{stage}", 2, {**zero(stage), **TENSOR_PARALLEL}, needs=needs))
+    rows.append(
+        Row("autotp-llama-zero1", 2, {**zero(1), "tensor_parallel": {"autotp_size": 2}}, kind="llama")
+    )
     rows.append(Row("autotp-data2-zero1-bf16", 4, {**zero(1), **TENSOR_PARALLEL, **BF16}, needs=SPECS))
     # A compiled graph saves what it likes: there are no plain hooks to count it by.
     for stage in (0, 1, 3):

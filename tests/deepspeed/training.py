@@ -140,9 +140,22 @@ def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
 def _train(
     row: Row, config: dict[str, Any], counter: Counter | None, saved: Path | None
 ) -> tuple[Any, list[torch.Tensor]]:
-    if row.kind in ("gpt", "tensor"):
+    if row.kind in ("gpt", "tensor", "llama"):
         return _train_gpt(row, config, counter)
     return _train_pipeline(row, config, counter, saved=saved)
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Llama(LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return super().forward(input_ids=ids, labels=labels).loss
+
+    size = {"hidden_size": models.HIDDEN, "intermediate_size": 2 * models.HIDDEN, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": models.HEADS, "num_key_value_heads": models.HEADS}
+    model = Llama(LlamaConfig(vocab_size=models.VOCABULARY, **size, **heads))
+    return deepspeed.tp_model_init(model, tp_size=2, dtype=torch.float32)
 
 
 def _train_gpt(row: Row, config: dict[str, Any], counter: Counter | None) -> tuple[Any, list[torch.Tensor]]:
@@ -150,7 +163,11 @@ def _train_gpt(row: Row, config: dict[str, Any], counter: Counter | None) -> tup
         block = (
             pipelines.tensor_parallel_block(None, 2, marked=False) if row.kind == "tensor" else models.Block
         )
-        model = models.GPT(CHECKPOINTS.get(row.checkpoint or ""), row.dropout, block)
+        model = (
+            _llama()
+            if row.kind == "llama"
+            else models.GPT(CHECKPOINTS.get(row.checkpoint or ""), row.dropout, block)
+        )
     if counter is not None and row.checkpoint is not None:
         counter.see_inputs_of(list(model.blocks), part=2 if row.kind == "tensor" else 1)
     engine, *_ = deepspeed.initialize(

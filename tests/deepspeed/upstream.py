@@ -46,14 +46,16 @@ def needs(*features: str) -> list[pytest.MarkDecorator]:
 def repair() -> None:
     """Once in a process, before `init_distributed`.
 
-    Before 0.19: the checkpoint functions make a stream that they do not use, and the CPU accelerator has no class for it;
-    ZeRO-1 and 2 gather parameters into views that autograd knows, which gloo of newer torch refuses.
+    Before 0.19, on CPU machines: the checkpoint functions make a stream that they do not use, and the accelerator has no class
+    for it; AutoTP makes tensors on the current device, which is called by the rank's number; ZeRO-1 and 2 gather parameters
+    into views that autograd knows, which gloo of newer torch refuses.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled on first use otherwise
     if Version("0.19") <= VERSION:
         return
     if get_accelerator().device_name() == "cpu":
         type(get_accelerator()).Stream = _no_stream
+        type(get_accelerator()).current_device = type(get_accelerator()).current_device_name
     if TorchBackend.all_gather_into_tensor.__name__ != _GATHER:
         TorchBackend.all_gather_into_tensor = _gathering_into_detached(TorchBackend.all_gather_into_tensor)
 
