@@ -167,7 +167,7 @@ class LossTraining(Workload):
             loss = loss_of(self.engine(tokens), targets)
             self.engine.backward(loss)
             self.engine.step()
-        self.losses.append(float(loss))
+        self.losses.append(loss.detach().item())
 
     def about(self) -> dict[str, Any]:
         options = self.options

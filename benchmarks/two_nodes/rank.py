@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -54,10 +53,14 @@ class Workload(ABC):
 
 def comm_meter(runtime: Any) -> dict[str, Any] | None:
     """The count of a `Runtime` as plain values, by dimension; None where it has none."""
-    if runtime is None:
+    statistics = None if runtime is None else runtime.statistics()
+    if statistics is None:
         return None
-    found = getattr(runtime.statistics(), "comm", None)
-    return None if found is None else {name: dataclasses.asdict(figures) for name, figures in found.items()}
+    # Not dataclasses.asdict: up to Python 3.11 it counts the entries of a Counter as if they were elements.
+    return {
+        name: {**vars(figures), "fallbacks": dict(figures.fallbacks)}
+        for name, figures in statistics.comm.items()
+    }
 
 
 def serve(workload: Workload) -> None:
