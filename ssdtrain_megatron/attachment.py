@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ssdtrain.comm import Policy
 from ssdtrain.config import Config, load_config
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.runtime import Runtime, RuntimeStatistics
-from ssdtrain_megatron import _compat, apex
+from ssdtrain_megatron import _compat, _compat_comm, apex
+from ssdtrain_megatron.comm import Hooks, residuals
+from ssdtrain_megatron.comm.refusals import refuse as refuse_comm
+from ssdtrain_megatron.comm.steps import follow
 from ssdtrain_megatron.installation import installation
 from ssdtrain_megatron.recompute import register_tracker
 from ssdtrain_megatron.refusals import refuse
@@ -36,10 +40,13 @@ class Attachment:
 
     def __init__(self, runtime: Runtime, chunks: Sequence[nn.Module]) -> None:
         self.runtime = runtime
-        self.schedule = Schedule(runtime, len(chunks))
+        # With comm a step ends where it is known whether its gradients were dropped: after the optimizer.
+        self.schedule = Schedule(runtime, len(chunks), ends_steps=runtime.comm is None)
         self.checkpoint = Checkpoint(runtime.config.checkpoint)
         register_tracker(self.checkpoint)
         self._chunks = {id(chunk): (index, chunk) for index, chunk in enumerate(chunks)}
+        self._hooks: Hooks | None = None
+        self._undo: list[Callable[[], None]] = []
 
     def chunk_of(self, model: nn.Module) -> int | None:
         """The index of `model` among the chunks, or None."""
@@ -50,8 +57,52 @@ class Attachment:
         """The figures so far; None where nothing is enabled."""
         return self.runtime.statistics()
 
+    def compress(self, optimizer: Any) -> None:
+        """Send the collectives of these chunks through the runtime's communicator, until `close`.
+
+        Args:
+            optimizer: Megatron's, of these chunks.
+
+        Raises:
+            ValueError: collectives of this process are compressed already.
+        """
+        assert self.runtime.comm is not None
+        chunks = [chunk for _, chunk in self._chunks.values()]
+        hooks = Hooks(self.runtime.comm, chunks, _compat_comm.params_are_master(optimizer))
+        hooks.install()
+        self._hooks = hooks
+        self._undo += [hooks.remove, follow(optimizer, self._stepped)]
+        self.runtime.step_begin()
+
+    def _stepped(self, skipped: bool) -> None:
+        assert self._hooks is not None
+        self._hooks.step_end()
+        self.runtime.step_end(skipped)
+        if self.runtime.engine is None:
+            # Otherwise the schedule tells when the next one begins.
+            self.runtime.step_begin()
+
+    def save(self, directory: str | Path) -> None:
+        """Write what a resumed run needs of this rank beside a checkpoint: the residuals of error feedback.
+
+        Args:
+            directory: of the checkpoint of one iteration, the same on all ranks or one for each.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self.runtime.comm is not None:
+            residuals.save(self.runtime.comm, Path(directory))
+
+    def load(self, directory: str | Path) -> None:
+        """Take what `save` wrote; without it feedback begins anew, with a warning. All ranks call it together."""
+        if self.runtime.comm is not None:
+            residuals.load(self.runtime.comm, Path(directory))
+
     def close(self) -> None:
         """Put megatron-core's functions back and close the runtime. Idempotent."""
+        while self._undo:
+            self._undo.pop()()
         installation.remove(self)
         self.runtime.close()
 
@@ -66,13 +117,15 @@ def attach(
     model_chunks: nn.Module | Sequence[nn.Module],
     config: Config | Mapping[str, Any] | str | Path | None,
     *,
+    optimizer: Any = None,
     device: torch.device | str | None = None,
     rank: int | None = None,
     local_rank: int | None = None,
     local_world_size: int | None = None,
     logs: bool = True,
 ) -> Attachment:
-    """Offload what the schedules of megatron-core save for backward on these chunks, until `close`.
+    """Offload what the schedules of megatron-core save for backward on these chunks, and compress the collectives of this
+    process, as the config asks, until `close`.
 
     Call it after the chunks are wrapped (DDP, Float16Module) and before the first step. A loop that calls models and
     `backward` by itself, without `get_forward_backward_func`, uses `ssdtrain.attach` instead.
@@ -88,6 +141,7 @@ def attach(
         model_chunks: as the schedules get them: one per virtual pipeline stage, in their order.
         config: a `Config`, a dict of its sections, or a YAML or JSON file. None, or one that enables nothing, attaches
             nothing and changes nothing.
+        optimizer: Megatron's optimizer of these chunks; with a comm section it must be given.
         device: of the activations; by default the model's.
         rank: global rank; by default torch.distributed's.
         local_rank, local_world_size: within the node; by default LOCAL_RANK and LOCAL_WORLD_SIZE (torchrun), or
@@ -95,18 +149,30 @@ def attach(
         logs: write a log line every `report.interval` steps; a loop that writes `Figures` at its own interval says False.
 
     Raises:
-        ConfigError: names the key, or the option of Megatron that excludes offloading.
+        ConfigError: names the key, or the option of Megatron that excludes what is asked for.
         ImportError: this megatron-core lacks a name that is needed.
-        ValueError: something is attached to one of the chunks already.
+        RuntimeError: ranks have different comm sections.
+        ValueError: something is attached to one of the chunks already, collectives of this process are compressed already, or
+            there is a comm section and no optimizer.
         OSError: a directory cannot be used.
     """
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     read = load_config(dict(config) if isinstance(config, Mapping) else config)
     if read.active:
         _compat.check()
-        refuse(chunks)
+        if read.offload is not None:
+            refuse(chunks)
         if any(installation.holds(chunk) for chunk in chunks):
             raise ValueError("a runtime is attached to this model already: close it first")
+    if read.compresses and read.comm is not None:
+        _compat_comm.check()
+        refuse_comm(chunks, Policy.from_config(read.comm))
+        Hooks.refuse_second()
+        if optimizer is None:
+            raise ValueError(
+                "the config has a comm section: attach(model, config, optimizer=optimizer) also needs Megatron's optimizer, "
+                "which knows when a step was skipped"
+            )
     runtime = new_runtime(
         chunks,
         read,
@@ -128,6 +194,12 @@ def attach(
                 "apex is installed (%s): SSDTrain was never run with it",
                 ", ".join(parts),
             )
+    if runtime.comm is not None:
+        try:
+            attachment.compress(optimizer)
+        except BaseException:
+            attachment.close()
+            raise
     return attachment
 
 

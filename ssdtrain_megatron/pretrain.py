@@ -81,7 +81,7 @@ def _attaching(training: Any, plain: Function) -> Function:
 
         if _attachment is not None:
             _attachment.close()
-        _attachment = attach(result[0], config, logs=False)
+        _attachment = attach(result[0], config, optimizer=result[1], logs=False)
         # The loop ends by sys.exit at --exit-interval, --exit-duration and signals.
         atexit.register(_attachment.close)
         _replace(training, "training_log", functools.partial(_logging, training, _attachment))

@@ -93,10 +93,12 @@ class Schedule:
     Args:
         runtime: enabled.
         chunks: model chunks on this rank.
+        ends_steps: a step of the runtime ends with the last backward; else somebody else says when.
     """
 
-    def __init__(self, runtime: Runtime, chunks: int) -> None:
+    def __init__(self, runtime: Runtime, chunks: int, ends_steps: bool = True) -> None:
         self.runtime = runtime
+        self._ends_steps = ends_steps
         self.order = StepOrder()
         self._chunks = chunks
         self._open = False
@@ -161,4 +163,5 @@ class Schedule:
         self._alive.clear()
         self._outputs.clear()
         self.runtime.next_backward()
-        self.runtime.step_end()
+        if self._ends_steps:
+            self.runtime.step_end()

@@ -195,7 +195,7 @@ class Trainer:
 
     def attach(self) -> Attachment:
         """What the --ssdtrain-* flags ask for."""
-        return attach(self.chunks, config_from_args(self.options), logs=False)
+        return attach(self.chunks, config_from_args(self.options), optimizer=self.optimizer, logs=False)
 
     def gradients(self) -> float | None:
         """Forward and backward of all microbatches of the next step; the mean loss on last stages, None elsewhere."""

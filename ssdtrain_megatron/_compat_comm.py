@@ -1,0 +1,164 @@
+"""The names of megatron-core that carry its collectives, checked when something is to be compressed.
+
+The part of `_compat` about communication; nothing else touches these names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import megatron.core
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.tensor_parallel import layers, mappings
+
+from ssdtrain_megatron._compat import TESTED, Place
+
+__all__ = [
+    "BUFFERS",
+    "TENSOR_PARALLEL",
+    "buckets",
+    "check",
+    "groups",
+    "is_expert",
+    "layout",
+    "params_are_master",
+    "places",
+    "tensor_parallel_size",
+]
+
+TENSOR_PARALLEL = (mappings.__name__, layers.__name__)
+"""Modules whose calls of torch.distributed are tensor-parallel or expert-parallel traffic, by their group."""
+
+BUFFERS = param_and_grad_buffer.__name__
+"""The module whose calls of torch.distributed are data-parallel traffic."""
+
+_GLOBALS: tuple[tuple[ModuleType, str], ...] = (
+    (mappings, "dist_all_gather_func"),
+    (mappings, "dist_reduce_scatter_func"),
+    (layers, "dist_all_gather_func"),
+    (layers, "dist_reduce_scatter_func"),
+    (param_and_grad_buffer, "dist_all_gather_func"),
+    (param_and_grad_buffer, "dist_reduce_scatter_func"),
+    (param_and_grad_buffer, "_coalescing_manager"),
+    (p2p_communication, "_batched_p2p_ops"),
+    (p2p_communication, "_p2p_ops"),
+)
+_P2P = {
+    "tensor_send_prev",
+    "tensor_recv_prev",
+    "tensor_send_next",
+    "tensor_recv_next",
+    "group",
+    "prev_pipeline_rank",
+    "next_pipeline_rank",
+}
+
+
+def check() -> None:
+    """Refuse a megatron-core whose collectives would not be seen.
+
+    Raises:
+        ImportError: names all that is missing.
+    """
+    missing = [f"{module.__name__}.{name}" for module, name in _GLOBALS if not hasattr(module, name)]
+    for name in ("_batched_p2p_ops", "_p2p_ops"):
+        function = getattr(p2p_communication, name, None)
+        if function is not None and set(inspect.signature(function).parameters) != _P2P:
+            missing.append(f"the parameters {', '.join(sorted(_P2P))} of {p2p_communication.__name__}.{name}")
+    if missing:
+        raise ImportError(
+            f"megatron-core {megatron.core.__version__} lacks {', '.join(missing)}, which ssdtrain.comm replaces: "
+            f"it was run with {', '.join(TESTED)}"
+        )
+
+
+def places() -> dict[str, tuple[Place, ...]]:
+    """What is replaced while something compresses: functions that are looked up when they are called."""
+    return {
+        "all_gather": (Place(mappings, "dist_all_gather_func"), Place(layers, "dist_all_gather_func")),
+        "reduce_scatter": (
+            Place(mappings, "dist_reduce_scatter_func"),
+            Place(layers, "dist_reduce_scatter_func"),
+        ),
+        "buffer_all_gather": (Place(param_and_grad_buffer, "dist_all_gather_func"),),
+        "buffer_reduce_scatter": (Place(param_and_grad_buffer, "dist_reduce_scatter_func"),),
+        "coalescing": (Place(param_and_grad_buffer, "_coalescing_manager"),),
+        "batched_p2p": (Place(p2p_communication, "_batched_p2p_ops"),),
+        "p2p": (Place(p2p_communication, "_p2p_ops"),),
+        # These are looked up in torch.distributed by everybody: the replacement looks at who calls.
+        "called_all_reduce": (Place(dist, "all_reduce"),),
+        "called_all_gather": (Place(dist, "all_gather_into_tensor"),),
+        "called_reduce_scatter": (Place(dist, "reduce_scatter_tensor"),),
+        "called_all_to_all": (Place(dist, "all_to_all_single"),),
+    }
+
+
+def groups(chunks: Sequence[torch.nn.Module]) -> dict[dist.ProcessGroup, str]:
+    """The process groups whose traffic is tensor-parallel ("tp") or expert-parallel ("ep"), by parallel_state and by what the
+    models were given themselves."""
+    found: dict[dist.ProcessGroup, str] = {}
+    named = [
+        ("ep", parallel_state.get_expert_model_parallel_group, "ep"),
+        ("ep", parallel_state.get_expert_tensor_and_model_parallel_group, "tp_ep"),
+        ("tp", parallel_state.get_expert_tensor_parallel_group, "expt_tp"),
+        ("tp", parallel_state.get_tensor_model_parallel_group, "tp"),
+    ]
+    collections = [getattr(module, "pg_collection", None) for chunk in chunks for module in chunk.modules()]
+    for dimension, function, name in named:
+        for group in (function(check_initialized=False), *(getattr(one, name, None) for one in collections)):
+            if isinstance(group, dist.ProcessGroup):
+                found[group] = dimension
+    return found
+
+
+def layout() -> dict[str, int]:
+    """The sizes of the parallel dimensions of this run."""
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "vp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "dp": parallel_state.get_data_parallel_world_size(),
+    }
+
+
+def is_expert(parameter: torch.nn.Parameter) -> bool:
+    """Whether expert parallelism splits what this parameter belongs to."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def tensor_parallel_size(parameter: torch.nn.Parameter) -> int:
+    """How many ranks split, or repeat, this parameter."""
+    if is_expert(parameter):
+        return int(parallel_state.get_expert_tensor_parallel_world_size())
+    return int(parallel_state.get_tensor_model_parallel_world_size())
+
+
+def buckets(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, bucket) of every gradient bucket of a chunk that Megatron's DistributedDataParallel wraps; none of any other."""
+    for kind, attribute in (("dense", "buffers"), ("expert", "expert_parallel_buffers")):
+        found = getattr(chunk, attribute, None)
+        if not isinstance(found, list):
+            continue
+        for number, buffer in enumerate(found):
+            for bucket in buffer.buckets:
+                yield f"{kind}{number}.{bucket.bucket_id}", bucket
+
+
+def params_are_master(optimizer: Any) -> bool:
+    """Whether model parameters in bfloat16 are part of the optimizer's master copy: it stores only the bits that they lack."""
+    parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    options = [getattr(part, "config", None) for part in parts]
+    return any(
+        getattr(found, "use_precision_aware_optimizer", False)
+        and getattr(found, "store_param_remainders", False)
+        and getattr(found, "bf16", False)
+        for found in options
+    )
