@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -24,11 +25,13 @@ __all__ = [
     "Step",
     "check",
     "check_training",
+    "loaded_checkpoint",
     "model_config",
     "output_of",
     "random_tracker",
     "read_step",
     "replaceable",
+    "saved_checkpoint",
 ]
 
 logger = logging.getLogger("ssdtrain")
@@ -50,6 +53,7 @@ _TRAINING: dict[str, tuple[str, ...]] = {
     "training": (
         "setup_model_and_optimizer",
         "training_log",
+        "save_checkpoint",
         "get_args",
         "get_tensorboard_writer",
         "get_wandb_writer",
@@ -191,3 +195,25 @@ def replaceable() -> dict[str, tuple[Place, ...]]:
         "checkpoint": (Place(tensor_parallel, "checkpoint"), Place(random, "checkpoint")),
         "discarding_checkpoint": (Place(random.CheckpointWithoutOutput, "checkpoint"),),
     }
+
+
+def _iteration(directory: str, iteration: int) -> Path:
+    """Where Megatron-LM puts the files of one iteration."""
+    return Path(directory, f"iter_{iteration:07d}")
+
+
+def loaded_checkpoint(args: Any) -> Path | None:
+    """The directory of the checkpoint that a run of Megatron-LM resumed from, or None."""
+    resumed = getattr(args, "load", None) and getattr(args, "iteration", 0)
+    return _iteration(args.load, args.iteration) if resumed else None
+
+
+def saved_checkpoint(args: Any, given: Mapping[str, Any]) -> Path | None:
+    """The directory that one call of `save_checkpoint` wrote to; None for those that are soon removed.
+
+    Args:
+        given: arguments of the call.
+    """
+    if not getattr(args, "save", None) or given.get("non_persistent_ckpt", False):
+        return None
+    return _iteration(args.save, given["iteration"])

@@ -1,4 +1,4 @@
-"""Hooks into Megatron-LM's training loop: flags, attachment, figures.
+"""Hooks into Megatron-LM's training loop: flags, attachment, figures, checkpoints.
 
 The loop looks its functions up in its modules when it calls them, so replacing them there is enough. What is replaced
 before the flags are known is put back when they ask for nothing.
@@ -77,14 +77,24 @@ def _attaching(training: Any, plain: Function) -> Function:
         if config is None or not config.active:
             uninstall_pretrain()
             return result
+        from ssdtrain_megatron import _compat
         from ssdtrain_megatron.attachment import attach
 
         if _attachment is not None:
             _attachment.close()
         _attachment = attach(result[0], config, optimizer=result[1], logs=False)
+        if not _attachment.runtime.enabled:
+            # Collectives to compress, and one rank.
+            uninstall_pretrain()
+            return result
         # The loop ends by sys.exit at --exit-interval, --exit-duration and signals.
         atexit.register(_attachment.close)
         _replace(training, "training_log", functools.partial(_logging, training, _attachment))
+        if _attachment.runtime.comm is not None:
+            source = _compat.loaded_checkpoint(training.get_args())
+            if source is not None:
+                _attachment.load(source)
+            _replace(training, "save_checkpoint", functools.partial(_saving, training, _attachment))
         return result
 
     return setup_model_and_optimizer
@@ -112,3 +122,20 @@ def _logging(training: Any, attachment: Attachment, plain: Function) -> Function
         return result
 
     return training_log
+
+
+def _saving(training: Any, attachment: Attachment, plain: Function) -> Function:
+    from ssdtrain_megatron import _compat
+
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        target = _compat.saved_checkpoint(training.get_args(), given)
+        if target is not None:
+            attachment.save(target)
+        return result
+
+    return save_checkpoint

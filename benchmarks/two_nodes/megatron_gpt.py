@@ -85,7 +85,9 @@ class MegatronGPT(Workload):
             import ssdtrain_megatron
 
             asked = {"comm": options.comm, "report": {"interval": 0}}
-            self._attachment = ssdtrain_megatron.attach(self.trainer.chunks, asked, logs=False)
+            self._attachment = ssdtrain_megatron.attach(
+                self.trainer.chunks, asked, optimizer=self.trainer.optimizer, logs=False
+            )
         if options.silent:
             for chunk in self.trainer.chunks:
                 chunk.finish_grad_sync = lambda *args, **kwargs: None

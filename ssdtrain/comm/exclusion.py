@@ -9,10 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ssdtrain.comm.coding import Ranges
+
+_T = TypeVar("_T", bound=Tensor)
 
 # Classes: LayerNorm, FusedRMSNorm, BatchNorm2d, LayerNorm1P; not LayerNormLinear, whose weight is a linear layer's.
 _NORM_CLASS = re.compile(r"norm(\d+[a-z]?)?$", re.IGNORECASE)
@@ -83,7 +86,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) or fnmatchcase(inner, pattern) for pattern in patterns)
 
 
-def ranges_of(places: Mapping[nn.Parameter, tuple[int, int]], chosen: Iterable[nn.Parameter]) -> Ranges:
+def ranges_of(places: Mapping[_T, tuple[int, int]], chosen: Iterable[_T]) -> Ranges:
     """The elements of a flat bucket that `chosen` parameters take, neighbours joined: what `Bucket.exact` wants.
 
     Args:

@@ -127,7 +127,7 @@ class Pipeline:
 
     def _code(self, arguments: dict[str, Any]) -> dict[str, tuple[_Message, Any]]:
         """Put payloads in the place of tensors in `arguments`; what was coded, by argument, with its handle."""
-        coded = {}
+        coded: dict[str, tuple[_Message, Any]] = {}
         for argument, (dimension, peer_argument) in _MESSAGES.items():
             tensor, peer = arguments[argument], arguments[peer_argument]
             if tensor is None:

@@ -52,12 +52,13 @@ class Loop:
             None,
         )
         training.training_log = lambda loss_dict, iteration, report_memory_flag: report_memory_flag
+        training.save_checkpoint = lambda iteration, model, non_persistent_ckpt=False: None
         training.print_rank_last = self.lines.append
         training.get_tensorboard_writer = lambda: self.tensorboard
         training.get_wandb_writer = lambda: self.wandb
 
     def functions(self) -> list[Callable[..., Any]]:
-        names = ("setup_model_and_optimizer", "training_log")
+        names = ("setup_model_and_optimizer", "training_log", "save_checkpoint")
         return [self.arguments.add_megatron_arguments, *(getattr(self.training, name) for name in names)]
 
     def pretrain(self, *flags: str, steps: int = 4) -> list[tuple[str | None, str]]:
