@@ -35,6 +35,7 @@ __all__ = [
     "checkpointing",
     "checkpointing_is_configured",
     "exec_schedule",
+    "foreign_instructions",
     "held_by",
     "instruction_map",
     "is_pipeline",
@@ -218,6 +219,12 @@ def stages_of(engine: PipelineEngine) -> int:
 def instruction_map(engine: PipelineEngine) -> dict[type, Any]:
     """Which function executes which instruction: functions that take the engine, found by the class of the instruction."""
     return dict(getattr(engine, INSTRUCTION_MAP))
+
+
+def foreign_instructions(engine_class: type) -> list[str]:
+    """Names of the pipeline instructions that somebody added to DeepSpeed's own, as Megatron-DeepSpeed does for zero bubble."""
+    known: dict[type, Any] = getattr(engine_class, INSTRUCTION_MAP, {})
+    return sorted(kind.__name__ for kind in known if not kind.__module__.startswith("deepspeed."))
 
 
 def exec_schedule(engine: PipelineEngine) -> Callable[[Any], Any]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import ssdtrain.api
-from ssdtrain.config import Config, load_config
+from ssdtrain.config import Config, ConfigError, Problem, load_config
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.runtime import FIRST_STEPS, Runtime
 from ssdtrain_ds import _compat, _compat_comm, checkpointing, schedule
@@ -60,6 +60,8 @@ def install() -> None:
         written = _compat.parameter_dict(config_class) if config_class is not None else {}
         # A mistake in the block is found before the model is partitioned.
         config = load_config(written[BLOCK], path=BLOCK) if BLOCK in written else None
+        if config is not None and config.active and config.offload is not None:
+            _refuse_foreign_instructions(type(self), written[BLOCK])
         plain(self, *args, **kwargs)
         if config is not None and config.active:
             self.__dict__[_ATTACHMENT] = _Attachment(self, config, written)
@@ -67,6 +69,16 @@ def install() -> None:
     setattr(init, _PLAIN, plain)
     cls.__init__ = init
     checkpointing.register_random_state(ssdtrain.api.checkpoint)
+
+
+def _refuse_foreign_instructions(engine_class: type, block: dict[str, Any]) -> None:
+    """Zero-bubble schedules sum weight gradients on `ctx.saved_tensors`, which are copies of the parameters wherever saved-tensor
+    hooks are: the gradients would be lost without a word."""
+    foreign = _compat.foreign_instructions(engine_class)
+    if foreign:
+        why = f"cannot be had with the pipeline instructions {', '.join(foreign)}, which are not DeepSpeed's own"
+        allowed = "the block without offload, or a schedule of DeepSpeed's (1F1B, DualPipeV)"
+        raise ConfigError([Problem(f"{BLOCK}.offload", block["offload"], why, allowed)])
 
 
 def uninstall() -> None:

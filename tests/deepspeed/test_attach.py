@@ -6,6 +6,7 @@ import gc
 import logging
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -13,6 +14,7 @@ import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 import ssdtrain_ds
 from ssdtrain.config import ConfigError
@@ -85,6 +87,21 @@ def test_a_mistake_in_the_block_comes_out_of_initialize(
     assert error.value.problems[0].path == key
     # It was found before DeepSpeed touched the model.
     assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def test_a_schedule_that_is_not_deepspeeds_is_refused_by_its_instructions(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A zero-bubble schedule's weight pass sets gradients on saved tensors; with hooks these are not the parameters."""
+
+    class WeightPass(PipeInstruction):
+        pass
+
+    monkeypatch.setitem(PipelineEngine._INSTRUCTION_MAP, WeightPass, lambda engine: None)
+    config = SimpleNamespace(_param_dict={"ssdtrain": {"offload": {"directories": "/nowhere"}}})
+    with pytest.raises(ConfigError, match="WeightPass") as error:
+        PipelineEngine(has_bool_tensors=False, config_class=config, args=None, model=None)
+    assert error.value.problems[0].path == "ssdtrain.offload"
 
 
 def test_a_config_in_a_file_is_read_too(process_group: None, installed: None, tmp_path: Path) -> None:
