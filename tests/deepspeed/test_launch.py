@@ -193,6 +193,15 @@ def test_with_the_variable_importing_deepspeed_is_enough(interpreter: Path, conf
     assert on["losses"] == off["losses"]
 
 
+@pytest.mark.distributed
+def test_accelerate_launch_needs_only_the_variable(interpreter: Path, config: Path) -> None:
+    pytest.importorskip("accelerate", reason="it is among requirements-dev.txt")
+    said(interpreter, "-m", "ssdtrain_ds.autoload", "install")
+    launch = [str(interpreter), "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    (found,) = results_of([*launch, str(SCRIPT), str(config)], {VARIABLE: "1", "PYTHONPATH": ""})
+    assert found["saved_bytes"] > 0
+
+
 def test_the_loader_is_deepspeeds_own_after_the_import(interpreter: Path) -> None:
     said(interpreter, "-m", "ssdtrain_ds.autoload", "install")
     look = (
