@@ -1,10 +1,12 @@
-"""One rank of the matrix of collectives: every row without comm and in several ways with it, in the same processes.
+"""One rank of the matrix of collectives: every row without comm and in several ways with it, and what happens beside
+ordinary steps, in the same processes.
 
 Started by `test_comm.py` as `python -m tests.megatron.comm_matrix DIRECTORY [name of a row ...]`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -28,9 +30,11 @@ cpu.finish()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 
 import ssdtrain_megatron  # noqa: E402
 from ssdtrain_megatron import _compat, _compat_comm  # noqa: E402
+from tests.megatron.comm_cases import CASES  # noqa: E402
 from tests.megatron.comm_rows import ROWS, WAYS, CommRow  # noqa: E402
 from tests.megatron.training import Trainer, layout  # noqa: E402
 
@@ -58,20 +62,34 @@ def shared(trainer: Trainer) -> dict[str, str]:
     return {kind: digest.hexdigest() for kind, digest in digests.items()}
 
 
+def steps(trainer: Trainer, row: CommRow) -> list[tuple[str | None, str]]:
+    found = [trainer.step(number) for number in range(row.steps)]
+    if row.row.ddp.get("overlap_param_gather"):
+        # The last step's parameters are gathered by the next forward, which does not come.
+        for chunk in trainer.chunks:
+            chunk.start_param_sync(force_sync=True)
+    return found
+
+
+def known(row: CommRow) -> bool:
+    """Whether this version of Megatron has the options."""
+    return set(row.row.ddp) <= {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+
+
 def run(row: CommRow, way: str, directory: str) -> dict[str, Any]:
     trainer = Trainer(row.row)
     before = functions()
     found: dict[str, Any] = {}
     began = time.perf_counter()
     if way == "plain":
-        found["steps"] = [trainer.step(number) for number in range(row.steps)]
+        found["steps"] = steps(trainer, row)
     else:
         config: dict[str, Any] = {"comm": {**OPEN, **WAYS[way]}}
         if way == "raw, offload":
             config["offload"] = {"directories": directory, "min_bytes": 1024}
         with ssdtrain_megatron.attach(trainer.chunks, config, optimizer=trainer.optimizer) as attachment:
             replaced = functions()
-            found["steps"] = [trainer.step(number) for number in range(row.steps)]
+            found["steps"] = steps(trainer, row)
             statistics, comm = attachment.statistics(), attachment.runtime.comm
             assert statistics is not None and comm is not None
             found["figures"] = {
@@ -98,7 +116,7 @@ def main(directory: str, *names: str) -> None:
     dist.init_process_group("gloo")
     results: dict[str, Any] = {}
     for row in ROWS:
-        if row.row.world != int(world) or (names and row.row.name not in names):
+        if row.row.world != int(world) or (names and row.row.name not in names) or not known(row):
             continue
         with layout(row.row):
             result = {way: run(row, way, directory) for way in ("plain", *row.ways)}
@@ -112,6 +130,11 @@ def main(directory: str, *names: str) -> None:
                 else [int(rank)],
             }
         results[row.row.name] = result
+        Path(directory, f"{world}-{rank}.json").write_text(json.dumps(results))
+    if int(world) == 2:
+        for name, case in CASES.items():
+            if not names or name in names:
+                results[name] = case(directory)
         Path(directory, f"{world}-{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

@@ -12,6 +12,7 @@ DIMENSIONS = ("dp", "dp_gather", "tp", "pp_forward", "pp_backward", "ep", "zero_
 RAW = dict.fromkeys(DIMENSIONS, "raw")
 WAYS: dict[str, dict[str, Any]] = {
     "raw": RAW,
+    "all too small": {"preset": "balanced", "min_bytes": "1MiB"},
     "raw, offload": RAW,
     "lossless": {"preset": "paper-mzhybrid", "dp": "off", "dp_gather": "off"},
     "safe": {"preset": "safe", "feedback": "int8"},
@@ -20,7 +21,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """By name: the comm section, beside what opens it to small messages."""
 
-EXACT = ("raw", "raw, offload", "lossless")
+EXACT = ("raw", "raw, offload", "lossless", "all too small")
 """Ways that change no bit."""
 
 
@@ -56,7 +57,17 @@ ROWS = [
     ),
     CommRow(
         Row("pp2 vp2, deallocate", 2, pp=2, vp=2, options={**INTERLEAVED, **DEALLOCATE}),
-        ("raw", "raw, offload", "lossless", "balanced", "paper-zhybrid"),
+        ("raw", "raw, offload", "all too small", "lossless", "balanced", "paper-zhybrid"),
+        ("pp_forward", "pp_backward"),
+    ),
+    CommRow(
+        Row(
+            "pp2, lengths exchanged",
+            2,
+            pp=2,
+            options={"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"},
+        ),
+        ("lossless", "balanced"),
         ("pp_forward", "pp_backward"),
     ),
     CommRow(Row("dp2", 2), ("raw", "safe", "balanced", "paper-zhybrid"), ("dp",), steps=5),
@@ -96,7 +107,20 @@ ROWS = [
         steps=5,
     ),
     CommRow(
-        Row("moe ep2", 2, ep=2, model="moe", options=MOE), ("raw", "balanced", "paper-zhybrid"), ("ep", "dp")
+        Row("moe ep2", 2, ep=2, model="moe", options=MOE),
+        ("raw", "all too small", "balanced", "paper-zhybrid"),
+        ("ep", "dp"),
+    ),
+    # Sets a global of Megatron's for good, and comes last.
+    CommRow(
+        Row(
+            "dp2, distributed optimizer, overlap, fp32 accumulation, bf16",
+            2,
+            bf16=True,
+            ddp={**OVERLAP, "reduce_scatter_with_fp32_accumulation": True},
+        ),
+        ("raw", "balanced"),
+        ("dp", "zero_gather"),
     ),
     CommRow(Row("tp2 pp2", 4, tp=2, pp=2), ("raw", "balanced"), ("tp", "pp_forward", "pp_backward")),
     CommRow(

@@ -1,0 +1,134 @@
+"""What a comm section changes before anything is sent: refusals, ranges that go exactly, one rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.tensor_parallel import mappings
+
+import ssdtrain_megatron
+from ssdtrain.comm import Policy
+from ssdtrain.config import ConfigError, load_config
+from ssdtrain_megatron import _compat_comm
+from ssdtrain_megatron.comm.data_parallel import DataParallel
+from ssdtrain_megatron.comm.refusals import refuse
+from tests.megatron.rows import Row
+from tests.megatron.training import Trainer
+
+
+def policy(**comm: Any) -> Policy:
+    config = load_config({"comm": {"preset": "balanced", **comm}}).comm
+    assert config is not None
+    return Policy.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "off"),
+    [
+        ("context_parallel_size", 2, ()),
+        ("tp_comm_overlap", True, ("tp",)),
+        ("use_ring_exchange_p2p", True, ("pp_forward", "pp_backward")),
+        ("moe_token_dispatcher_type", "flex", ("ep",)),
+        ("overlap_moe_expert_parallel_comm", True, ("ep",)),
+        ("external_cuda_graph", True, ()),
+    ],
+)
+def test_options_of_the_model_that_pass_by_the_hooks_are_refused(
+    trainer: Trainer, option: str, value: Any, off: tuple[str, ...]
+) -> None:
+    refuse(trainer.chunks, policy())
+    setattr(trainer.config, option, value)
+    with pytest.raises(ConfigError, match="--" + option.replace("_", "-")) as error:
+        refuse(trainer.chunks, policy())
+    assert all(f'"{name}": "off"' in str(error.value) for name in off)
+    if off:
+        refuse(trainer.chunks, policy(**dict.fromkeys(off, "off")))
+
+
+@pytest.mark.parametrize("option", ["nccl_ub", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"])
+def test_options_of_data_parallelism_that_pass_by_the_hooks_are_refused(
+    trainer: Trainer, option: str
+) -> None:
+    setattr(trainer.chunks[0].ddp_config, option, True)
+    with pytest.raises(ConfigError, match="--" + option.replace("_", "-")):
+        refuse(trainer.chunks, policy())
+    refuse(trainer.chunks, policy(dp="off", dp_gather="off", zero_gather="off"))
+
+
+def test_other_data_parallelism_is_refused(trainer: Trainer) -> None:
+    class MegatronFSDP(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = trainer.config
+
+    with pytest.raises(ConfigError, match="Megatron FSDP"):
+        refuse([MegatronFSDP()], policy())
+
+
+def test_a_refusal_leaves_nothing_replaced(trainer: Trainer) -> None:
+    before = [place.get() for places in _compat_comm.places().values() for place in places]
+    trainer.config.context_parallel_size = 2
+    with pytest.raises(ConfigError):
+        ssdtrain_megatron.attach(trainer.chunks, {"comm": {"preset": "safe"}}, optimizer=trainer.optimizer)
+    assert [place.get() for places in _compat_comm.places().values() for place in places] == before
+
+
+def test_with_one_rank_there_is_nothing_to_compress(trainer: Trainer) -> None:
+    before = mappings.dist_all_gather_func, dist.all_reduce, param_and_grad_buffer._coalescing_manager
+    with ssdtrain_megatron.attach(
+        trainer.chunks, {"comm": {"preset": "safe"}}, optimizer=trainer.optimizer
+    ) as attachment:
+        assert attachment.statistics() is None
+        assert "step" not in vars(trainer.optimizer)
+        now = mappings.dist_all_gather_func, dist.all_reduce, param_and_grad_buffer._coalescing_manager
+        assert now == before
+
+
+@pytest.mark.parametrize("excludes", [("norm", "bias", "embedding"), ("none",), ("*.linear_fc1.*",)])
+def test_excluded_parameters_are_found_in_their_buckets(excludes: tuple[str, ...]) -> None:
+    trainer = Trainer(Row("buckets", ddp={"use_distributed_optimizer": True, "bucket_size": 20_000}))
+    comm: Any = SimpleNamespace(policy=policy(exclude=list(excludes)))
+    data = DataParallel(comm, trainer.chunks)
+    wanted = {
+        "norm": ("layernorm",),
+        "*.linear_fc1.*": ("linear_fc1",),
+        "none": (),
+    }[excludes[0]]
+    marked = 0
+    for _, bucket in _compat_comm.buckets(trainer.chunks[0]):
+        known = data._bucket(bucket.grad_data)
+        assert known is not None and known is data._bucket(bucket.param_data)
+        # What the ranges say, written where the gradients are, and read through the parameters.
+        bucket.grad_data.zero_()
+        for start, stop in known.exact:
+            bucket.grad_data[start:stop] = 1.0
+        names = {id(parameter): name for name, parameter in trainer.chunks[0].named_parameters()}
+        for parameter in bucket.params:
+            name = names[id(parameter)]
+            exact = any(part in name for part in wanted)
+            if excludes[0] == "norm":
+                exact = exact or name.endswith("bias") or "embedding" in name
+            assert parameter.main_grad.unique().tolist() == [float(exact)], name
+            marked += exact
+    assert bool(marked) == (excludes != ("none",))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"use_precision_aware_optimizer": True, "store_param_remainders": True, "bf16": True}, True),
+        ({"use_precision_aware_optimizer": True, "store_param_remainders": False, "bf16": True}, False),
+        ({"use_precision_aware_optimizer": False, "store_param_remainders": True, "bf16": True}, False),
+    ],
+)
+def test_parameters_that_hold_bits_of_the_master_copy_are_known(
+    options: dict[str, bool], expected: bool
+) -> None:
+    one = SimpleNamespace(config=SimpleNamespace(**options))
+    assert _compat_comm.params_are_master(one) == expected
+    assert _compat_comm.params_are_master(SimpleNamespace(chained_optimizers=[one])) == expected

@@ -1,0 +1,191 @@
+"""Megatron's collectives, compressed: exact where the codec is, close where it is not, equal on all ranks that hold the same."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.megatron.comm_rows import EXACT, ROWS, CommRow
+from tests.megatron.processes import start
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed"
+    ),
+]
+
+Results = dict[str, list[Any]]
+
+
+@functools.cache
+def outcome(world: int) -> Results | str:
+    """All that `world` processes did, or why there is nothing: a failure is not tried again for each test."""
+    with tempfile.TemporaryDirectory(prefix="ssdtrain-comm-") as directory:
+        try:
+            start(world, ["-m", "tests.megatron.comm_matrix", directory])
+        except AssertionError as error:
+            return str(error)
+        ranks = [json.loads(Path(directory, f"{world}-{rank}.json").read_text()) for rank in range(world)]
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+
+def results(world: int, name: str) -> list[Any]:
+    """Of one row or case, by rank."""
+    found = outcome(world)
+    assert not isinstance(found, str), found
+    if name not in found and "fp32 accumulation" in name:
+        pytest.skip("this megatron-core does not sum reduce-scatters in float32")
+    return found[name]
+
+
+all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.row.world}: {row.row.name}")
+every_way = pytest.mark.parametrize(
+    ("row", "way"),
+    [(row, way) for row in ROWS for way in row.ways],
+    ids=lambda value: value if isinstance(value, str) else f"{value.row.world}: {value.row.name}",
+)
+
+
+def runs(row: CommRow, way: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """(without, with) comm, of every rank."""
+    for result in results(row.row.world, row.row.name):
+        yield result["plain"], result[way]
+
+
+@every_way
+def test_losses_norms_and_weights(row: CommRow, way: str) -> None:
+    with_loss = 0
+    for plain, found in runs(row, way):
+        if way in EXACT:
+            assert found["steps"] == plain["steps"]
+            assert found["weights"] == plain["weights"]
+        else:
+            assert found["weights"] != plain["weights"]
+        before, after = (
+            [float.fromhex(loss) for loss, _ in one["steps"] if loss is not None] for one in (plain, found)
+        )
+        assert after == pytest.approx(before, rel=1e-3)
+        if after:
+            with_loss += 1
+            assert len(set(after)) == row.steps, "the model does not learn"
+    assert with_loss == row.row.world // row.row.pp
+
+
+@all_rows
+def test_every_kind_of_traffic_passes_the_hooks(row: CommRow) -> None:
+    way = row.ways[0]
+    for dimension in row.dimensions:
+        calls = [found["figures"].get(dimension, {"calls": 0})["calls"] for _, found in runs(row, way)]
+        # Of a pipeline without virtual stages one end has nothing to send.
+        assert all(calls) if not dimension.startswith("pp") or row.row.vp else any(calls), (dimension, calls)
+    seen = {
+        name for _, found in runs(row, way) for name, figures in found["figures"].items() if figures["calls"]
+    }
+    assert seen == set(row.dimensions)
+
+
+@every_way
+def test_fewer_bytes_are_sent_where_a_codec_has_fewer_bits(row: CommRow, way: str) -> None:
+    shrunk = 0
+    for _, found in runs(row, way):
+        for dimension, figures in found["figures"].items():
+            assert 0 <= figures["wire_bytes"] <= figures["raw_bytes"], dimension
+            shrunk += figures["wire_bytes"] < figures["raw_bytes"]
+    assert bool(shrunk) == (way not in ("raw", "raw, offload", "all too small"))
+
+
+@every_way
+def test_what_several_ranks_hold_is_equal_to_the_bit(row: CommRow, way: str) -> None:
+    """Data-parallel replicas; what tensor-parallel ranks repeat; the embedding of the first and the last stage."""
+    ranks = results(row.row.world, row.row.name)
+    for found in ranks:
+        for kind, peers in found["ranks"].items():
+            for peer in peers:
+                assert ranks[peer][way]["shared"][kind] == found[way]["shared"][kind], kind
+
+
+@every_way
+def test_residuals_are_kept_where_gradients_are_compressed(row: CommRow, way: str) -> None:
+    for _, found in runs(row, way):
+        gradients = found["figures"].get("dp", {"compressed": 0})
+        assert bool(found["residual_bytes"]) == bool(gradients["compressed"])
+
+
+@every_way
+def test_functions_are_replaced_while_attached_and_put_back(row: CommRow, way: str) -> None:
+    for _, found in runs(row, way):
+        assert found["replaced"] == (18 if way == "raw, offload" else 13)
+        assert found["put_back"]
+        assert found["counted_steps"] == [row.steps, row.steps]
+
+
+def test_offload_and_compression_work_side_by_side() -> None:
+    rows = [row for row in ROWS if "raw, offload" in row.ways]
+    assert len(rows) >= 4
+    for row in rows:
+        assert all(found["spilled"] > 2**20 for _, found in runs(row, "raw, offload"))
+
+
+def test_messages_below_the_minimum_go_as_they_are() -> None:
+    for row in (row for row in ROWS if "all too small" in row.ways):
+        for _, found in runs(row, "all too small"):
+            assert all(figures["wire_bytes"] == figures["raw_bytes"] for figures in found["figures"].values())
+
+
+def test_a_skipped_step_drops_the_residuals_and_counts() -> None:
+    for found in results(2, "skipped"):
+        before, after, again = found["residual_bytes"]
+        assert before > 0 and after == 0 and again == before
+        assert found["steps"] == 4
+
+
+def test_an_infinite_gradient_of_one_rank_reaches_the_norm_of_all() -> None:
+    for found in results(2, "overflow"):
+        assert found.keys() == {"all-reduce", "reduce-scatter"}
+        assert not any(math.isfinite(float.fromhex(norm)) for norm in found.values())
+
+
+def test_residuals_go_through_a_checkpoint() -> None:
+    for found in results(2, "checkpoint"):
+        assert found["equal"] and found["residual_bytes"] > 0
+
+
+def test_residuals_of_some_ranks_only_are_dropped_by_all() -> None:
+    for rank, found in enumerate(results(2, "checkpoint")):
+        steps, residual_bytes, said = found["with a rank missing"]
+        assert (steps, residual_bytes) == (0, 0)
+        assert any("ranks [1]" in line for line in said) == (rank == 0)
+
+
+def test_residuals_of_another_layout_are_dropped_and_the_steps_are_kept() -> None:
+    for rank, found in enumerate(results(2, "checkpoint")):
+        steps, residual_bytes, said = found["on another layout"]
+        assert (steps, residual_bytes) == (2, 0)
+        assert any("are dropped" in line for line in said) == (rank == 0)
+
+
+def test_layers_of_transformer_engine_are_told_by_module_and_group() -> None:
+    for found in results(2, "transformer_engine"):
+        calls, errors = found.pop("transformer_engine.pytorch.distributed")
+        assert calls == 4
+        assert all(0 < error < 0.03 for error in errors)
+        calls, errors = found.pop("transformer_engine.pytorch.cross_entropy")
+        assert (calls, errors) == (0, [0, 0, 0])
+        assert len(found) == 3
+        assert all(calls == 0 for calls, _ in found.values())
+
+
+def test_a_second_attachment_that_compresses_is_refused_and_so_is_one_without_an_optimizer() -> None:
+    for found in results(2, "refused"):
+        assert "optimizer=optimizer" in found["no optimizer"]
+        assert "compressed already" in found["second"]
+        assert found["left"] == "None"
