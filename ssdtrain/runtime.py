@@ -35,7 +35,7 @@ import torch
 from torch import nn
 
 from ssdtrain.codecs import VariableSizeCodec, make_codec
-from ssdtrain.comm import Communicator, Figures, Policy
+from ssdtrain.comm import Communicator, Figures, Policy, ddp, fsdp
 from ssdtrain.config import Config, ConfigError, OffloadConfig, Problem
 from ssdtrain.device import device_for, warn_of_untested_torch
 from ssdtrain.offload.amount import AmountPlan
@@ -213,8 +213,14 @@ class Runtime:
     def attach(self, model: nn.Module) -> None:
         """Offload what every call of `model` saves, until `close`. Each call with gradients is one tape.
 
-        `model.forward` is wrapped on the instance, outside of what `torch.compile` compiles.
+        `model.forward` is wrapped on the instance, outside of what `torch.compile` compiles. With `comm`, the gradients of
+        DistributedDataParallel and FSDP2 are compressed from now on.
+
+        Raises:
+            ValueError: `comm` is asked for, and nothing about the model reduces gradients.
         """
+        if self.comm is not None:
+            self._compress(model, self.comm)
         if self.engine is None:
             return
         self.register(model)
@@ -239,6 +245,20 @@ class Runtime:
                     del model.forward
 
         self._attached.append(detach)
+
+    def _compress(self, model: nn.Module, comm: Communicator) -> None:
+        from torch.distributed.fsdp import FSDPModule
+        from torch.nn.parallel import DistributedDataParallel
+
+        if isinstance(model, DistributedDataParallel):
+            ddp.attach(model, comm)
+        elif any(isinstance(module, FSDPModule) for module in model.modules()):
+            fsdp.attach(model, comm)
+        else:
+            raise ValueError(
+                f"ssdtrain.comm is asked for, and {type(model).__name__} reduces no gradients: wrap it in "
+                "DistributedDataParallel or fully_shard first"
+            )
 
     # The loop
 

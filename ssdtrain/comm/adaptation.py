@@ -18,7 +18,7 @@ logger = logging.getLogger("ssdtrain")
 LADDER = ("int2:block=32,asymmetric,hadamard=32", "int4:block=128,hadamard", "int8:block=128")
 INTERVAL = 50
 # One rung down multiplies the error of a uniform quantiser by about this.
-_PER_RUNG = 6.0
+_PER_RUNG = 20.0
 
 _all_reduce = dist.all_reduce
 

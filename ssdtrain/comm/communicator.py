@@ -286,8 +286,13 @@ class Communicator:
             skipped: its gradients were dropped (overflow); then the residuals that came from them are, too.
         """
         self.steps += 1
-        if skipped and self.feedback is not None and self.feedback.clear():
-            logger.info("comm: the step was skipped, its residuals are dropped")
+        self.point_to_point.settle()
+        if self.feedback is not None:
+            stale = self.feedback.step_end()
+            if skipped and self.feedback.clear():
+                logger.info("comm: the step was skipped, its residuals are dropped")
+            elif stale:
+                logger.info("comm: buckets have been rebuilt, %d residuals are dropped", stale)
         for group, adaptation in self._adaptations.items():
             adaptation.decide(self.steps, group)
         if self.steps == FIRST_STEPS:

@@ -28,6 +28,7 @@ class Feedback:
         self.kind = kind
         self._kept: dict[str, Tensor] = {}
         self._numel: dict[str, int] = {}
+        self._used: set[str] = set()
         self.rebuilt = 0
         """Residuals dropped because their piece changed its size (a bucket was rebuilt)."""
 
@@ -63,6 +64,7 @@ class Feedback:
     def corrected(self, name: str, x: Tensor) -> Tensor:
         """A copy of `x` with what is kept under `name` added."""
         wanted = x.to(torch.float32, copy=True)
+        self._used.add(name)
         kept = self._kept.get(name)
         if kept is None:
             return wanted
@@ -93,6 +95,15 @@ class Feedback:
             kept = self._kept[name] = torch.empty(size, dtype=torch.uint8, device=lost.device)
         _INT8.encode(lost, kept, Key(0))
 
+    def step_end(self) -> int:
+        """Drop residuals that this step had no use for: their buckets have been rebuilt. Returns how many."""
+        stale = [name for name in self._kept if name not in self._used]
+        for name in stale:
+            del self._kept[name], self._numel[name]
+        self._used.clear()
+        self.rebuilt += len(stale)
+        return len(stale)
+
     def clear(self) -> int:
         """Drop all residuals; returns how many there were."""
         count = len(self._kept)
@@ -104,7 +115,9 @@ class Feedback:
         """For a checkpoint: plain tensors and numbers, on the CPU."""
         return {
             "kind": self.kind,
-            "pieces": {name: (kept.cpu(), self._numel[name]) for name, kept in self._kept.items()},
+            "pieces": {
+                name: (kept.to("cpu", copy=True), self._numel[name]) for name, kept in self._kept.items()
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
@@ -117,5 +130,5 @@ class Feedback:
             raise ValueError(f"the residuals are {state['kind']}, this run keeps {self.kind}")
         self.clear()
         for name, (kept, numel) in state["pieces"].items():
-            self._kept[name] = kept.to(device)
+            self._kept[name] = kept.to(device, copy=True)
             self._numel[name] = numel

@@ -5,12 +5,15 @@ Note: [Both sides decide alike]
     scalars always go as they are, and so does everything smaller than the dimension's `min_bytes`.
 
 Note: [Frames]
-    A payload of a lossless codec has a size of its own. It follows a message of 8 bytes that says which.
+    A payload of a lossless codec has a size of its own. It follows a message of 8 bytes that says which. The receiver asks for
+    the payload only when it waits; two neighbours that send to each other and wait for their sends first would wait for ever. So
+    the wait of a framed send returns at once (the message is a copy), and what is under way is waited for at the step's end.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +25,9 @@ from ssdtrain.codecs import Codec, FixedSizeCodec, Key
 from ssdtrain.comm.policy import OFF, codec_of
 from ssdtrain.comm.routing import DTYPES, NOTHING_SAVED, Router
 from ssdtrain.comm.work import After
+
+# Framed messages under way, before the oldest is waited for.
+MOST_OUTSTANDING = 64
 
 Issue = Callable[[Tensor], Any]
 """Sends or receives one tensor: returns what has a `wait()`, or None if it has waited."""
@@ -37,6 +43,7 @@ class PointToPoint:
     def __init__(self, router: Router, key: Callable[[], Key]) -> None:
         self._router = router
         self._key = key
+        self._outstanding: deque[After] = deque()
 
     def send(self, tensor: Tensor, dimension: str, peer: int, issue: Issue) -> After | None:
         """Send `tensor` to global rank `peer` by `issue`, coded; None: not coded, and not sent.
@@ -61,9 +68,11 @@ class PointToPoint:
             return After(issue(payload), held=(payload,))
         frame = torch.tensor([size], dtype=torch.int64)
         figures.wire_bytes += frame.numel() * frame.element_size()
-        first = issue(frame)
-        second = After(issue(payload[:size]), held=(payload, frame))
-        return After(first, second.wait, held=(payload, frame))
+        for message in (frame, payload[:size]):
+            self._outstanding.append(After(issue(message), held=(message,)))
+        while len(self._outstanding) > MOST_OUTSTANDING:
+            self._outstanding.popleft().wait()
+        return After(None)
 
     def receive(self, tensor: Tensor, dimension: str, peer: int, issue: Issue) -> After | None:
         """Receive into `tensor` from global rank `peer` by `issue`; there once waited for. None: it comes as it is, and nothing
@@ -91,6 +100,11 @@ class PointToPoint:
             self._decode(codec, payload, target, dimension)
 
         return After(issue(frame), rest, held=(frame,))
+
+    def settle(self) -> None:
+        """Wait for framed messages that are still under way: their peers have asked for them, or will without us."""
+        while self._outstanding:
+            self._outstanding.popleft().wait()
 
     def _decode(self, codec: Codec, payload: Tensor, target: Tensor, dimension: str) -> None:
         begun = time.perf_counter()

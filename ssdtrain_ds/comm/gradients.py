@@ -71,17 +71,18 @@ def wrap_gradients(
     stage = _compat.zero_stage(engine)
     if stage in (1, 2) and hasattr(optimizer, _compat_comm.AVERAGE_TENSOR):
         found.append((optimizer, _compat_comm.AVERAGE_TENSOR, _of_stage_1_and_2(optimizer, comm, excluded)))
-        found.append((optimizer, _compat_comm.ALLREDUCE_BUCKET, _of_lists(optimizer, comm, exact)))
+        found.append((optimizer, _compat_comm.ALLREDUCE_BUCKET, _of_lists(engine, optimizer, comm, exact)))
     elif stage == 3 and hasattr(optimizer, _compat_comm.REDUCE_AND_PARTITION):
         found.append((optimizer, _compat_comm.REDUCE_AND_PARTITION, _of_stage_3(optimizer, comm, excluded)))
     return found
 
 
-def _slices_of_tensors(tensors: Sequence[Tensor], exact: set[torch.nn.Parameter]) -> list[Slice]:
-    """For a list of gradients that does not say whose they are: by address, or else by shape."""
-    addresses = {parameter.grad.data_ptr() for parameter in exact if parameter.grad is not None}
+def _slices_of_tensors(engine: Any, tensors: Sequence[Tensor], exact: set[torch.nn.Parameter]) -> list[Slice]:
+    """For a list of gradients that does not say whose they are: by address, or by shape where the optimizer keeps gradients of
+    its own."""
+    known = {p.grad.data_ptr(): p in exact for p in engine.module.parameters() if p.grad is not None}
     shapes = {parameter.shape for parameter in exact}
-    return [(t.numel(), t.data_ptr() in addresses or t.shape in shapes) for t in tensors]
+    return [(t.numel(), known.get(t.data_ptr(), t.shape in shapes)) for t in tensors]
 
 
 def _of_engine(engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> Callable[..., Any]:
@@ -89,14 +90,16 @@ def _of_engine(engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) 
 
     @functools.wraps(plain)
     def allreduce_bucket(bucket: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        flow = Flow(name_of("engine", (t.numel() for t in bucket)), _slices_of_tensors(bucket, exact))
+        flow = Flow(name_of("engine", (t.numel() for t in bucket)), _slices_of_tensors(engine, bucket, exact))
         with taken(Role(comm, "dp", flow)):
             return plain(bucket, *args, **kwargs)
 
     return allreduce_bucket
 
 
-def _of_lists(optimizer: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> Callable[..., Any]:
+def _of_lists(
+    engine: Any, optimizer: Any, comm: Communicator, exact: set[torch.nn.Parameter]
+) -> Callable[..., Any]:
     """Of ZeRO-1 and 2 without contiguous gradients, and inside of `average_tensor`, whose role is the better one."""
     plain = getattr(optimizer, _compat_comm.ALLREDUCE_BUCKET)
 
@@ -104,7 +107,7 @@ def _of_lists(optimizer: Any, comm: Communicator, exact: set[torch.nn.Parameter]
     def allreduce_bucket(bucket: list[Tensor], *args: Any, **kwargs: Any) -> Any:
         if optimizer.__dict__.get(_AVERAGING):
             return plain(bucket, *args, **kwargs)
-        flow = Flow(name_of("list", (t.numel() for t in bucket)), _slices_of_tensors(bucket, exact))
+        flow = Flow(name_of("list", (t.numel() for t in bucket)), _slices_of_tensors(engine, bucket, exact))
         with taken(Role(comm, "dp", flow)):
             return plain(bucket, *args, **kwargs)
 

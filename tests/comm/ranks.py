@@ -26,6 +26,7 @@ def _run(
     arguments: tuple[Any, ...],
     nodes: list[str] | None,
     sink: Any,
+    meet: bool = True,
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
@@ -36,8 +37,9 @@ def _run(
         found = io.BytesIO()
         # As bytes: a tensor in a queue is a file of its sender's, which is gone by the time that somebody looks.
         torch.save(function(rank, *arguments), found)
-        dist.barrier()
-        dist.destroy_process_group()
+        if meet:
+            dist.barrier()
+            dist.destroy_process_group()
         sink.put((rank, None, found.getvalue()))
     except BaseException:
         sink.put((rank, traceback.format_exc(), b""))
@@ -83,3 +85,31 @@ def on_ranks(
                 process.kill()
                 process.join()
     return [results[rank] for rank in range(count)]
+
+
+def survivors(count: int, function: Callable[..., Any], timeout: float = 120) -> list[Any]:
+    """What `function(rank)` returned on the ranks that lived to return."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sink = _context.Queue()
+    processes = [
+        _context.Process(target=_run, args=(rank, count, port, function, (), None, sink, False), daemon=True)
+        for rank in range(count)
+    ]
+    for process in processes:
+        process.start()
+    found = []
+    try:
+        for process in processes:
+            process.join(timeout)
+        for process in processes:
+            if process.exitcode == 0:
+                _, failure, result = sink.get(timeout=timeout)
+                assert failure is None, failure
+                found.append(torch.load(io.BytesIO(result), weights_only=False))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return found

@@ -1,0 +1,74 @@
+"""A communication hook for DistributedDataParallel.
+
+Note: [Overlap]
+    A bucket's messages are issued when backward has filled it. On a CPU the part after the first message runs when the last
+    bucket is there, for all of them in order, so that every rank issues the same messages in the same order.
+"""
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ssdtrain.comm.communicator import Bucket, Communicator
+from ssdtrain.comm.exclusion import excluded, ranges_of
+from ssdtrain.comm.work import Pending
+
+_all_reduce = dist.all_reduce
+
+
+class _Hook:
+    """`reduce` is what DDP calls with each bucket: gradients are averaged over its ranks, in the dimension "dp"."""
+
+    def __init__(self, model: DistributedDataParallel, comm: Communicator) -> None:
+        self._comm = comm
+        self._group = model.process_group
+        self._exact = excluded(model.module, comm.policy.exclude)
+        self._parameters = {parameter.data_ptr(): parameter for parameter in model.module.parameters()}
+        self._numbers = {id(parameter): n for n, parameter in enumerate(model.module.parameters())}
+        self._waiting: list[tuple[Pending, Tensor, torch.futures.Future[Tensor]]] = []
+
+    # DDP reads the annotations: they have to be the classes themselves.
+    def reduce(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        gradients = bucket.buffer().div_(dist.get_world_size(self._group))
+        work = self._comm.all_reduce(gradients, "dp", self._group, bucket=self._named(bucket))
+        if work is None:
+            plain = _all_reduce(gradients, group=self._group, async_op=True)
+            future = plain.get_future().then(lambda done: done.value()[0])
+        else:
+            future = torch.futures.Future(devices=[gradients.device] if gradients.is_cuda else [])
+            self._waiting.append((work, gradients, future))
+        if bucket.is_last():
+            waiting, self._waiting = self._waiting, []
+            for found, tensor, promise in waiting:
+                found.wait()
+                promise.set_result(tensor)
+        return future
+
+    def _parameter(self, tensor: Tensor) -> nn.Parameter:
+        # DDP may hand out other Python objects for the same parameters.
+        return self._parameters[tensor.data_ptr()]
+
+    def _named(self, bucket: dist.GradBucket) -> Bucket:
+        """By its parameters: DDP rebuilds its buckets after the first step."""
+        places: dict[nn.Parameter, tuple[int, int]] = {}
+        at = 0
+        for parameter in map(self._parameter, bucket.parameters()):
+            places[parameter] = (at, at + parameter.numel())
+            at += parameter.numel()
+        members = repr([self._numbers[id(parameter)] for parameter in places])
+        return Bucket(f"ddp-{zlib.crc32(members.encode()):08x}", ranges_of(places, self._exact))
+
+
+def attach(model: DistributedDataParallel, comm: Communicator) -> None:
+    """Compress the gradients of `model`, for as long as it lives: DDP takes one hook, once.
+
+    `comm.step_end` has to be called after each optimizer step.
+
+    Raises:
+        RuntimeError: the model has a communication hook already.
+    """
+    model.register_comm_hook(None, _Hook(model, comm).reduce)

@@ -1,0 +1,94 @@
+"""Reduce-scatter and all-gather of FSDP2 (`fully_shard`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ssdtrain.comm.communicator import Bucket, Communicator
+from ssdtrain.comm.exclusion import excluded
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _managed(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that `module` shards: those below it, without those of FSDP modules below it."""
+    seen = set()
+    waiting = [module]
+    while waiting:
+        one = waiting.pop(0)
+        for parameter in one.parameters(recurse=False):
+            if parameter not in seen:
+                seen.add(parameter)
+                yield parameter
+        waiting = [child for child in one.children() if not isinstance(child, FSDPModule)] + waiting
+
+
+class _ReduceScatter:
+    """Gradients of one FSDP module, in the dimension "dp".
+
+    FSDP2 lays them out by rank: of each parameter the rows of its first dimension that the rank keeps, padded to the same number
+    on all ranks.
+    """
+
+    def __init__(self, module: Any, name: str, comm: Communicator, exact: set[nn.Parameter]) -> None:
+        self._name = name
+        self._comm = comm
+        self._parameters = [(tuple(p.shape), p in exact) for p in _managed(module) if p.requires_grad]
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        bucket = self._bucket(input_tensor.numel(), dist.get_world_size(group))
+        work = None
+        if bucket is None:
+            reason = f"{self._name} did not get gradients for all of its parameters"
+            self._comm.router.fell_back("dp", reason, input_tensor.nbytes)
+        else:
+            work = self._comm.reduce_scatter(output_tensor, input_tensor, "dp", group, op, bucket)
+        if work is None:
+            return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _bucket(self, numel: int, ranks: int) -> Bucket | None:
+        rows = [
+            (-(-shape[0] // ranks) if shape else 1, shape[1:], exact) for shape, exact in self._parameters
+        ]
+        shares = [(count * torch.Size(rest).numel(), exact) for count, rest, exact in rows]
+        if ranks * sum(share for share, _ in shares) != numel:
+            return None
+        ranges, at = [], 0
+        for share, exact in shares * ranks:
+            if exact:
+                ranges.append((at, at + share))
+            at += share
+        return Bucket(self._name, tuple(ranges))
+
+
+def attach(model: nn.Module, comm: Communicator) -> None:
+    """Compress the gradients of every FSDP module in `model`, for as long as it lives.
+
+    `comm.step_end` has to be called after each optimizer step.
+    """
+    exact = excluded(model, comm.policy.exclude)
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            # What it takes is a protocol; its class is in a private module of torch.
+            replacement: Any = _ReduceScatter(module, f"fsdp-{name}", comm, exact)
+            module.set_custom_reduce_scatter(replacement)

@@ -1,0 +1,147 @@
+"""Error feedback: what is lost in a step is sent in the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ssdtrain.codecs import Key, make_fixed_size_codec
+from ssdtrain.comm import Bucket
+from ssdtrain.comm.coding import Coder
+from ssdtrain.comm.feedback import Feedback
+from tests.comm.ranks import on_ranks
+from tests.comm.test_collectives import make, values
+
+STEPS = 30
+
+
+@pytest.mark.parametrize("kind", ["fp32", "int8"])
+@pytest.mark.parametrize("spec", ["int4:hadamard", "int2:block=32,asymmetric"])
+def test_what_was_decoded_plus_the_residual_is_the_sum_of_the_gradients(spec: str, kind: str) -> None:
+    feedback, coder = Feedback(kind), Coder(make_fixed_size_codec(spec))
+    exact = ((10, 20), (990, 1000))
+    sent, wanted = torch.zeros(1000), torch.zeros(1000)
+    out = torch.empty(coder.nbytes(1000, exact, torch.float32), dtype=torch.uint8)
+    kept_error = torch.zeros(1000)
+    for step in range(STEPS):
+        gradient = values(step, 1000)
+        before = feedback.residual("piece")
+        feedback.encode("piece", coder, gradient, exact, torch.float32, out, Key(0, step))
+        decoded = torch.empty(1000)
+        coder.decode(out, decoded, exact, torch.float32)
+        # What an 8-bit residual loses of itself is the only thing that is lost.
+        after = feedback.residual("piece")
+        kept_error += gradient + (before if before is not None else 0) - decoded - after
+        sent += decoded
+        wanted += gradient
+    residual = feedback.residual("piece")
+    torch.testing.assert_close(sent + residual + kept_error, wanted, rtol=0, atol=1e-4)
+    assert kept_error.abs().max() <= (1e-5 if kind == "fp32" else 0.2)
+    assert residual[10:20].abs().max() == 0
+    assert feedback.nbytes <= (4000 if kind == "fp32" else 1100)
+
+
+def summed(rank: int, feedback: str, gather: str) -> float:
+    comm = make(dp="int4:hadamard", dp_gather=gather, feedback=feedback)
+    sent, wanted = torch.zeros(20_000), torch.zeros(20_000)
+    for step in range(STEPS):
+        gradients = [values(100 * step + other, 20_000) + 0.1 for other in range(2)]
+        mine = gradients[rank].clone()
+        comm.all_reduce(mine, "dp", bucket=Bucket("b")).wait()
+        comm.step_end()
+        sent += mine
+        wanted += sum(gradients)
+    return float((sent - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("gather", ["int8", "int4:hadamard"])
+def test_feedback_makes_a_sum_over_steps_several_times_better(gather: str) -> None:
+    without = on_ranks(2, summed, "off", gather)[0]
+    with_it = on_ranks(2, summed, "int8", gather)[0]
+    assert with_it < 0.35 * without, (with_it, without)
+
+
+def test_an_overflow_is_not_kept() -> None:
+    feedback, coder = Feedback("int8"), Coder(make_fixed_size_codec("int4"))
+    out = torch.empty(coder.nbytes(512, (), torch.float32), dtype=torch.uint8)
+    gradient = torch.ones(512)
+    gradient[3] = float("nan")
+    feedback.encode("piece", coder, gradient, (), torch.float32, out, Key(0))
+    assert torch.isfinite(feedback.residual("piece")).all()
+    assert feedback.clear() == 1
+    assert feedback.residual("piece") is None
+
+
+def test_a_rebuilt_bucket_drops_its_residual() -> None:
+    feedback, coder = Feedback("fp32"), Coder(make_fixed_size_codec("int4"))
+    for numel in (512, 640):
+        out = torch.empty(coder.nbytes(numel, (), torch.float32), dtype=torch.uint8)
+        feedback.encode("piece", coder, torch.randn(numel), (), torch.float32, out, Key(0))
+    assert feedback.rebuilt == 1
+    feedback.step_end()
+    assert feedback.step_end() == 1
+    assert feedback.nbytes == 0
+
+
+def resumed(rank: int) -> Any:
+    first, second = (
+        make(dp="int4", dp_gather="int8", feedback="int8"),
+        make(dp="int4", dp_gather="int8", feedback="int8"),
+    )
+
+    def step(comm: Any, number: int) -> torch.Tensor:
+        mine = values(10 * number + rank, 5000)
+        comm.all_reduce(mine, "dp", bucket=Bucket("b")).wait()
+        comm.step_end()
+        return mine
+
+    for number in range(3):
+        step(first, number)
+    second.load_state_dict(first.state_dict())
+    other = make(dp="int2", dp_gather="int8", feedback="int8")
+    other.load_state_dict(first.state_dict())
+    assert torch.equal(step(first, 3), step(second, 3))
+    return other.feedback.nbytes
+
+
+def test_a_resumed_run_goes_on_to_the_bit_and_another_policy_drops_residuals() -> None:
+    assert on_ranks(2, resumed) == [0, 0]
+
+
+def skipped(rank: int) -> Any:
+    comm = make(dp="int4", dp_gather="int8", feedback="int8")
+    found = []
+    for skip in (False, True):
+        comm.all_reduce(values(rank, 5000), "dp", bucket=Bucket("b")).wait()
+        found.append(comm.feedback.nbytes > 0)
+        comm.step_end(skipped=skip)
+    return [*found, comm.feedback.nbytes]
+
+
+def test_residuals_of_a_skipped_step_are_dropped() -> None:
+    assert on_ranks(2, skipped) == [[True, True, 0]] * 2
+
+
+def adapted(rank: int) -> Any:
+    comm = make(dp="int4:block=128,hadamard", dp_gather="int8", feedback="int8", adapt=0.05)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(101):
+        # Heavy tails in one bucket, none in the other.
+        hard = torch.randn(4096, generator=generator) ** 7
+        comm.all_reduce(hard, "dp", bucket=Bucket("hard")).wait()
+        easy = torch.randint(-1, 2, (4096,), generator=generator).float()
+        comm.all_reduce(easy, "dp", bucket=Bucket("easy")).wait()
+        comm.step_end()
+    (adaptation,) = comm._adaptations.values()
+    return [adaptation.codec("hard"), adaptation.codec("easy")]
+
+
+def test_bits_follow_the_error_and_are_the_same_on_all_ranks() -> None:
+    first, second = on_ranks(2, adapted)
+    assert first == second
+    order = {"int2": 2, "int4": 4, "int8": 8}
+    hard, easy = (order[spec.partition(":")[0]] for spec in first)
+    assert hard >= easy
+    assert hard == 8
