@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-from queue import Empty, SimpleQueue
 
 import torch
 
@@ -26,7 +25,7 @@ from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.mover import Mover
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.prefetch import Prefetcher
-from ssdtrain.offload.region import Handle, Kept, Region, State, modified, restride, view_of
+from ssdtrain.offload.region import Handle, Kept, Region, Releases, State, modified, restride, view_of
 from ssdtrain.offload.sharing import Extent, Regions
 from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.offload.tape import Tape
@@ -86,7 +85,7 @@ class OffloadEngine:
         self.mover = Mover(store, transfer, self.statistics, raise_when_full=options.raise_when_full)
         self.prefetcher = Prefetcher(self.mover, options.prefetch or 0)
         self._regions = Regions()
-        self._released: SimpleQueue[tuple[Region, bool]] = SimpleQueue()
+        self._released = Releases()
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._largest = 0
@@ -343,14 +342,10 @@ class OffloadEngine:
             self._drain()
 
     def _drain(self) -> None:
-        released = self._released
-        while not released.empty():
-            try:
-                region, unpacked = released.get_nowait()
-            except Empty:
-                break
+        while (death := self._released.next()) is not None:
+            region = death.region
             region.handles -= 1
-            if not unpacked:
+            if not death.unpacked:
                 region.waiting -= 1
             if region.handles == 0:
                 self._regions.forget(region)

@@ -5,7 +5,8 @@ really lives: also while somebody else holds it, since its bytes are in memory a
 counted. `adjust` adds what is not a saved storage: the arena, restore buffers outside it.
 
 torch keeps the Python object of a storage as long as the storage itself, so a weak reference to it dies exactly when the
-memory goes. The callback may run anywhere, in the middle of a cyclic collection too: it only appends to a queue.
+memory goes. That may be anywhere, in the middle of a cyclic collection too: C code puts the reference into a queue, and no Python
+runs in which an exception could be lost.
 """
 
 from __future__ import annotations
@@ -17,6 +18,15 @@ from queue import Empty, SimpleQueue
 import torch
 
 __all__ = ["ActivationMeter"]
+
+
+class _Seen(weakref.ref[torch.UntypedStorage]):
+    """A storage that is counted: under which key, and with how many bytes."""
+
+    __slots__ = ("key", "nbytes")
+
+    key: int
+    nbytes: int
 
 
 class ActivationMeter:
@@ -31,23 +41,21 @@ class ActivationMeter:
         self.peak_bytes = 0
         self.record = timeline
         self.timeline: list[tuple[float, int]] = []
-        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._dead: SimpleQueue[int] = SimpleQueue()
+        self._seen: dict[int, _Seen] = {}
+        self._dead: SimpleQueue[_Seen] = SimpleQueue()
 
     def see(self, storage: torch.UntypedStorage) -> None:
         """Count `storage` from now until it dies, if it is not counted already."""
         key = id(storage)
         known = self._seen.get(key)
         if known is not None:
-            if known[0]() is storage:
+            if known() is storage:
                 return
             # A dead storage's key, reused before its death was drained.
             self.drain()
-        nbytes = storage.nbytes()
-        dead = self._dead
-        # `dead` and `key` are bound now: the callback must not reach for this object, which may be gone.
-        self._seen[key] = (weakref.ref(storage, lambda _, put=dead.put, key=key: put(key)), nbytes)  # type: ignore[misc]
-        self.adjust(nbytes)
+        seen = self._seen[key] = _Seen(storage, self._dead.put)
+        seen.key, seen.nbytes = key, storage.nbytes()
+        self.adjust(seen.nbytes)
 
     def adjust(self, nbytes: int) -> None:
         """Add `nbytes` (negative: subtract) that are alive for backward but are no saved storage."""
@@ -61,13 +69,12 @@ class ActivationMeter:
         dead = self._dead
         while not dead.empty():
             try:
-                key = dead.get_nowait()
+                seen = dead.get_nowait()
             except Empty:
                 return
-            known = self._seen.get(key)
-            if known is not None and known[0]() is None:
-                del self._seen[key]
-                self.adjust(-known[1])
+            if self._seen.get(seen.key) is seen:
+                del self._seen[seen.key]
+                self.adjust(-seen.nbytes)
 
     def reset_peak(self) -> None:
         """Start a new peak and a new timeline from what is alive now."""

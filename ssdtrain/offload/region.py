@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Sequence
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from queue import SimpleQueue
-
     from ssdtrain.codecs import Codec
     from ssdtrain.device import Event
     from ssdtrain.offload.tape import Tape
@@ -21,6 +21,7 @@ __all__ = [
     "Handle",
     "Kept",
     "Region",
+    "Releases",
     "State",
     "densest",
     "modified",
@@ -100,7 +101,7 @@ class Region:
         start: int,
         nbytes: int,
         tape: Tape,
-        releases: SimpleQueue[tuple[Region, bool]],
+        releases: Releases,
     ) -> None:
         self.tensor = tensor
         self.probe = probe
@@ -158,25 +159,67 @@ def _nothing(device: torch.device) -> torch.Tensor:
 
 
 class Handle:
-    """What the pack hook returns for a tensor that may move. Its life is autograd's own reference.
+    """What the pack hook returns for a tensor that may move. Its life is autograd's own reference; see `Releases`."""
 
-    Note: [Release through a queue]
-    `__del__` runs anywhere: on an autograd thread, in cyclic collection, inside a section that holds the engine's lock. It
-    only appends to a queue, which pack, unpack and step drain.
-    """
-
-    __slots__ = ("__weakref__", "geometry", "region", "unpacked")
+    __slots__ = ("__weakref__", "_death", "geometry", "region")
 
     def __init__(self, region: Region, geometry: Geometry) -> None:
         self.region = region
         self.geometry = geometry
-        self.unpacked = False
+        self._death = region.releases.watch(self, region)
 
-    def __del__(self) -> None:
-        # `region` is missing if __init__ never ran.
-        region = getattr(self, "region", None)
-        if region is not None:
-            region.releases.put((region, self.unpacked))
+    @property
+    def unpacked(self) -> bool:
+        """True if backward has had it."""
+        return self._death.unpacked
+
+    @unpacked.setter
+    def unpacked(self, value: bool) -> None:
+        self._death.unpacked = value
+
+
+class Death(weakref.ref[Handle]):
+    """What remains of a handle: which region it held, and whether backward had it."""
+
+    __slots__ = ("region", "unpacked")
+
+    region: Region
+    unpacked: bool
+
+
+class Releases:
+    """Handles that died, in the order of their deaths.
+
+    Note: [Release through a queue]
+    A handle dies anywhere: on an autograd thread, in cyclic collection, inside a section that holds the engine's lock. Its
+    weak reference is then put into a queue by C code, which pack, unpack and step drain. Nothing of Python runs: a signal
+    that arrives during backward is handled in the first Python that runs after it, and an exception that the handler raises
+    in a finalizer (Ctrl-C) is lost.
+    """
+
+    def __init__(self) -> None:
+        self._dead: SimpleQueue[Death] = SimpleQueue()
+        # The collector calls back for a weak reference only if that is no garbage itself.
+        self._watched: dict[int, Death] = {}
+
+    def watch(self, handle: Handle, region: Region) -> Death:
+        """Note the death of `handle` when it comes."""
+        death = Death(handle, self._dead.put)
+        death.region = region
+        death.unpacked = False
+        self._watched[id(death)] = death
+        return death
+
+    def next(self) -> Death | None:
+        """The next death, once; None: there is none."""
+        if self._dead.empty():
+            return None
+        try:
+            death = self._dead.get_nowait()
+        except Empty:
+            return None
+        del self._watched[id(death)]
+        return death
 
 
 class Kept:

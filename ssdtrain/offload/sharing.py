@@ -14,12 +14,11 @@ together and the copy is what leaves.
 from __future__ import annotations
 
 import weakref
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
 
-from ssdtrain.offload.region import Geometry, Region, State, densest, same_version_counter
+from ssdtrain.offload.region import Geometry, Region, Releases, State, densest, same_version_counter
 from ssdtrain.offload.tape import Tape
 
 __all__ = ["Extent", "Regions"]
@@ -82,7 +81,7 @@ class Regions:
         storage: torch.UntypedStorage,
         extent: Extent,
         tape: Tape,
-        released: SimpleQueue[tuple[Region, bool]],
+        released: Releases,
     ) -> Region:
         """A new region for `tensor`: its extent, the whole storage, or a packed copy. See Note: [Strided views]."""
         alias = tensor.detach()
@@ -119,9 +118,7 @@ class Regions:
             del self._by_storage[key]
 
 
-def _packed(
-    tensor: torch.Tensor, probe: torch.Tensor, tape: Tape, released: SimpleQueue[tuple[Region, bool]]
-) -> Region:
+def _packed(tensor: torch.Tensor, probe: torch.Tensor, tape: Tape, released: Releases) -> Region:
     dense = densest(tensor)
     region = Region(dense, probe, 0, dense.nbytes, tape, released)
     region.packed = tuple(dense.shape)

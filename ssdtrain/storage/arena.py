@@ -15,6 +15,15 @@ from ssdtrain.storage.allocator import RangeAllocator
 from ssdtrain.storage.errors import StoreClosed
 from ssdtrain.storage.memory import ALIGNMENT
 
+
+class _Given(weakref.ref[memoryview]):
+    """A view that owns a lease."""
+
+    __slots__ = ("lease",)
+
+    lease: "Lease"
+
+
 Register = Callable[[int, int], Callable[[], None]]
 
 
@@ -42,7 +51,7 @@ class Lease:
         tensor of that storage.
         """
         view = self.view()
-        weakref.finalize(view, self.release).atexit = False
+        self._arena._watch(view, self)
         return view
 
     def release(self) -> None:
@@ -80,6 +89,10 @@ class Arena:
         self._allocator = RangeAllocator(self.capacity, ALIGNMENT)
         self._lock = threading.Lock()
         self._returned: deque[tuple[int, int, int]] = deque()
+        # Views that own a lease, and those of them that died: C code appends them. A finalizer in Python would lose the
+        # exception of a signal (Ctrl-C) that is handled in it.
+        self._given: dict[int, _Given] = {}
+        self._dead: deque[_Given] = deque()
         self._poison = memory.poisoned()
         self._closed = False
         self._generation = forks.generation()
@@ -122,8 +135,12 @@ class Arena:
         if self._generation != forks.generation():
             return
         with self._lock:
-            self._closed = True
             self._drain()
+            self._closed = True
+            for given in list(self._given.values()):
+                if (view := given()) is not None:
+                    # From now on nobody drains but who gives back.
+                    weakref.finalize(view, given.lease.release).atexit = False
             self._unmap(force)
 
     def _given_back(self, offset: int, address: int, nbytes: int) -> None:
@@ -136,7 +153,16 @@ class Arena:
             finally:
                 self._lock.release()
 
+    def _watch(self, view: memoryview, lease: Lease) -> None:
+        given = _Given(view, self._dead.append)
+        given.lease = lease
+        self._given[id(given)] = given
+
     def _drain(self) -> None:
+        while self._dead:
+            given = self._dead.popleft()
+            del self._given[id(given)]
+            given.lease.release()
         while self._returned:
             offset, address, nbytes = self._returned.popleft()
             self._allocator.give(offset)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import weakref
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -73,6 +76,38 @@ def test_an_exception_in_backward_leaves_a_graph_that_can_be_used_again(make_run
     assert x.grad is not None
     del loss
     holds_nothing(runtime)
+
+
+def test_ctrl_c_while_backward_computes_is_heard(make_runtime: MakeRuntime) -> None:
+    """The first Python after the computation is what handles the signal. In a finalizer the exception would be lost."""
+    runtime = make_runtime()
+
+    class Heard(Exception):
+        pass
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        raise Heard
+
+    before = signal.signal(signal.SIGUSR1, hear)
+    try:
+        x = torch.randn(1024, 1024, requires_grad=True)
+        with runtime.forward():
+            y = x
+            for _ in range(4):
+                y = y @ y * 1e-2
+            loss = y.sum()
+        settled(runtime)
+        del y
+        main = threading.main_thread().ident
+        assert main is not None
+        timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGUSR1))
+        with pytest.raises(Heard):
+            timer.start()
+            loss.backward()
+            timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    del loss
 
 
 def test_a_non_leaf_output_that_was_saved_does_not_hold_its_graph(make_runtime: MakeRuntime) -> None:
