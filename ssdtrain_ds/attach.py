@@ -59,9 +59,14 @@ def install() -> None:
         config_class = given.get("config_class")
         written = _compat.parameter_dict(config_class) if config_class is not None else {}
         # A mistake in the block is found before the model is partitioned.
-        config = load_config(written[BLOCK], path=BLOCK) if BLOCK in written else None
-        if config is not None and config.active and config.offload is not None:
-            _refuse_foreign_instructions(type(self), written[BLOCK])
+        try:
+            config = load_config(written[BLOCK], path=BLOCK) if BLOCK in written else None
+            if config is not None and config.active and config.offload is not None:
+                _refuse_foreign_instructions(type(self), written[BLOCK])
+        except ConfigError:
+            # Nothing of the engine was made yet, and the __del__ of some versions recurses without end where that is so.
+            self.__class__ = torch.nn.Module
+            raise
         plain(self, *args, **kwargs)
         if config is not None and config.active:
             self.__dict__[_ATTACHMENT] = _Attachment(self, config, written)
