@@ -1,0 +1,101 @@
+"""What the pack hook costs the thread that trains, beside torch's own `save_on_cpu`.
+
+    python -m benchmarks.pack_hook --json
+
+Each round calls the hooks directly, in turn, with fresh tensors of the same size: one that is refused (a parameter), one that is
+too small, one that is offloaded, one that joins the region of another, and the same tensor given to `save_on_cpu`, which on a CPU
+keeps it as it is. Between rounds the stores end, so that no call waits for the drive; what a store costs its I/O threads is not
+counted here. Figures are medians in microseconds, with the quarters around them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import finish, hardware, parser
+from ssdtrain.config import load_config, parse_size
+from ssdtrain.config.units import MiB
+from ssdtrain.offload.tape import Tape
+from ssdtrain.runtime import Runtime
+
+GOALS = {"refused": 20.0, "offloaded": 60.0}
+"""Microseconds, at most."""
+
+
+def settle(runtime: Runtime) -> None:
+    """Wait for the stores in flight."""
+    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
+        time.sleep(0.0005)
+
+
+def measure(arguments: Any, directory: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    section = {"directories": str(directory), "in_flight": 64 * arguments.size}
+    runtime = Runtime(load_config({"offload": section}), device=device, logs=False)
+    engine = runtime.engine
+    assert engine is not None
+    numel = arguments.size // 4
+    parameter = torch.nn.Parameter(torch.randn(numel, device=device))
+    small = torch.randn(16, device=device)
+    on_cpu = torch.autograd.graph.save_on_cpu().pack_hook
+    seconds: dict[str, list[float]] = {}
+
+    def timed(name: str, hook: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> object:
+        began = time.perf_counter()
+        held = hook(tensor)
+        seconds.setdefault(name, []).append(time.perf_counter() - began)
+        return held
+
+    for turn in range(arguments.rounds + 5):
+        if turn == 5:
+            seconds.clear()  # the first rounds grow the spill file
+        tape = Tape()
+
+        def pack(tensor: torch.Tensor, tape: Tape = tape) -> object:
+            return engine.pack(tape, tensor)
+
+        held = []
+        for _ in range(4):
+            tensor = torch.randn(numel, device=device)
+            held += [timed("refused", pack, parameter), timed("small", pack, small)]
+            held += [timed("offloaded", pack, tensor), timed("joined", pack, tensor)]
+            held += [timed("save_on_cpu", on_cpu, tensor)]  # type: ignore[arg-type]
+        settle(runtime)
+        held.clear()
+        runtime.engine.drain()  # type: ignore[union-attr]
+    found = runtime.statistics()
+    assert found is not None
+    offloaded = found.offload.offloaded_bytes
+    runtime.close()
+    figures: dict[str, Any] = {"tensor_bytes": arguments.size, "rounds": arguments.rounds}
+    figures["offloaded_bytes"] = offloaded
+    for name, values in seconds.items():
+        low, middle, high = (quarter * 1e6 for quarter in statistics.quantiles(values, n=4))
+        figures |= {f"{name}_us": middle, f"{name}_quarter_us": low, f"{name}_three_quarters_us": high}
+    for name, goal in GOALS.items():
+        figures[f"{name}_within_goal"] = figures[f"{name}_us"] <= goal
+    return {**figures, **hardware(directory), "torch": torch.__version__, "device": device.type}
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--size", type=parse_size, default=MiB, help="bytes of an offloaded tensor")
+    arguments.add_argument("--rounds", type=int, default=200, help="of four calls each")
+    arguments.add_argument(
+        "--directory", type=Path, default=None, help="on the drive to measure; default: temporary"
+    )
+    chosen = arguments.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ssdtrain-") as temporary:
+        finish(measure(chosen, chosen.directory or Path(temporary)), chosen.json)
+
+
+if __name__ == "__main__":
+    main()
