@@ -71,8 +71,9 @@ class Call:
     key: Key
     average: bool = False
     feedback: Feedback | None = None
+    measured: bool = False
     errors: list[Tensor] = field(default_factory=list)
-    """Relative error of each encoded piece, where feedback measures it."""
+    """Relative error of each encoded piece, where it is measured: feedback knows it."""
 
     def encode(self, coder: Coder, piece: Piece, out: Tensor, what: str) -> None:
         """The payload of `piece` into `out`, with feedback where there is one and the codec loses anything."""
@@ -81,7 +82,11 @@ class Call:
         if self.feedback is None or coder.codec is None or piece.values.numel() == 0:
             coder.encode(piece.values, piece.exact, self.dtype, out, key)
             return
-        self.errors.append(self.feedback.encode(name, coder, piece.values, piece.exact, self.dtype, out, key))
+        error = self.feedback.encode(
+            name, coder, piece.values, piece.exact, self.dtype, out, key, self.measured
+        )
+        if error is not None:
+            self.errors.append(error)
 
     def nbytes(self, coder: Coder, piece: Piece) -> int:
         return coder.nbytes(piece.values.numel(), piece.exact, self.dtype)

@@ -202,6 +202,7 @@ class Communicator:
         call = self._call(dimension, route, whole.dtype, figures, bucket)
         call.average = op == dist.ReduceOp.AVG
         call.feedback = self.feedback if bucket is not None and dimension == "dp" else None
+        call.measured = self.policy.adapt is not None
 
         def finished() -> None:
             if after is not None:

@@ -11,10 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssdtrain.codecs import Key, make_fixed_size_codec
+from ssdtrain.codecs import Key, make_fixed_size_codec, payload_finite
 from ssdtrain.comm.coding import Coder, Ranges
 
 _INT8 = make_fixed_size_codec("int8:block=128")
+
+
+def _all_finite(coder: Coder, payload: Tensor) -> bool:
+    """Whether the flag of a payload in host memory says so; exact elements are outside of it."""
+    return coder.codec is not None and bool(payload_finite(payload))
 
 
 class Feedback:
@@ -38,13 +43,22 @@ class Feedback:
         return sum(kept.numel() * kept.element_size() for kept in self._kept.values())
 
     def encode(
-        self, name: str, coder: Coder, x: Tensor, exact: Ranges, dtype: torch.dtype, out: Tensor, key: Key
-    ) -> Tensor:
+        self,
+        name: str,
+        coder: Coder,
+        x: Tensor,
+        exact: Ranges,
+        dtype: torch.dtype,
+        out: Tensor,
+        key: Key,
+        measured: bool = False,
+    ) -> Tensor | None:
         """Encode `x` plus its residual into `out` and keep the new residual.
 
         Args:
             name: of the piece, the same in every step.
             x: flat float32 [numel]; it is not modified.
+            measured: return the error.
 
         Returns:
             A number on the device of `x`: the relative error |lost| / |sent| of this piece; NaN where it was not finite.
@@ -53,11 +67,14 @@ class Feedback:
         coder.encode(wanted, exact, dtype, out, key)
         got = torch.empty_like(wanted)
         coder.decode(out, got, exact, dtype)
-        size = wanted.norm()
+        size = wanted.norm() if measured else None
         lost = wanted.sub_(got)
-        error = lost.norm() / size
+        error = lost.norm() / size if size is not None else None
         # An overflow, or what surrounds it in its block, must not stay behind.
-        lost.masked_fill_(~torch.isfinite(lost), 0.0)
+        if lost.is_cuda or not _all_finite(coder, out):
+            lost.masked_fill_(~torch.isfinite(lost), 0.0)
+        for start, stop in exact:
+            lost[start:stop].zero_()
         self._keep(name, lost)
         return error
 
