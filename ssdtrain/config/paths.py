@@ -113,6 +113,8 @@ def problem_with_directory(path: Path) -> str | None:
         if place.is_dir():
             return None
         if os.path.lexists(place):
+            if place.is_dir():  # another rank made it between the two looks
+                return None
             kind = "a broken link" if not place.exists() else "a file"
             return f"is {kind}" if place == path else f'lies below "{place}", which is {kind}'
     return None

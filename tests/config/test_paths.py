@@ -186,3 +186,21 @@ def test_memory_is_recognised_as_stat_recognises_it(tmp_path: Path) -> None:
             assert (told.stdout.strip() == "tmpfs") == (
                 paths.file_system_of(place) in paths.MEMORY_FILE_SYSTEMS
             )
+
+
+def test_a_directory_that_another_rank_makes_meanwhile_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank is as fast as can be: it makes the directory right after this one has not found it."""
+    shared = tmp_path / "shared"
+    plain = Path.is_dir
+
+    def looks(place: Path) -> bool:
+        found = plain(place)
+        if place == shared:
+            shared.mkdir(exist_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", looks)
+    assert paths.problem_with_directory(shared / "3") is None
+    assert plain(shared)
