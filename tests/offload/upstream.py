@@ -248,7 +248,6 @@ def compare(directory: Path, arguments: list[str]) -> bool:
     left = copying.figures["left"]
     print(
         f"copying: {copying.count('passed')} passed, {copying.count('failed')} failed; {left} copies left",
-        flush=True,
     )
     well = plain.count("passed") > 0
     for way in OURS:
@@ -271,7 +270,6 @@ def compare(directory: Path, arguments: list[str]) -> bool:
                 f"  moved by {moving} tests, {ours.figures['loaded_bytes']} bytes loaded, {left} regions left"
             )
             well = False
-        sys.stdout.flush()
     return well
 
 
@@ -287,4 +285,5 @@ def reason(name: str, way: str, ours: Run, copying: Run) -> str | None:
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.exit(0 if compare(Path(sys.argv[1]).absolute(), sys.argv[2:]) else 1)
