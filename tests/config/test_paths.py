@@ -197,8 +197,8 @@ def test_a_directory_that_another_rank_makes_meanwhile_is_no_file(
 
     def looks(place: Path) -> bool:
         found = plain(place)
-        if place == shared:
-            shared.mkdir(exist_ok=True)
+        if place == shared and not found:
+            os.mkdir(shared)
         return found
 
     monkeypatch.setattr(Path, "is_dir", looks)
