@@ -144,6 +144,47 @@ def test_two_ranks(offload: list[str], layout: str) -> None:
     assert offloaded.count("[ssdtrain] iteration") == 3
 
 
+COMM = shlex.split("""
+    --ssdtrain-comm-preset safe --ssdtrain-comm-feedback fp32 --ssdtrain-comm-tp int8 --ssdtrain-comm-min-bytes 0
+    --no-ssdtrain-comm-probe --ssdtrain-comm-warmup-steps 0
+""")
+
+
+@pytest.mark.timeout(600)
+def test_a_resumed_run_goes_on_with_the_residuals_of_its_checkpoint(tmp_path: Path) -> None:
+    still = ["--attention-dropout", "0", "--hidden-dropout", "0", *COMM]
+    whole = start(2, [*ARRANGED, *LAUNCHER, script(), *FLAGS, *still])
+    kept = ["--save-interval", "3", "--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
+    first = start(2, [*ARRANGED, *LAUNCHER, script(), *FLAGS, *still, *kept, "--exit-interval", "3"])
+    files = sorted((tmp_path / "saved" / "iter_0000003" / "ssdtrain_comm").iterdir())
+    assert [file.name for file in files] == ["rank_00000.pt", "rank_00001.pt"]
+    second = start(2, [*ARRANGED, *LAUNCHER, script(), *FLAGS, *still, *kept])
+    expected, found = losses(whole), {**losses(first), **losses(second)}
+    assert found.keys() == expected.keys() and len(set(expected.values())) == 6
+    assert [norm for _, norm in found.values()] == [norm for _, norm in expected.values()]
+    # After the first iteration of a run Megatron prints the mean of two losses.
+    assert all(found[iteration] == expected[iteration] for iteration in (1, 2, 3, 4, 6))
+    assert "residuals" not in second
+
+    files[1].unlink()
+    again = start(2, [*ARRANGED, *LAUNCHER, script(), *FLAGS, *still, *kept, "--ckpt-step", "3"])
+    assert "no error-feedback residuals of ranks [1]" in again
+    assert losses(again).keys() == losses(second).keys() and losses(again) != losses(second)
+
+
+@pytest.mark.timeout(600)
+def test_compressed_and_offloaded_tensor_parallelism_trains_and_says_what_it_sent(offload: list[str]) -> None:
+    flags = [*FLAGS, "--tensor-model-parallel-size", "2", "--train-iters", "3", "--sequence-parallel"]
+    plain = losses(start(2, [*ARRANGED, script(), *flags]))
+    output = start(2, [*ARRANGED, *LAUNCHER, script(), *flags, *COMM, *offload])
+    found = losses(output)
+    assert found.keys() == plain.keys() and found != plain
+    for iteration, (loss, _) in found.items():
+        assert float(loss) == pytest.approx(float(plain[iteration][0]), rel=1e-3)
+    assert output.count("[ssdtrain] iteration") == 3
+    assert re.search(r"written/step: .* tp sent/step: \S+ \S+ of \S+ \S+", output)
+
+
 @pytest.mark.timeout(600)
 def test_the_layer_spec_and_recomputation(tmp_path: Path) -> None:
     file = tmp_path / "ssdtrain.yaml"
