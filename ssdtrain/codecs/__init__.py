@@ -9,7 +9,7 @@ arithmetic: C for tensors in host memory (`_native`, reached through `native`) a
 What may be imported: the names below. Plain torch is the reference of every codec and runs anywhere.
 
 What it never does: draw from a global random generator, change global torch state, allocate the payload,
-start a thread, talk to a file or a process group.
+keep a thread beyond a call, talk to a file or a process group.
 """
 
 from ssdtrain.codecs.base import (
