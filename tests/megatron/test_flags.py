@@ -91,7 +91,8 @@ def test_a_flag_does_not_hide_what_is_wrong_with_the_file(tmp_path: Path) -> Non
         ("offload:\n", "ssdtrain.offload"),
         ("offload: {directories: /a, treads: 4}\n", "ssdtrain.offload.treads"),
         ("offload: {directories: /a, threads: 1, threads: 2}\n", "ssdtrain.offload.threads"),
-        ("comm: {}\n", "ssdtrain.comm"),
+        ("compact: {}\n", "ssdtrain.compact"),
+        ("comm: {dq: int8}\n", "ssdtrain.comm.dq"),
     ]:
         file.write_text(text)
         with pytest.raises(ConfigError) as error:
