@@ -166,7 +166,8 @@ class DataParallel:
                     return self._comm.all_reduce(tensor, "dp", group, op, bucket)
                 if not self._comm.policy.rules["dp"].off:
                     raw = ring_bytes("all_reduce", tensor.nbytes, dist.get_world_size(group))
-                    self._comm.router.fell_back("dp", "between instances of the distributed optimizer", raw)
+                    # Between instances of the distributed optimizer, or of a model that nothing is attached to.
+                    self._comm.router.fell_back("dp", "no whole bucket of the attached model", raw)
                 return None
 
             send = functools.partial(plain, tensor, op, group, async_op)

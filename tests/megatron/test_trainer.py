@@ -67,6 +67,21 @@ def test_training_with_the_flags_prints_the_losses_of_training_without(
     assert list((tmp_path / "ssd").iterdir()) == []
 
 
+def test_two_ranks_that_compress_print_what_they_sent(tmp_path: Path) -> None:
+    flags = shlex.split("--tensor-model-parallel-size 2 --sequence-parallel --train-iters 3")
+    command = ["-W", "ignore", "-m", "tests.megatron.cpu", "-m", "ssdtrain_megatron.train", *TINY, *flags]
+    command += ["--data-cache-path", str(tmp_path)]
+    sizes = {}
+    for codec in ("raw", "int8"):
+        asked = ["--ssdtrain-comm-tp", codec, "--ssdtrain-comm-min-bytes", "0", "--no-ssdtrain-comm-probe"]
+        output = start(2, [*command, *asked])
+        assert "written/step" not in output
+        sizes[codec] = re.findall(r"tp sent/step: ([\d.]+) MiB of ([\d.]+) MiB", output)
+    assert len(sizes["raw"]) == len(sizes["int8"]) == 3
+    assert all(wire == raw for wire, raw in sizes["raw"])
+    assert all(float(wire) < 0.3 * float(raw) for wire, raw in sizes["int8"])
+
+
 @pytest.mark.long
 def test_the_demo_ends_with_a_table_and_equal_bits(tmp_path: Path) -> None:
     flags = [*TINY, "--train-iters", "5", "--out", str(tmp_path), "--data-cache-path", str(tmp_path / "data")]

@@ -119,7 +119,15 @@ def test_flags_are_enough_to_offload_and_to_be_told(
     assert loop.functions() == before
 
 
-@pytest.mark.parametrize("flags", [[], ["--ssdtrain-report-interval", "3"], ["--no-ssdtrain-enabled"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--ssdtrain-report-interval", "3"],
+        ["--no-ssdtrain-enabled"],
+        ["--ssdtrain-comm-preset", "safe"],  # and there is one rank
+    ],
+)
 def test_flags_that_ask_for_nothing_leave_the_function_objects(loop: Loop, flags: list[str]) -> None:
     expected = Loop().pretrain()
     before = loop.functions()
