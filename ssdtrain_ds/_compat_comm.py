@@ -108,8 +108,8 @@ def torch_op(op: Any) -> Any:
     return getattr(torch.distributed.ReduceOp, name, op)
 
 
-def parameters_of_bucket(optimizer: Any, args: Sequence[Any]) -> list[tuple[int, torch.nn.Parameter, Any]]:
-    """(number, parameter, process group) of what `average_tensor` is about to reduce, in the order of its elements.
+def parameters_of_bucket(optimizer: Any, args: Sequence[Any]) -> list[tuple[torch.nn.Parameter, Any]]:
+    """(parameter, process group) of what `average_tensor` is about to reduce, in the order of its elements.
 
     Args:
         optimizer: of ZeRO-1 or 2.
@@ -121,12 +121,12 @@ def parameters_of_bucket(optimizer: Any, args: Sequence[Any]) -> list[tuple[int,
     else:  # before 0.17
         members, experts = optimizer.params_in_ipg_bucket, optimizer.ipg_bucket_has_moe_params
     found = []
-    for group, index, number in members:
+    for group, index, _ in members:
         parameter = optimizer.bit16_groups[group][index]
         ranks = optimizer.dp_process_group
         if optimizer.reduce_scatter and experts and getattr(parameter, "allreduce", True) is False:
             ranks = optimizer.expert_dp_process_group[parameter.group_name]
-        found.append((number, parameter, ranks))
+        found.append((parameter, ranks))
     return found
 
 

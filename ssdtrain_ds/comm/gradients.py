@@ -66,14 +66,20 @@ def wrap_gradients(
         exact: excluded parameters.
     """
     excluded = {id(parameter) for parameter in exact}
+    # Names hold in a resumed run, too, whatever else the process has made before.
+    numbers = {id(parameter): n for n, parameter in enumerate(engine.module.parameters())}
     found = [(engine, "allreduce_bucket", _of_engine(engine, comm, exact))]
     optimizer = engine.optimizer
     stage = _compat.zero_stage(engine)
     if stage in (1, 2) and hasattr(optimizer, _compat_comm.AVERAGE_TENSOR):
-        found.append((optimizer, _compat_comm.AVERAGE_TENSOR, _of_stage_1_and_2(optimizer, comm, excluded)))
+        found.append(
+            (optimizer, _compat_comm.AVERAGE_TENSOR, _of_stage_1_and_2(optimizer, comm, excluded, numbers))
+        )
         found.append((optimizer, _compat_comm.ALLREDUCE_BUCKET, _of_lists(engine, optimizer, comm, exact)))
     elif stage == 3 and hasattr(optimizer, _compat_comm.REDUCE_AND_PARTITION):
-        found.append((optimizer, _compat_comm.REDUCE_AND_PARTITION, _of_stage_3(optimizer, comm, excluded)))
+        found.append(
+            (optimizer, _compat_comm.REDUCE_AND_PARTITION, _of_stage_3(optimizer, comm, excluded, numbers))
+        )
     return found
 
 
@@ -117,7 +123,9 @@ def _of_lists(
 _AVERAGING = "_ssdtrain_averaging"
 
 
-def _of_stage_1_and_2(optimizer: Any, comm: Communicator, excluded: set[int]) -> Callable[..., Any]:
+def _of_stage_1_and_2(
+    optimizer: Any, comm: Communicator, excluded: set[int], numbers: dict[int, int]
+) -> Callable[..., Any]:
     plain = getattr(optimizer, _compat_comm.AVERAGE_TENSOR)
 
     @functools.wraps(plain)
@@ -125,8 +133,10 @@ def _of_stage_1_and_2(optimizer: Any, comm: Communicator, excluded: set[int]) ->
         parameters = _compat_comm.parameters_of_bucket(optimizer, args)
         flows: dict[Any, Flow] = {}
         groups: dict[Any, list[tuple[int, Slice]]] = {}
-        for number, parameter, group in parameters:
-            groups.setdefault(group, []).append((number, (parameter.numel(), id(parameter) in excluded)))
+        for parameter, group in parameters:
+            groups.setdefault(group, []).append(
+                (numbers[id(parameter)], (parameter.numel(), id(parameter) in excluded))
+            )
         for group, members in groups.items():
             flows[group] = Flow(name_of("zero", (n for n, _ in members)), [found for _, found in members])
         whole = next(iter(flows.values())) if len(flows) == 1 else None
@@ -144,7 +154,9 @@ def _of_stage_1_and_2(optimizer: Any, comm: Communicator, excluded: set[int]) ->
     return average_tensor
 
 
-def _of_stage_3(optimizer: Any, comm: Communicator, excluded: set[int]) -> Callable[..., Any]:
+def _of_stage_3(
+    optimizer: Any, comm: Communicator, excluded: set[int], numbers: dict[int, int]
+) -> Callable[..., Any]:
     plain = getattr(optimizer, _compat_comm.REDUCE_AND_PARTITION)
 
     @functools.wraps(plain)
@@ -152,7 +164,7 @@ def _of_stage_3(optimizer: Any, comm: Communicator, excluded: set[int]) -> Calla
         parameters = sorted(
             _compat_comm.parameters_of_zero_3_bucket(optimizer, args), key=_compat_comm.zero_id
         )
-        name = name_of("zero3", map(_compat_comm.zero_id, parameters))
+        name = name_of("zero3", (numbers[id(p)] for p in parameters))
         whole = Flow(name, [(_compat_comm.zero_numel(p), id(p) in excluded) for p in parameters])
         gradients = sum(_compat_comm.zero_numel(p) for p in parameters)
 

@@ -1,0 +1,217 @@
+"""Compressed collectives of an engine: checkpoints, the monitor, what is left of them, and that nothing else is coded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.comm.ranks import on_ranks
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+COMM = {
+    "min_bytes": 0,
+    "probe": False,
+    "warmup_steps": 0,
+    "dp": "int4:hadamard",
+    "dp_gather": "int8",
+    "feedback": "int8",
+}
+
+
+def engine_of(stage: int, comm: dict[str, Any] | None, **more: Any) -> Any:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    import ssdtrain_ds
+    from tests.deepspeed import models, upstream
+
+    upstream.repair()
+    ssdtrain_ds.install()
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    torch.manual_seed(0)
+    model = models.GPT()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": models.BATCH,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+    if comm is not None:
+        config["ssdtrain"] = {"comm": comm}
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=config
+    )
+    return engine
+
+
+def train(engine: Any, rank: int, first: int, last: int) -> list[float]:
+    from tests.deepspeed import models
+
+    losses = []
+    for ids, labels in list(models.batches(1 + rank, last))[first:]:
+        loss = engine(ids, labels)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def resumed(rank: int, stage: int, directory: str) -> Any:
+    import ssdtrain_ds
+
+    engine = engine_of(stage, COMM)
+    train(engine, rank, 0, 3)
+    engine.save_checkpoint(directory)
+    on = train(engine, rank, 3, 5)
+    engine.destroy()
+    other = engine_of(stage, COMM)
+    other.load_checkpoint(directory)
+    comm = ssdtrain_ds.runtime_of(other).comm
+    found = [comm.steps, comm.feedback.nbytes > 0]
+    again = train(other, rank, 3, 5)
+    other.destroy()
+    return [on, again, *found]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_residuals_are_in_the_checkpoint_and_a_resumed_run_goes_on_to_the_bit(
+    stage: int, tmp_path: Path
+) -> None:
+    for on, again, steps, residuals in on_ranks(2, resumed, stage, str(tmp_path)):
+        assert again == on
+        assert steps == 3
+        assert residuals
+
+
+def without_residuals(rank: int, directory: str) -> Any:
+    import ssdtrain_ds
+
+    engine = engine_of(2, None)
+    train(engine, rank, 0, 1)
+    engine.save_checkpoint(directory)
+    engine.destroy()
+    other = engine_of(2, COMM)
+    train(other, rank, 0, 1)
+    other.load_checkpoint(directory)
+    found = ssdtrain_ds.runtime_of(other).comm.feedback.nbytes
+    other.destroy()
+    return found
+
+
+def test_a_checkpoint_without_residuals_begins_anew(tmp_path: Path) -> None:
+    assert on_ranks(2, without_residuals, str(tmp_path)) == [0, 0]
+
+
+def gathered(rank: int, stage: int) -> Any:
+    import deepspeed
+
+    import ssdtrain_ds
+
+    comm = {**COMM, "zero_gather": "int4", "exclude": "none"}
+    engine = engine_of(stage, comm)
+    train(engine, rank, 0, 3)
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters) if stage == 3 else torch.no_grad():
+        whole = [p.detach().clone() for p in parameters]
+    before = ssdtrain_ds.runtime_of(engine).comm.figures()["zero_gather"].calls
+    norm = engine.get_global_grad_norm()
+    assert ssdtrain_ds.runtime_of(engine).comm.figures()["zero_gather"].calls == before > 0
+    plain = [p.ds_tensor.clone() for p in parameters] if stage == 3 else []
+    engine.destroy()
+    return [whole, plain, float(norm)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_gathered_for_anything_but_training_come_as_they_are(stage: int) -> None:
+    """A checkpoint of ZeRO-3's weights, or what the user gathers, holds the exact ones; norms are the same on all ranks."""
+    first, second = on_ranks(2, gathered, stage)
+    assert all(map(torch.equal, first[0], second[0]))
+    assert first[2] == second[2]
+    for whole, *parts in zip(first[0], first[1], second[1], strict=False):
+        assert torch.equal(whole.flatten(), torch.cat([part.flatten() for part in parts])[: whole.numel()])
+
+
+def detached(rank: int) -> Any:
+    from deepspeed.comm.torch import TorchBackend
+    from deepspeed.module_inject.layers import ColumnParallel, RowParallel
+    from deepspeed.moe.sharded_moe import _AllToAll
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    def functions() -> list[Any]:
+        names = (
+            "all_reduce",
+            "reduce_scatter_tensor",
+            "all_gather_into_tensor",
+            "all_to_all_single",
+            "send",
+            "recv",
+        )
+        return [
+            *(getattr(TorchBackend, name) for name in names),
+            *(
+                getattr(cls, name)
+                for cls in (ColumnParallel, RowParallel, _AllToAll)
+                for name in ("forward", "backward")
+            ),
+            stage_1_and_2.all_gather_dp_groups,
+        ]
+
+    before = functions()
+    plain = engine_of(2, None)
+    assert functions() == before
+    first, second = engine_of(2, COMM), engine_of(2, COMM)
+    assert functions() != before
+    assert "allreduce_bucket" not in plain.__dict__
+    first.destroy()
+    train(second, rank, 0, 1)
+    assert "save_checkpoint" not in first.__dict__
+    second.destroy()
+    return functions() == before
+
+
+def test_after_the_last_engine_everything_is_deepspeeds_own() -> None:
+    assert on_ranks(2, detached) == [True, True]
+
+
+def monitored(rank: int, directory: str) -> Any:
+    engine = engine_of(2, COMM, csv_monitor={"enabled": True, "output_path": directory, "job_name": "run"})
+    train(engine, rank, 0, 2)
+    engine.destroy()
+    return sorted(str(path.name) for path in Path(directory).rglob("*.csv"))
+
+
+def test_the_monitor_has_the_bytes_of_every_dimension(tmp_path: Path) -> None:
+    found = on_ranks(2, monitored, str(tmp_path))[0]
+    assert any("dp_wire_bytes" in name for name in found), found
+    assert any("dp_raw_bytes" in name for name in found), found
+
+
+def overflowed(rank: int) -> Any:
+    import ssdtrain_ds
+
+    engine = engine_of(2, COMM)
+    train(engine, rank, 0, 2)
+    comm = ssdtrain_ds.runtime_of(engine).comm
+    ids_and_labels = __import__("tests.deepspeed.models", fromlist=["models"]).batches(1 + rank, 1)
+    for ids, labels in ids_and_labels:
+        loss = engine(ids, labels)
+        engine.backward(loss * float("nan") if rank == 1 else loss)
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    norm = engine.optimizer.scaled_global_norm() if hasattr(engine.optimizer, "scaled_global_norm") else None
+    kept = all(
+        torch.isfinite(comm.feedback.residual(name)).all()
+        for name in list(comm.feedback.state_dict()["pieces"])
+    )
+    del gradients
+    engine.destroy()
+    return [norm is None or not torch.isfinite(torch.as_tensor(norm)), bool(kept)]
+
+
+def test_a_nan_on_one_rank_is_seen_by_all_and_not_kept() -> None:
+    assert on_ranks(2, overflowed) == [[True, True], [True, True]]
