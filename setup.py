@@ -8,7 +8,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-FLAGS = ["-O3", "-std=c11", "-pthread", "-Wall", "-Wextra", "-fvisibility=hidden"]
+FLAGS = ["-O3", "-std=c11", "-pthread", "-Wall", "-Wextra", "-fvisibility=hidden", "-g0"]
 
 
 def extension(module: str, source: str) -> list[Extension]:

@@ -20,19 +20,18 @@ typedef unsigned long long address;
 
 static PyObject *py_block_encode(PyObject *self, PyObject *args) {
     (void)self;
-    address x, scales, data, seed, signs;
+    address x, scales, data, signs;
     long long numel;
-    int dtype, finite;
-    unsigned int step, tensor, rank;
-    block_format f;
-    if (!PyArg_ParseTuple(args, "KiLiippKKffKIIIKf", &x, &dtype, &numel, &f.block, &f.bits, &f.symmetric,
-                          &f.stochastic, &scales, &data, &f.cap, &f.lowest, &seed, &step, &tensor, &rank,
-                          &signs, &f.unit))
+    int finite, threads;
+    block_job f = {0};
+    if (!PyArg_ParseTuple(args, "KiLiiipKKffKIIIKfi", &x, &f.dtype, &numel, &f.block, &f.bits, &f.kind,
+                          &f.stochastic, &scales, &data, &f.cap, &f.lowest, &f.key.seed, &f.key.step,
+                          &f.key.tensor, &f.key.rank, &signs, &f.unit, &threads))
         return NULL;
-    f.signs = AT(signs);
-    f.key = (random_key){seed, step, tensor, rank};
+    f.x = AT(x), f.numel = numel, f.signs = AT(signs), f.data = AT(data);
+    f.scales = AT(scales), f.zeros = f.scales + (numel + f.block - 1) / f.block;
     Py_BEGIN_ALLOW_THREADS;
-    finite = block_encode(AT(x), dtype, numel, &f, AT(scales), AT(data));
+    finite = block_encode(&f, threads);
     Py_END_ALLOW_THREADS;
     return PyBool_FromLong(finite);
 }
@@ -41,31 +40,41 @@ static PyObject *py_block_decode(PyObject *self, PyObject *args) {
     (void)self;
     address scales, data, out, signs;
     long long numel;
-    int dtype, accumulate;
-    block_format f = {0};
-    if (!PyArg_ParseTuple(args, "KKLiipKipKf", &scales, &data, &numel, &f.block, &f.bits, &f.symmetric, &out,
-                          &dtype, &accumulate, &signs, &f.unit))
+    int threads;
+    block_job f = {0};
+    if (!PyArg_ParseTuple(args, "KKLiiiKipKfi", &scales, &data, &numel, &f.block, &f.bits, &f.kind, &out,
+                          &f.dtype, &f.accumulate, &signs, &f.unit, &threads))
         return NULL;
-    f.signs = AT(signs);
+    f.out = AT(out), f.numel = numel, f.signs = AT(signs), f.data = AT(data);
+    f.scales = AT(scales), f.zeros = f.scales + (numel + f.block - 1) / f.block;
     Py_BEGIN_ALLOW_THREADS;
-    block_decode(AT(scales), AT(data), numel, &f, AT(out), dtype, accumulate);
+    block_decode(&f, threads);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
 
 enum { CHUNK = 256 };
 
-EVERY_CPU static int bf16_encode(const void *x, int dtype, int64_t numel, uint16_t *out) {
+typedef struct {
+    const void *x;
+    void *out;
+    uint16_t *data;
+    int64_t numel;
+    int dtype, accumulate;
+} bf16_job;
+
+EVERY_CPU static int bf16_encode_slice(const void *job, int64_t first, int64_t last) {
+    const bf16_job *b = job;
     float v[CHUNK];
     uint16_t most = 0;
-    for (int64_t at = 0; at < numel; at += CHUNK) {
-        int count = numel - at < CHUNK ? (int)(numel - at) : CHUNK;
-        const float *values = (const float *)x + at;
-        if (dtype != FLOAT32) {
-            load(v, x, dtype, at, count, count);
+    for (int64_t at = first * CHUNK; at < last * CHUNK && at < b->numel; at += CHUNK) {
+        int count = (int)least(b->numel - at, CHUNK);
+        const float *values = (const float *)b->x + at;
+        if (b->dtype != FLOAT32) {
+            load(v, b->x, b->dtype, at, count, count);
             values = v;
         }
-        uint16_t *restrict h = out + at;
+        uint16_t *restrict h = b->data + at;
         for (int i = 0; i < count; i++) {
             h[i] = to_bfloat16(values[i]);
             uint16_t magnitude = h[i] & 0x7fffu;
@@ -75,15 +84,21 @@ EVERY_CPU static int bf16_encode(const void *x, int dtype, int64_t numel, uint16
     return most < 0x7f80u;
 }
 
-EVERY_CPU static void bf16_decode(const uint16_t *restrict data, int64_t numel, void *out, int dtype,
-                                  int accumulate) {
+EVERY_CPU static int bf16_decode_slice(const void *job, int64_t first, int64_t last) {
+    const bf16_job *b = job;
     float v[CHUNK];
-    for (int64_t at = 0; at < numel; at += CHUNK) {
-        int count = numel - at < CHUNK ? (int)(numel - at) : CHUNK;
-        float *values = dtype == FLOAT32 && !accumulate ? (float *)out + at : v;
-        for (int i = 0; i < count; i++) values[i] = from_bfloat16(data[at + i]);
-        if (values == v) store(v, out, dtype, at, count, accumulate);
+    for (int64_t at = first * CHUNK; at < last * CHUNK && at < b->numel; at += CHUNK) {
+        int count = (int)least(b->numel - at, CHUNK);
+        const uint16_t *restrict h = b->data + at;
+        float *values = b->dtype == FLOAT32 && !b->accumulate ? (float *)b->out + at : v;
+        for (int i = 0; i < count; i++) values[i] = from_bfloat16(h[i]);
+        if (values == v) store(v, b->out, b->dtype, at, count, b->accumulate);
     }
+    return 1;
+}
+
+static int run_bf16(slice_function work, const bf16_job *b, int threads) {
+    return in_slices(work, b, (b->numel + CHUNK - 1) / CHUNK, CHUNK, threads);
 }
 
 /* Whether no value has the exponent of Inf and NaN. */
@@ -115,12 +130,14 @@ static PyObject *py_all_finite(PyObject *self, PyObject *args) {
 
 static PyObject *py_bf16_encode(PyObject *self, PyObject *args) {
     (void)self;
-    address x, out;
+    address x, data;
     long long numel;
-    int dtype, finite;
-    if (!PyArg_ParseTuple(args, "KiLK", &x, &dtype, &numel, &out)) return NULL;
+    int finite, threads;
+    bf16_job b = {0};
+    if (!PyArg_ParseTuple(args, "KiLKi", &x, &b.dtype, &numel, &data, &threads)) return NULL;
+    b.x = AT(x), b.numel = numel, b.data = AT(data);
     Py_BEGIN_ALLOW_THREADS;
-    finite = bf16_encode(AT(x), dtype, numel, AT(out));
+    finite = run_bf16(bf16_encode_slice, &b, threads);
     Py_END_ALLOW_THREADS;
     return PyBool_FromLong(finite);
 }
@@ -129,23 +146,27 @@ static PyObject *py_bf16_decode(PyObject *self, PyObject *args) {
     (void)self;
     address data, out;
     long long numel;
-    int dtype, accumulate;
-    if (!PyArg_ParseTuple(args, "KLKip", &data, &numel, &out, &dtype, &accumulate)) return NULL;
+    int threads;
+    bf16_job b = {0};
+    if (!PyArg_ParseTuple(args, "KLKipi", &data, &numel, &out, &b.dtype, &b.accumulate, &threads)) return NULL;
+    b.out = AT(out), b.numel = numel, b.data = AT(data);
     Py_BEGIN_ALLOW_THREADS;
-    bf16_decode(AT(data), numel, AT(out), dtype, accumulate);
+    run_bf16(bf16_decode_slice, &b, threads);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
 
 static PyObject *py_rotate(PyObject *self, PyObject *args) {
     (void)self;
-    address x, signs, out;
+    address x, signs, rotated;
     long long numel;
-    int dtype, size;
-    float unit;
-    if (!PyArg_ParseTuple(args, "KiLKifK", &x, &dtype, &numel, &signs, &size, &unit, &out)) return NULL;
+    int threads;
+    rotation_job r = {0};
+    if (!PyArg_ParseTuple(args, "KiLKifKi", &x, &r.dtype, &numel, &signs, &r.size, &r.unit, &rotated, &threads))
+        return NULL;
+    r.x = AT(x), r.numel = numel, r.signs = AT(signs), r.rotated = AT(rotated);
     Py_BEGIN_ALLOW_THREADS;
-    rotate(AT(x), dtype, numel, AT(signs), size, unit, AT(out));
+    run_rotation(rotate_slice, &r, threads);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -154,13 +175,14 @@ static PyObject *py_unrotate(PyObject *self, PyObject *args) {
     (void)self;
     address rotated, signs, out;
     long long numel;
-    int dtype, size, accumulate;
-    float unit;
-    if (!PyArg_ParseTuple(args, "KLKifKip", &rotated, &numel, &signs, &size, &unit, &out, &dtype,
-                          &accumulate))
+    int threads;
+    rotation_job r = {0};
+    if (!PyArg_ParseTuple(args, "KLKifKipi", &rotated, &numel, &signs, &r.size, &r.unit, &out, &r.dtype,
+                          &r.accumulate, &threads))
         return NULL;
+    r.out = AT(out), r.numel = numel, r.signs = AT(signs), r.rotated = AT(rotated);
     Py_BEGIN_ALLOW_THREADS;
-    unrotate(AT(rotated), numel, AT(signs), size, unit, AT(out), dtype, accumulate);
+    run_rotation(unrotate_slice, &r, threads);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }

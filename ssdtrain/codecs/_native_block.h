@@ -1,293 +1,225 @@
-/* Block integers (block.py, Note: [Block codes]) and the Hadamard rotation (hadamard.py), operation by
- * operation as in torch. */
+/* Codes of 8, 4 or 2 bits in blocks that share a scale (block.py, Note: [Block codes], and fp8.py), operation by
+ * operation as in torch.
+ *
+ * Note: [Groups]
+ * GROUP_VALUES values are worked on at a time: first the range of each block, then the scales of all blocks side by
+ * side, then the codes. So the divisions and roundings behind a scale take one vector, not one block after the other. */
 
 #ifndef SSDTRAIN_CODECS_BLOCK_H
 #define SSDTRAIN_CODECS_BLOCK_H
 
-#include "_native_floats.h"
+#include "_native_codes.h"
+#include "_native_parallel.h"
+#include "_native_philox.h"
+#include "_native_rotation.h"
 
-enum { LANES = 32 }; /* every block size is a multiple */
-
-typedef struct {
-    uint64_t seed;
-    uint32_t step, tensor, rank;
-} random_key;
+enum { GROUP_VALUES = 2048, BLOCK_MIN = 32, GROUP_MAX = GROUP_VALUES / BLOCK_MIN };
 
 typedef struct {
-    int block, bits, symmetric, stochastic;
-    float cap;    /* symmetric: the largest scale; asymmetric: the largest value of the dtype */
-    float lowest; /* asymmetric: the smallest zero point */
+    const void *x; /* encode */
+    void *out;     /* decode */
+    uint16_t *scales, *zeros; /* zeros: of asymmetric blocks */
+    uint8_t *data;
+    int64_t numel;
+    int dtype, block, bits, kind, stochastic, accumulate;
+    float cap;    /* SYMMETRIC and floats: the largest scale; ASYMMETRIC: the largest value of the dtype */
+    float lowest; /* ASYMMETRIC: the smallest zero point */
     random_key key;
     const float *signs; /* of a Hadamard rotation of each block, or NULL */
     float unit;
-} block_format;
-
-/* The smallest bfloat16 >= x for finite x >= 0, and the largest <= x for finite x. */
-INLINE float ceil_bfloat16(float x) { return float_of((bits_of(x) + 0xffffu) & 0xffff0000u); }
-
-INLINE float floor_bfloat16(float x) {
-    uint32_t u = bits_of(x);
-    return float_of((u >> 31 ? u + 0xffffu : u) & 0xffff0000u);
-}
-
-enum { PHILOX_LANES = 8 }; /* a quarter of the smallest block */
-
-/* 32-bit words in 64-bit lanes: the form in which compilers multiply them on vector units. */
-typedef uint64_t word_lanes __attribute__((vector_size(8 * PHILOX_LANES)));
-
-/* Philox4x32-10 for counters first .. first + count - 1; word j of counter i goes to words[j * count + i]. */
-INLINE void philox(uint32_t *restrict words, uint32_t first, int count, const random_key *key) {
-    const word_lanes low = (word_lanes){0} + 0xffffffffu;
-    for (int base = 0; base < count; base += PHILOX_LANES) {
-        word_lanes c0, c1 = (word_lanes){0} + key->step, c2 = (word_lanes){0} + key->tensor;
-        word_lanes c3 = (word_lanes){0} + key->rank;
-        uint32_t k0 = (uint32_t)key->seed, k1 = (uint32_t)(key->seed >> 32);
-        for (int i = 0; i < PHILOX_LANES; i++) c0[i] = first + (uint32_t)(base + i);
-        for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
-            word_lanes p0 = c0 * 0xD2511F53u, p2 = c2 * 0xCD9E8D57u;
-            c0 = (p2 >> 32) ^ c1 ^ k0;
-            c1 = p2 & low;
-            c2 = (p0 >> 32) ^ c3 ^ k1;
-            c3 = p0 & low;
-        }
-        for (int i = 0; i < PHILOX_LANES; i++) {
-            words[base + i] = (uint32_t)c0[i];
-            words[count + base + i] = (uint32_t)c1[i];
-            words[2 * count + base + i] = (uint32_t)c2[i];
-            words[3 * count + base + i] = (uint32_t)c3[i];
-        }
-    }
-}
+} block_job;
 
 /* The largest magnitude as bits: their order is that of the magnitudes, with Inf and NaN above every finite
  * one. */
 INLINE uint32_t largest_bits(const float *restrict v, int block) {
-    uint32_t most[LANES] = {0}, all = 0;
-    for (int i = 0; i < block; i += LANES)
-        for (int j = 0; j < LANES; j++) {
-            uint32_t u = bits_of(v[i + j]) & ABS_MASK;
-            most[j] = u > most[j] ? u : most[j];
-        }
-    for (int j = 0; j < LANES; j++) all = most[j] > all ? most[j] : all;
-    return all;
+    uint32_t most = 0;
+    for (int i = 0; i < block; i++) {
+        uint32_t u = bits_of(v[i]) & ABS_MASK;
+        most = u > most ? u : most;
+    }
+    return most;
 }
+
+/* Floats as integers of the same order (with -0 below 0), and back. */
+INLINE int32_t in_order(uint32_t u) { return (int32_t)(u ^ ((uint32_t)((int32_t)u >> 31) & ABS_MASK)); }
 
 INLINE void extremes(const float *restrict v, int block, float *low, float *high) {
-    float least[LANES], most[LANES];
-    for (int j = 0; j < LANES; j++) least[j] = most[j] = v[j];
-    for (int i = LANES; i < block; i += LANES)
-        for (int j = 0; j < LANES; j++) {
-            least[j] = v[i + j] < least[j] ? v[i + j] : least[j];
-            most[j] = v[i + j] > most[j] ? v[i + j] : most[j];
-        }
-    *low = least[0];
-    *high = most[0];
-    for (int j = 1; j < LANES; j++) {
-        *low = least[j] < *low ? least[j] : *low;
-        *high = most[j] > *high ? most[j] : *high;
+    int32_t lowest = INT32_MAX, most = INT32_MIN;
+    for (int i = 0; i < block; i++) {
+        int32_t u = in_order(bits_of(v[i]));
+        lowest = u < lowest ? u : lowest;
+        most = u > most ? u : most;
     }
+    *low = float_of((uint32_t)in_order((uint32_t)lowest));
+    *high = float_of((uint32_t)in_order((uint32_t)most));
 }
 
-INLINE float clamp(float x, float low, float high) {
-    x = x < low ? low : x;
-    return x > high ? high : x;
+INLINE float symmetric_scale(uint32_t largest, float codes, float cap) {
+    return clamp(ceil_bfloat16(float_of(largest) / codes), 0x1p-126f, cap);
 }
 
-INLINE float symmetric_scale(uint32_t largest, const block_format *f, float codes) {
-    return clamp(ceil_bfloat16(float_of(largest) / codes), 0x1p-126f, f->cap);
-}
-
-INLINE float asymmetric_scale(const float *v, const block_format *f, float codes, float *zero) {
-    float low, high;
-    extremes(v, f->block, &low, &high);
-    low = (low < f->lowest ? f->lowest : low) + 0.0f;
-    *zero = floor_bfloat16(low);
-    float foot = *zero / codes, spread = high / codes - foot, most = f->cap / codes - foot;
+INLINE float asymmetric_scale(float zero, float high, float codes, float cap) {
+    float foot = zero / codes, spread = high / codes - foot, most = cap / codes - foot;
     spread = ceil_bfloat16(spread < 0 ? 0.0f : spread);
     most = floor_bfloat16(most < 0 ? 0.0f : most);
     spread = spread < most ? spread : most;
     return spread < 0x1p-125f ? 0x1p-125f : spread;
 }
 
-/* codes[0..block) of values v, 0.5 * (v - zero) / (0.5 * scale) in the asymmetric case and v / scale
- * otherwise. */
-INLINE void quantise(uint8_t *restrict codes, const float *restrict v, const block_format *f, int symmetric,
-                     int stochastic, float scale, float zero, const uint32_t *restrict words) {
-    int block = f->block, reach = symmetric ? (1 << (f->bits - 1)) - 1 : (1 << f->bits) - 1;
-    float high = (float)reach, low = symmetric ? -high : 0.0f, half_scale = scale * 0.5f,
-          half_zero = zero * 0.5f;
-    int offset = symmetric ? reach + 1 : 0;
-    for (int i = 0; i < block; i++) {
-        float y = symmetric ? v[i] / scale : (v[i] * 0.5f - half_zero) / half_scale;
-        y = clamp(y, low, high); /* the ends are whole, so clamping before rounding is clamping after it */
-        int32_t q;
-        if (stochastic) {
-            int32_t whole = (int32_t)y;
-            whole -= (float)whole > y;
-            float u = (float)(int32_t)(words[i] >> 8) * 0x1p-24f;
-            q = whole + (u < y - (float)whole);
-        } else {
-            q = (int32_t)((y + 0x1.8p23f) - 0x1.8p23f); /* to nearest even below 2^22 */
-        }
-        codes[i] = (uint8_t)(q + offset);
+/* The values of a group in `values` or, where they need no work, in the tensor itself. */
+INLINE const float *group_values(const block_job *f, int block, int64_t at, int blocks, float *restrict values) {
+    int count = (int)least(f->numel - at, blocks * block), padded = blocks * block;
+    if (f->dtype == FLOAT32 && count == padded && !f->signs) return (const float *)f->x + at;
+    load(values, f->x, f->dtype, at, count, padded);
+    if (f->signs) {
+        for (int i = count; i < padded; i++) values[i] = 0.0f;
+        rotate_all(values, padded, f->signs, block, f->unit);
     }
+    return values;
 }
 
-INLINE void pack(uint8_t *restrict data, const uint8_t *restrict codes, int block, int bits) {
-    int half = block / 2, quarter = block / 4;
-    if (bits == 8) {
-        memcpy(data, codes, (size_t)block);
-    } else if (bits == 4) {
-        for (int i = 0; i < half; i++) data[i] = (uint8_t)(codes[i] | codes[half + i] << 4);
-    } else {
-        for (int i = 0; i < quarter; i++)
-            data[i] = (uint8_t)(codes[i] | codes[quarter + i] << 2 | codes[2 * quarter + i] << 4 |
-                                codes[3 * quarter + i] << 6);
-    }
-}
-
-INLINE void butterflies(float *restrict v, int size, int half) {
-    for (int i = 0; i < size; i += 2 * half)
-        for (int j = 0; j < half; j++) {
-            float a = v[i + j], b = v[i + half + j];
-            v[i + j] = a + b;
-            v[i + half + j] = a - b;
-        }
-}
-
-INLINE void hadamard(float *v, int size) {
-    butterflies(v, size, 1);
-    butterflies(v, size, 2);
-    butterflies(v, size, 4);
-    butterflies(v, size, 8);
-    for (int half = 16; half < size; half *= 2) butterflies(v, size, half);
-}
-
-/* Rotate a block in place: signs, unit, butterflies; and back. */
-INLINE void rotate_block(float *restrict v, const float *restrict signs, int size, float unit) {
-    for (int i = 0; i < size; i++) v[i] = v[i] * signs[i] * unit;
-    hadamard(v, size);
-}
-
-INLINE void unrotate_block(float *restrict v, const float *restrict signs, int size, float unit) {
-    for (int i = 0; i < size; i++) v[i] = v[i] * unit;
-    hadamard(v, size);
-    for (int i = 0; i < size; i++) v[i] = v[i] * signs[i];
-}
-
-/* `scales` holds the scales of all blocks, behind them the zero points of asymmetric ones. Returns whether
- * all are finite. */
-INLINE int encode_blocks(const void *x, int dtype, int64_t numel, const block_format *f, int symmetric,
-                         int stochastic, uint16_t *scales, uint8_t *data) {
-    int64_t blocks = (numel + f->block - 1) / f->block;
-    int block = f->block, finite = 1, bytes = block * f->bits / 8;
-    float values[BLOCK_MAX], reach = (float)(symmetric ? (1 << (f->bits - 1)) - 1 : (1 << f->bits) - 1);
+INLINE int encode_group(const block_job *f, int block, int kind, int stochastic, int64_t first, int blocks) {
+    float values[GROUP_VALUES], low[GROUP_MAX], high[GROUP_MAX], scale[GROUP_MAX], zero[GROUP_MAX];
+    uint32_t largest[GROUP_MAX], words[GROUP_VALUES], most = 0;
     uint8_t codes[BLOCK_MAX];
-    uint32_t words[BLOCK_MAX];
-    for (int64_t b = 0; b < blocks; b++) {
-        int64_t at = b * block;
-        const float *v = (const float *)x + at;
-        if (dtype != FLOAT32 || numel - at < block || f->signs) {
-            int count = numel - at < block ? (int)(numel - at) : block;
-            load(values, x, dtype, at, count, block);
-            v = values;
-        }
-        if (f->signs) {
-            for (int64_t i = numel - at; i < block; i++) values[i] = 0.0f;
-            rotate_block(values, f->signs, block, f->unit);
-        }
-        uint32_t largest = largest_bits(v, block);
-        if (largest >= INF_BITS) {
-            finite = 0;
-            scales[b] = 0x7fc0;
-            if (!symmetric) scales[blocks + b] = 0x7fc0;
-            memset(codes, symmetric ? 1 << (f->bits - 1) : 0, (size_t)block);
-        } else {
-            float zero = 0.0f;
-            float scale =
-                symmetric ? symmetric_scale(largest, f, reach) : asymmetric_scale(v, f, reach, &zero);
-            if (stochastic) philox(words, (uint32_t)(b * (block / 4)), block / 4, &f->key);
-            quantise(codes, v, f, symmetric, stochastic, scale, zero, words);
-            scales[b] = (uint16_t)(bits_of(scale) >> 16);
-            if (!symmetric) scales[blocks + b] = (uint16_t)(bits_of(zero) >> 16);
-        }
-        pack(data + b * bytes, codes, block, f->bits);
+    float reach = largest_code(kind, f->bits);
+    const float *v = group_values(f, block, first * block, blocks, values);
+    for (int b = 0; b < blocks; b++) {
+        largest[b] = largest_bits(v + b * block, block);
+        if (kind == ASYMMETRIC) extremes(v + b * block, block, &low[b], &high[b]);
     }
+    for (int b = 0; b < blocks; b++) {
+        uint32_t nan = 0u - (uint32_t)(largest[b] >= INF_BITS);
+        most = largest[b] > most ? largest[b] : most;
+        zero[b] = 0.0f;
+        if (kind == ASYMMETRIC) {
+            zero[b] = floor_bfloat16((low[b] < f->lowest ? f->lowest : low[b]) + 0.0f);
+            scale[b] = asymmetric_scale(zero[b], high[b], reach, f->cap);
+            f->zeros[first + b] = (uint16_t)((bits_of(zero[b]) >> 16 & ~nan) | (0x7fc0u & nan));
+        } else {
+            scale[b] = symmetric_scale(largest[b], reach, f->cap);
+        }
+        f->scales[first + b] = (uint16_t)((bits_of(scale[b]) >> 16 & ~nan) | (0x7fc0u & nan));
+    }
+    int quarter = block / 4, counters = GROUP_VALUES / 4;
+    if (stochastic) philox(words, (uint32_t)(first * quarter), counters, &f->key);
+    for (int b = 0; b < blocks; b++) {
+        uint32_t drawn[BLOCK_MAX];
+        for (int part = 0; part < 4 && stochastic; part++)
+            memcpy(drawn + part * quarter, words + part * counters + b * quarter, 4 * (size_t)quarter);
+        if (largest[b] >= INF_BITS)
+            memset(codes, code_of_zero(kind, f->bits), (size_t)block);
+        else
+            quantise(codes, v + b * block, block, kind, f->bits, scale[b], zero[b], stochastic ? drawn : 0);
+        pack(f->data + (first + b) * (block * f->bits / 8), codes, block, f->bits);
+    }
+    return most < INF_BITS;
+}
+
+/* Groups first .. last - 1; returns whether all blocks are finite. */
+INLINE int encode_groups(const block_job *f, int block, int kind, int stochastic, int64_t first, int64_t last) {
+    int64_t blocks = (f->numel + block - 1) / block;
+    int group = GROUP_VALUES / block, finite = 1;
+    for (int64_t g = first; g < last; g++)
+        finite &= encode_group(f, block, kind, stochastic, g * group, (int)least(group, blocks - g * group));
     return finite;
 }
 
-EVERY_CPU static int block_encode(const void *x, int dtype, int64_t numel, const block_format *f,
-                                  uint16_t *scales, uint8_t *data) {
-    if (f->symmetric)
-        return f->stochastic ? encode_blocks(x, dtype, numel, f, 1, 1, scales, data)
-                             : encode_blocks(x, dtype, numel, f, 1, 0, scales, data);
-    return f->stochastic ? encode_blocks(x, dtype, numel, f, 0, 1, scales, data)
-                         : encode_blocks(x, dtype, numel, f, 0, 0, scales, data);
+INLINE void decode_group(const block_job *f, int block, int kind, int64_t first, int blocks) {
+    float values[GROUP_VALUES];
+    int64_t at = first * block;
+    int padded = blocks * block, count = (int)least(f->numel - at, padded);
+    int in_place = count == padded && f->dtype == FLOAT32 && !f->accumulate;
+    float *v = in_place ? (float *)f->out + at : values;
+    for (int b = 0; b < blocks; b++) {
+        float scale = from_bfloat16(f->scales[first + b]);
+        float zero = kind == ASYMMETRIC ? from_bfloat16(f->zeros[first + b]) : 0.0f;
+        unpack(v + b * block, f->data + (first + b) * (block * f->bits / 8), block, kind, f->bits, scale, zero);
+    }
+    if (f->signs) unrotate_all(v, padded, f->signs, block, f->unit);
+    if (!in_place) store(values, f->out, f->dtype, at, count, f->accumulate);
 }
 
-/* `count` values of codes at `shift` of each byte; base + code * step in the halved or plain form of
- * block.py. */
-INLINE void dequantise(float *restrict v, const uint8_t *restrict data, int count, int shift, int mask,
-                       int symmetric, int offset, float scale, float zero) {
-    for (int i = 0; i < count; i++) {
-        float q = (float)(((data[i] >> shift) & mask) - offset);
-        v[i] = symmetric ? q * scale : (zero * 0.5f + q * (scale * 0.5f)) * 2.0f;
+INLINE void decode_groups(const block_job *f, int block, int kind, int64_t first, int64_t last) {
+    int64_t blocks = (f->numel + block - 1) / block;
+    int group = GROUP_VALUES / block;
+    for (int64_t g = first; g < last; g++)
+        decode_group(f, block, kind, g * group, (int)least(group, blocks - g * group));
+}
+
+/* Block and kind as constants: compilers unroll and vectorise what they know. */
+INLINE int encode_kind(const block_job *f, int block, int64_t first, int64_t last) {
+    switch (f->kind) {
+    case SYMMETRIC:
+        return f->stochastic ? encode_groups(f, block, SYMMETRIC, 1, first, last)
+                             : encode_groups(f, block, SYMMETRIC, 0, first, last);
+    case ASYMMETRIC:
+        return f->stochastic ? encode_groups(f, block, ASYMMETRIC, 1, first, last)
+                             : encode_groups(f, block, ASYMMETRIC, 0, first, last);
+    case E4M3:
+        return encode_groups(f, block, E4M3, 0, first, last);
+    default:
+        return encode_groups(f, block, E5M2, 0, first, last);
     }
 }
 
-INLINE void decode_blocks(const uint16_t *scales, const uint8_t *data, int64_t numel, const block_format *f,
-                          int symmetric, void *out, int dtype, int accumulate) {
-    int64_t blocks = (numel + f->block - 1) / f->block;
-    int block = f->block, bits = f->bits, bytes = block * bits / 8, offset = symmetric ? 1 << (bits - 1) : 0;
-    float values[BLOCK_MAX];
-    for (int64_t b = 0; b < blocks; b++) {
-        int64_t at = b * block;
-        int whole = numel - at >= block, in_place = whole && dtype == FLOAT32 && !accumulate;
-        float *v = in_place ? (float *)out + at : values;
-        float scale = from_bfloat16(scales[b]), zero = symmetric ? 0.0f : from_bfloat16(scales[blocks + b]);
-        const uint8_t *codes = data + b * bytes;
-        if (bits == 8) {
-            dequantise(v, codes, block, 0, 255, symmetric, offset, scale, zero);
-        } else if (bits == 4) {
-            for (int part = 0; part < 2; part++)
-                dequantise(v + part * bytes, codes, bytes, 4 * part, 15, symmetric, offset, scale, zero);
-        } else {
-            for (int part = 0; part < 4; part++)
-                dequantise(v + part * bytes, codes, bytes, 2 * part, 3, symmetric, offset, scale, zero);
-        }
-        if (f->signs) unrotate_block(v, f->signs, block, f->unit);
-        if (!in_place) store(values, out, dtype, at, whole ? block : (int)(numel - at), accumulate);
+INLINE void decode_kind(const block_job *f, int block, int64_t first, int64_t last) {
+    switch (f->kind) {
+    case SYMMETRIC:
+        decode_groups(f, block, SYMMETRIC, first, last);
+        break;
+    case ASYMMETRIC:
+        decode_groups(f, block, ASYMMETRIC, first, last);
+        break;
+    case E4M3:
+        decode_groups(f, block, E4M3, first, last);
+        break;
+    default:
+        decode_groups(f, block, E5M2, first, last);
     }
 }
 
-EVERY_CPU static void block_decode(const uint16_t *scales, const uint8_t *data, int64_t numel,
-                                   const block_format *f, void *out, int dtype, int accumulate) {
-    if (f->symmetric)
-        decode_blocks(scales, data, numel, f, 1, out, dtype, accumulate);
-    else
-        decode_blocks(scales, data, numel, f, 0, out, dtype, accumulate);
-}
-
-/* out[padded] = (x * signs) * unit, rotated, in blocks of `size`; the last block is filled up with zeros. */
-EVERY_CPU static void rotate(const void *x, int dtype, int64_t numel, const float *signs, int size,
-                             float unit, float *out) {
-    for (int64_t at = 0; at < numel; at += size) {
-        float *v = out + at;
-        int count = numel - at < size ? (int)(numel - at) : size;
-        load(v, x, dtype, at, count, count);
-        for (int i = count; i < size; i++) v[i] = 0.0f;
-        rotate_block(v, signs, size, unit);
+EVERY_CPU static int block_encode_slice(const void *job, int64_t first, int64_t last) {
+    const block_job *f = job;
+    switch (f->block) {
+    case 32:
+        return encode_kind(f, 32, first, last);
+    case 64:
+        return encode_kind(f, 64, first, last);
+    case 128:
+        return encode_kind(f, 128, first, last);
+    default:
+        return encode_kind(f, 256, first, last);
     }
 }
 
-/* The inverse, over `rotated` in place and from there to `out`. */
-EVERY_CPU static void unrotate(float *rotated, int64_t numel, const float *signs, int size, float unit,
-                               void *out, int dtype, int accumulate) {
-    for (int64_t at = 0; at < numel; at += size) {
-        float *v = rotated + at;
-        unrotate_block(v, signs, size, unit);
-        store(v, out, dtype, at, numel - at < size ? (int)(numel - at) : size, accumulate);
+EVERY_CPU static int block_decode_slice(const void *job, int64_t first, int64_t last) {
+    const block_job *f = job;
+    switch (f->block) {
+    case 32:
+        decode_kind(f, 32, first, last);
+        break;
+    case 64:
+        decode_kind(f, 64, first, last);
+        break;
+    case 128:
+        decode_kind(f, 128, first, last);
+        break;
+    default:
+        decode_kind(f, 256, first, last);
     }
+    return 1;
+}
+
+static int64_t block_groups(const block_job *f) { return (f->numel + GROUP_VALUES - 1) / GROUP_VALUES; }
+
+/* Returns whether all blocks are finite. */
+static int block_encode(const block_job *f, int threads) {
+    return in_slices(block_encode_slice, f, block_groups(f), GROUP_VALUES, threads);
+}
+
+static void block_decode(const block_job *f, int threads) {
+    in_slices(block_decode_slice, f, block_groups(f), GROUP_VALUES, threads);
 }
 
 #endif

@@ -13,6 +13,7 @@
  * Contraction to fused multiply-add would change results: -std=c11 has it off, and this keeps it off under
  * any other flag. */
 #pragma GCC optimize("no-trapping-math,no-math-errno,no-wrapv,fp-contract=off")
+#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed to inlined functions only */
 #else
 #pragma STDC FP_CONTRACT OFF
 #endif
@@ -30,6 +31,8 @@ enum { BLOCK_MAX = 256 };
 
 #define ABS_MASK 0x7fffffffu
 #define INF_BITS 0x7f800000u
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 INLINE uint32_t bits_of(float x) {
     uint32_t u;

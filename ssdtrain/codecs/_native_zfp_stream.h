@@ -15,8 +15,6 @@ typedef struct {
     int dtype, block_bits, accumulate;
 } zfp_job;
 
-INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
-
 INLINE int64_t zfp_batches(int64_t numel) { return (numel + 4 * BATCH - 1) / (4 * BATCH); }
 
 /* Codes of `blocks` blocks to a stream that starts at a word's first bit. */
@@ -64,7 +62,7 @@ INLINE int encode_batches(const zfp_job *z, int block_bits, int words, int64_t f
     uint32_t spoilt = 0;
     for (int64_t b = first; b < last; b++) {
         int64_t at = b * 4 * BATCH;
-        int count = (int)at_most(z->numel - at, 4 * BATCH), blocks = (count + 3) / 4;
+        int count = (int)least(z->numel - at, 4 * BATCH), blocks = (count + 3) / 4;
         const float *values = (const float *)z->x + at;
         if (z->dtype != FLOAT32 || count < 4 * BATCH) {
             load(padded, z->x, z->dtype, at, count, count);
@@ -94,7 +92,7 @@ INLINE void decode_batches(const zfp_job *z, int block_bits, int words, int64_t 
     float padded[4 * BATCH];
     for (int64_t b = first; b < last; b++) {
         int64_t at = b * 4 * BATCH;
-        int count = (int)at_most(z->numel - at, 4 * BATCH), blocks = (count + 3) / 4;
+        int count = (int)least(z->numel - at, 4 * BATCH), blocks = (count + 3) / 4;
         int in_place = count == 4 * BATCH && z->dtype == FLOAT32 && !z->accumulate;
         float *values = in_place ? (float *)z->out + at : padded;
         const uint64_t *in = z->stream + b * block_bits;

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ssdtrain.codecs import scales
+from ssdtrain.codecs import native, scales
 from ssdtrain.codecs.base import FixedSizeCodec, Key
 
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -49,10 +49,17 @@ class Float8Block(FixedSizeCodec):
     def bits_per_value(self) -> float:
         return 8 + 16 / self.block
 
+    @property
+    def block_format(self) -> native.BlockFormat:
+        kind = native.E4M3 if self.format == "e4m3" else native.E5M2
+        return native.BlockFormat(self.block, 8, kind, torch.finfo(self.dtype).max)
+
     def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return scales.sections(numel, self.block, 1, 8)[2]
 
     def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
+        if native.usable(self.backend, flat, body):
+            return native.block_encode(self.block_format, flat, body, key)
         blocks, codes, end = scales.sections(flat.numel(), self.block, 1, 8)
         largest = torch.finfo(self.dtype).max
         v_NB = scales.split(flat, self.block)
@@ -64,6 +71,9 @@ class Float8Block(FixedSizeCodec):
         return finite_N.all()
 
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
+        if native.usable(self.backend, body, out):
+            native.block_decode(self.block_format, body, out, accumulate)
+            return
         blocks, codes, end = scales.sections(out.numel(), self.block, 1, 8)
         scale_N = body[: 2 * blocks].view(torch.bfloat16).to(torch.float32)
         y_NB = body[codes:end].view(self.dtype).to(torch.float32).view(blocks, self.block)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ssdtrain.codecs import native
 from ssdtrain.codecs.base import FixedSizeCodec, Key
 from ssdtrain.codecs.block import IntBlock
+from ssdtrain.codecs.fp8 import Float8Block
 from ssdtrain.codecs.philox import philox
 
 SIZES = (16, 32, 64, 128, 256)
@@ -65,8 +66,9 @@ class Hadamard(FixedSizeCodec):
     def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
         block = self._fused_block(flat, body)
         if block is not None:
-            block.check_key(key, flat.numel())
-            return native.block_encode(block, flat, body, key, self._rotation())
+            if isinstance(block, IntBlock):
+                block.check_key(key, flat.numel())
+            return native.block_encode(block.block_format, flat, body, key, self._rotation())
         padded = self._padded(flat.numel())
         if native.usable(self.backend, flat):
             rotated = torch.empty(padded, dtype=torch.float32, device=flat.device)
@@ -80,7 +82,7 @@ class Hadamard(FixedSizeCodec):
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         block = self._fused_block(body, out)
         if block is not None:
-            native.block_decode(block, body, out, accumulate, self._rotation())
+            native.block_decode(block.block_format, body, out, accumulate, self._rotation())
             return
         rotated = torch.empty(self._padded(out.numel()), dtype=torch.float32, device=out.device)
         self.inner._decode(body, rotated, False)
@@ -93,13 +95,12 @@ class Hadamard(FixedSizeCodec):
         else:
             out.copy_(values)
 
-    def _fused_block(self, *tensors: Tensor) -> IntBlock | None:
+    def _fused_block(self, *tensors: Tensor) -> IntBlock | Float8Block | None:
         """The inner codec where the C implementation rotates its blocks as it reads them, without a copy of the tensor."""
         inner = self.inner
-        fused = (
-            isinstance(inner, IntBlock) and inner.block == self.size and native.usable(self.backend, *tensors)
-        )
-        return inner if fused and isinstance(inner, IntBlock) else None
+        if not isinstance(inner, (IntBlock, Float8Block)) or inner.block != self.size:
+            return None
+        return inner if native.usable(self.backend, *tensors) else None
 
     def _rotation(self) -> native.Rotation:
         return native.Rotation(_signs(self.size), _unit(self.size))

@@ -2,8 +2,8 @@
 reference, bit for bit.
 
 Every function takes contiguous tensors and releases the interpreter lock while it runs, so codecs in threads
-do not hold up the training loop. Where the extension was not built, `usable` says no and the torch reference
-takes over.
+do not hold up the training loop. Large tensors are worked on by up to torch.get_num_threads() threads, with
+the same bytes. Where the extension was not built, `usable` says no and the torch reference takes over.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,9 @@ from torch import Tensor
 from ssdtrain.codecs import scales
 from ssdtrain.codecs.base import Key
 
-if TYPE_CHECKING:
-    from ssdtrain.codecs.block import IntBlock
-
 _log = logging.getLogger(__name__)
+# The kinds of codes, as the C implementation numbers them.
+SYMMETRIC, ASYMMETRIC, E4M3, E5M2 = range(4)
 _DTYPE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -71,8 +70,23 @@ class Rotation(NamedTuple):
     unit: float
 
 
+class BlockFormat(NamedTuple):
+    """What the C implementation needs to know of a codec with a scale per block."""
+
+    block: int
+    bits: int
+    kind: int
+    largest_code: float
+    stochastic: bool = False
+
+    @property
+    def vectors(self) -> int:
+        """bfloat16 numbers per block: a scale, and a zero point where the block is asymmetric."""
+        return 2 if self.kind == ASYMMETRIC else 1
+
+
 def block_encode(
-    codec: IntBlock, flat: Tensor, body: Tensor, key: Key | None, rotation: Rotation | None = None
+    codec: BlockFormat, flat: Tensor, body: Tensor, key: Key | None, rotation: Rotation | None = None
 ) -> bool:
     """Encode `flat` [numel], rotated first if asked, into `body`; returns whether every block is finite."""
     blocks, codes, _ = scales.sections(flat.numel(), codec.block, codec.vectors, codec.bits)
@@ -80,7 +94,7 @@ def block_encode(
     key = key if codec.stochastic and key is not None else Key(0)
     source = torch.float32 if rotation else flat.dtype  # a rotation leaves the range of its input
     cap = scales.LARGEST[source]
-    if codec.symmetric:
+    if codec.kind != ASYMMETRIC:
         cap = scales.largest_scale(codec.largest_code, source)
     start = body.data_ptr()
     return _native().block_encode(
@@ -89,7 +103,7 @@ def block_encode(
         flat.numel(),
         codec.block,
         codec.bits,
-        codec.symmetric,
+        codec.kind,
         codec.stochastic,
         start,
         start + codes,
@@ -101,11 +115,12 @@ def block_encode(
         key.rank & 0xFFFFFFFF,
         rotation.signs.data_ptr() if rotation else 0,
         rotation.unit if rotation else 0.0,
+        torch.get_num_threads(),
     )
 
 
 def block_decode(
-    codec: IntBlock, body: Tensor, out: Tensor, accumulate: bool, rotation: Rotation | None = None
+    codec: BlockFormat, body: Tensor, out: Tensor, accumulate: bool, rotation: Rotation | None = None
 ) -> None:
     """Decode into `out` [numel], or add to it, rotated back if asked."""
     _, codes, _ = scales.sections(out.numel(), codec.block, codec.vectors, codec.bits)
@@ -116,12 +131,13 @@ def block_decode(
         out.numel(),
         codec.block,
         codec.bits,
-        codec.symmetric,
+        codec.kind,
         out.data_ptr(),
         _DTYPE[out.dtype],
         accumulate,
         rotation.signs.data_ptr() if rotation else 0,
         rotation.unit if rotation else 0.0,
+        torch.get_num_threads(),
     )
 
 
@@ -132,12 +148,16 @@ def all_finite(flat: Tensor) -> bool:
 
 def bf16_encode(flat: Tensor, data: Tensor) -> bool:
     """Round `flat` [numel] to bfloat16 `data` [numel]; returns whether every result is finite."""
-    return _native().bf16_encode(flat.data_ptr(), _DTYPE[flat.dtype], flat.numel(), data.data_ptr())
+    return _native().bf16_encode(
+        flat.data_ptr(), _DTYPE[flat.dtype], flat.numel(), data.data_ptr(), torch.get_num_threads()
+    )
 
 
 def bf16_decode(data: Tensor, out: Tensor, accumulate: bool) -> None:
     """bfloat16 `data` [numel] into `out` [numel], or onto it."""
-    _native().bf16_decode(data.data_ptr(), out.numel(), out.data_ptr(), _DTYPE[out.dtype], accumulate)
+    _native().bf16_decode(
+        data.data_ptr(), out.numel(), out.data_ptr(), _DTYPE[out.dtype], accumulate, torch.get_num_threads()
+    )
 
 
 def rotate(flat: Tensor, rotated: Tensor, rotation: Rotation) -> None:
@@ -151,6 +171,7 @@ def rotate(flat: Tensor, rotated: Tensor, rotation: Rotation) -> None:
         rotation.signs.numel(),
         rotation.unit,
         rotated.data_ptr(),
+        torch.get_num_threads(),
     )
 
 
@@ -165,6 +186,7 @@ def unrotate(rotated: Tensor, out: Tensor, rotation: Rotation, accumulate: bool)
         out.data_ptr(),
         _DTYPE[out.dtype],
         accumulate,
+        torch.get_num_threads(),
     )
 
 

@@ -13,6 +13,10 @@ from ssdtrain.codecs import native as native_module
 from tests.codecs.common import FLOATS, payload, randn
 
 SPECS = [
+    "fp8",
+    "fp8:format=e5m2",
+    "fp8:block=32,hadamard",
+    "fp8:format=e5m2,hadamard=64",
     "bf16",
     *(
         f"int{bits}:block={block}{more}"
