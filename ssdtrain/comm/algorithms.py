@@ -70,6 +70,8 @@ class Call:
     """Names the residuals and the random numbers; the same in every step for the same gradients."""
     key: Key
     average: bool = False
+    added: bool = False
+    """What is gathered is added to what is there, which is float32."""
     feedback: Feedback | None = None
     measured: bool = False
     errors: list[Tensor] = field(default_factory=list)
@@ -150,7 +152,7 @@ def all_gather(call: Call, mine: Piece, outs: Sequence[Piece], part: str) -> Ste
     for place, payloads in rows.items():
         for row, found in zip(where.grid, payloads, strict=True):
             out = outs[row[place]]
-            coder.decode(found, out.values, out.exact, call.dtype)
+            coder.decode(found, out.values, out.exact, call.dtype, accumulate=call.added)
 
 
 def all_reduce(call: Call, shards: Sequence[Piece], part: str) -> Steps:

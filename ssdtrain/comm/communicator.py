@@ -151,29 +151,25 @@ class Communicator:
         route = self.router.route("all_gather", ("zero_gather", "zero_gather"), out.nbytes, out.dtype, group)
         if route is None:
             return None
+        flat, mine = out.detach().view(-1), tensor.detach().reshape(-1)
         if all(self.policy.is_identity(spec, out.dtype) for spec in route.specs):
-            return self._start(
-                "all_gather",
-                "zero_gather",
-                tensor.detach().reshape(-1),
-                out.detach().view(-1),
-                group,
-                None,
-                bucket,
-            )
+            return self._start("all_gather", "zero_gather", mine, flat, group, None, bucket)
+        if self.policy.probe and self._probed("all_gather", "zero_gather", route, mine, flat, None) is None:
+            return None
         if not self.differences.known(bucket.name, tensor):
             # The caller gathers it as it is, and all ranks then have the same.
             self.differences.remember(bucket.name, tensor)
             raw = ring_bytes("all_gather", out.nbytes, route.topology.size)
             self.router.fell_back("zero_gather", "the first gather of a bucket, in full", raw)
             return None
-        flat, own = out.detach().view(-1), route.topology.rank
-        difference, apply = self.differences.start(bucket.name, flat, tensor.detach().reshape(-1), own)
-        into = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device)
+        change = self.differences.start(bucket.name, flat, mine, route.topology.rank)
         figures = self._count("zero_gather", ring_bytes("all_gather", out.nbytes, route.topology.size))
         call = self._call("zero_gather", route, torch.float32, figures, bucket)
-        steps = operations.pieces("all_gather", call, difference, into, bucket.exact, self.policy.chunk)
-        return Pending(steps, figures, self.meter, self._stream, (out, difference), lambda: apply(into))
+        call.added = True
+        steps = operations.pieces(
+            "all_gather", call, change.sent, change.into, bucket.exact, self.policy.chunk
+        )
+        return Pending(steps, figures, self.meter, self._stream, (out, change.sent), change.finish)
 
     def _start(
         self,

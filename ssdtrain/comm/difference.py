@@ -13,8 +13,21 @@ Note: [What the others have]
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+
+class Change(NamedTuple):
+    """One gather by difference."""
+
+    sent: Tensor
+    """This rank's difference, float32 [n]."""
+    into: Tensor
+    """All ranks' references, float32 [ranks x n]: decoded differences are added to them."""
+    finish: Callable[[], None]
+    """Once all have been added."""
 
 
 class Differences:
@@ -32,27 +45,27 @@ class Differences:
         """`tensor` is gathered as it is now."""
         self._references[name] = tensor.detach().reshape(-1).clone()
 
-    def start(
-        self, name: str, out: Tensor, mine: Tensor, own: int
-    ) -> tuple[Tensor, Callable[[Tensor], None]]:
-        """The difference to send, float32 [n], and what applies all decoded differences [ranks x n] to `out`.
+    def start(self, name: str, out: Tensor, mine: Tensor, own: int) -> Change:
+        """What to send, and where what arrives is added.
 
         Args:
             out: flat [ranks x n]: what all ranks have of each other.
-            mine: flat [n]: this rank's new weights.
+            mine: flat [n]: this rank's new weights; may be its part of `out`.
             own: this rank's place in `out`.
         """
         reference = self._references[name]
-        difference = mine.float() - reference.float()
-        share = mine.numel()
+        sent = mine.float() - reference.float()
+        place = out[own * mine.numel() : (own + 1) * mine.numel()]
+        place.copy_(reference)
+        into = out if out.dtype == torch.float32 else out.float()
 
-        def apply(decoded: Tensor) -> None:
-            out[own * share : (own + 1) * share].copy_(reference)
-            # A float32 sum, rounded once, on every rank from the same bits.
-            out.copy_(decoded.add_(out))
-            reference.copy_(out[own * share : (own + 1) * share])
+        def finish() -> None:
+            # One float32 sum, rounded once, on every rank from the same bits.
+            if into is not out:
+                out.copy_(into)
+            reference.copy_(place)
 
-        return difference, apply
+        return Change(sent, into, finish)
 
     @property
     def nbytes(self) -> int:
