@@ -43,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     },
 }
 PLAN: dict[str, tuple[str, ...]] = {
-    "zero2": (UNCOMPRESSED, "safe", "balanced", "aggressive", HYBRID, NAIVE),
+    "zero2": (UNCOMPRESSED, "safe", "balanced", "aggressive"),
     "pp2": (UNCOMPRESSED, "balanced", HYBRID, NAIVE),
 }
 """Which variants are trained in which layout of `benchmarks.loss_training`."""
