@@ -17,6 +17,8 @@ from deepspeed.moe import sharded_moe
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -40,6 +42,7 @@ __all__ = [
     "parameters_of_bucket",
     "parameters_of_zero_3_bucket",
     "reduces_whole",
+    "repeated_parameters",
     "skipped_steps",
     "tensor_parallel_functions",
     "torch_op",
@@ -176,6 +179,33 @@ def tensor_parallel_functions() -> tuple[type, ...]:
         "GatherFromTensorParallelRegion",
     )
     return tuple(getattr(layers, name) for name in names if hasattr(layers, name))
+
+
+def repeated_parameters(engine: Any) -> set[torch.nn.Parameter]:
+    """Parameters that ranks of different data-parallel groups hold alike: tied weights of a pipeline's stages, and what
+    tensor-parallel ranks repeat."""
+    found: set[torch.nn.Parameter] = set()
+    if isinstance(engine, PipelineEngine):
+        found |= {weight for weight, _ in engine.module.get_tied_weights_and_groups()}
+    if _tensor_parallel_size(engine) > 1:
+        found |= {p for p in engine.module.parameters() if not is_model_parallel_parameter(p)}
+    return found
+
+
+def _tensor_parallel_size(engine: Any) -> int:
+    sizes = [1]
+    for holder in (engine.mpu, getattr(engine, "grid", None)):
+        for name in (
+            "get_tensor_model_parallel_world_size",
+            "get_model_parallel_world_size",
+            "get_slice_parallel_world_size",
+        ):
+            # Of a pipeline's grid the model-parallel size is that of the slice; a model's mpu counts tensor parallelism only.
+            if holder is not None and hasattr(holder, name):
+                sizes.append(int(getattr(holder, name)()))
+                break
+    size = getattr(engine, "autotp_size", None)
+    return max([*sizes, int(size()) if size is not None else 1])
 
 
 def expert_functions() -> tuple[type, ...]:

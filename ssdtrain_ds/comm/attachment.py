@@ -35,7 +35,9 @@ class CommAttachment:
         roles.install()
         weights.install()
         layers.install(comm)
-        exact = excluded(engine.module, comm.policy.exclude)
+        # A quantised block is coded with its neighbours, which differ from one data-parallel group to another: what several
+        # groups hold alike would drift apart.
+        exact = excluded(engine.module, comm.policy.exclude) | _compat_comm.repeated_parameters(engine)
         changes: list[tuple[Any, str, Any]] = [
             *gradients.wrap_gradients(engine, comm, exact),
             *weights.wrap_weights(engine, comm, exact),

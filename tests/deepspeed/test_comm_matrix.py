@@ -38,6 +38,8 @@ def test_a_lossy_codec_sends_less_and_leaves_replicas_equal(row: Row, results: R
     found = results(row)
     for group in replicas(row, found):
         assert len({result["compressed"]["parameters"] for result in group}) == 1
+    if row.tied:
+        assert len({result["compressed"]["tied"] for result in found}) == 1
     for result in found:
         compressed = result["compressed"]
         assert compressed["finite"]

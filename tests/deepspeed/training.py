@@ -45,7 +45,14 @@ COMM: dict[str, dict[str, Any]] = {
         "pp_forward": "lossless",
         "pp_backward": "lossless",
     },
-    "compressed": {**SMALL, "preset": "balanced", "dp": "int4:hadamard", "tp": "int8", "ep": "int8"},
+    "compressed": {
+        **SMALL,
+        "preset": "balanced",
+        "exclude": "none",
+        "dp": "int4:hadamard",
+        "tp": "int8",
+        "ep": "int8",
+    },
 }
 """Modes that change the collectives."""
 
@@ -127,6 +134,8 @@ def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
         }
         result["live_slots"] = found.store.live_slots
         result["comm"] = {dimension: vars(figures) for dimension, figures in found.comm.items()}
+        if row.tied:
+            result["tied"] = sha1([weight for weight, _ in engine.module.get_tied_weights_and_groups()])
         if runtime.comm is not None:
             result["finite"] = all(bool(torch.isfinite(loss)) for loss in losses)
             result["residual_bytes"] = (
