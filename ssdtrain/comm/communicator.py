@@ -213,7 +213,8 @@ class Communicator:
         self, kind: str, dimension: str, route: Route, values: Tensor, into: Tensor, op: Any
     ) -> Route | None:
         """The route that pays on this network; None: the framework's own does."""
-        milder = self.router.milder(route) if self.steps >= self.policy.warmup_steps else None
+        warming_up = self.steps < self.policy.warmup_steps
+        milder = None if warming_up else self.router.milder(route)
         routes = [route] if milder is None else [route, milder]
         where = route.topology
 
@@ -233,7 +234,8 @@ class Communicator:
             return [*map(coded, routes), lambda: operations.plain(kind, a, b, where.group, op)]
 
         nbytes = (into if kind == "all_gather" else values).nbytes
-        way = self.router.probed(kind, dimension, route, nbytes, ring_bytes(kind, nbytes, where.size), ways)
+        raw = ring_bytes(kind, nbytes, where.size)
+        way = self.router.probed(kind, dimension, route, nbytes, raw, warming_up, ways)
         return None if way is None else routes[way]
 
     # Exchanges

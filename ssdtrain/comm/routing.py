@@ -159,10 +159,11 @@ class Router:
         route: Route,
         nbytes: int,
         raw_bytes: int,
+        warming_up: bool,
         ways: Callable[[], list[Callable[[], None]]],
     ) -> int | None:
         """Which of `ways` to go, measured at the first call of its like: 0 as planned, the last as the framework does (None)."""
-        key = (kind, dimension, route.topology.group, route.specs, nbytes.bit_length() // 2)
+        key = (kind, dimension, route.topology.group, route.specs, warming_up, nbytes.bit_length() // 2)
         if key not in self._verdicts:
             tried = ways()
             verdict = probe.choose(tried, route.topology.group, self.device)
