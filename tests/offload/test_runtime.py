@@ -113,7 +113,8 @@ def test_pipeline_schedules_change_no_bit(name: str, variant: Variant, make_runt
             "its backward follows at once: nothing moves"
         )
     elif "last" not in name:
-        assert found.offload.offloaded_bytes > 0
+        # On a busy machine a store may not have begun when backward wants its bytes: it is cancelled then.
+        assert found.offload.offloaded_bytes + found.offload.cancelled_bytes > 0
 
 
 def test_the_next_tape_is_loaded_while_this_one_runs_backward(make_runtime: MakeRuntime) -> None:
