@@ -26,7 +26,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def asked_for(runtime: Runtime) -> int:
-    """Bytes whose store was asked for. On a busy machine one may not have begun when backward wants them: it is cancelled then."""
+    """Bytes whose store was asked for. On a busy machine one may not have begun when backward wants them, and is cancelled."""
     found = runtime.statistics()
     assert found is not None
     return found.offload.offloaded_bytes + found.offload.cancelled_bytes
