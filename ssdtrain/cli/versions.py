@@ -3,7 +3,11 @@
 import re
 from importlib.metadata import PackageNotFoundError, version
 
-TESTED = {"torch": ("2.13.0",), "deepspeed": ("0.19.8",), "megatron-core": ("0.16.1",)}
+TESTED = {
+    "torch": ("2.13.0",),
+    "deepspeed": ("0.16.9", "0.17.6", "0.18.9", "0.19.8"),
+    "megatron-core": ("0.14.0", "0.15.3", "0.16.1"),
+}
 """Those that the tests were run with. Others are tried with a warning."""
 
 OLDEST = {"torch": (2, 6)}

@@ -89,7 +89,9 @@ def test_a_byte_comes_back_and_the_thread_that_asked_left_this_process_where_it_
 
 # Makes a network of its own, says so, and waits.
 WAITING = """
-import time
+import signal, time
+# A job in the background may have been started with Ctrl-C ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from benchmarks.two_nodes.network import network
 with network(2):
     print("ready", flush=True)
