@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ssdtrain_ds._compat import TESTED, zero_stage
+from ssdtrain_ds._compat import TESTED, instruction_map, zero_stage
 
 __all__ = [
     "ALLREDUCE_BUCKET",
@@ -223,6 +223,12 @@ def bypasses(engine: Any) -> list[str]:
     found = []
     if getattr(engine, "is_deepcompile_enabled", None) is not None and engine.is_deepcompile_enabled():
         found.append("DeepCompile issues collectives inside compiled graphs: they go uncompressed")
+    if isinstance(engine, PipelineEngine) and any(
+        kind.__name__ == "CommitP2P" for kind in instruction_map(engine)
+    ):
+        found.append(
+            "DualPipeV sends its stages' messages in batches of its own: pp_forward and pp_backward go uncompressed"
+        )
     optimizer = engine.optimizer
     if zero_stage(engine) in (1, 2) and getattr(optimizer, "use_multi_rank_bucket_allreduce", True) is False:
         found.append(
