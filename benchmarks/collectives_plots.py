@@ -1,6 +1,6 @@
 """Draws docs/results/collectives-*.png from what `benchmarks.collectives` and `benchmarks.loss_gap` wrote.
 
-    python -m benchmarks.collectives_plots --loss out/loss_gap.json --network out/wire.json out/speed.json docs/results
+    python -m benchmarks.collectives_plots --loss out/loss_gap.json --network out/wire.json out/speed.json
 
 A file that is not there is left out, with its plot.
 """
@@ -38,7 +38,7 @@ def draw_losses(path: Path, into: Path) -> None:
         axes = made.add_subplot(1, len(layouts), place + 1)
         for variant, colour in zip(ORDER, COLOURS, strict=True):
             curves = [run["curve"] for run in runs if (run["layout"], run["variant"]) == (layout, variant)]
-            if curves:
+            if len(curves) > 1:
                 mean = [statistics.fmean(points) for points in zip(*curves, strict=True)]
                 at = [(n + 1) * steps / len(mean) for n in range(len(mean))]
                 axes.plot(at, mean, color=colour, linewidth=1.3, label=f"{variant} ({len(curves)} seeds)")
@@ -87,7 +87,7 @@ def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--loss", type=Path)
     made.add_argument("--network", type=Path, nargs="*", default=[])
-    made.add_argument("into", type=Path)
+    made.add_argument("--into", type=Path, default=Path("docs/results"))
     options = made.parse_args()
     options.into.mkdir(parents=True, exist_ok=True)
     if options.loss is not None:
