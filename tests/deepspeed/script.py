@@ -5,6 +5,7 @@ script.py [--local_rank N] CONFIG.json
 
 import argparse
 import json
+import os
 import sys
 
 import deepspeed
@@ -41,6 +42,7 @@ found = {
     "saved_bytes": attachment.runtime.statistics().offload.saved_bytes if attachment is not None else None,
     "argv0": sys.argv[0],
 }
-print("RESULT " + json.dumps(found), flush=True)
+# One write, on a line of its own: other ranks have the same standard output.
+os.write(1, f"\nRESULT {json.dumps(found)}\n".encode())
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
