@@ -31,8 +31,10 @@ __all__ = [
     "AVERAGE_TENSOR",
     "FETCH",
     "GATHER_GROUPS",
+    "GATHER_PARAMETERS",
     "REDUCE_AND_PARTITION",
     "SUM",
+    "WRITES_WEIGHTS",
     "TorchBackend",
     "bypasses",
     "check",
@@ -41,7 +43,6 @@ __all__ = [
     "modules_that_gather",
     "parameters_of_bucket",
     "parameters_of_zero_3_bucket",
-    "reduces_whole",
     "repeated_parameters",
     "skipped_steps",
     "tensor_parallel_functions",
@@ -57,6 +58,10 @@ AVERAGE_TENSOR = "average_tensor"
 ALLREDUCE_BUCKET = "allreduce_bucket"
 REDUCE_AND_PARTITION = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 FETCH = "fetch_sub_module"
+# On each parameter of ZeRO-3.
+GATHER_PARAMETERS = "all_gather_coalesced"
+# Functions of ZeRO-1 and 2 that write weights outside of a step.
+WRITES_WEIGHTS = ("refresh_fp32_params", "update_lp_params", "load_state_dict", "_restore_from_bit16_weights")
 # Looked up in their modules by the optimizers, and replaced there.
 GATHER_GROUPS = "all_gather_dp_groups"
 
@@ -142,11 +147,6 @@ def parameters_of_zero_3_bucket(optimizer: Any, args: Sequence[Any]) -> list[tor
     if hasattr(optimizer, "ipg_buckets"):
         return list(optimizer.ipg_buckets[args[0]].params)
     return list(optimizer.params_in_ipg_bucket)  # before 0.17
-
-
-def reduces_whole(optimizer: Any) -> bool:
-    """True where ZeRO all-reduces gradients although each rank needs a part: `reduce_scatter: false`."""
-    return not optimizer.reduce_scatter
 
 
 def zero_id(parameter: Any) -> int:

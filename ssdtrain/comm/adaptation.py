@@ -44,7 +44,8 @@ class Adaptation:
         """What the pieces of a bucket lost in this step."""
         if not errors:
             return
-        worst = torch.stack(errors).max()
+        # A piece of zeros has lost nothing of nothing; an overflow says nothing about the codec.
+        worst = torch.stack(errors).nan_to_num_(nan=0.0, posinf=0.0).max()
         before = self._worst.get(bucket)
         self._worst[bucket] = worst if before is None else torch.maximum(before, worst)
 
@@ -53,7 +54,7 @@ class Adaptation:
         if not self._worst or step % INTERVAL:
             return
         names = sorted(self._worst)
-        worst = torch.stack([self._worst[name] for name in names]).nan_to_num_(nan=0.0)
+        worst = torch.stack([self._worst[name] for name in names])
         _all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
         self._worst.clear()
         for name, error in zip(names, worst.tolist(), strict=True):

@@ -154,8 +154,11 @@ class Communicator:
         flat, mine = out.detach().view(-1), tensor.detach().reshape(-1)
         if all(self.policy.is_identity(spec, out.dtype) for spec in route.specs):
             return self._start("all_gather", "zero_gather", mine, flat, group, None, bucket)
-        if self.policy.probe and self._probed("all_gather", "zero_gather", route, mine, flat, None) is None:
-            return None
+        if self.policy.probe:
+            found = self._probed("all_gather", "zero_gather", route, mine, flat, None)
+            if found is None:
+                return None
+            route = found
         if not self.differences.known(bucket.name, tensor):
             # The caller gathers it as it is, and all ranks then have the same.
             self.differences.remember(bucket.name, tensor)
@@ -169,7 +172,9 @@ class Communicator:
         steps = operations.pieces(
             "all_gather", call, change.sent, change.into, bucket.exact, self.policy.chunk
         )
-        return Pending(steps, figures, self.meter, self._stream, (out, change.sent), change.finish)
+        return Pending(
+            steps, figures, self.meter, self._stream, (out, change.sent, change.into), change.finish
+        )
 
     def _start(
         self,
@@ -203,8 +208,10 @@ class Communicator:
         def finished() -> None:
             if after is not None:
                 after()
-            if call.errors and bucket is not None and self.policy.adapt is not None:
-                self._adaptation(group, dimension).measured(bucket.name, call.errors)
+            if call.feedback is not None and bucket is not None and self.policy.adapt is not None:
+                # All ranks have the same buckets, even where one had nothing to encode.
+                errors = call.errors or [torch.zeros((), device=values.device)]
+                self._adaptation(group, dimension).measured(bucket.name, errors)
 
         steps = operations.pieces(kind, call, values, into, bucket.exact if bucket else (), self.policy.chunk)
         return Pending(steps, figures, self.meter, self._stream, (values, into), finished)
@@ -272,9 +279,10 @@ class Communicator:
         inside, between = call.scatter.inside, call.scatter.between
         peers = [inside if where.nodes[i] == where.nodes[own] else between for i in range(ranks)]
         incoming = list(out.detach().view(-1).split(receives))
-        outgoing = list(tensor.detach().reshape(-1).split(sends))
+        flat = tensor.detach().reshape(-1)
+        outgoing = list(flat.split(sends))
         steps = algorithms.all_to_all(call, incoming, outgoing, peers, minimum, "0")
-        return Pending([steps], figures, self.meter, self._stream, (out, tensor))
+        return Pending([steps], figures, self.meter, self._stream, (out, flat))
 
     # The loop
 

@@ -26,6 +26,7 @@ class _Hook:
     def __init__(self, model: DistributedDataParallel, comm: Communicator) -> None:
         self._comm = comm
         self._group = model.process_group
+        self._model = model.module
         self._exact = excluded(model.module, comm.policy.exclude)
         self._parameters = {parameter.data_ptr(): parameter for parameter in model.module.parameters()}
         self._numbers = {id(parameter): n for n, parameter in enumerate(model.module.parameters())}
@@ -33,6 +34,9 @@ class _Hook:
 
     # DDP reads the annotations: they have to be the classes themselves.
     def reduce(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.index() == 0:
+            # What a backward that raised has left is of no use to anybody.
+            self._waiting.clear()
         gradients = bucket.buffer().div_(dist.get_world_size(self._group))
         work = self._comm.all_reduce(gradients, "dp", self._group, bucket=self._named(bucket))
         if work is None:
@@ -50,6 +54,8 @@ class _Hook:
 
     def _parameter(self, tensor: Tensor) -> nn.Parameter:
         # DDP may hand out other Python objects for the same parameters.
+        if tensor.data_ptr() not in self._parameters:
+            self._parameters = {parameter.data_ptr(): parameter for parameter in self._model.parameters()}
         return self._parameters[tensor.data_ptr()]
 
     def _named(self, bucket: dist.GradBucket) -> Bucket:

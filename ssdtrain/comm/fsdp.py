@@ -17,16 +17,20 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def _managed(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that `module` shards: those below it, without those of FSDP modules below it."""
-    seen = set()
-    waiting = [module]
-    while waiting:
-        one = waiting.pop(0)
+    """The parameters that `module` shards, in FSDP2's order: those of its children first, without FSDP modules below it."""
+    seen: set[Any] = set()
+
+    def visit(one: nn.Module) -> Iterator[nn.Parameter]:
+        seen.add(one)
+        for child in one.children():
+            if child not in seen and not isinstance(child, FSDPModule):
+                yield from visit(child)
         for parameter in one.parameters(recurse=False):
             if parameter not in seen:
                 seen.add(parameter)
                 yield parameter
-        waiting = [child for child in one.children() if not isinstance(child, FSDPModule)] + waiting
+
+    yield from visit(module)
 
 
 class _ReduceScatter:

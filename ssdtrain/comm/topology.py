@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -96,6 +97,8 @@ def find_topology(group: dist.ProcessGroup, hosts: Sequence[str], two_hop: str) 
     ranks = dist.get_process_group_ranks(group)
     nodes = tuple(hosts[rank] for rank in ranks)
     grid = grid_of(nodes, two_hop != "off")
+    if grid is not None and min(len(grid), len(grid[0])) > 1 and not _can_split(group):
+        grid = None
     if grid is None:
         if two_hop == "on":
             raise ValueError(
@@ -116,6 +119,15 @@ def find_topology(group: dist.ProcessGroup, hosts: Sequence[str], two_hop: str) 
         inside = _subgroup([ranks[rank] for rank in grid[node]])
         between = _subgroup([ranks[row[place]] for row in grid])
     return Topology(group, grid, node, place, inside, between, nodes)
+
+
+def _can_split(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of `group` would call a new group alike: its name counts the groups that each rank knows, which differs
+    where somebody made groups on some ranks only."""
+    world = getattr(dist.distributed_c10d, "_world", None)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, len(getattr(world, "pg_names", ())), group=group)
+    return len(set(found)) == 1
 
 
 def _subgroup(ranks: list[int]) -> dist.ProcessGroup:

@@ -73,22 +73,28 @@ class CommAttachment:
     def _loading(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def load_checkpoint(load_dir: Any, *args: Any, **kwargs: Any) -> Any:
-            found = plain(load_dir, *args, **kwargs)
-            self.comm.forget_weights()
+            try:
+                found = plain(load_dir, *args, **kwargs)
+            finally:
+                self.comm.forget_weights()
             path = found[0] if isinstance(found, tuple) else None
             if path is not None:
-                file = Path(path) if Path(path).is_dir() else Path(path).parent
-                file = file / f"ssdtrain_comm_rank_{self.comm.rank}.pt"
-                if file.is_file():
-                    self.comm.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-                elif self.comm.feedback is not None:
-                    self.comm.feedback.clear()
-                    logger.warning(
-                        "comm: the checkpoint has no residuals (%s): error feedback begins anew", file
-                    )
+                directory = Path(path) if Path(path).is_dir() else Path(path).parent
+                self._load(directory / f"ssdtrain_comm_rank_{self.comm.rank}.pt")
             return found
 
         return load_checkpoint
+
+    def _load(self, file: Path) -> None:
+        """Take residuals if every rank has its file; the step is the engine's on all ranks, whatever they found."""
+        there = torch.tensor([int(file.is_file())], device=self.comm.device)
+        torch.distributed.all_reduce(there, op=torch.distributed.ReduceOp.MIN)
+        if there.item():
+            self.comm.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        elif self.comm.feedback is not None:
+            self.comm.feedback.clear()
+            logger.warning("comm: not every rank finds its residuals (%s): error feedback begins anew", file)
+        self.comm.steps = int(self.engine.global_steps)
 
     def detach(self) -> None:
         """The engine, its optimizer, DeepSpeed's backend and layers are as they were."""

@@ -34,6 +34,23 @@ def ranges_of(slices: Iterable[Slice]) -> Ranges:
     return tuple(found)
 
 
+def interleaved(tensors: Sequence[Slice], numel: int, ranks: int) -> Ranges:
+    """Where the excluded ones lie in a tensor of `numel` elements that has each rank's part of all `tensors` behind those of the
+    rank before, every tensor padded to the same part on all ranks.
+
+    ZeRO-3 does not write the padding: it goes with the excluded ones, or it would spoil the block that it shares.
+    """
+    parts = [math.ceil(count / ranks) for count, _ in tensors]
+    if ranks * sum(parts) != numel:
+        return ((0, numel),)
+    slices: list[Slice] = []
+    for rank in range(ranks):
+        for (count, exact), part in zip(tensors, parts, strict=True):
+            filled = min(max(count - rank * part, 0), part)
+            slices += [(filled, exact), (part - filled, True)]
+    return ranges_of(slices)
+
+
 class Flow:
     """Buckets for consecutive collectives over a list of gradients: each takes the next elements.
 
@@ -47,7 +64,7 @@ class Flow:
         self._ranges = ranges_of(slices)
         self._at = 0
 
-    def __call__(self, numel: int, group: Any) -> Bucket:
+    def __call__(self, numel: int, group: Any, scattered: bool = False) -> Bucket:
         start, self._at = self._at, self._at + numel
         return Bucket(f"{self._name}@{start}", clip(self._ranges, start, self._at))
 
@@ -83,21 +100,42 @@ def wrap_gradients(
     return found
 
 
-def _slices_of_tensors(engine: Any, tensors: Sequence[Tensor], exact: set[torch.nn.Parameter]) -> list[Slice]:
-    """For a list of gradients that does not say whose they are: by address, or by shape where the optimizer keeps gradients of
-    its own."""
-    known = {p.grad.data_ptr(): p in exact for p in engine.module.parameters() if p.grad is not None}
-    shapes = {parameter.shape for parameter in exact}
-    return [(t.numel(), known.get(t.data_ptr(), t.shape in shapes)) for t in tensors]
+class Lists:
+    """Names and excluded elements of lists of gradients that do not say whose they are: by address, or where the optimizer keeps
+    gradients of its own, by shape and by the place in the order of the step."""
+
+    def __init__(self, engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> None:
+        self._engine = engine
+        self._comm = comm
+        self._exact = exact
+        self._step = -1
+        self._unknown = 0
+
+    def role(self, what: str, tensors: Sequence[Tensor]) -> Role:
+        if self._comm.steps != self._step:
+            self._step, self._unknown = self._comm.steps, 0
+        known = {
+            p.grad.data_ptr(): (number, p in self._exact)
+            for number, p in enumerate(self._engine.module.parameters())
+            if p.grad is not None
+        }
+        shapes = {parameter.shape for parameter in self._exact}
+        found = [known.get(t.data_ptr(), (-1, t.shape in shapes)) for t in tensors]
+        numbers = [number for number, _ in found]
+        if -1 in numbers:
+            self._unknown += 1
+            numbers += [self._unknown, *(t.numel() for t in tensors)]
+        slices = [(t.numel(), exact) for t, (_, exact) in zip(tensors, found, strict=True)]
+        return Role(self._comm, "dp", Flow(name_of(what, numbers), slices))
 
 
 def _of_engine(engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> Callable[..., Any]:
     plain = engine.allreduce_bucket
+    lists = Lists(engine, comm, exact)
 
     @functools.wraps(plain)
     def allreduce_bucket(bucket: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        flow = Flow(name_of("engine", (t.numel() for t in bucket)), _slices_of_tensors(engine, bucket, exact))
-        with taken(Role(comm, "dp", flow)):
+        with taken(lists.role("engine", bucket)):
             return plain(bucket, *args, **kwargs)
 
     return allreduce_bucket
@@ -108,13 +146,13 @@ def _of_lists(
 ) -> Callable[..., Any]:
     """Of ZeRO-1 and 2 without contiguous gradients, and inside of `average_tensor`, whose role is the better one."""
     plain = getattr(optimizer, _compat_comm.ALLREDUCE_BUCKET)
+    lists = Lists(engine, comm, exact)
 
     @functools.wraps(plain)
     def allreduce_bucket(bucket: list[Tensor], *args: Any, **kwargs: Any) -> Any:
         if optimizer.__dict__.get(_AVERAGING):
             return plain(bucket, *args, **kwargs)
-        flow = Flow(name_of("list", (t.numel() for t in bucket)), _slices_of_tensors(engine, bucket, exact))
-        with taken(Role(comm, "dp", flow)):
+        with taken(lists.role("list", bucket)):
             return plain(bucket, *args, **kwargs)
 
     return allreduce_bucket
@@ -141,7 +179,7 @@ def _of_stage_1_and_2(
             flows[group] = Flow(name_of("zero", (n for n, _ in members)), [found for _, found in members])
         whole = next(iter(flows.values())) if len(flows) == 1 else None
 
-        def bucket(numel: int, group: Any) -> Bucket:
+        def bucket(numel: int, group: Any, scattered: bool) -> Bucket:
             return (whole or flows[group])(numel, group)
 
         optimizer.__dict__[_AVERAGING] = True
@@ -161,23 +199,16 @@ def _of_stage_3(
 
     @functools.wraps(plain)
     def reduce_and_partition(*args: Any, **kwargs: Any) -> Any:
-        parameters = sorted(
-            _compat_comm.parameters_of_zero_3_bucket(optimizer, args), key=_compat_comm.zero_id
-        )
-        name = name_of("zero3", (numbers[id(p)] for p in parameters))
-        whole = Flow(name, [(_compat_comm.zero_numel(p), id(p) in excluded) for p in parameters])
-        gradients = sum(_compat_comm.zero_numel(p) for p in parameters)
+        as_filled = _compat_comm.parameters_of_zero_3_bucket(optimizer, args)
+        by_id = sorted(as_filled, key=_compat_comm.zero_id)
+        name = name_of("zero3", (numbers[id(p)] for p in by_id))
+        whole = Flow(name, [(_compat_comm.zero_numel(p), id(p) in excluded) for p in as_filled])
 
-        def bucket(numel: int, group: Any) -> Bucket:
-            ranks = torch.distributed.get_world_size(group)
-            shares = [(math.ceil(_compat_comm.zero_numel(p) / ranks), id(p) in excluded) for p in parameters]
-            if numel == ranks * sum(share for share, _ in shares) and not _compat_comm.reduces_whole(
-                optimizer
-            ):
-                # Reduce-scattered: each rank's parts of all gradients lie together.
-                return Bucket(name, ranges_of(shares * ranks))
-            assert numel <= gradients
-            return whole(numel, group)
+        def bucket(numel: int, group: Any, scattered: bool) -> Bucket:
+            if not scattered:
+                return whole(numel, group)
+            shares = [(_compat_comm.zero_numel(p), id(p) in excluded) for p in by_id]
+            return Bucket(name, interleaved(shares, numel, torch.distributed.get_world_size(group)))
 
         with taken(Role(comm, "dp", bucket)):
             return plain(*args, **kwargs)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ssdtrain.comm import Bucket, Communicator
 from ssdtrain_ds import _compat_comm
 
-__all__ = ["Role", "install", "remove", "taken"]
+__all__ = ["Role", "install", "present", "remove", "taken"]
 
 
 class Role:
@@ -27,7 +27,7 @@ class Role:
 
     Args:
         dimension: of `ssdtrain.comm`.
-        bucket: of a collective on so many elements of a group; None where nothing is named.
+        bucket: of a collective on so many elements of a group, whole or laid out by rank; None where nothing is named.
         first_only: of messages to a pipeline's neighbour only the first floating-point tensor is coded: the hidden states. Others
             are masks and the like.
     """
@@ -38,7 +38,7 @@ class Role:
         self,
         comm: Communicator,
         dimension: str,
-        bucket: Callable[[int, Any], Bucket] | None = None,
+        bucket: Callable[[int, Any, bool], Bucket] | None = None,
         first_only: bool = False,
     ) -> None:
         self.comm = comm
@@ -47,8 +47,8 @@ class Role:
         self.first_only = first_only
         self.sent = 0
 
-    def bucket_of(self, tensor: Tensor, group: Any) -> Bucket | None:
-        return self.bucket(tensor.numel(), group) if self.bucket is not None else None
+    def bucket_of(self, tensor: Tensor, group: Any, by_rank: bool = False) -> Bucket | None:
+        return self.bucket(tensor.numel(), group, by_rank) if self.bucket is not None else None
 
     def next_message(self, tensor: Tensor) -> bool:
         """Whether this tensor to or from a neighbour may be coded."""
@@ -59,6 +59,11 @@ class Role:
 
 
 _role: ContextVar[Role | None] = ContextVar("ssdtrain_role", default=None)
+
+
+def present() -> Role | None:
+    """The role of this thread now."""
+    return _role.get()
 
 
 @contextmanager
@@ -133,7 +138,7 @@ def _reduce_scatter(plain: Callable[..., Any]) -> Callable[..., Any]:
                 role.dimension,
                 group,
                 _compat_comm.torch_op(op),
-                role.bucket_of(input_tensor, group),
+                role.bucket_of(input_tensor, group, by_rank=True),
             )
         )
         if work is None:
@@ -153,7 +158,11 @@ def _all_gather(plain: Callable[..., Any]) -> Callable[..., Any]:
             None
             if role is None
             else role.comm.all_gather(
-                output_tensor, input_tensor, role.dimension, group, role.bucket_of(output_tensor, group)
+                output_tensor,
+                input_tensor,
+                role.dimension,
+                group,
+                role.bucket_of(output_tensor, group, by_rank=True),
             )
         )
         if work is None:

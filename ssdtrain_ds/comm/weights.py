@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ssdtrain.comm import Bucket, Communicator
 from ssdtrain_ds import _compat, _compat_comm
-from ssdtrain_ds.comm.roles import Role, taken
+from ssdtrain_ds.comm.gradients import interleaved
+from ssdtrain_ds.comm.roles import Role, present, taken
 
 __all__ = ["install", "remove", "wrap_weights"]
 
@@ -38,7 +39,11 @@ def wrap_weights(
             [] if coordinator is None else [(coordinator, _compat_comm.FETCH, _fetching(coordinator, comm))]
         )
     if stage in (1, 2):
-        return [(optimizer, "step", _gathering(optimizer, comm, exact))]
+        found = [(optimizer, "step", _gathering(optimizer, comm, exact))]
+        for name in _compat_comm.WRITES_WEIGHTS:
+            if hasattr(optimizer, name):
+                found.append((optimizer, name, _forgetting(getattr(optimizer, name), comm)))
+        return [*found, (engine.module, "load_state_dict", _forgetting(engine.module.load_state_dict, comm))]
     return []
 
 
@@ -47,10 +52,47 @@ def _fetching(coordinator: Any, comm: Communicator) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def fetch_sub_module(*args: Any, **kwargs: Any) -> Any:
-        with taken(Role(comm, "zero_gather")):
+        # Until it is known what is gathered, it goes as it is.
+        unknown = Role(comm, "zero_gather", lambda numel, group, by_rank: Bucket("weights", ((0, numel),)))
+        with taken(unknown):
             return plain(*args, **kwargs)
 
     return fetch_sub_module
+
+
+def _gathering_some(parameter: torch.nn.Parameter, excluded: set[int]) -> Callable[..., Any]:
+    plain = getattr(parameter, _compat_comm.GATHER_PARAMETERS)
+
+    @functools.wraps(plain)
+    def all_gather_coalesced(params: Any, *args: Any, **kwargs: Any) -> Any:
+        role = present()
+        if role is None or role.dimension != "zero_gather":
+            return plain(params, *args, **kwargs)
+        params = list(params)
+        shares = [
+            (_compat_comm.zero_numel(p), id(p) in excluded) for p in sorted(params, key=_compat_comm.zero_id)
+        ]
+
+        def bucket(numel: int, group: Any, by_rank: bool) -> Bucket:
+            return Bucket("weights", interleaved(shares, numel, torch.distributed.get_world_size(group)))
+
+        with taken(Role(role.comm, "zero_gather", bucket)):
+            return plain(params, *args, **kwargs)
+
+    return all_gather_coalesced
+
+
+def _forgetting(plain: Callable[..., Any], comm: Communicator) -> Callable[..., Any]:
+    """Something else than a step writes weights: what the others have is not known any more."""
+
+    @functools.wraps(plain)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            comm.forget_weights()
+
+    return function
 
 
 def _gathering(optimizer: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> Callable[..., Any]:

@@ -215,3 +215,31 @@ def overflowed(rank: int) -> Any:
 
 def test_a_nan_on_one_rank_is_seen_by_all_and_not_kept() -> None:
     assert on_ranks(2, overflowed) == [[True, True], [True, True]]
+
+
+def test_padding_that_nobody_writes_is_outside_of_every_block() -> None:
+    """Three ranks, tensors of 7 and 6 elements: parts of 3 and 2, of which the third rank's first has one element."""
+    from ssdtrain_ds.comm.gradients import interleaved
+
+    assert interleaved([(7, False), (6, False)], 15, 3) == ((11, 13),)
+    assert interleaved([(7, False), (6, True)], 15, 3) == ((3, 5), (8, 10), (11, 15))
+    assert interleaved([(7, False)], 8, 3) == ((0, 8),)  # not the tensors that it was said to hold
+
+
+def poisoned(rank: int) -> Any:
+    """ZeRO-3 on three ranks, where no tensor divides evenly, with whatever is in memory made as bad as it can be."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    comm = {**COMM, "zero_gather": "int8", "dp": "int8", "feedback": "off", "exclude": "none"}
+    engine = engine_of(3, comm)
+    losses = train(engine, rank, 0, 3)
+    engine.destroy()
+    plain = engine_of(3, None)
+    wanted = train(plain, rank, 0, 3)
+    plain.destroy()
+    return [losses, wanted]
+
+
+def test_uneven_partitions_of_zero_3_meet_no_garbage() -> None:
+    for losses, wanted in on_ranks(3, poisoned):
+        assert losses == pytest.approx(wanted, rel=0.02)
