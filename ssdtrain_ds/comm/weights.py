@@ -35,9 +35,17 @@ def wrap_weights(
     stage = _compat.zero_stage(engine)
     if stage == 3:
         coordinator = _compat_comm.coordinator_of(engine)
-        return (
-            [] if coordinator is None else [(coordinator, _compat_comm.FETCH, _fetching(coordinator, comm))]
-        )
+        if coordinator is None:
+            return []
+        excluded = {id(parameter) for parameter in exact}
+        return [
+            (coordinator, _compat_comm.FETCH, _fetching(coordinator, comm)),
+            *(
+                (parameter, _compat_comm.GATHER_PARAMETERS, _gathering_some(parameter, excluded))
+                for parameter in engine.module.parameters()
+                if hasattr(parameter, _compat_comm.GATHER_PARAMETERS)
+            ),
+        ]
     if stage in (1, 2):
         found = [(optimizer, "step", _gathering(optimizer, comm, exact))]
         for name in _compat_comm.WRITES_WEIGHTS:
