@@ -34,18 +34,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssdtrain.codecs import VariableSizeCodec, make_codec
-from ssdtrain.comm import Communicator, Figures, Policy, ddp, fsdp
-from ssdtrain.config import Config, ConfigError, OffloadConfig, Problem
+from ssdtrain.comm import Communicator, Policy
+from ssdtrain.comm.models import compress_gradients
+from ssdtrain.config import Config, OffloadConfig
 from ssdtrain.device import device_for, warn_of_untested_torch
 from ssdtrain.offload.amount import AmountPlan
+from ssdtrain.offload.coding import check_codec
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.hooks import Recording
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.offload.tape import Tape
 from ssdtrain.report.journal import Journal
-from ssdtrain.storage import Faults, SpillStore, Stats, check_host_budget
+from ssdtrain.report.totals import NOTHING_STORED, RuntimeStatistics
+from ssdtrain.storage import Faults, SpillStore, check_host_budget
 
 __all__ = ["Runtime", "RuntimeStatistics"]
 
@@ -53,31 +55,8 @@ logger = logging.getLogger("ssdtrain")
 
 MiB = 1 << 20
 
-_NOTHING_STORED = Stats("none", 0, 0, 0, 0, 0, 0, 0.0, 0.0, (), None)
-
 # Steps after which an enabled feature must have done something.
 FIRST_STEPS = 3
-
-
-class RuntimeStatistics:
-    """What happened since the runtime was made: `offload` from the engine, `store` from the tiers, `comm` from the collectives by
-    parallel dimension, steps and their seconds. Of what is not enabled there are zeros, or no dimension."""
-
-    __slots__ = ("comm", "offload", "step_seconds", "steps", "store")
-
-    def __init__(
-        self,
-        offload: OffloadStatistics,
-        store: Stats,
-        comm: dict[str, Figures],
-        steps: int,
-        step_seconds: float,
-    ) -> None:
-        self.offload = offload
-        self.store = store
-        self.comm = comm
-        self.steps = steps
-        self.step_seconds = step_seconds
 
 
 class Runtime:
@@ -160,7 +139,7 @@ class Runtime:
             Path(directory).mkdir(parents=True, exist_ok=True)
         warn_of_untested_torch()
         layer = device_for(self.device)
-        _check_codec(offload, layer.kind)
+        check_codec(offload, layer.kind)
         buffer = offload.buffer
         in_flight, prefetch = offload.in_flight, offload.prefetch
         if layer.kind != "cpu" or staged:
@@ -220,7 +199,7 @@ class Runtime:
             ValueError: `comm` is asked for, and nothing about the model reduces gradients.
         """
         if self.comm is not None:
-            self._compress(model, self.comm)
+            compress_gradients(model, self.comm)
         if self.engine is None:
             return
         self.register(model)
@@ -245,20 +224,6 @@ class Runtime:
                     del model.forward
 
         self._attached.append(detach)
-
-    def _compress(self, model: nn.Module, comm: Communicator) -> None:
-        from torch.distributed.fsdp import FSDPModule
-        from torch.nn.parallel import DistributedDataParallel
-
-        if isinstance(model, DistributedDataParallel):
-            ddp.attach(model, comm)
-        elif any(isinstance(module, FSDPModule) for module in model.modules()):
-            fsdp.attach(model, comm)
-        else:
-            raise ValueError(
-                f"ssdtrain.comm is asked for, and {type(model).__name__} reduces no gradients: wrap it in "
-                "DistributedDataParallel or fully_shard first"
-            )
 
     # The loop
 
@@ -379,7 +344,7 @@ class Runtime:
             return None
         return RuntimeStatistics(
             self.engine.snapshot() if self.engine is not None else OffloadStatistics(),
-            self._store.stats if self._store is not None else _NOTHING_STORED,
+            self._store.stats if self._store is not None else NOTHING_STORED,
             self.comm.figures() if self.comm is not None else {},
             self.steps,
             self._step_seconds,
@@ -405,25 +370,3 @@ class Runtime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _check_codec(offload: OffloadConfig, device: str) -> None:
-    """Refuse a codec that does not exist or cannot encode on this device.
-
-    Raises:
-        ConfigError: names the key, the value and what there is.
-    """
-    if offload.codec is None:
-        return
-    try:
-        codec = make_codec(offload.codec)
-    except ValueError as error:
-        problem = Problem(
-            "ssdtrain.offload.codec", offload.codec, f"is no codec: {error}", "see docs/codecs.md"
-        )
-        raise ConfigError([problem]) from None
-    if device != "cpu" and isinstance(codec, VariableSizeCodec):
-        why = f"encodes in host memory and is not in this version for tensors of a {device} device"
-        raise ConfigError(
-            [Problem("ssdtrain.offload.codec", offload.codec, why, "a codec of fixed size, such as int8")]
-        )

@@ -3,7 +3,8 @@
 What lives here: what the config asks for (`policy`), the nodes and ranks of a group (`topology`), tensors to payloads and back
 (`coding`), the algorithms (`algorithms`), handles (`work`), error feedback (`feedback`), weights gathered by difference
 (`difference`), the choice of bits (`adaptation`), whether a codec is worth its time (`probe`), the figures (`meter`), and what
-ties them together and adapters call (`communicator`). `ddp` and `fsdp` serve plain PyTorch.
+ties them together and adapters call (`communicator`). `ddp` and `fsdp` serve plain PyTorch, `models` tells which. `agreement` is
+what ranks compare at start.
 
 What may be imported: the names below.
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from ssdtrain.codecs import Key
 from ssdtrain.comm import algorithms, operations
 from ssdtrain.comm.adaptation import Adaptation
+from ssdtrain.comm.agreement import agreed_hosts
 from ssdtrain.comm.algorithms import Call, Coders
 from ssdtrain.comm.coding import Ranges
 from ssdtrain.comm.difference import Differences
@@ -35,7 +36,6 @@ from ssdtrain.comm.meter import Figures, Meter, ring_bytes
 from ssdtrain.comm.point_to_point import PointToPoint
 from ssdtrain.comm.policy import Policy
 from ssdtrain.comm.routing import Route, Router
-from ssdtrain.comm.topology import node_name
 from ssdtrain.comm.work import Pending
 
 logger = logging.getLogger("ssdtrain")
@@ -67,7 +67,7 @@ class Communicator:
         self.device = torch.device(device)
         self.meter = Meter()
         self.rank = dist.get_rank()
-        self.router = Router(policy, _agreed_hosts(policy), self.meter, self.device)
+        self.router = Router(policy, agreed_hosts(policy), self.meter, self.device)
         self.point_to_point = PointToPoint(self.router, self.key)
         self.feedback = None if policy.feedback == "off" else Feedback(policy.feedback)
         self.differences = Differences()
@@ -385,18 +385,3 @@ def _world_if_none(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     found = group or dist.group.WORLD
     assert found is not None, "torch.distributed is not initialised"
     return found
-
-
-def _agreed_hosts(policy: Policy) -> list[str]:
-    """The node of every rank, after all of them have shown that they mean the same."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (node_name(), policy.digest()))
-    digests = [digest for _, digest in found]
-    if len(set(digests)) > 1:
-        most = max(set(digests), key=digests.count)
-        others = [rank for rank, digest in enumerate(digests) if digest != most]
-        raise RuntimeError(
-            f"ranks {others} have another ssdtrain.comm config, or another version of ssdtrain, than the rest "
-            f"({', '.join(digests[rank] for rank in others[:8])} instead of {most}): give all ranks the same"
-        )
-    return [node for node, _ in found]

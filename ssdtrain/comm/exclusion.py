@@ -100,3 +100,15 @@ def ranges_of(places: Mapping[_T, tuple[int, int]], chosen: Iterable[_T]) -> Ran
         elif start < stop:
             joined.append((start, stop))
     return tuple(joined)
+
+
+def ranges_in_order(slices: Iterable[tuple[int, bool]]) -> Ranges:
+    """`ranges_of` for tensors that lie one behind the other: (elements, whether they are excluded) of each."""
+    found: list[tuple[int, int]] = []
+    at = 0
+    for numel, exact in slices:
+        if exact and numel:
+            begin = found.pop()[0] if found and found[-1][1] == at else at
+            found.append((begin, at + numel))
+        at += numel
+    return tuple(found)

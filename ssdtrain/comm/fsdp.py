@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ssdtrain.comm.communicator import Bucket, Communicator
-from ssdtrain.comm.exclusion import excluded
+from ssdtrain.comm.exclusion import excluded, ranges_in_order
+from ssdtrain.comm.meter import ring_bytes
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -60,7 +61,8 @@ class _ReduceScatter:
         work = None
         if bucket is None:
             reason = f"{self._name} did not get gradients for all of its parameters"
-            self._comm.router.fell_back("dp", reason, input_tensor.nbytes)
+            raw = ring_bytes("reduce_scatter", input_tensor.nbytes, dist.get_world_size(group))
+            self._comm.router.fell_back("dp", reason, raw)
         else:
             work = self._comm.reduce_scatter(output_tensor, input_tensor, "dp", group, op, bucket)
         if work is None:
@@ -77,12 +79,7 @@ class _ReduceScatter:
         shares = [(count * torch.Size(rest).numel(), exact) for count, rest, exact in rows]
         if ranks * sum(share for share, _ in shares) != numel:
             return None
-        ranges, at = [], 0
-        for share, exact in shares * ranks:
-            if exact:
-                ranges.append((at, at + share))
-            at += share
-        return Bucket(self._name, tuple(ranges))
+        return Bucket(self._name, ranges_in_order(shares * ranks))
 
 
 def attach(model: nn.Module, comm: Communicator) -> None:

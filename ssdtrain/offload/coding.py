@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import torch
 
-from ssdtrain.codecs import Codec, Key, make_codec
+from ssdtrain.codecs import Codec, Key, VariableSizeCodec, make_codec
+from ssdtrain.config import ConfigError, OffloadConfig, Problem
 from ssdtrain.offload.region import Region
 
-__all__ = ["Coding"]
+__all__ = ["Coding", "check_codec"]
 
 MASK = "mask"
 
@@ -68,3 +69,25 @@ def _values(region: Region, base: torch.Tensor, start: int) -> torch.Tensor:
     values = torch.empty(0, dtype=region.dtype, device=base.device)
     count = region.nbytes // region.dtype.itemsize
     return values.set_(base.untyped_storage(), start // region.dtype.itemsize, (count,), (1,))
+
+
+def check_codec(offload: OffloadConfig, device: str) -> None:
+    """Refuse a codec that does not exist or cannot encode on this device.
+
+    Raises:
+        ConfigError: names the key, the value and what there is.
+    """
+    if offload.codec is None:
+        return
+    try:
+        codec = make_codec(offload.codec)
+    except ValueError as error:
+        problem = Problem(
+            "ssdtrain.offload.codec", offload.codec, f"is no codec: {error}", "see docs/codecs.md"
+        )
+        raise ConfigError([problem]) from None
+    if device != "cpu" and isinstance(codec, VariableSizeCodec):
+        why = f"encodes in host memory and is not in this version for tensors of a {device} device"
+        raise ConfigError(
+            [Problem("ssdtrain.offload.codec", offload.codec, why, "a codec of fixed size, such as int8")]
+        )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ssdtrain.comm import Bucket, Communicator
 from ssdtrain.comm.coding import Ranges, clip
+from ssdtrain.comm.exclusion import ranges_in_order
 from ssdtrain_ds import _compat, _compat_comm
 from ssdtrain_ds.comm.roles import Role, taken
 
@@ -20,18 +21,6 @@ __all__ = ["wrap_gradients"]
 
 Slice = tuple[int, bool]
 """Elements of one gradient in a flat tensor, and whether they are excluded."""
-
-
-def ranges_of(slices: Iterable[Slice]) -> Ranges:
-    """Where the excluded ones lie, one behind the other, neighbours joined."""
-    found: list[tuple[int, int]] = []
-    at = 0
-    for numel, exact in slices:
-        if exact and numel:
-            begin = found.pop()[0] if found and found[-1][1] == at else at
-            found.append((begin, at + numel))
-        at += numel
-    return tuple(found)
 
 
 def interleaved(tensors: Sequence[Slice], numel: int, ranks: int) -> Ranges:
@@ -48,7 +37,7 @@ def interleaved(tensors: Sequence[Slice], numel: int, ranks: int) -> Ranges:
         for (count, exact), part in zip(tensors, parts, strict=True):
             filled = min(max(count - rank * part, 0), part)
             slices += [(filled, exact), (part - filled, True)]
-    return ranges_of(slices)
+    return ranges_in_order(slices)
 
 
 class Flow:
@@ -61,7 +50,7 @@ class Flow:
 
     def __init__(self, name: str, slices: Sequence[Slice]) -> None:
         self._name = name
-        self._ranges = ranges_of(slices)
+        self._ranges = ranges_in_order(slices)
         self._at = 0
 
     def __call__(self, numel: int, group: Any, scattered: bool = False) -> Bucket:

@@ -1,0 +1,29 @@
+"""What ranks find out about each other before the first message: that they mean the same, and which nodes they are on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from ssdtrain.comm.policy import Policy
+from ssdtrain.comm.topology import node_name
+
+
+def agreed_hosts(policy: Policy) -> list[str]:
+    """The node of every rank, after all of them have shown that they mean the same. All ranks call it together.
+
+    Raises:
+        RuntimeError: ranks differ in policy or in the version of the codecs; names them.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (node_name(), policy.digest()))
+    digests = [digest for _, digest in found]
+    if len(set(digests)) > 1:
+        most = max(set(digests), key=digests.count)
+        others = [rank for rank, digest in enumerate(digests) if digest != most]
+        raise RuntimeError(
+            f"ranks {others} have another ssdtrain.comm config, or another version of ssdtrain, than the rest "
+            f"({', '.join(digests[rank] for rank in others[:8])} instead of {most}): give all ranks the same"
+        )
+    return [node for node, _ in found]

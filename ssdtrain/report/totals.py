@@ -1,0 +1,33 @@
+"""All figures of a runtime in one object."""
+
+from __future__ import annotations
+
+from ssdtrain.comm import Figures
+from ssdtrain.offload.statistics import OffloadStatistics
+from ssdtrain.storage import Stats
+
+__all__ = ["NOTHING_STORED", "RuntimeStatistics"]
+
+NOTHING_STORED = Stats("none", 0, 0, 0, 0, 0, 0, 0.0, 0.0, (), None)
+"""Of a runtime without tiers."""
+
+
+class RuntimeStatistics:
+    """What happened since the runtime was made: `offload` from the engine, `store` from the tiers, `comm` from the collectives by
+    parallel dimension, steps and their seconds. Of what is not enabled there are zeros, or no dimension."""
+
+    __slots__ = ("comm", "offload", "step_seconds", "steps", "store")
+
+    def __init__(
+        self,
+        offload: OffloadStatistics,
+        store: Stats,
+        comm: dict[str, Figures],
+        steps: int,
+        step_seconds: float,
+    ) -> None:
+        self.offload = offload
+        self.store = store
+        self.comm = comm
+        self.steps = steps
+        self.step_seconds = step_seconds
