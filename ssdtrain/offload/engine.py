@@ -40,6 +40,8 @@ _graph_task = torch._C._current_graph_task_id
 
 MiB = 1 << 20
 
+TOGETHER = 16 * MiB  # stores of the CPU that begin together, at most
+
 PATIENCE = 60.0  # seconds of waiting for one load between warnings
 
 
@@ -128,7 +130,9 @@ class OffloadEngine:
             if region.packed is not None:
                 self.statistics.packed_bytes += region.nbytes
                 self.meter.see(region.tensor.untyped_storage())
-            self._largest = max(self._largest, region.nbytes)
+            if region.nbytes > self._largest:
+                self._largest = region.nbytes
+                self.mover.together = min(TOGETHER, self.options.in_flight // 4, self._largest)
             if region.nbytes % tensor.itemsize == 0 and region.start % tensor.itemsize == 0:
                 region.codec = self.coding.choose(tensor)
             leaves = not tape.keep and self.plan.offload(tape, region.nbytes)
@@ -220,7 +224,7 @@ class OffloadEngine:
                 if region.changed():
                     raise modified(held.geometry[0], held.geometry[1], region.probe._version, region.version)
                 tensor = self._try_unpack(held)
-                self.prefetcher.run(region.tape)
+                self._read_ahead(region.tape)
                 if tensor is not None:
                     return tensor
                 operation = region.operation
@@ -240,7 +244,11 @@ class OffloadEngine:
     def _try_unpack(self, handle: Handle) -> torch.Tensor | None:
         """The tensor if its bytes are in memory; else None, with their load under way."""
         region = handle.region
-        self._drain()
+        self._drain_deaths()
+        if region.tape.cursor is None:
+            self._size_buffers()
+            self._read_ahead(region.tape)
+        self._note_ends()
         region.tape.reached(region.index, again=handle.unpacked)
         if region.state is State.STORED:
             if self._closed:
@@ -299,6 +307,10 @@ class OffloadEngine:
                 region.loaded = None
         return tensor
 
+    def _read_ahead(self, tape: Tape) -> None:
+        if not self._closed:
+            self.prefetcher.run(tape)
+
     def _size_buffers(self) -> None:
         """Choose how far to read ahead and how large the arena has to be, where the config does not say."""
         if self.options.prefetch is None:
@@ -313,7 +325,8 @@ class OffloadEngine:
         if self.forked:
             return
         with self._lock:
-            self._drain()
+            # What the drive has finished is not noted: if backward comes next, it is still in memory.
+            self._drain_deaths()
             self.plan.finished(tape)
             self._regions.forget_dead()
 
@@ -322,10 +335,11 @@ class OffloadEngine:
         if self.forked:
             return
         with self._lock:
-            self._drain()
+            self._drain_deaths()
             self._size_buffers()
             tape.begin()
-            self.prefetcher.run(tape)
+            self._read_ahead(tape)
+            self._note_ends()
 
     def next_backward(self, tapes: list[Tape]) -> None:
         """Whose backward follows the present one, in order: reads go on there when a tape runs out."""
@@ -335,13 +349,18 @@ class OffloadEngine:
             self.prefetcher.next_tapes = tapes
 
     def drain(self) -> None:
-        """Take note of what autograd dropped and of what the drives have finished."""
+        """Take note of what autograd dropped and of what the drives have finished, and begin what was queued for later."""
         if self.forked:
             return
         with self._lock:
             self._drain()
+            self.mover.kick()
 
     def _drain(self) -> None:
+        self._drain_deaths()
+        self._note_ends()
+
+    def _drain_deaths(self) -> None:
         while (death := self._released.next()) is not None:
             region = death.region
             region.handles -= 1
@@ -351,6 +370,8 @@ class OffloadEngine:
                 self._regions.forget(region)
                 self.mover.release(region)
                 self.statistics.live_regions -= 1
+
+    def _note_ends(self) -> None:
         self.mover.reap()
         self.meter.drain()
 
@@ -360,6 +381,7 @@ class OffloadEngine:
             return self.statistics.copy()
         with self._lock:
             self._drain()
+            self.mover.kick()
             statistics = self.statistics.copy()
             statistics.in_flight_bytes = self.mover.in_flight
             statistics.activation_bytes = self.meter.live_bytes

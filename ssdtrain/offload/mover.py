@@ -48,6 +48,10 @@ class Mover:
         self.statistics = statistics
         self.in_flight = 0  # bytes of stores whose operation has not ended
         self.ahead = 0  # bytes loaded, or being loaded, that backward has not asked for yet
+        self.together = (
+            0  # bytes of stores that may wait to wake the I/O pool together: see `SpillStore.write`
+        )
+        self._later = 0  # bytes of stores queued since the pool was woken
         self._raise_when_full = raise_when_full
         self._stores: deque[Region] = deque()  # in the order in which they began
         self._ahead: deque[Region] = deque()  # in the order in which backward will ask
@@ -68,9 +72,11 @@ class Mover:
         except StoreFull as error:
             self._keep_for_want_of_room(region, error)
             return True
-        if not self.transfer.begin_store(region):
+        later = self._later + region.nbytes <= self.together
+        if not self.transfer.begin_store(region, later=later):
             self._free_slot(region)
             return False
+        self._later = self._later + region.nbytes if later else 0
         if region.payload is not None:
             # What backward gets must not depend on how far the store has come: from here on it is the decoded payload.
             region.empty_()
@@ -96,6 +102,11 @@ class Mover:
             self._warned_full = True
             # The text, not the error: a log record must not hold the traceback, and with it the region.
             logger.warning("saved tensors stay in memory from now on where no tier has room: %s", str(error))
+
+    def kick(self) -> None:
+        """Begin the stores and loads that were queued for later."""
+        self._later = 0
+        self.store.kick()
 
     def oldest_store(self) -> Region | None:
         """The store in flight that began first."""
@@ -188,14 +199,14 @@ class Mover:
         A load that backward asked for never waits for a buffer that only backward frees: it drops what was loaded ahead,
         the last needed first, and where that is not enough it allocates outside of the arena.
         """
-        if not self.transfer.begin_load(region, outside=False):
+        if not self.transfer.begin_load(region, asked=asked):
             if not asked:
                 return False
             while self._evict():
-                if self.transfer.begin_load(region, outside=False):
+                if self.transfer.begin_load(region, asked=True):
                     break
             else:
-                self.transfer.begin_load(region, outside=True)
+                self.transfer.begin_load(region, asked=True, outside=True)
                 self.statistics.outside_bytes += region.nbytes
         region.state = State.LOADING
         if not asked:

@@ -16,6 +16,9 @@ class Prefetcher:
     Within that distance a store that has not begun is cancelled, since its bytes are about to be needed, and one that has
     begun leaves its bytes in memory.
 
+    Loads are issued several at a time, when less than half of the limit is ahead: each time costs the thread that trains a walk
+    down a cold tape and the waking of the I/O pool.
+
     Args:
         mover: starts the loads.
         limit: bytes ahead; 0: none, except what `limit` cannot hold alone.
@@ -28,14 +31,17 @@ class Prefetcher:
 
     def run(self, tape: Tape) -> None:
         """Issue what fits, beginning below where backward is on `tape`. Called with the engine's lock held."""
-        if self.limit <= 0:
+        if self.limit <= 0 or 2 * self._mover.ahead > self.limit:
             return
+        begun = self._mover.ahead
         near = self._along(tape, self.limit)
         for following in self.next_tapes:
             if near <= 0:
-                return
+                break
             if following is not tape:
                 near = self._along(following, near)
+        if self._mover.ahead > begun:
+            self._mover.kick()
 
     def _along(self, tape: Tape, near: int) -> int:
         """Go down `tape` for `near` bytes; returns the bytes of that distance that are left."""

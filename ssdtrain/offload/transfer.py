@@ -32,8 +32,9 @@ class Transfer(Protocol):
     def prepare(self, region: Region) -> None:
         """Encode a region that has a codec: from then on `region.stored_bytes` are what goes to the tier."""
 
-    def begin_store(self, region: Region) -> bool:
-        """Queue the write of `region` to `region.slot`. False: there is no buffer for it now."""
+    def begin_store(self, region: Region, *, later: bool) -> bool:
+        """Queue the write of `region` to `region.slot`, `later` (see `SpillStore.write`) where nothing waits for it. False:
+        there is no buffer for it now."""
 
     def departed(self, region: Region) -> bool:
         """True if the bytes have left the tensor, so that it may be emptied before the write has ended."""
@@ -47,8 +48,9 @@ class Transfer(Protocol):
     def recall(self, region: Region) -> bool:
         """Make the bytes of a region being stored resident again from its buffer. False: they are still in the tensor."""
 
-    def begin_load(self, region: Region, *, outside: bool) -> bool:
-        """Queue the read of `region`. False: the arena is full (`outside`: then allocate outside of it)."""
+    def begin_load(self, region: Region, *, asked: bool, outside: bool = False) -> bool:
+        """Queue the read of `region`, for later unless backward `asked` for it. False: the arena is full (`outside`: then
+        allocate outside of it)."""
 
     def advance_load(self, region: Region) -> None:
         """The read has ended: begin what follows it."""
@@ -101,11 +103,11 @@ class DirectTransfer:
     def prepare(self, region: Region) -> None:
         _encode(self._coding, region, self._seen)
 
-    def begin_store(self, region: Region) -> bool:
+    def begin_store(self, region: Region, *, later: bool) -> bool:
         assert region.slot is not None
         address = region.address if region.payload is None else region.payload.data_ptr()
         region.lead = address % ALIGNMENT
-        region.operation = self.store.write(region.slot, address)
+        region.operation = self.store.write(region.slot, address, later=later)
         return True
 
     def departed(self, region: Region) -> bool:
@@ -116,7 +118,7 @@ class DirectTransfer:
         region.payload = None
 
     def rewrite(self, region: Region) -> None:
-        self.begin_store(region)
+        self.begin_store(region, later=False)
 
     def recall(self, region: Region) -> bool:
         if region.payload is None:
@@ -124,7 +126,7 @@ class DirectTransfer:
         _decode(self._coding, region, self._seen)
         return True
 
-    def begin_load(self, region: Region, *, outside: bool) -> bool:
+    def begin_load(self, region: Region, *, asked: bool, outside: bool = False) -> bool:
         assert region.slot is not None
         lease = self.buffers.acquire(region.stored_bytes, region.lead)
         if lease is not None:
@@ -134,7 +136,7 @@ class DirectTransfer:
             self._seen(buffer.untyped_storage())
         else:
             return False
-        region.operation = self.store.read(region.slot, buffer.data_ptr())
+        region.operation = self.store.read(region.slot, buffer.data_ptr(), later=not asked)
         if region.codec is None:
             region.loaded = buffer
         else:
@@ -189,7 +191,7 @@ class StagedTransfer:
     def prepare(self, region: Region) -> None:
         _encode(self._coding, region, self._seen)
 
-    def begin_store(self, region: Region) -> bool:
+    def begin_store(self, region: Region, *, later: bool) -> bool:  # its workers wait for a device anyway
         assert region.slot is not None
         lease = self.buffers.acquire(region.stored_bytes)
         if lease is None:
@@ -246,12 +248,12 @@ class StagedTransfer:
         region.loaded_version = region.loaded._version
         return True
 
-    def begin_load(self, region: Region, *, outside: bool) -> bool:
+    def begin_load(self, region: Region, *, asked: bool, outside: bool = False) -> bool:
         assert region.slot is not None
         lease = self.buffers.acquire(region.stored_bytes)
         if lease is not None:
             region.lease = lease
-            region.operation = self.store.read(region.slot, lease.address)
+            region.operation = self.store.read(region.slot, lease.address, later=not asked)
         elif outside:
             region.loaded = torch.empty(region.stored_bytes, dtype=torch.uint8)
             region.operation = self.store.read(region.slot, region.loaded.data_ptr())

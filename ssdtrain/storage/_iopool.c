@@ -96,6 +96,7 @@ static PyObject *operation_wait(PyObject *self, PyObject *args, PyObject *keywor
             if (seconds == -1.0 && PyErr_Occurred()) return NULL;
             deadline = now() + (seconds > 0 ? seconds : 0);
         }
+        if (op->state == QUEUED) kick(o->pool->pool);
         while (!atomic_load(&op->finished)) {
             double time = now();
             if (timeout != Py_None && time >= deadline) Py_RETURN_FALSE;
@@ -242,14 +243,14 @@ static Operation *make_operation(int64_t pieces) {
 
 static PyObject *pool_submit(PyObject *self, PyObject *args) {
     PoolObject *p = (PoolObject *)self;
-    int kind;
+    int kind, later = 0;
     unsigned long long address, event = 0;
     long long nbytes, lead;
     PyObject *tuple;
     Extent *extents;
     Py_ssize_t count;
     if (check_generation(p->generation, "this I/O pool")) return NULL;
-    if (!PyArg_ParseTuple(args, "iKLLO|K:submit", &kind, &address, &nbytes, &lead, &tuple, &event)) return NULL;
+    if (!PyArg_ParseTuple(args, "iKLLO|Kp:submit", &kind, &address, &nbytes, &lead, &tuple, &event, &later)) return NULL;
     if (kind < WRITE || kind > COPY_OUT || nbytes < 0 || lead < 0 || lead >= ALIGNMENT)
         return PyErr_Format(PyExc_ValueError, "cannot submit kind %d, %lld bytes, lead %lld", kind, nbytes, lead);
     if (parse_extents(tuple, &extents, &count)) return NULL;
@@ -281,7 +282,7 @@ static PyObject *pool_submit(PyObject *self, PyObject *args) {
     o->generation = generation;
     o->pool = p;
     Py_INCREF(self);
-    if (enqueue(p->pool, op)) {
+    if (enqueue(p->pool, op, later)) {
         op->references = 1; /* no piece was queued */
         Py_DECREF((PyObject *)o);
         PyErr_SetString(store_closed, "this I/O pool is closed");

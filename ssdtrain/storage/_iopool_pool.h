@@ -152,6 +152,13 @@ static PyObject *pool_hold(PyObject *self, PyObject *args, PyObject *keywords) {
     Py_RETURN_NONE;
 }
 
+static PyObject *pool_kick(PyObject *self, PyObject *unused) {
+    (void)unused;
+    if (check_generation(((PoolObject *)self)->generation, "this I/O pool")) return NULL;
+    kick(((PoolObject *)self)->pool);
+    Py_RETURN_NONE;
+}
+
 static PyObject *pool_release(PyObject *self, PyObject *unused) {
     (void)unused;
     if (check_generation(((PoolObject *)self)->generation, "this I/O pool")) return NULL;
@@ -190,6 +197,7 @@ static PyMethodDef pool_methods[] = {
     {"hold", (PyCFunction)(void (*)(void))pool_hold, METH_VARARGS | METH_KEYWORDS,
      "hold(*, begun=False, writes=True, reads=True): tests: let no operation begin (with begun: transfer)."},
     {"release", pool_release, METH_NOARGS, "Undo every hold."},
+    {"kick", pool_kick, METH_NOARGS, "Wake a worker for what was submitted for later."},
     {"counters", pool_counters, METH_NOARGS, "Per queue (bytes written, read, seconds writing, reading); bytes cancelled."},
     {"close", pool_close, METH_NOARGS, "Cancel what has not begun, wait for the rest, end the workers. Idempotent."},
     {NULL, NULL, 0, NULL},

@@ -14,11 +14,18 @@
 
 #define STACK (512 << 10) /* bytes; virtual, a worker uses a few KiB, a CUDA call more */
 
+/* Bytes that wait for each worker at work in their direction before another one joins. Every worker that wakes takes a core
+ * from the computation for a moment, and a team of compute threads waits for it at the next barrier: with all four woken for
+ * each tensor, training was slower by a hundredth than with one. A drive that falls behind gets all of them. */
+#define BACKLOG (16ull << 20)
+
 typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t ready;
     Piece *head[2], *tail[2]; /* writes, reads */
     int fd, direct;
+    uint64_t waiting[2]; /* bytes of queued pieces */
+    int working[2];      /* workers that have taken a piece */
     uint64_t bytes[2];
     double seconds[2], since[2]; /* time with a transfer under way */
     int active[2];
@@ -102,20 +109,34 @@ static void fail(Operation *op, const Piece *piece, Failure failure) {
     pthread_mutex_unlock(&op->lock);
 }
 
-/* The next piece: reads first, because an unpack waits for them. NULL when the pool is closed and nothing is left. */
-static Piece *take(Pool *pool, Queue *queue) {
+/* 1 if one more worker is wanted for what is queued. Under the queue's lock. A direction that nobody works in always gets one:
+ * a read does not wait behind a write that waits for its CUDA event. */
+static int wanted(const Pool *pool, const Queue *queue) {
+    for (int direction = 0; direction < 2; direction++) {
+        if (!queue->head[direction] || (pool->held[direction] && !pool->closed)) continue;
+        if (!queue->working[direction] || queue->waiting[direction] > BACKLOG * (uint64_t)queue->working[direction]) return 1;
+    }
+    return 0;
+}
+
+/* The next piece: reads first, because an unpack waits for them. NULL when the pool is closed and nothing is left.
+ * `done` is the direction of the piece that this worker has just finished, or -1. */
+static Piece *take(Pool *pool, Queue *queue, int done) {
     Piece *piece = NULL;
     pthread_mutex_lock(&queue->lock);
+    if (done >= 0) queue->working[done]--;
     while (!piece) {
         for (int direction = 1; direction >= 0 && !piece; direction--) {
             if (!queue->head[direction] || (pool->held[direction] && !pool->closed)) continue;
             piece = queue->head[direction];
             queue->head[direction] = piece->next;
+            queue->waiting[direction] -= piece->end - piece->start;
+            queue->working[direction]++;
         }
         if (piece || pool->closed) break;
         pthread_cond_wait(&queue->ready, &queue->lock);
     }
-    int more = piece && (queue->head[0] || queue->head[1]);
+    int more = piece && wanted(pool, queue);
     pthread_mutex_unlock(&queue->lock);
     if (more) pthread_cond_signal(&queue->ready);
     return piece;
@@ -163,8 +184,10 @@ static void run(Worker *w, Operation *op, Piece *piece) {
 static void *work(void *argument) {
     Worker *w = argument;
     Piece *piece;
-    while ((piece = take(w->pool, w->queue))) {
+    int direction = -1;
+    while ((piece = take(w->pool, w->queue, direction))) {
         Operation *op = piece->operation;
+        direction = op->kind & 1;
         int mine = claim(op);
         if (mine) run(w, op, piece);
         if (atomic_fetch_sub(&op->remaining, 1) == 1) {
@@ -175,18 +198,23 @@ static void *work(void *argument) {
     return NULL;
 }
 
-static void append(Queue *queue, Piece *piece) {
+/* 1 if a worker has to be woken for what is queued now. */
+static int append(const Pool *pool, Queue *queue, Piece *piece) {
     int direction = piece->operation->kind & 1;
     pthread_mutex_lock(&queue->lock);
     piece->next = NULL;
     if (queue->head[direction]) queue->tail[direction]->next = piece;
     else queue->head[direction] = piece;
     queue->tail[direction] = piece;
+    queue->waiting[direction] += piece->end - piece->start;
+    int wake = wanted(pool, queue);
     pthread_mutex_unlock(&queue->lock);
+    return wake;
 }
 
-/* Queue every piece, in the order of `op->piece`. The caller holds a reference. 0, or -1 when the pool is closed. */
-static int enqueue(Pool *pool, Operation *op) {
+/* Queue every piece, in the order of `op->piece`. The caller holds a reference. 0, or -1 when the pool is closed.
+ * `later`: wake nobody for it; see `kick`. */
+static int enqueue(Pool *pool, Operation *op, int later) {
     pthread_mutex_lock(&pool->submitting);
     if (pool->closed) {
         pthread_mutex_unlock(&pool->submitting);
@@ -200,18 +228,30 @@ static int enqueue(Pool *pool, Operation *op) {
             op->piece[last] = op->piece[at];
             op->piece[at] = other;
         }
-    /* One signal a queue, without its lock: who takes a piece and sees more wakes the next worker. The thread that submits
-     * is the one that trains, and each wake-up costs it a visit to the scheduler. */
+    /* At most one signal a queue, without its lock: who takes a piece and sees that more is wanted wakes the next worker. The
+     * thread that submits is the one that trains, and each wake-up costs it a visit to the scheduler. */
     Queue *last = NULL;
+    int wake_last = 0;
     for (int i = 0; i < op->pieces; i++) {
         Queue *queue = &pool->queues[op->piece[i].queue];
-        append(queue, &op->piece[i]);
-        if (last && queue != last) pthread_cond_signal(&last->ready);
+        if (queue != last && wake_last) pthread_cond_signal(&last->ready);
+        wake_last = append(pool, queue, &op->piece[i]) && !later;
         last = queue;
     }
-    if (last) pthread_cond_signal(&last->ready);
+    if (wake_last) pthread_cond_signal(&last->ready);
     pthread_mutex_unlock(&pool->submitting);
     return 0;
+}
+
+/* Wake a worker wherever one is wanted, for what was queued with `later`. */
+static void kick(Pool *pool) {
+    for (int i = 0; i < pool->queue_count; i++) {
+        Queue *queue = &pool->queues[i];
+        pthread_mutex_lock(&queue->lock);
+        int wake = wanted(pool, queue);
+        pthread_mutex_unlock(&queue->lock);
+        if (wake) pthread_cond_signal(&queue->ready);
+    }
 }
 
 static void wake(Pool *pool) {

@@ -64,8 +64,16 @@ class Pool(Protocol):
     engine: str
 
     def submit(
-        self, kind: int, address: int, nbytes: int, lead: int, extents: Sequence[int], event: int = 0
+        self,
+        kind: int,
+        address: int,
+        nbytes: int,
+        lead: int,
+        extents: Sequence[int],
+        event: int = 0,
+        later: bool = False,
     ) -> Operation: ...
+    def kick(self) -> None: ...
     def hold(self, *, begun: bool = False, writes: bool = True, reads: bool = True) -> None: ...
     def release(self) -> None: ...
     def counters(self) -> tuple[list[tuple[int, int, float, float]], int]: ...

@@ -61,6 +61,8 @@ class PythonOperation:
     def wait(self, timeout: float | None = None) -> bool:
         if not self._done:
             forks.check(self._generation, "this operation")
+            if not self.begun():
+                self._pool.kick()
             if not self._latch.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
                 return False
             self._latch.release()
@@ -103,6 +105,12 @@ class _Queue:
         self.seconds = [0.0, 0.0]
         self.active = [0, 0]
         self.since = [0.0, 0.0]
+        self.later = 0  # pieces for which nobody was woken yet
+
+    def wake(self) -> None:
+        if self.later:
+            self.ready.notify(self.later)
+            self.later = 0
 
     def begin(self, direction: int) -> None:
         if not self.active[direction]:
@@ -158,8 +166,18 @@ class PythonPool:
             thread.start()
 
     def submit(
-        self, kind: int, address: int, nbytes: int, lead: int, extents: Sequence[int], event: int = 0
+        self,
+        kind: int,
+        address: int,
+        nbytes: int,
+        lead: int,
+        extents: Sequence[int],
+        event: int = 0,
+        later: bool = False,
     ) -> PythonOperation:
+        """Queue an operation. `later`: no worker is woken for it, until the next operation without it, a wait for one,
+        or `kick`; one that is awake takes it all the same.
+        """
         forks.check(self._generation, "this I/O pool")
         operation = PythonOperation(self, kind, address, nbytes, lead, event)
         pieces = list(enumerate(cut(extents, lead, nbytes, self._piece)))
@@ -174,7 +192,9 @@ class PythonPool:
             for index, piece in pieces:
                 queue = self._queues[piece.queue]
                 queue.waiting[kind & 1].append((operation, index, piece))
-                queue.ready.notify()
+                queue.later += 1
+                if not later:
+                    queue.wake()
         if not pieces and operation._claim():
             operation._finish()
         return operation
@@ -187,6 +207,13 @@ class PythonPool:
         with self._lock:
             held = self._held_begun if begun else self._held
             held[:] = [held[0] or writes, held[1] or reads]
+
+    def kick(self) -> None:
+        """Wake workers for what was submitted for later."""
+        forks.check(self._generation, "this I/O pool")
+        with self._lock:
+            for queue in self._queues:
+                queue.wake()
 
     def release(self) -> None:
         """Undo every `hold`."""

@@ -162,7 +162,7 @@ class SpillStore:
             self._live_bytes += nbytes
             return slot
 
-    def write(self, slot: Slot, address: int, *, after_event: int = 0) -> Operation:
+    def write(self, slot: Slot, address: int, *, after_event: int = 0, later: bool = False) -> Operation:
         """Queue the store of `slot.nbytes` bytes at `address` (any alignment), which must stay alive and
         unchanged until done.
 
@@ -170,10 +170,12 @@ class SpillStore:
             after_event: a CUDA event (its handle) that a worker waits for before the first byte is read; 0
                 for none. The
                 event must live until the operation is done.
+            later: wake no worker for it; it begins with the next operation that wakes one, when somebody waits for it, or
+                at `kick`. Waking a worker takes a core from whoever computes, so several small ones wake one together.
         """
-        return self._submit(slot, WRITE, address, after_event)
+        return self._submit(slot, WRITE, address, after_event, later)
 
-    def read(self, slot: Slot, address: int) -> Operation:
+    def read(self, slot: Slot, address: int, *, later: bool = False) -> Operation:
         """Queue the load of a slot into `address`. The caller has waited for the slot's write.
 
         Any alignment; without a copy where `address % 4096` is that of the write (`Arena.acquire(lead=...)`).
@@ -183,7 +185,12 @@ class SpillStore:
         """
         if slot._lead < 0:
             raise ValueError(f"{slot} was never written")
-        return self._submit(slot, READ, address, 0)
+        return self._submit(slot, READ, address, 0, later)
+
+    def kick(self) -> None:
+        """Begin what was queued for later. Does nothing after close, or in a forked child."""
+        if not self._closed and self._generation == forks.generation():
+            self.pool.kick()
 
     def free(self, slot: Slot) -> None:
         """Cancel what has not begun, and reuse the space once what has begun is over. Idempotent, never
@@ -281,7 +288,7 @@ class SpillStore:
         if self._closed:
             raise StoreClosed("this spill store is closed")
 
-    def _submit(self, slot: Slot, kind: int, address: int, event: int) -> Operation:
+    def _submit(self, slot: Slot, kind: int, address: int, event: int, later: bool) -> Operation:
         forks.check(self._generation, "this store")
         self._check_open()
         if not slot._held:
@@ -289,12 +296,12 @@ class SpillStore:
         if slot._lease is not None:
             slot._lead = 0
             operation = self.pool.submit(
-                COPY_OUT if kind == READ else COPY_IN, address, slot.nbytes, 0, slot._extents, event
+                COPY_OUT if kind == READ else COPY_IN, address, slot.nbytes, 0, slot._extents, event, later
             )
         else:
             if kind == WRITE:
                 slot._lead = address % ALIGNMENT
-            operation = self.pool.submit(kind, address, slot.nbytes, slot._lead, slot._extents, event)
+            operation = self.pool.submit(kind, address, slot.nbytes, slot._lead, slot._extents, event, later)
         slot._operations = (*(old for old in slot._operations if not old.done()), operation)
         return operation
 

@@ -143,6 +143,14 @@ def holds_nothing(runtime: Runtime) -> None:
         time.sleep(0.005)
 
 
+def settled(runtime: Runtime) -> None:
+    """Wait until every store has ended."""
+    deadline = time.monotonic() + 10
+    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
+        assert time.monotonic() < deadline, "a store never ended"
+        time.sleep(0.001)
+
+
 @pytest.fixture(params=VARIANTS, ids=lambda variant: variant.name)
 def variant(request: pytest.FixtureRequest) -> Variant:
     return request.param  # type: ignore[no-any-return]

@@ -50,8 +50,26 @@ WEIGHTS = {
     "retain": 4,
     "backward": 1,
 }
-WEIGHTS |= {"forget": 1, "evaluate": 1, "raise": 1, "tape": 1, "collect": 1, "freeze": 1}
+WEIGHTS |= {
+    "forget": 1,
+    "cycle": 2,
+    "settle": 2,
+    "evaluate": 1,
+    "infer": 1,
+    "raise": 1,
+    "tape": 1,
+    "collect": 1,
+    "freeze": 1,
+}
 NAMES = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
+
+
+# Autograd words the first error in another way where one of several views that one function returned was saved.
+ERRORS = {
+    "modified by an inplace": "modified",
+    "has been modified inplace": "modified",
+    "a second time": "freed",
+}
 
 
 class Fault(Exception):
@@ -64,11 +82,18 @@ class Machine:
     Args:
         recording: entered for each tape.
         seed: of the leaves.
+        settle: waits until every store has ended, so that backward has to read.
     """
 
-    def __init__(self, recording: Callable[[], AbstractContextManager[Any]], seed: int) -> None:
+    def __init__(
+        self,
+        recording: Callable[[], AbstractContextManager[Any]],
+        seed: int,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.recording = recording
+        self.settle = settle
         self.leaves = [torch.randn(ROWS, COLUMNS, generator=generator).requires_grad_() for _ in range(2)]
         self.values: list[torch.Tensor] = [leaf * 0.5 for leaf in self.leaves]
         self.losses: list[torch.Tensor] = []
@@ -136,6 +161,11 @@ class Machine:
         if self.losses:
             del self.losses[a % len(self.losses)]
 
+    def do_cycle(self, a: int, b: int) -> None:
+        """A graph that only the garbage collector can free, wherever it happens to run next."""
+        held: list[Any] = [(self._pick(a).sin() * self._pick(b)).exp().sum()]
+        held.append(held)
+
     def do_retain(self, a: int, b: int) -> None:
         self._backward(a, retain=True)
 
@@ -151,14 +181,22 @@ class Machine:
             found = torch.autograd.grad(loss, self.leaves, retain_graph=retain, allow_unused=True)
         except RuntimeError as error:
             text = str(error)
-            kind = next((k for k in ("modified by an inplace", "a second time") if k in text), text)
-            self.shown.append(("error", kind))
+            self.shown.append(
+                ("error", next((kind for words, kind in ERRORS.items() if words in text), text))
+            )
             return
         self.shown.append(("gradients", [None if g is None else g.clone() for g in found]))
 
     def do_evaluate(self, a: int, b: int) -> None:
         with torch.no_grad():
             self.shown.append(("value", UNARY[b % len(UNARY)](self._pick(a)).sum()))
+
+    def do_infer(self, a: int, b: int) -> None:
+        with torch.inference_mode():
+            self.shown.append(("value", VIEWS[b % len(VIEWS)](self._pick(a)).sum().clone()))
+
+    def do_settle(self, a: int, b: int) -> None:
+        self.settle()
 
     def do_raise(self, a: int, b: int) -> None:
         try:

@@ -90,6 +90,7 @@ def test_masks_are_packed_without_being_asked(way: Variant, make_runtime: MakeRu
     runtime = make_runtime(way, min_bytes=1024)
     assert same(zoo.run(case, nullcontext), zoo.run(case, runtime.forward))
 
+    settle(runtime)
     x = zoo.noise(256, 256).requires_grad_()
     with runtime.forward():
         before = runtime.statistics().store.bytes_written  # type: ignore[union-attr]

@@ -17,7 +17,7 @@ import torch
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.region import Handle, State
 from ssdtrain.runtime import Runtime
-from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, holds_nothing
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, holds_nothing, settled
 
 SIZE = 256
 
@@ -60,10 +60,6 @@ def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"never came: {what}"
         time.sleep(0.001)
-
-
-def settled(runtime: Runtime) -> None:
-    until(lambda: runtime.statistics().offload.in_flight_bytes == 0, "the end of the stores")  # type: ignore[union-attr]
 
 
 @pytest.fixture(params=[DIRECT, VARIANTS[1], STAGED], ids=["c", "python", "staged"])
