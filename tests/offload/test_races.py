@@ -10,6 +10,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -92,6 +93,28 @@ def test_a_slow_store_is_forwarded(way: Variant, make_runtime: MakeRuntime) -> N
     assert found.offload.forwarded_bytes > 0 and found.offload.loaded_bytes == 0
     assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
     pool_of(runtime).release()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["backward", "no-backward"])
+@pytest.mark.parametrize("way", [DIRECT, VARIANTS[1]], ids=["c", "python"])
+def test_what_is_still_in_memory_when_backward_begins_is_not_read(
+    named: bool, way: Variant, make_runtime: MakeRuntime
+) -> None:
+    """The drive has finished with it, and nobody has looked since."""
+    runtime = make_runtime(way)
+    pool_of(runtime).hold()  # type: ignore[attr-defined]
+    x, loss = chain(runtime)
+    stores = [region.operation for region in engine_of(runtime).mover._stores]
+    assert len(stores) > 3
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+    pool_of(runtime).kick()  # type: ignore[attr-defined]
+    until(lambda: all(store is not None and store.done() for store in stores), "the end of the stores")
+    with runtime.backward() if named else nullcontext():
+        loss.backward()
+    found = runtime.statistics()
+    assert found is not None
+    assert found.offload.loaded_bytes == 0 and found.offload.forwarded_bytes == found.offload.saved_bytes > 0
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
 
 
 def test_unpack_overtakes_a_prefetch(way: Variant, make_runtime: MakeRuntime) -> None:

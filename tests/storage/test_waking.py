@@ -1,0 +1,108 @@
+"""When the pool's workers wake: not for what was queued for later, and no more of them than have something to do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ssdtrain.storage import Arena, Operation, Slot, SpillStore
+from tests.storage.conftest import contents, eventually, filled, payload
+
+MiB = 1 << 20
+Make = Callable[..., SpillStore]
+
+
+def asleep() -> bool:
+    """Every other thread of this process sleeps, the workers among them."""
+    others = [
+        task for task in Path("/proc/self/task").iterdir() if int(task.name) != threading.get_native_id()
+    ]
+    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "S" for task in others)
+
+
+class Writer:
+    """Writes one source again and again, to slots of its own."""
+
+    def __init__(self, store: SpillStore, arena: Arena, nbytes: int) -> None:
+        self.store, self.nbytes = store, nbytes
+        self.source = filled(arena, nbytes, seed=3)
+        self.slots: list[Slot] = []
+        assert eventually(asleep)
+
+    def write(self, *, later: bool) -> Operation:
+        self.slots.append(self.store.reserve(self.nbytes))
+        operation = self.store.write(self.slots[-1], self.source.address, later=later)
+        if later:
+            time.sleep(0.05)
+            assert not operation.begun() and not operation.done(), "somebody was woken for it"
+        return operation
+
+    def free(self) -> None:
+        for slot in self.slots:
+            self.store.free(slot)
+
+
+WAKERS: dict[str, Callable[[Writer, Operation], object]] = {
+    "a kick": lambda writer, operation: writer.store.kick(),
+    "a wait": lambda writer, operation: operation.wait(30),
+    "the next write": lambda writer, operation: writer.write(later=False),
+}
+
+
+@pytest.mark.parametrize("waker", WAKERS)
+@pytest.mark.parametrize("tier", ["host", "ssd"])
+def test_what_was_queued_for_later_begins_with(waker: str, tier: str, make_store: Make, arena: Arena) -> None:
+    store = make_store(host_bytes=16 * MiB if tier == "host" else 0)
+    writer = Writer(store, arena, MiB)
+    operation = writer.write(later=True)
+    WAKERS[waker](writer, operation)
+    assert eventually(operation.done) and operation.wait()
+    assert contents(store, writer.slots[0], arena) == payload(MiB, 3)
+    writer.free()
+
+
+def test_what_was_queued_for_later_can_be_cancelled(make_store: Make, arena: Arena) -> None:
+    store = make_store()
+    writer = Writer(store, arena, MiB)
+    operation = writer.write(later=True)
+    assert operation.cancel() and operation.done()
+    assert writer.write(later=False).wait(30)
+    assert store.stats.bytes_written == MiB
+    writer.free()
+
+
+def test_closing_cancels_what_was_queued_for_later(tmp_path: Path, arena: Arena, engine: str) -> None:
+    with SpillStore([tmp_path], engine=engine) as store:
+        operation = Writer(store, arena, MiB).write(later=True)
+    assert operation.done() and operation.failed() is None and store.stats.bytes_written == 0
+    store.kick()  # of a closed store: nothing
+
+
+@pytest.mark.parametrize("engine", ["c"], indirect=True)
+def test_a_second_worker_joins_for_a_backlog_and_a_read_waits_for_no_write(
+    make_store: Make, arena: Arena
+) -> None:
+    """The first worker is stopped in the middle of its write: what the others do is what was asked of them."""
+    store = make_store(threads=3)
+    small, large = Writer(store, arena, 4096), Writer(store, arena, 8 * MiB)
+    assert small.write(later=False).wait(30) and eventually(asleep)
+    store.pool.hold(begun=True, reads=False)
+    writes = [large.write(later=False)]
+    assert eventually(writes[0].begun) and eventually(asleep)
+    writes += [large.write(later=False) for _ in range(2)]
+    time.sleep(0.05)
+    assert not writes[1].begun(), "16 MiB that wait are no backlog"
+    writes.append(large.write(later=False))
+    assert eventually(writes[1].begun), "24 MiB are one"
+    target = arena.acquire(4096)
+    assert target is not None
+    assert store.read(small.slots[0], target.address).wait(30)
+    target.release()
+    store.pool.release()
+    assert all(write.wait(30) for write in writes)
+    small.free()
+    large.free()
