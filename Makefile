@@ -28,18 +28,21 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A test that hangs where no signal is heard, inside of C, is ended with the stack of every thread.
+WATCHDOG = -o faulthandler_exit_on_timeout=true -o faulthandler_timeout
+
 # The offload tests collect garbage after each test, which is slow in a process that has imported every framework: they get a
 # process of their own. `make test TESTS=tests/storage` runs a part.
 test: lint
 ifdef TESTS
-	SSDTRAIN_POISON=1 $(BIN)/python -m pytest -m "not long" $(TESTS)
+	SSDTRAIN_POISON=1 $(BIN)/python -m pytest $(WATCHDOG)=960 -m "not long" $(TESTS)
 else
-	SSDTRAIN_POISON=1 $(BIN)/python -m pytest -m "not long" tests/offload
-	SSDTRAIN_POISON=1 $(BIN)/python -m pytest -m "not long" --ignore=tests/offload
+	SSDTRAIN_POISON=1 $(BIN)/python -m pytest $(WATCHDOG)=360 -m "not long" tests/offload
+	SSDTRAIN_POISON=1 $(BIN)/python -m pytest $(WATCHDOG)=960 -m "not long" --ignore=tests/offload
 endif
 
 test-long: $(STAMP)
-	SSDTRAIN_POISON=1 $(BIN)/python -m pytest -m long $(TESTS)
+	SSDTRAIN_POISON=1 $(BIN)/python -m pytest $(WATCHDOG)=3700 -m long $(TESTS)
 
 docs: $(STAMP)
 	$(BIN)/python -m ssdtrain.config.document docs/config.md
