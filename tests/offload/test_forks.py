@@ -1,0 +1,91 @@
+"""Processes that are forked while tensors are on their way: by a data loader, and in the middle of backward."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from ssdtrain.runtime import Runtime
+from tests.offload import zoo
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant
+from tests.offload.test_equality import same
+
+STEPS = 3
+
+
+class Examples(Dataset[tuple[torch.Tensor, int]]):
+    """Noise, and how many spill files the process that made it holds."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __len__(self) -> int:
+        return 4 * STEPS
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(64, generator=generator), spill_files(self.directory)
+
+
+def spill_files(directory: Path) -> int:
+    """Descriptors of this process that lead to files of `directory`, whether they still have a name or not."""
+    held = 0
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            held += os.readlink(f"/proc/self/fd/{entry}").startswith(f"{directory}/")
+        except FileNotFoundError:
+            continue  # the listing's own
+    return held
+
+
+def fork_here(gradient: torch.Tensor) -> None:
+    """A child that looks at what it inherited and ends, in the middle of backward."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if bool(torch.isfinite(gradient).all()) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def train(runtime: Runtime | None, directory: Path) -> list[torch.Tensor]:
+    """Losses and gradients. Each epoch's workers are forked between a forward and its backward, with its stores in flight."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.GELU(), nn.Linear(64, 1))
+    found = []
+    for _ in range(2):
+        loss = None
+        for _ in range(STEPS):
+            with runtime.forward() if runtime is not None else nullcontext():
+                ahead = model(zoo.noise(32, 64)).square().mean()
+            loader = DataLoader(
+                Examples(directory), batch_size=4, num_workers=2, multiprocessing_context="fork"
+            )
+            batches = iter(loader)
+            with runtime.backward() if runtime is not None else nullcontext():
+                ahead.register_hook(fork_here)
+                ahead.backward()
+            for examples, held in batches:
+                assert not held.any(), "a data loader's worker holds a spill file, and with it the space"
+                with runtime.forward() if runtime is not None else nullcontext():
+                    loss = model(examples).square().mean()
+                loss.backward()
+        assert loss is not None
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return found
+
+
+@pytest.mark.parametrize("way", [VARIANTS[0], VARIANTS[1], VARIANTS[2]], ids=lambda v: v.name)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_forks_with_stores_in_flight_change_no_bit_and_hold_no_space(
+    way: Variant, make_runtime: MakeRuntime, tmp_path: Path
+) -> None:
+    runtime = make_runtime(way)
+    assert same(train(None, tmp_path), train(runtime, tmp_path))
+    assert spill_files(tmp_path) > 0, "the check sees no spill file even where there is one"
+    found = runtime.statistics()
+    assert found is not None and found.offload.offloaded_bytes + found.offload.cancelled_bytes > 0
