@@ -24,7 +24,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import finish, hardware, interval, paired_ratio, parser
+from benchmarks.common import (
+    finish,
+    hardware,
+    huge_pages,
+    interval,
+    paired_ratio,
+    parser,
+    with_huge_pages,
+)
 from benchmarks.models import MODELS
 from ssdtrain.config import load_config, parse_size
 from ssdtrain.config.units import MiB
@@ -230,7 +238,9 @@ def main() -> None:
     arguments.add_argument(
         "--prefetch", type=parse_size, default=None, help="bytes ahead; default: the engine's choice"
     )
+    huge_pages(arguments)
     chosen = arguments.parse_args()
+    with_huge_pages("benchmarks.activation", chosen.huge_pages)
     with tempfile.TemporaryDirectory(prefix="ssdtrain-") as temporary:
         finish(run(chosen, chosen.directory or Path(temporary)), chosen.json)
 

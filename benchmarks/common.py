@@ -23,6 +23,27 @@ def parser(description: str) -> argparse.ArgumentParser:
     return arguments
 
 
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""What torch reads, before its first tensor, to ask for huge pages for CPU tensors of 2 MiB and more."""
+
+
+def huge_pages(arguments: argparse.ArgumentParser) -> None:
+    """Add `--huge-pages`; `with_huge_pages` then does what it says."""
+    arguments.add_argument(
+        "--huge-pages",
+        action="store_true",
+        help=f"CPU tensors lie in huge pages, for every side of the comparison ({HUGE_PAGES}=1)",
+    )
+
+
+def with_huge_pages(module: str, wanted: bool) -> None:
+    """Run `python -m module` again with the variable set, if `wanted` and it is not."""
+    if wanted and os.environ.get(HUGE_PAGES) != "1":
+        os.environ[HUGE_PAGES] = "1"
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
+
+
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Median of the ratios of runs that were neighbours in time: a shared machine drifts, neighbours drift together."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
@@ -53,6 +74,7 @@ def hardware(directory: str | Path | None = None) -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "gpu": _gpu(),
+        "huge_pages": os.environ.get(HUGE_PAGES) == "1",
     }
     if directory is not None:
         from ssdtrain.storage import drive_of

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from benchmarks.activation import KEEP, SSDTRAIN, Trial
-from benchmarks.common import finish, hardware, paired_ratio, parser
+from benchmarks.common import finish, hardware, huge_pages, paired_ratio, parser, with_huge_pages
 from benchmarks.models import gpt
 from ssdtrain.config import load_config
+from ssdtrain.report.process_memory import GLIBC_STEADY, return_freed_blocks
 from ssdtrain.runtime import Runtime
 
 PARTS = {
@@ -78,6 +79,7 @@ def measure(arguments: Any, directory: Path) -> dict[str, Any]:
     clocks = {"pack": Clock(engine, "pack"), "unpack": Clock(engine, "unpack")}
     clocks |= {"submit_write": Clock(store, "write"), "submit_read": Clock(store, "read")}
     trial = Trial(model, arguments.sequence, arguments.batch, runtime)
+    return_freed_blocks(GLIBC_STEADY)
     for _ in range(2):
         trial.seconds(KEEP)
         trial.seconds(SSDTRAIN)
@@ -125,7 +127,8 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     axes.set_xlabel("milliseconds per step on the training thread (medians)")
     axes.set_title(
         f"{figures['layers']} layers: {figures['step_seconds']:.2f} s a step, {figures['step_seconds_keep']:.2f} s without; "
-        f"I/O threads use {figures['io_cpu_seconds'] * 1e3:.0f} ms of CPU",
+        f"I/O threads use {figures['io_cpu_seconds'] * 1e3:.0f} ms of CPU"
+        f"{', huge pages' if figures['huge_pages'] else ''}",
         fontsize=10,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +146,9 @@ def main() -> None:
     arguments.add_argument(
         "--directory", type=Path, default=None, help="on the drive to measure; default: temporary"
     )
+    huge_pages(arguments)
     chosen = arguments.parse_args()
+    with_huge_pages("benchmarks.where_time_goes", chosen.huge_pages)
     with tempfile.TemporaryDirectory(prefix="ssdtrain-") as temporary:
         figures = measure(chosen, chosen.directory or Path(temporary))
     if chosen.plot is not None:
