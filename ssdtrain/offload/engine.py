@@ -246,8 +246,8 @@ class OffloadEngine:
         region = handle.region
         self._drain_deaths()
         if region.tape.cursor is None:
-            self._size_buffers()
-            self._read_ahead(region.tape)
+            region.tape.cursor = region.index + 1  # backward begins here, which need not be the end
+            self._begin_backward(region.tape)
         self._note_ends()
         region.tape.reached(region.index, again=handle.unpacked)
         if region.state is State.STORED:
@@ -271,10 +271,10 @@ class OffloadEngine:
             # Backward wrote into the buffer: those are not the bytes that were saved. See Note: [Buffers belong to the tensor].
             self.mover.drop_loaded(region)
             return self._try_unpack(handle)
+        if region.state is State.STORING and self._written(region):
+            region.loaded = None  # the staging buffer or the payload still has the bytes that were saved
         if region.state is State.STORING and not self.mover.stop_store(region):
             self.mover.recall(region)
-            if region.loaded is None:
-                self.statistics.forwarded_bytes += region.nbytes
         return self._hand_out(handle)
 
     @staticmethod
@@ -307,6 +307,11 @@ class OffloadEngine:
                 region.loaded = None
         return tensor
 
+    def _begin_backward(self, tape: Tape) -> None:
+        if not self._closed:
+            self._size_buffers()
+        self._read_ahead(tape)
+
     def _read_ahead(self, tape: Tape) -> None:
         if not self._closed:
             self.prefetcher.run(tape)
@@ -336,9 +341,8 @@ class OffloadEngine:
             return
         with self._lock:
             self._drain_deaths()
-            self._size_buffers()
             tape.begin()
-            self._read_ahead(tape)
+            self._begin_backward(tape)
             self._note_ends()
 
     def next_backward(self, tapes: list[Tape]) -> None:

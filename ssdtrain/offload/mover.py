@@ -82,7 +82,7 @@ class Mover:
             region.empty_()
             self.statistics.encoded_bytes += region.nbytes
         region.state = State.STORING
-        region.wanted = False
+        region.wanted = region.forwarded = False
         self.in_flight += region.nbytes
         self._stores.append(region)
         self.statistics.offloaded_bytes += region.nbytes
@@ -102,6 +102,10 @@ class Mover:
             self._warned_full = True
             # The text, not the error: a log record must not hold the traceback, and with it the region.
             logger.warning("saved tensors stay in memory from now on where no tier has room: %s", str(error))
+
+    def furthest_ahead(self) -> Region | None:
+        """What was loaded ahead last, and not asked for since."""
+        return self._ahead[-1] if self._ahead else None
 
     def kick(self) -> None:
         """Begin the stores and loads that were queued for later."""
@@ -150,7 +154,13 @@ class Mover:
     def _forward(self, region: Region) -> None:
         self._free_slot(region)
         region.state = State.RESIDENT
-        self.statistics.forwarded_bytes += region.nbytes
+        self._count_forwarded(region)
+
+    def _count_forwarded(self, region: Region) -> None:
+        """Once for each store, however often backward asks."""
+        if not region.forwarded:
+            region.forwarded = True
+            self.statistics.forwarded_bytes += region.nbytes
 
     def _store_failed(self, region: Region, error: OSError) -> None:
         """A failing drive gets no more data; the bytes, which are still in memory, go to the next tier or stay."""
@@ -162,6 +172,7 @@ class Mover:
             region.slot = self.store.reserve(region.stored_bytes)
         except StoreFull as full:
             self.in_flight -= region.nbytes
+            self.statistics.offloaded_bytes -= region.nbytes
             recalled = region.loaded is not None or self.transfer.recall(region)
             self.transfer.end_store(region)
             region.state = State.RESIDENT
@@ -187,9 +198,10 @@ class Mover:
         return True
 
     def recall(self, region: Region) -> None:
-        """The bytes of a region being stored are in the staging buffer only: bring them back from there."""
-        if region.loaded is None and self.transfer.recall(region):
-            self.statistics.forwarded_bytes += region.nbytes
+        """Backward asks for a region being stored: where its bytes are in the staging buffer only, bring them back from there."""
+        if region.loaded is None:
+            self.transfer.recall(region)
+        self._count_forwarded(region)
 
     # Loads
 

@@ -31,7 +31,7 @@ class Prefetcher:
 
     def run(self, tape: Tape) -> None:
         """Issue what fits, beginning below where backward is on `tape`. Called with the engine's lock held."""
-        if self.limit <= 0 or 2 * self._mover.ahead > self.limit:
+        if self.limit <= 0 or self._enough(tape):
             return
         begun = self._mover.ahead
         near = self._along(tape, self.limit)
@@ -42,6 +42,15 @@ class Prefetcher:
                 near = self._along(following, near)
         if self._mover.ahead > begun:
             self._mover.kick()
+
+    def _enough(self, tape: Tape) -> bool:
+        """Whether half of the limit is ahead of backward. What it has passed without asking (the loss of another head) is not."""
+        furthest = self._mover.furthest_ahead()
+        if furthest is None or 2 * self._mover.ahead <= self.limit:
+            return False
+        if furthest.tape is tape:
+            return tape.cursor is None or furthest.index < tape.cursor
+        return any(following is furthest.tape for following in self.next_tapes)
 
     def _along(self, tape: Tape, near: int) -> int:
         """Go down `tape` for `near` bytes; returns the bytes of that distance that are left."""

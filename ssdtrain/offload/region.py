@@ -68,6 +68,7 @@ class Region:
         "codec",
         "dtype",
         "event",
+        "forwarded",
         "handles",
         "index",
         "key",
@@ -119,6 +120,7 @@ class Region:
         self.waiting = 0  # handles alive that were never unpacked
         self.passed = -1  # the tape's pass in which backward last used it
         self.wanted = False  # backward is near: keep the bytes when the store ends
+        self.forwarded = False  # backward got it while it was being stored; counted
         self.ahead = False  # loaded, or being loaded, before anybody asked
         self.dtype = tensor.dtype
         self.codec: Codec | None = None  # encodes it on the way to a tier

@@ -96,7 +96,7 @@ static PyObject *operation_wait(PyObject *self, PyObject *args, PyObject *keywor
             if (seconds == -1.0 && PyErr_Occurred()) return NULL;
             deadline = now() + (seconds > 0 ? seconds : 0);
         }
-        if (op->state == QUEUED) kick(o->pool->pool);
+        kick(o->pool->pool); /* also of one that has begun: its pieces on another drive may have been queued for later */
         while (!atomic_load(&op->finished)) {
             double time = now();
             if (timeout != Py_None && time >= deadline) Py_RETURN_FALSE;

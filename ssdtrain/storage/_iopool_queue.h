@@ -198,8 +198,7 @@ static void *work(void *argument) {
     return NULL;
 }
 
-/* 1 if a worker has to be woken for what is queued now. */
-static int append(const Pool *pool, Queue *queue, Piece *piece) {
+static void append(Queue *queue, Piece *piece) {
     int direction = piece->operation->kind & 1;
     pthread_mutex_lock(&queue->lock);
     piece->next = NULL;
@@ -207,9 +206,20 @@ static int append(const Pool *pool, Queue *queue, Piece *piece) {
     else queue->head[direction] = piece;
     queue->tail[direction] = piece;
     queue->waiting[direction] += piece->end - piece->start;
-    int wake = wanted(pool, queue);
     pthread_mutex_unlock(&queue->lock);
-    return wake;
+}
+
+/* Wake a worker wherever one is wanted, on every queue: an operation that was queued for later may have pieces on several.
+ * One signal a queue, without its lock: who takes a piece and sees that more is wanted wakes the next worker. The thread that
+ * submits is the one that trains, and each wake-up costs it a visit to the scheduler. */
+static void kick(Pool *pool) {
+    for (int i = 0; i < pool->queue_count; i++) {
+        Queue *queue = &pool->queues[i];
+        pthread_mutex_lock(&queue->lock);
+        int wake = wanted(pool, queue);
+        pthread_mutex_unlock(&queue->lock);
+        if (wake) pthread_cond_signal(&queue->ready);
+    }
 }
 
 /* Queue every piece, in the order of `op->piece`. The caller holds a reference. 0, or -1 when the pool is closed.
@@ -228,30 +238,10 @@ static int enqueue(Pool *pool, Operation *op, int later) {
             op->piece[last] = op->piece[at];
             op->piece[at] = other;
         }
-    /* At most one signal a queue, without its lock: who takes a piece and sees that more is wanted wakes the next worker. The
-     * thread that submits is the one that trains, and each wake-up costs it a visit to the scheduler. */
-    Queue *last = NULL;
-    int wake_last = 0;
-    for (int i = 0; i < op->pieces; i++) {
-        Queue *queue = &pool->queues[op->piece[i].queue];
-        if (queue != last && wake_last) pthread_cond_signal(&last->ready);
-        wake_last = append(pool, queue, &op->piece[i]) && !later;
-        last = queue;
-    }
-    if (wake_last) pthread_cond_signal(&last->ready);
+    for (int i = 0; i < op->pieces; i++) append(&pool->queues[op->piece[i].queue], &op->piece[i]);
+    if (!later) kick(pool);
     pthread_mutex_unlock(&pool->submitting);
     return 0;
-}
-
-/* Wake a worker wherever one is wanted, for what was queued with `later`. */
-static void kick(Pool *pool) {
-    for (int i = 0; i < pool->queue_count; i++) {
-        Queue *queue = &pool->queues[i];
-        pthread_mutex_lock(&queue->lock);
-        int wake = wanted(pool, queue);
-        pthread_mutex_unlock(&queue->lock);
-        if (wake) pthread_cond_signal(&queue->ready);
-    }
 }
 
 static void wake(Pool *pool) {

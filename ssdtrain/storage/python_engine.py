@@ -61,8 +61,7 @@ class PythonOperation:
     def wait(self, timeout: float | None = None) -> bool:
         if not self._done:
             forks.check(self._generation, "this operation")
-            if not self.begun():
-                self._pool.kick()
+            self._pool.kick()  # also where it has begun: pieces on another drive may have been queued for later
             if not self._latch.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
                 return False
             self._latch.release()
@@ -193,8 +192,8 @@ class PythonPool:
                 queue = self._queues[piece.queue]
                 queue.waiting[kind & 1].append((operation, index, piece))
                 queue.later += 1
-                if not later:
-                    queue.wake()
+            if not later:
+                self._wake()
         if not pieces and operation._claim():
             operation._finish()
         return operation
@@ -212,8 +211,11 @@ class PythonPool:
         """Wake workers for what was submitted for later."""
         forks.check(self._generation, "this I/O pool")
         with self._lock:
-            for queue in self._queues:
-                queue.wake()
+            self._wake()
+
+    def _wake(self) -> None:
+        for queue in self._queues:
+            queue.wake()
 
     def release(self) -> None:
         """Undo every `hold`."""

@@ -13,15 +13,15 @@ import time
 import weakref
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import ssdtrain
-from ssdtrain.runtime import Runtime
 from tests.offload import zoo
-from tests.offload.conftest import MakeRuntime, Variant, holds_nothing
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, holds_nothing, settled
 
 SIZE = 128
 
@@ -34,12 +34,6 @@ def graph(runtime: object, depth: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
             y = y.sin()
         loss = y.sum()
     return x, loss
-
-
-def settled(runtime: Runtime) -> None:
-    """Wait for the stores in flight."""
-    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
-        time.sleep(0.001)
 
 
 def test_a_dropped_loss_frees_its_slots(variant: Variant, make_runtime: MakeRuntime) -> None:
@@ -172,9 +166,28 @@ def test_a_buffer_belongs_to_the_tensor_that_was_unpacked(make_runtime: MakeRunt
     gc.collect()
 
 
-def test_what_backward_wrote_into_a_buffer_is_not_handed_out_again(make_runtime: MakeRuntime) -> None:
-    """Two handles of one region: the first backward scribbles over its buffer, the second needs the saved bytes."""
-    runtime = make_runtime()
+@pytest.mark.parametrize(
+    ("way", "codec", "storing"),
+    [
+        (VARIANTS[0], None, False),
+        (VARIANTS[2], None, False),
+        (VARIANTS[2], None, True),
+        (VARIANTS[0], "lossless", True),
+        (VARIANTS[2], "lossless", True),
+    ],
+    ids=["c", "staged", "staged-storing", "codec-storing", "staged-codec-storing"],
+)
+def test_what_backward_wrote_into_a_buffer_is_not_handed_out_again(
+    way: Variant, codec: str | None, storing: bool, make_runtime: MakeRuntime
+) -> None:
+    """Two handles of one region: the first backward scribbles over its buffer, the second needs the saved bytes, also while
+    their store is under way and the tensor is gone.
+    """
+    runtime = make_runtime(way, **({"codec": codec} if codec else {}))
+    assert runtime.engine is not None and runtime._store is not None
+    pool: Any = runtime._store.pool
+    if storing:
+        pool.hold(begun=True, reads=False)
 
     class Scribble(torch.autograd.Function):
         @staticmethod
@@ -194,10 +207,21 @@ def test_what_backward_wrote_into_a_buffer_is_not_handed_out_again(make_runtime:
     with runtime.forward():
         y = x + 1
         loss = (Scribble.apply(y) + Scribble.apply(y)).sum()
-    settled(runtime)
     value = y.detach().clone()
     del y
+    if storing:
+        pool.kick()
+        operations = [region.operation for region in runtime.engine.mover._stores]
+        assert operations
+        deadline = time.monotonic() + 10
+        while not all(operation is not None and operation.begun() for operation in operations):
+            assert time.monotonic() < deadline, "the store never began"
+            time.sleep(0.001)
+        runtime.engine.drain()
+    else:
+        settled(runtime)
     loss.backward()
+    pool.release()
     assert len(found) == 2 and torch.equal(found[0], value) and torch.equal(found[1], value)
 
 

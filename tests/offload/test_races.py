@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.region import Handle, State
+from ssdtrain.offload.region import Handle, Region, State
 from ssdtrain.runtime import Runtime
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, holds_nothing, settled
 
@@ -115,6 +115,54 @@ def test_what_is_still_in_memory_when_backward_begins_is_not_read(
     assert found is not None
     assert found.offload.loaded_bytes == 0 and found.offload.forwarded_bytes == found.offload.saved_bytes > 0
     assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["backward", "no-backward"])
+def test_a_backward_that_begins_in_the_middle_reads_ahead_from_there(
+    named: bool, way: Variant, make_runtime: MakeRuntime
+) -> None:
+    """Another head was saved last, and its loss comes later: what is read for it does not keep the rest from being read ahead."""
+    runtime = make_runtime(way, prefetch="1MiB")  # four regions
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    with runtime.forward():
+        y = x
+        for _ in range(8):
+            y = y.sin()
+        other = y
+        for _ in range(3):
+            other = other.cos()
+        loss, other = y.sum(), other.sum()
+    settled(runtime)
+    mover = engine_of(runtime).mover
+    asked: list[bool] = []
+    begin_load = mover.begin_load
+
+    def count(region: Region, *, asked: bool, calls: list[bool] = asked) -> bool:
+        calls.append(asked)
+        return begin_load(region, asked=asked)
+
+    mover.begin_load = count  # type: ignore[method-assign]
+    with runtime.backward() if named else nullcontext():
+        loss.backward(retain_graph=True)
+    assert sum(asked) <= 1, f"{sum(asked)} of {len(asked)} loads began when backward asked for them"
+    del loss
+    other.backward()
+
+
+def test_a_store_is_forwarded_once_however_often_it_is_asked_for(
+    way: Variant, make_runtime: MakeRuntime
+) -> None:
+    runtime = make_runtime(way, threads=8)
+    pool_of(runtime).hold(begun=True, reads=False)  # type: ignore[attr-defined]
+    _, loss = chain(runtime, depth=2)
+    pool_of(runtime).kick()  # type: ignore[attr-defined]
+    until(lambda: engine_of(runtime).mover._stores[0].operation.begun(), "the first store")  # type: ignore[union-attr]
+    for _ in range(3):
+        loss.backward(retain_graph=True)
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+    settled(runtime)
+    found = runtime.statistics()
+    assert found is not None and 0 < found.offload.forwarded_bytes <= found.offload.saved_bytes
 
 
 def test_unpack_overtakes_a_prefetch(way: Variant, make_runtime: MakeRuntime) -> None:
@@ -279,6 +327,21 @@ def test_close_during_io_waits_for_it(way: Variant, make_runtime: MakeRuntime) -
     runtime.close()
     timer.join()
     del loss
+
+
+def test_a_closed_engine_makes_no_buffers(way: Variant, make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(way, buffer=None) if way is not STAGED else make_runtime(way)
+    runtime.expects_live = True  # type: ignore[attr-defined]
+    _, loss = chain(runtime)
+    settled(runtime)
+    engine = engine_of(runtime)
+    tape = runtime._tape(0, -1)
+    runtime.close()
+    assert tape is not None
+    engine.prefetch(tape)
+    with pytest.raises(RuntimeError, match="after the offload engine was closed"):
+        loss.backward()
+    assert engine.buffers.capacity == 0
 
 
 def test_two_threads_ask_for_the_same_region(way: Variant, make_runtime: MakeRuntime) -> None:

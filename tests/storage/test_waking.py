@@ -65,6 +65,28 @@ def test_what_was_queued_for_later_begins_with(waker: str, tier: str, make_store
     writer.free()
 
 
+def test_a_wake_on_one_drive_wakes_the_others_too(make_store: Make, arena: Arena) -> None:
+    """Slots alternate between drives: what waits on one must not sleep on while the other is woken every time."""
+    store = make_store(2)
+    writer = Writer(store, arena, MiB)
+    operation = writer.write(later=True)
+    assert writer.write(later=False).wait(30)
+    assert all(drive.used for drive in store.stats.drives), "both lie on one drive"
+    assert eventually(operation.done)
+    writer.free()
+
+
+def test_a_striped_operation_begins_on_all_of_its_drives(make_store: Make, arena: Arena) -> None:
+    store = make_store(2, stripe=MiB)
+    small, striped = Writer(store, arena, 4096), Writer(store, arena, 4 * MiB)
+    operation = striped.write(later=True)
+    assert small.write(later=False).wait(30), "this wakes the worker of one drive at least"
+    assert operation.wait(30)
+    assert contents(store, striped.slots[0], arena) == payload(4 * MiB, 3)
+    small.free()
+    striped.free()
+
+
 def test_what_was_queued_for_later_can_be_cancelled(make_store: Make, arena: Arena) -> None:
     store = make_store()
     writer = Writer(store, arena, MiB)
