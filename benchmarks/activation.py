@@ -9,13 +9,18 @@ How activation memory is measured: bytes that are alive for backward. For keepin
 to the engine (`ssdtrain.report.activation_meter`): every storage that reached a saved-tensor hook, once, whole, from its save to
 its death, parameters and buffers left out. For SSDTrain by the engine: the same storages, plus the whole arena of buffers,
 plus loads outside of it. It is confirmed by the process: the peak of the resident set during the step minus that before it
-(VmHWM, reset through /proc/self/clear_refs), with glibc told to hand freed blocks back; on a GPU by torch.cuda's peak.
+(VmHWM, reset through /proc/self/clear_refs), with glibc told to hand freed blocks back, in a process of its own; on a GPU by
+torch.cuda's peak. Steps are timed with malloc as it is.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -37,7 +42,7 @@ from benchmarks.models import MODELS
 from ssdtrain.config import load_config, parse_size
 from ssdtrain.config.units import MiB
 from ssdtrain.report.activation_meter import SavedTensorMeter
-from ssdtrain.report.process_memory import GLIBC_STEADY, PeakMemory, return_freed_blocks
+from ssdtrain.report.process_memory import PeakMemory, return_freed_blocks
 from ssdtrain.runtime import Runtime
 
 KEEP, SSDTRAIN, RECOMPUTE = "keep", "ssdtrain", "recompute"
@@ -143,7 +148,7 @@ def median_of(count: int, measure: Callable[[], int]) -> int:
     return int(statistics.median(measure() for _ in range(count)))
 
 
-def run(arguments: Any, directory: Path) -> dict[str, Any]:
+def make(arguments: Any, directory: Path) -> Trial:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
     model = MODELS[arguments.model](
@@ -155,13 +160,39 @@ def run(arguments: Any, directory: Path) -> dict[str, Any]:
     }
     runtime = Runtime(load_config({"offload": offload}), device=device, logs=False)
     trial = Trial(model.to(device), arguments.sequence, arguments.batch, runtime)
-    return_freed_blocks(MiB)
+    return trial
+
+
+def warm_up(trial: Trial) -> None:
     for way in (KEEP, SSDTRAIN, KEEP, SSDTRAIN):
         trial.gradients(way)  # the second SSDTrain step has its arena from the start
+
+
+def process_peaks(arguments: Any, directory: Path) -> dict[str, int]:
+    """The process's peaks by way. For a process of its own: it changes what malloc gives back, and with it the time of a step."""
+    return_freed_blocks(MiB)
+    trial = make(arguments, directory)
+    warm_up(trial)
+    peaks = {way: median_of(3, lambda way=way: trial.process_peak(way)) for way in (KEEP, SSDTRAIN)}  # type: ignore[misc]
+    trial.runtime.close()
+    return peaks
+
+
+def in_another_process(directory: Path) -> dict[str, int]:
+    command = [sys.executable, "-m", "benchmarks.activation", *sys.argv[1:]]
+    command += ["--process-peaks", "--directory", str(directory)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def run(arguments: Any, directory: Path) -> dict[str, Any]:
+    resident = in_another_process(directory)
+    trial = make(arguments, directory)
+    model, runtime = trial.model, trial.runtime
+    warm_up(trial)
     kept, offloaded = trial.gradients(KEEP), trial.gradients(SSDTRAIN)
     peaks = {way: median_of(3, lambda way=way: trial.activation_peak(way)) for way in (KEEP, SSDTRAIN)}  # type: ignore[misc]
-    resident = {way: median_of(3, lambda way=way: trial.process_peak(way)) for way in (KEEP, SSDTRAIN)}  # type: ignore[misc]
-    return_freed_blocks(GLIBC_STEADY)
     trial.recomputed, recompute_peak = fewest_blocks(trial, peaks[SSDTRAIN], arguments.layers)
     seconds: dict[str, list[float]] = {KEEP: [], SSDTRAIN: [], RECOMPUTE: []}
     for way in seconds:
@@ -238,9 +269,13 @@ def main() -> None:
     arguments.add_argument(
         "--prefetch", type=parse_size, default=None, help="bytes ahead; default: the engine's choice"
     )
+    arguments.add_argument("--process-peaks", action="store_true", help=argparse.SUPPRESS)
     huge_pages(arguments)
     chosen = arguments.parse_args()
     with_huge_pages("benchmarks.activation", chosen.huge_pages)
+    if chosen.process_peaks:
+        print(json.dumps(process_peaks(chosen, chosen.directory)))
+        return
     with tempfile.TemporaryDirectory(prefix="ssdtrain-") as temporary:
         finish(run(chosen, chosen.directory or Path(temporary)), chosen.json)
 

@@ -24,7 +24,6 @@ from benchmarks.activation import KEEP, SSDTRAIN, Trial
 from benchmarks.common import finish, hardware, huge_pages, paired_ratio, parser, with_huge_pages
 from benchmarks.models import gpt
 from ssdtrain.config import load_config
-from ssdtrain.report.process_memory import GLIBC_STEADY, return_freed_blocks
 from ssdtrain.runtime import Runtime
 
 PARTS = {
@@ -79,7 +78,6 @@ def measure(arguments: Any, directory: Path) -> dict[str, Any]:
     clocks = {"pack": Clock(engine, "pack"), "unpack": Clock(engine, "unpack")}
     clocks |= {"submit_write": Clock(store, "write"), "submit_read": Clock(store, "read")}
     trial = Trial(model, arguments.sequence, arguments.batch, runtime)
-    return_freed_blocks(GLIBC_STEADY)
     for _ in range(2):
         trial.seconds(KEEP)
         trial.seconds(SSDTRAIN)
