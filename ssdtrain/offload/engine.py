@@ -22,7 +22,7 @@ from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.eligible import Eligibility
 from ssdtrain.offload.meter import ActivationMeter
-from ssdtrain.offload.mover import Mover
+from ssdtrain.offload.mover import Mover, wait_quietly
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.prefetch import Prefetcher
 from ssdtrain.offload.region import Handle, Kept, Region, Releases, State, modified, restride, view_of
@@ -30,7 +30,7 @@ from ssdtrain.offload.sharing import Extent, Regions
 from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer import DirectTransfer, StagedTransfer, Transfer
-from ssdtrain.storage import IOCancelled, IOFailure, Operation, SpillStore
+from ssdtrain.storage import SpillStore
 
 __all__ = ["OffloadEngine"]
 
@@ -85,12 +85,11 @@ class OffloadEngine:
             transfer = DirectTransfer(store, self.buffers, self.meter.see, self.coding)
         self._staged = staged
         self.mover = Mover(store, transfer, self.statistics, raise_when_full=options.raise_when_full)
-        self.prefetcher = Prefetcher(self.mover, options.prefetch or 0)
+        self.prefetcher = Prefetcher(self.mover, self.buffers, options)
         self._regions = Regions()
         self._released = Releases()
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._largest = 0
         self._closed = False
 
     @property
@@ -130,9 +129,9 @@ class OffloadEngine:
             if region.packed is not None:
                 self.statistics.packed_bytes += region.nbytes
                 self.meter.see(region.tensor.untyped_storage())
-            if region.nbytes > self._largest:
-                self._largest = region.nbytes
-                self.mover.together = min(TOGETHER, self.options.in_flight // 4, self._largest)
+            if region.nbytes > self.prefetcher.largest:
+                self.prefetcher.largest = region.nbytes
+                self.mover.together = min(TOGETHER, self.options.in_flight // 4, region.nbytes)
             if region.nbytes % tensor.itemsize == 0 and region.start % tensor.itemsize == 0:
                 region.codec = self.coding.choose(tensor)
             leaves = not tape.keep and self.plan.offload(tape, region.nbytes)
@@ -175,21 +174,13 @@ class OffloadEngine:
             assert operation is not None
             now = time.monotonic()
             deadline = now + self.options.deadline if deadline is None else deadline
-            ended = now < deadline and self._wait_quietly(operation, deadline - now)
+            ended = now < deadline and wait_quietly(operation, deadline - now)
             with self._lock:
                 self.statistics.store_wait_seconds += time.monotonic() - now
                 full = False
                 if not ended:
                     self._keep_late(region)
                     return
-
-    @staticmethod
-    def _wait_quietly(operation: Operation, timeout: float) -> bool:
-        """Wait until `operation` is over, well or not: the mover sees to how it ended. False: timeout."""
-        try:
-            return operation.wait(timeout)
-        except (IOFailure, IOCancelled):
-            return True
 
     def _keep_late(self, region: Region) -> None:
         if not self.statistics.kept_late_bytes:
@@ -220,26 +211,21 @@ class OffloadEngine:
         while True:
             with self._lock:
                 if waited:
-                    self._count_load_wait(region, waited)
+                    self.statistics.count_load_wait(region.tape.chunk, region.index, waited)
                 if region.changed():
                     raise modified(held.geometry[0], held.geometry[1], region.probe._version, region.version)
                 tensor = self._try_unpack(held)
-                self._read_ahead(region.tape)
+                self.prefetcher.run(region.tape)
                 if tensor is not None:
                     return tensor
                 operation = region.operation
             if operation is not None:
                 began = time.monotonic()
-                if not self._wait_quietly(operation, PATIENCE):
+                if not wait_quietly(operation, PATIENCE):
                     logger.warning(
                         "backward has waited %g s for %d bytes to come back", PATIENCE, region.nbytes
                     )
                 waited = time.monotonic() - began
-
-    def _count_load_wait(self, region: Region, seconds: float) -> None:
-        self.statistics.load_wait_seconds += seconds
-        key = (region.tape.chunk, region.index)
-        self.statistics.load_waits[key] = self.statistics.load_waits.get(key, 0.0) + seconds
 
     def _try_unpack(self, handle: Handle) -> torch.Tensor | None:
         """The tensor if its bytes are in memory; else None, with their load under way."""
@@ -247,7 +233,7 @@ class OffloadEngine:
         self._drain_deaths()
         if region.tape.cursor is None:
             region.tape.cursor = region.index + 1  # backward begins here, which need not be the end
-            self._begin_backward(region.tape)
+            self.prefetcher.begin(region.tape)
         self._note_ends()
         region.tape.reached(region.index, again=handle.unpacked)
         if region.state is State.STORED:
@@ -255,7 +241,7 @@ class OffloadEngine:
                 raise RuntimeError(
                     "a saved tensor is needed after the offload engine was closed: close it after backward"
                 )
-            self._size_buffers()
+            self.prefetcher.size()
             self.mover.begin_load(region, asked=True)
         if region.state is State.LOADING:
             assert region.operation is not None
@@ -307,22 +293,6 @@ class OffloadEngine:
                 region.loaded = None
         return tensor
 
-    def _begin_backward(self, tape: Tape) -> None:
-        if not self._closed:
-            self._size_buffers()
-        self._read_ahead(tape)
-
-    def _read_ahead(self, tape: Tape) -> None:
-        if not self._closed:
-            self.prefetcher.run(tape)
-
-    def _size_buffers(self) -> None:
-        """Choose how far to read ahead and how large the arena has to be, where the config does not say."""
-        if self.options.prefetch is None:
-            free = self.buffers.capacity // 2 if self.options.buffer is not None else 1024 * MiB
-            self.prefetcher.limit = min(max(3 * self._largest, 24 * MiB), free)
-        self.buffers.fit(self.prefetcher.limit + 2 * self._largest)
-
     # Between the two
 
     def finish_forward(self, tape: Tape) -> None:
@@ -342,7 +312,7 @@ class OffloadEngine:
         with self._lock:
             self._drain_deaths()
             tape.begin()
-            self._begin_backward(tape)
+            self.prefetcher.begin(tape)
             self._note_ends()
 
     def next_backward(self, tapes: list[Tape]) -> None:
@@ -411,12 +381,12 @@ class OffloadEngine:
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
+            self._closed = self.prefetcher.closed = True
             self._drain()
             busy = [region.operation for region in self.mover.busy()]
         for operation in busy:
             if operation is not None:
-                self._wait_quietly(operation, self.options.deadline)
+                wait_quietly(operation, self.options.deadline)
         with self._lock:
             self._drain()
             self.buffers.close()

@@ -18,11 +18,19 @@ from collections import deque
 from ssdtrain.offload.region import Region, State
 from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.offload.transfer import Transfer
-from ssdtrain.storage import SpillStore, StoreFull
+from ssdtrain.storage import IOCancelled, IOFailure, Operation, SpillStore, StoreFull
 
-__all__ = ["Mover"]
+__all__ = ["Mover", "wait_quietly"]
 
 logger = logging.getLogger("ssdtrain")
+
+
+def wait_quietly(operation: Operation, timeout: float) -> bool:
+    """Wait until `operation` is over, well or not: the mover sees to how it ended. False: timeout."""
+    try:
+        return operation.wait(timeout)
+    except (IOFailure, IOCancelled):
+        return True
 
 
 class Mover:
@@ -48,9 +56,7 @@ class Mover:
         self.statistics = statistics
         self.in_flight = 0  # bytes of stores whose operation has not ended
         self.ahead = 0  # bytes loaded, or being loaded, that backward has not asked for yet
-        self.together = (
-            0  # bytes of stores that may wait to wake the I/O pool together: see `SpillStore.write`
-        )
+        self.together = 0  # bytes of stores that may wake the pool together: see `SpillStore.write`
         self._later = 0  # bytes of stores queued since the pool was woken
         self._raise_when_full = raise_when_full
         self._stores: deque[Region] = deque()  # in the order in which they began

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.mover import Mover
+from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.region import State
 from ssdtrain.offload.tape import Tape
 
 __all__ = ["Prefetcher"]
+
+MiB = 1 << 20
 
 
 class Prefetcher:
@@ -21,17 +25,35 @@ class Prefetcher:
 
     Args:
         mover: starts the loads.
-        limit: bytes ahead; 0: none, except what `limit` cannot hold alone.
+        buffers: sized for what is ahead and what backward holds.
+        options: how many bytes ahead, where the user said it; 0: none.
     """
 
-    def __init__(self, mover: Mover, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, mover: Mover, buffers: Buffers, options: EngineOptions) -> None:
+        self.limit = options.prefetch or 0
+        self.largest = 0  # bytes of the largest region so far
+        self.closed = False
         self.next_tapes: list[Tape] = []
         self._mover = mover
+        self._buffers = buffers
+        self._options = options
+
+    def size(self) -> None:
+        """Choose how far to read ahead and how large the arena has to be, where the config does not say."""
+        if self._options.prefetch is None:
+            free = self._buffers.capacity // 2 if self._options.buffer is not None else 1024 * MiB
+            self.limit = min(max(3 * self.largest, 24 * MiB), free)
+        self._buffers.fit(self.limit + 2 * self.largest)
+
+    def begin(self, tape: Tape) -> None:
+        """The backward of `tape` begins. Called with the engine's lock held, as `run`."""
+        if not self.closed:
+            self.size()
+        self.run(tape)
 
     def run(self, tape: Tape) -> None:
         """Issue what fits, beginning below where backward is on `tape`. Called with the engine's lock held."""
-        if self.limit <= 0 or self._enough(tape):
+        if self.closed or self.limit <= 0 or self._enough(tape):
             return
         begun = self._mover.ahead
         near = self._along(tape, self.limit)

@@ -61,6 +61,11 @@ class OffloadStatistics:
         """All that training waited for."""
         return self.store_wait_seconds + self.load_wait_seconds
 
+    def count_load_wait(self, chunk: int, index: int, seconds: float) -> None:
+        """Backward waited for the load of region `index` on a tape of `chunk`."""
+        self.load_wait_seconds += seconds
+        self.load_waits[chunk, index] = self.load_waits.get((chunk, index), 0.0) + seconds
+
     def copy(self) -> OffloadStatistics:
         """A snapshot."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}

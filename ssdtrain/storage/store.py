@@ -1,5 +1,4 @@
-"""Where bytes go: host memory first, then the drives. Reservations, transfers, cancellation, release,
-figures.
+"""Where bytes go: host memory first, then the drives. Reservations, transfers, cancellation, release, figures.
 
 Note: [Free never blocks] `SpillStore.free` runs in finalizers, perhaps on a thread that holds the store's
 lock. It cancels (without a lock), appends the slot to a deque, and drains the deque only if the lock is free
@@ -163,13 +162,11 @@ class SpillStore:
             return slot
 
     def write(self, slot: Slot, address: int, *, after_event: int = 0, later: bool = False) -> Operation:
-        """Queue the store of `slot.nbytes` bytes at `address` (any alignment), which must stay alive and
-        unchanged until done.
+        """Queue the store of `slot.nbytes` bytes at `address` (any alignment), which stay alive and unchanged until done.
 
         Args:
-            after_event: a CUDA event (its handle) that a worker waits for before the first byte is read; 0
-                for none. The
-                event must live until the operation is done.
+            after_event: handle of a CUDA event that a worker waits for before the first byte is read; 0: none. It must
+                live until the operation is done.
             later: wake no worker for it; it begins with the next operation that wakes one, when somebody waits for it, or
                 at `kick`. Waking a worker takes a core from whoever computes, so several small ones wake one together.
         """
@@ -264,9 +261,7 @@ class SpillStore:
             )
 
     def close(self) -> None:
-        """Wait for what is in flight, cancel the rest, close the files: their space is free again.
-        Idempotent.
-        """
+        """Wait for what is in flight, cancel the rest, close the files: their space is free again. Idempotent."""
         if self._generation != forks.generation():
             return
         with self._lock:
