@@ -37,6 +37,7 @@ from torch import nn
 from ssdtrain.comm import Communicator, Policy
 from ssdtrain.comm.models import compress_gradients
 from ssdtrain.config import Config, OffloadConfig
+from ssdtrain.config.units import MiB
 from ssdtrain.device import device_for, warn_of_untested_torch
 from ssdtrain.offload.amount import AmountPlan
 from ssdtrain.offload.coding import check_codec
@@ -52,8 +53,6 @@ from ssdtrain.storage import Faults, SpillStore, check_host_budget
 __all__ = ["Runtime", "RuntimeStatistics"]
 
 logger = logging.getLogger("ssdtrain")
-
-MiB = 1 << 20
 
 # Steps after which an enabled feature must have done something.
 FIRST_STEPS = 3

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ssdtrain.config.units import MiB
 from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.storage import Arena, Lease
 
 __all__ = ["Buffers"]
-
-MiB = 1 << 20
 
 
 class Buffers:

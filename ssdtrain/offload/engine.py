@@ -16,6 +16,7 @@ import time
 
 import torch
 
+from ssdtrain.config.units import MiB
 from ssdtrain.device import Device
 from ssdtrain.offload.amount import Plan
 from ssdtrain.offload.buffers import Buffers
@@ -37,8 +38,6 @@ __all__ = ["OffloadEngine"]
 logger = logging.getLogger("ssdtrain")
 
 _graph_task = torch._C._current_graph_task_id
-
-MiB = 1 << 20
 
 TOGETHER = 16 * MiB  # stores of the CPU that begin together, at most
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["EngineOptions"]
+from ssdtrain.config.units import MiB
 
-MiB = 1 << 20
+__all__ = ["EngineOptions"]
 
 
 @dataclass(frozen=True)

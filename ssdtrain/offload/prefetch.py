@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ssdtrain.config.units import MiB
 from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.mover import Mover
 from ssdtrain.offload.options import EngineOptions
@@ -9,8 +10,6 @@ from ssdtrain.offload.region import State
 from ssdtrain.offload.tape import Tape
 
 __all__ = ["Prefetcher"]
-
-MiB = 1 << 20
 
 
 class Prefetcher:

@@ -8,6 +8,8 @@ holds it: worker and canceller race for one `dict.setdefault`, which is atomic.
 
 import copy
 import ctypes
+import errno
+import logging
 import signal
 import threading
 import time
@@ -20,6 +22,8 @@ from ssdtrain.storage.errors import IOCancelled, IOFailure, StoreClosed
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.pieces import COPY_IN, READ, WRITE, Piece, cut
 from ssdtrain.storage.python_transfer import ERRNO, EVENT, Transfer, TransferError
+
+logger = logging.getLogger(__name__)
 
 MakeError = Callable[[int, int, int, int, int, int], IOFailure]
 _WORKER = object()
@@ -315,6 +319,12 @@ class PythonPool:
                             failure.detail,
                             failure.offset,
                             piece.end - piece.start,
+                        )
+                    except Exception:
+                        # A fault of the program: who waits must hear of it, and the worker live on.
+                        logger.exception("a worker of the I/O pool failed")
+                        error = self._make_error(
+                            operation.kind, number, errno.EIO, ERRNO, piece.offset, piece.end - piece.start
                         )
                 self._ended(operation, piece, queue, error, skip)
                 del operation, error

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ssdtrain.config import load_config
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults
+from tests.offload.conftest import settled
 from tests.offload.zoo import Gpt
 
 STEPS = 4
@@ -40,12 +40,6 @@ def runtime_of(scenario: str, directory: str, rank: int, world: int) -> Runtime:
     section = {"directories": f"{directory}/{rank}", "min_bytes": 1024, **options}
     config = load_config({"offload": section})
     return Runtime(config, faults=faults, rank=rank, local_rank=rank, local_world_size=world, logs=False)
-
-
-def settled(runtime: Runtime) -> None:
-    """Wait for the stores in flight, so that backward has to read."""
-    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
-        time.sleep(0.001)
 
 
 def train(scenario: str, directory: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from ssdtrain.config import CheckpointConfig
 from ssdtrain.offload.checkpoint import Checkpoint
 from tests.offload import zoo
-from tests.offload.conftest import MakeRuntime, Variant
+from tests.offload.conftest import MakeRuntime, Variant, settled
 from tests.offload.test_equality import same
 
 
@@ -45,8 +45,7 @@ def test_its_inputs_are_loaded_ahead_of_the_recomputation(make_runtime: MakeRunt
         for block in blocks:
             y = Checkpoint()(block, y)
         loss = y.square().mean()
-    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
-        pass
+    settled(runtime)
     for block in blocks:
         block.register_forward_pre_hook(lambda *_: ahead.append(runtime.engine.mover.ahead))  # type: ignore[union-attr]
     loss.backward()

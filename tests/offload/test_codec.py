@@ -12,7 +12,7 @@ from ssdtrain.codecs import make_codec
 from ssdtrain.config import ConfigError
 from ssdtrain.storage import Faults
 from tests.offload import zoo
-from tests.offload.conftest import VARIANTS, MakeRuntime, Variant
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
 from tests.offload.test_equality import same
 
 WAYS = [VARIANTS[0], VARIANTS[2], VARIANTS[3], VARIANTS[4]]
@@ -43,11 +43,6 @@ def test_lossless_changes_no_bit(case: zoo.Case, way: Variant, make_runtime: Mak
     assert found is not None and found.offload.encoded_bytes > 0
 
 
-def settle(runtime: object) -> None:
-    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[attr-defined]
-        pass
-
-
 @pytest.mark.parametrize("codec", ["int8", "bf16", "int4:block=64,hadamard", "fp8_e4m3"])
 def test_what_backward_gets_is_the_codecs_own_round_trip(
     codec: str, way: Variant, make_runtime: MakeRuntime
@@ -67,7 +62,7 @@ def test_what_backward_gets_is_the_codecs_own_round_trip(
             y = x + 1
             loss = (y * y.detach()).sum()
         if hold is None:
-            settle(runtime)
+            settled(runtime)
         (slope,) = torch.autograd.grad(loss, y)
         pool.release()
         assert torch.equal(slope, wanted)
@@ -90,12 +85,12 @@ def test_masks_are_packed_without_being_asked(way: Variant, make_runtime: MakeRu
     runtime = make_runtime(way, min_bytes=1024)
     assert same(zoo.run(case, nullcontext), zoo.run(case, runtime.forward))
 
-    settle(runtime)
+    settled(runtime)
     x = zoo.noise(256, 256).requires_grad_()
     with runtime.forward():
         before = runtime.statistics().store.bytes_written  # type: ignore[union-attr]
         loss = x.masked_fill(zoo.noise(256, 256) > 0, 0.0).sum()
-    settle(runtime)
+    settled(runtime)
     written = runtime.statistics().store.bytes_written - before  # type: ignore[union-attr]
     assert 0 < written <= 256 * 256 // 8 + 64
     loss.backward()
@@ -108,7 +103,7 @@ def test_int8_writes_about_a_quarter(make_runtime: MakeRuntime) -> None:
         x = zoo.noise(512, 512).requires_grad_()
         with runtime.forward():
             loss = x.sin().cos().exp().sum()
-        settle(runtime)
+        settled(runtime)
         written[codec] = runtime.statistics().store.bytes_written  # type: ignore[union-attr]
         loss.backward()
     assert written["int8"] < 0.26 * written[None]
@@ -128,7 +123,7 @@ def test_infinities_and_nans_come_back_as_such(make_runtime: MakeRuntime) -> Non
         y = x + 0
         y.data[3, 5], y.data[7, 7] = float("inf"), float("nan")
         loss = (y * y.detach()).sum()
-    settle(runtime)
+    settled(runtime)
     (slope,) = torch.autograd.grad(loss, y)
     assert not torch.isfinite(slope[3, 5]) and torch.isnan(slope[7, 7])
 

@@ -14,7 +14,7 @@ import torch
 import ssdtrain
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Stats
-from tests.offload.conftest import VARIANTS, MakeRuntime, Variant
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
 from tests.storage.conftest import free_bytes
 
 MiB = 1 << 20
@@ -72,8 +72,7 @@ def gradient(
     else:
         with runtime.forward():
             loss = forward()
-        while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
-            pass
+        settled(runtime)
     between()
     loss.backward()
     assert x.grad is not None
@@ -131,8 +130,7 @@ def test_when_one_of_two_drives_is_full_the_other_takes_all(
     x = torch.randn(2560, 1024, requires_grad=True)
     with runtime.forward():
         loss = x.sin().sin().sin().sin().sin().sin().sum()
-    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
-        pass
+    settled(runtime)
     loss.backward()
     plain = x.detach().clone().requires_grad_()
     plain.sin().sin().sin().sin().sin().sin().sum().backward()

@@ -11,7 +11,7 @@ import torch
 
 from ssdtrain.storage import Faults, IOFailure, StoreFull
 from tests.offload import zoo
-from tests.offload.conftest import VARIANTS, MakeRuntime, Variant
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
 from tests.offload.test_equality import same
 
 WAYS = [VARIANTS[0], VARIANTS[1], VARIANTS[2]]
@@ -90,8 +90,7 @@ def test_a_failed_read_raises_on_the_thread_that_trains(way: Variant, make_runti
     x = torch.randn(128, 128, requires_grad=True)
     with runtime.forward():
         loss = x.sin().sin().sin().sum()
-    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
-        pass
+    settled(runtime)
     with pytest.raises(IOFailure) as caught:
         loss.backward()
     assert caught.value.errno == errno.EIO
@@ -106,8 +105,7 @@ def test_after_a_failed_read_a_second_try_may_succeed(make_runtime: MakeRuntime)
     x = torch.randn(128, 128, requires_grad=True)
     with runtime.forward():
         loss = x.sin().sum()
-    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
-        pass
+    settled(runtime)
     with pytest.raises(IOFailure):
         loss.backward(retain_graph=True)
     loss.backward()

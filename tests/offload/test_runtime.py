@@ -14,7 +14,7 @@ import ssdtrain
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.runtime import Runtime
 from tests.offload import zoo
-from tests.offload.conftest import MakeRuntime, Variant, open_files
+from tests.offload.conftest import MakeRuntime, Variant, open_files, settled
 from tests.offload.test_equality import asked_for, same
 
 Event = tuple[str, int, int]  # "F" or "B", chunk, microbatch
@@ -123,8 +123,7 @@ def test_the_next_tape_is_loaded_while_this_one_runs_backward(make_runtime: Make
     for microbatch in range(2):
         with runtime.forward(0, microbatch):
             losses[microbatch] = blocks(zoo.noise(2, 16, zoo.D)).square().mean()
-    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
-        pass
+    settled(runtime)
     runtime.next_backward((0, 1))
     with runtime.backward(0, 0):
         losses[0].backward()

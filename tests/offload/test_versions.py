@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from ssdtrain.runtime import Runtime
-from tests.offload.conftest import MakeRuntime, Variant
+from tests.offload.conftest import MakeRuntime, Variant, settled
 from tests.offload.zoo import Recording
 
 Modify = Callable[[torch.Tensor], object]
@@ -21,12 +19,6 @@ MODIFICATIONS: dict[str, Modify] = {
     "through a detached alias": lambda y: y.detach().mul_(2),
     "by out=": lambda y: torch.add(y.detach(), 1, out=y.detach()),
 }
-
-
-def settled(runtime: Runtime) -> None:
-    """Wait for the stores in flight."""
-    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
-        time.sleep(0.001)
 
 
 def loss_over_modified(recording: Recording, modify: Modify, size: int) -> torch.Tensor:

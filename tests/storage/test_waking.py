@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ssdtrain.storage import Arena, Operation, Slot, SpillStore
+from ssdtrain.storage import Arena, IOFailure, Operation, Slot, SpillStore
+from ssdtrain.storage.python_transfer import Transfer
 from tests.storage.conftest import contents, eventually, filled, payload
 
 MiB = 1 << 20
@@ -85,6 +86,20 @@ def test_a_striped_operation_begins_on_all_of_its_drives(make_store: Make, arena
     assert contents(store, striped.slots[0], arena) == payload(4 * MiB, 3)
     small.free()
     striped.free()
+
+
+@pytest.mark.parametrize("engine", ["python"], indirect=True)
+def test_a_worker_that_fails_tells_who_waits_and_works_on(
+    make_store: Make, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(threads=1)
+    writer = Writer(store, arena, MiB)
+    with monkeypatch.context() as patch:
+        patch.setattr(Transfer, "run", lambda *_: 1 // 0)
+        with pytest.raises(IOFailure, match="EIO"):
+            writer.write(later=False).wait(30)
+    assert writer.write(later=False).wait(30)
+    writer.free()
 
 
 def test_what_was_queued_for_later_can_be_cancelled(make_store: Make, arena: Arena) -> None:

@@ -1,0 +1,48 @@
+"""What spares the thread that trains: stores that wake the I/O pool together, loads that are issued several at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ssdtrain.offload.region import Region
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
+from tests.offload.test_races import chain, engine_of
+
+
+@pytest.mark.parametrize("way", VARIANTS[:2], ids=lambda v: v.name)
+def test_stores_wake_the_pool_together(way: Variant, make_runtime: MakeRuntime) -> None:
+    """Up to the bytes of the largest tensor: of equal ones every second wakes it."""
+    runtime = make_runtime(way)
+    assert runtime._store is not None
+    flags: list[bool] = []
+    write = runtime._store.write
+
+    def record(*args: Any, later: bool, **more: Any) -> Any:
+        flags.append(later)
+        return write(*args, later=later, **more)
+
+    runtime._store.write = record  # type: ignore[method-assign]
+    _, loss = chain(runtime, depth=6)
+    assert len(flags) >= 6 and flags == [True, False] * (len(flags) // 2) + [True] * (len(flags) % 2)
+    del loss
+
+
+@pytest.mark.parametrize("way", VARIANTS[:3], ids=lambda v: v.name)
+def test_loads_are_issued_several_at_a_time(way: Variant, make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(way, prefetch="1MiB")  # four regions
+    _, loss = chain(runtime, depth=12)
+    settled(runtime)
+    mover = engine_of(runtime).mover
+    cursors: list[int | None] = []
+    begin_load = mover.begin_load
+
+    def record(region: Region, *, asked: bool) -> bool:
+        cursors.append(region.tape.cursor)
+        return begin_load(region, asked=asked)
+
+    mover.begin_load = record  # type: ignore[method-assign]
+    with runtime.backward():
+        loss.backward()
+    assert len(cursors) >= 10 and len(set(cursors)) <= len(cursors) // 2
