@@ -351,18 +351,17 @@ class SpillStore:
             self._ending.append(self._freed.popleft())
         if not self._ending or self._closed:
             return
-        still: list[Slot] = []
-        for slot in self._ending:
+        for slot in tuple(self._ending):
             if not all(operation.done() for operation in slot._operations):
-                still.append(slot)
                 continue
+            # Before its space is free: a signal's exception (Ctrl-C) may end this anywhere, and nothing may be given twice.
+            self._ending.remove(slot)
             if slot._lease is not None:
                 slot._lease.release()
             else:
                 self._give(slot._extents)
             self._live_slots -= 1
             self._live_bytes -= slot.nbytes
-        self._ending = still
 
     def _full(self, nbytes: int) -> StoreFull:
         parts = [

@@ -225,6 +225,26 @@ def test_freeing_cancels_a_queued_transfer(make_store: Make, arena: Arena) -> No
     source.release()
 
 
+def test_ctrl_c_in_the_middle_of_a_release_gives_no_space_twice(
+    make_store: Make, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(leaks=True)
+    slab, slot, other = store._slabs[0], store.reserve(4096), store.reserve(4096)
+    give = slab.give
+
+    def interrupted(offset: int) -> int:
+        give(offset)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slab, "give", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.free(slot)
+    store.free(other)
+    assert slab.used == 0
+    store.close()
+
+
 def test_freeing_inside_a_locked_section_does_not_wait(make_store: Make) -> None:
     """A finalizer may free a slot on the thread that holds the store's lock."""
     store = make_store()
