@@ -48,7 +48,7 @@ from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.offload.tape import Tape
 from ssdtrain.report.journal import Journal
 from ssdtrain.report.totals import NOTHING_STORED, RuntimeStatistics
-from ssdtrain.storage import Faults, SpillStore, check_host_budget
+from ssdtrain.storage import Faults, SpillStore, check_host_budget, defer_signals
 
 __all__ = ["Runtime", "RuntimeStatistics"]
 
@@ -298,6 +298,7 @@ class Runtime:
             return nullcontext()
         if microbatch is None:
             microbatch = -1
+        defer_signals()
         self._only_keeps = keep and self._only_keeps is not False
         tape = Tape(chunk, microbatch, keep=keep)
         self._tapes[chunk, microbatch] = weakref.ref(tape)

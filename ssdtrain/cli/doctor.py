@@ -84,17 +84,21 @@ def version_finding(package: str, found: str | None, tested: tuple[str, ...]) ->
 
 
 def extensions() -> Iterator[Finding]:
-    """The C extensions; each has a slower stand-in."""
+    """The C extensions, and what is without them."""
     stand_ins = {
-        "storage._iopool": ("C I/O engine", "Python threads"),
-        "codecs._native": ("C codecs", "plain torch"),
+        "storage._iopool": ("C I/O engine", "slower, by Python threads"),
+        "storage._section": (
+            "signals deferred",
+            "an exception of a signal handler (Ctrl-C) may leave the engine to be built anew",
+        ),
+        "codecs._native": ("C codecs", "slower, by plain torch"),
     }
-    for module, (name, stand_in) in stand_ins.items():
+    for module, (name, without) in stand_ins.items():
         try:
             importlib.import_module(f"ssdtrain.{module}")
             yield Finding(name, "built", GOOD)
         except ImportError:
-            remedy = f"slower, by {stand_in}: install a C compiler and reinstall ssdtrain"
+            remedy = f"{without}: install a C compiler and reinstall ssdtrain"
             yield Finding(name, "not built", WARNING, remedy)
 
 

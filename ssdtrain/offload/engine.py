@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 
 import torch
@@ -31,7 +30,7 @@ from ssdtrain.offload.sharing import Extent, Regions
 from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer import DirectTransfer, StagedTransfer, Transfer
-from ssdtrain.storage import SpillStore
+from ssdtrain.storage import SpillStore, make_section
 
 __all__ = ["OffloadEngine"]
 
@@ -87,7 +86,7 @@ class OffloadEngine:
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
         self._regions = Regions()
         self._released = Releases()
-        self._lock = threading.Lock()
+        self._lock = make_section()
         self._pid = os.getpid()
         self._closed = False
 

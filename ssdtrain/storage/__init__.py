@@ -14,6 +14,7 @@ from ssdtrain.storage.errors import HostBudgetExceeded, IOCancelled, IOFailure, 
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.pool import Operation, Pool, make_pool
+from ssdtrain.storage.section import Section, defer_signals, make_section
 from ssdtrain.storage.stats import Stats, TierStats
 from ssdtrain.storage.store import Slot, SpillStore
 
@@ -29,6 +30,7 @@ __all__ = [
     "Lease",
     "Operation",
     "Pool",
+    "Section",
     "Slot",
     "SmartLog",
     "SpillStore",
@@ -37,8 +39,10 @@ __all__ = [
     "StoreFull",
     "TierStats",
     "check_host_budget",
+    "defer_signals",
     "drive_of",
     "make_pool",
+    "make_section",
     "projected_life",
     "rated_bytes",
 ]

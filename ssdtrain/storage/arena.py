@@ -5,7 +5,6 @@ collection, a thread that holds this arena's lock. So a release only appends to 
 or asks for figures drains it.
 """
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from ssdtrain.storage import forks, memory
 from ssdtrain.storage.allocator import RangeAllocator
 from ssdtrain.storage.errors import StoreClosed
 from ssdtrain.storage.memory import ALIGNMENT
+from ssdtrain.storage.section import make_section
 
 
 class _Given(weakref.ref[memoryview]):
@@ -87,7 +87,7 @@ class Arena:
         self.capacity = self._map.nbytes
         self.peak = 0
         self._allocator = RangeAllocator(self.capacity, ALIGNMENT)
-        self._lock = threading.Lock()
+        self._lock = make_section()
         self._returned: deque[tuple[int, int, int]] = deque()
         # Views that own a lease, and those of them that died: C code appends them. A finalizer in Python would lose the
         # exception of a signal (Ctrl-C) that is handled in it.

@@ -8,7 +8,6 @@ its space is not handed out before they ended.
 
 import logging
 import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, READ, WRITE, image_bytes
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
+from ssdtrain.storage.section import make_section
 from ssdtrain.storage.slab import Slab
 from ssdtrain.storage.stats import Stats, TierStats
 
@@ -100,7 +100,7 @@ class SpillStore:
                 f"local_world_size={local_world_size}, host_bytes={host_bytes}, stripe={stripe}, capacity={capacity}:"
                 f" at least 1 rank, 0, {ALIGNMENT} and {ALIGNMENT} bytes"
             )
-        self._lock = threading.Lock()
+        self._lock = make_section()
         self._freed: deque[Slot] = deque()
         self._ending: list[Slot] = []
         self._live_slots = self._live_bytes = 0

@@ -76,11 +76,15 @@ def _link(fd: str) -> str:
         return ""
 
 
+def _name_of(task: str) -> str:
+    try:
+        return Path(f"/proc/self/task/{task}/comm").read_text()
+    except OSError:
+        return ""  # a thread that ended meanwhile
+
+
 def io_threads() -> int:
-    native = sum(
-        Path(f"/proc/self/task/{task}/comm").read_text().startswith("ssdtrain")
-        for task in os.listdir("/proc/self/task")
-    )
+    native = sum(_name_of(task).startswith("ssdtrain") for task in os.listdir("/proc/self/task"))
     return native + sum(thread.name.startswith("ssdtrain") for thread in threading.enumerate())
 
 

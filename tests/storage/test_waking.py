@@ -22,7 +22,10 @@ def asleep() -> bool:
     others = [
         task for task in Path("/proc/self/task").iterdir() if int(task.name) != threading.get_native_id()
     ]
-    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "S" for task in others)
+    try:
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "S" for task in others)
+    except OSError:
+        return False  # a thread that ended meanwhile
 
 
 class Writer:

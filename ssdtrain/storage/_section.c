@@ -1,0 +1,208 @@
+/* A lock for Python code that no signal may end half-way. See section.py.
+ *
+ * Python runs its signal handlers on the main thread between two bytecodes, and what they raise (KeyboardInterrupt) comes out
+ * there: between the two halves of a change, say. While the main thread is inside of a section, the process's handler (`deferring`,
+ * in front of the interpreter's) only notes the signal; the interpreter hears of it when the outermost section ends, so that its own
+ * handler runs right after. Nothing here allocates, waits or calls Python while a signal is noted. */
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+
+#ifndef NSIG
+#define NSIG 65
+#endif
+
+typedef void (*Handler)(int);
+
+static pthread_t main_thread;
+static int depth;              /* sections that the main thread is in; that thread alone uses it */
+static atomic_int inside;      /* depth > 0, for `deferring`, which runs on any thread */
+static atomic_int any_noted;   /* some of `noted` may be set */
+static atomic_int noted[NSIG]; /* signals that came meanwhile */
+static Handler interpreters[NSIG];
+
+static void deliver(int number) {
+    if (atomic_exchange(&noted[number], 0)) interpreters[number](number);
+}
+
+/* Whoever is last sees the other's store: this handler that nobody is inside, or `leave` that a signal was noted. */
+static void deferring(int number) {
+    int error = errno;
+    atomic_store(&noted[number], 1);
+    atomic_store(&any_noted, 1);
+    if (!atomic_load(&inside)) deliver(number);
+    errno = error;
+}
+
+static int is_main(void) { return pthread_equal(pthread_self(), main_thread); }
+
+static void leave(void) {
+    if (--depth) return;
+    atomic_store(&inside, 0);
+    if (!atomic_exchange(&any_noted, 0)) return;
+    for (int number = 1; number < NSIG; number++) deliver(number);
+}
+
+/* From here on signals wait. Those that came before are heard first, while nothing is locked. */
+static int enter(void) {
+    depth++;
+    atomic_store(&inside, 1);
+    if (depth == 1 && PyErr_CheckSignals()) {
+        leave();
+        return -1;
+    }
+    return 0;
+}
+
+/* A fork by another thread than the main one leaves that one's sections behind. */
+static void in_child(void) {
+    if (is_main()) return;
+    main_thread = pthread_self();
+    depth = 0;
+    atomic_store(&inside, 0);
+}
+
+/* ---- Section ---- */
+
+typedef struct {
+    PyObject_HEAD
+    pthread_mutex_t mutex;
+} Section;
+
+static PyObject *section_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
+    static char *names[] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "", names)) return NULL;
+    Section *section = (Section *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!section) return NULL;
+    pthread_mutexattr_t checked;
+    pthread_mutexattr_init(&checked);
+    pthread_mutexattr_settype(&checked, PTHREAD_MUTEX_ERRORCHECK);
+    pthread_mutex_init(&section->mutex, &checked);
+    pthread_mutexattr_destroy(&checked);
+    return (PyObject *)section;
+}
+
+static void section_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    pthread_mutex_destroy(&((Section *)self)->mutex);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+/* 1: taken, 0: somebody has it (only without `blocking`), -1: an exception. */
+static int take(Section *section, int blocking) {
+    int deferred = is_main();
+    if (deferred && enter()) return -1;
+    int error = pthread_mutex_trylock(&section->mutex);
+    if (error == EBUSY && blocking) {
+        Py_BEGIN_ALLOW_THREADS
+        error = pthread_mutex_lock(&section->mutex);
+        Py_END_ALLOW_THREADS
+    }
+    if (!error) return 1;
+    if (deferred) leave();
+    if (error == EBUSY) return 0;
+    PyErr_SetString(PyExc_RuntimeError, error == EDEADLK ? "this thread is already inside of this section"
+                                                         : "a section could not be entered");
+    return -1;
+}
+
+static PyObject *section_acquire(PyObject *self, PyObject *args, PyObject *keywords) {
+    static char *names[] = {"blocking", NULL};
+    int blocking = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|p", names, &blocking)) return NULL;
+    int taken = take((Section *)self, blocking);
+    return taken < 0 ? NULL : PyBool_FromLong(taken);
+}
+
+static PyObject *section_enter(PyObject *self, PyObject *unused) {
+    (void)unused;
+    if (take((Section *)self, 1) < 0) return NULL;
+    Py_INCREF(self);
+    return self;
+}
+
+static PyObject *section_release(PyObject *self, PyObject *unused) {
+    (void)unused;
+    if (pthread_mutex_unlock(&((Section *)self)->mutex)) {
+        PyErr_SetString(PyExc_RuntimeError, "this thread is not inside of this section");
+        return NULL;
+    }
+    if (is_main()) leave();
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef section_methods[] = {
+    {"acquire", (PyCFunction)(void (*)(void))section_acquire, METH_VARARGS | METH_KEYWORDS,
+     "acquire(blocking=True): enter. False: another thread is inside, and blocking is False."},
+    {"release", section_release, METH_NOARGS, "Leave; the thread that entered does."},
+    {"__enter__", section_enter, METH_NOARGS, NULL},
+    {"__exit__", section_release, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot section_slots[] = {
+    {Py_tp_new, section_new},
+    {Py_tp_dealloc, section_dealloc},
+    {Py_tp_methods, section_methods},
+    {Py_tp_doc, "A lock whose holder, where it is the main thread, hears of signals when it lets go."},
+    {0, NULL},
+};
+
+static PyType_Spec section_spec = {
+    .name = "ssdtrain.storage._section.Section",
+    .basicsize = sizeof(Section),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = section_slots,
+};
+
+/* ---- The module ---- */
+
+static PyObject *defer(PyObject *module, PyObject *argument) {
+    (void)module;
+    long number = PyLong_AsLong(argument);
+    if (number == -1 && PyErr_Occurred()) return NULL;
+    if (number < 1 || number >= NSIG) return PyErr_Format(PyExc_ValueError, "%ld is no signal", number);
+    struct sigaction action;
+    if (sigaction((int)number, NULL, &action)) return PyErr_SetFromErrno(PyExc_OSError);
+    /* One with SA_SIGINFO is not the interpreter's: what it is told cannot be told later. */
+    if ((action.sa_flags & SA_SIGINFO) || action.sa_handler == SIG_DFL || action.sa_handler == SIG_IGN) Py_RETURN_FALSE;
+    if (action.sa_handler != deferring) {
+        interpreters[number] = action.sa_handler;
+        action.sa_handler = deferring;
+        if (sigaction((int)number, &action, NULL)) return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    Py_RETURN_TRUE;
+}
+
+static PyMethodDef methods[] = {
+    {"defer", defer, METH_O, "defer(signalnum): let this signal, which Python handles, wait for the end of sections. False: nobody handles it."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_section", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__section(void) {
+    PyObject *threading = PyImport_ImportModule("threading");
+    PyObject *thread = threading ? PyObject_CallMethod(threading, "main_thread", NULL) : NULL;
+    PyObject *ident = thread ? PyObject_GetAttrString(thread, "ident") : NULL;
+    if (ident) main_thread = (pthread_t)PyLong_AsUnsignedLong(ident);
+    Py_XDECREF(threading);
+    Py_XDECREF(thread);
+    Py_XDECREF(ident);
+    if (PyErr_Occurred()) return NULL;
+    pthread_atfork(NULL, NULL, in_child);
+    PyObject *module = PyModule_Create(&definition);
+    PyObject *type = module ? PyType_FromSpec(&section_spec) : NULL;
+    if (!type || PyModule_AddObject(module, "Section", type)) {
+        Py_XDECREF(type);
+        Py_XDECREF(module);
+        return NULL;
+    }
+    return module;
+}

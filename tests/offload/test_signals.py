@@ -1,0 +1,149 @@
+"""A signal handler that raises (Ctrl-C) at any bytecode of the engine: nothing is leaked, given twice or wrong afterwards."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import ssdtrain
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, holds_nothing
+
+SIZE = 32  # of a saved tensor, 4 KiB
+
+PACKAGE = Path(ssdtrain.__file__).parent
+# hooks.py only enters and leaves torch's own context manager, which a signal can leave entered, with the engine or without.
+FILES = {
+    str(path)
+    for name in ("offload", "storage")
+    for path in (PACKAGE / name).glob("*.py")
+    if path.name != "hooks.py"
+}
+
+
+class Heard(Exception):
+    """What the handler raises."""
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    def hear(number: int, frame: FrameType | None) -> None:
+        raise Heard
+
+    before = signal.signal(signal.SIGUSR1, hear)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+class Moment:
+    """A trace that counts the bytecodes run in the engine and sends the signal before one of them; 0: never."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.count = 0
+
+    def __enter__(self) -> Moment:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename not in FILES:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._opcode
+
+    def _opcode(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        if event == "opcode":
+            self.count += 1
+            if self.count == self.number:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGUSR1)
+        return self._opcode
+
+
+def work(runtime: Any, x: torch.Tensor) -> torch.Tensor:
+    """Saves that are shared, moved, strided, joined by views and dropped; two tapes; a second backward."""
+
+    def tape(scale: float) -> torch.Tensor:
+        with runtime.forward():
+            y = (x * scale).sin()
+            y = (y * y).reshape(-1, 2)[:, 0].exp()
+            y = y + (x.cos().T.exp().sum() + x.expand(2, SIZE, SIZE).sin().sum()) * 1e-3
+            return y.tanh().tanh().sum()
+
+    first, second = tape(1.0), tape(0.5)
+    tape(0.25)  # dropped
+    second.backward(retain_graph=True)
+    first.backward()
+    second.backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def fresh() -> torch.Tensor:
+    return torch.linspace(-1, 1, SIZE * SIZE).reshape(SIZE, SIZE).requires_grad_()
+
+
+class Nothing:
+    """The same work without an engine."""
+
+    def forward(self) -> Any:
+        return torch.enable_grad()
+
+
+def drop_what_torch_queued() -> None:
+    """A backward that raised leaves the branches it did not come to in the thread's queue, until the next backward."""
+    torch.ones(1, requires_grad=True).sum().backward()
+    gc.collect()
+
+
+def interrupt(runtime: Any, moments: Callable[[int], range]) -> tuple[int, int]:
+    """Interrupt one run of `work` at each of the moments; returns how many were heard, and how many there were."""
+    expected = work(Nothing(), fresh())
+    assert torch.equal(work(runtime, fresh()), expected)
+    with Moment(0) as counted:
+        work(runtime, fresh())
+    heard = 0
+    chosen = moments(counted.count)
+    for number in chosen:
+        try:
+            with Moment(number):
+                work(runtime, fresh())
+        except Heard:
+            heard += 1
+        drop_what_torch_queued()
+        holds_nothing(runtime)
+        assert torch.equal(work(runtime, fresh()), expected), f"after a signal at bytecode {number}"
+        holds_nothing(runtime)
+    return heard, len(chosen)
+
+
+CODED = Variant("lossless", {"codec": "lossless"})
+USUAL = [variant for variant in VARIANTS if variant.name in ("c", "staged", "two-slots", "host-tier")]
+
+
+@pytest.mark.parametrize("variant", [*USUAL, CODED], ids=lambda variant: variant.name)
+def test_an_exception_of_a_signal_at_any_moment_leaves_nothing_behind(
+    variant: Variant, make_runtime: MakeRuntime
+) -> None:
+    heard, tried = interrupt(make_runtime(variant), lambda count: range(7, count, count // 100))
+    assert heard >= 0.8 * tried  # a few come too late: a run does not always take as many bytecodes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", [*VARIANTS, CODED], ids=lambda variant: variant.name)
+def test_an_exception_of_a_signal_at_a_thousand_moments_leaves_nothing_behind(
+    variant: Variant, make_runtime: MakeRuntime
+) -> None:
+    heard, tried = interrupt(make_runtime(variant), lambda count: range(1, count, max(1, count // 1000)))
+    assert heard >= 0.8 * tried

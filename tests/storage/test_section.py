@@ -1,0 +1,222 @@
+"""Sections: a lock within which the main thread hears of no signal, and after which it hears of every one."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from ssdtrain.storage.section import Section, _native, defer_signals, make_section
+
+pytestmark = pytest.mark.skipif(_native is None, reason="the C extension was not built")
+
+
+class Heard(Exception):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[list[int]]:
+    """SIGUSR1 raises Heard, SIGUSR2 is only noted here, as both are found by `defer_signals`."""
+    noted: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        raise Heard
+
+    before = [
+        (number, signal.signal(number, handler))
+        for number, handler in (
+            (signal.SIGUSR1, hear),
+            (signal.SIGUSR2, lambda number, frame: noted.append(number)),
+        )
+    ]
+    defer_signals()
+    yield noted
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def section() -> Section:
+    return make_section()
+
+
+def test_a_signal_inside_is_heard_right_after(section: Section) -> None:
+    done = []
+    with pytest.raises(Heard):
+        with section:
+            signal.raise_signal(signal.SIGUSR1)
+            done.append("inside")
+        done.append("after")
+    assert done == ["inside"]
+    with section:
+        pass
+
+
+def test_a_signal_in_an_inner_section_waits_for_the_outermost(section: Section) -> None:
+    done = []
+    with pytest.raises(Heard):
+        with section:
+            with make_section():
+                signal.raise_signal(signal.SIGUSR1)
+            done.append("between")
+        done.append("after")
+    assert done == ["between"]
+
+
+def test_every_signal_that_came_inside_is_heard(section: Section, heard: list[int]) -> None:
+    with pytest.raises(Heard):
+        with section:
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR2)
+    assert heard == [signal.SIGUSR2]
+
+
+def test_a_signal_that_came_just_before_is_heard_before_anything_is_locked(section: Section) -> None:
+    """The interpreter knows of it and has not yet run the handler: no bytecode lies between the two calls."""
+    send = functools.partial(getattr(ctypes.CDLL(None), "raise"), int(signal.SIGUSR1))
+    enter = functools.partial(section.__enter__)
+    entered: list[object] = []
+    with pytest.raises(Heard):
+        entered.extend(map(functools.partial.__call__, [send, enter]))
+    assert section.acquire(blocking=False)
+    section.release()
+
+
+def test_an_exception_inside_goes_on_and_the_signal_is_heard_after_it(section: Section) -> None:
+    caught = []
+    with pytest.raises(Heard):
+        try:
+            with section:
+                signal.raise_signal(signal.SIGUSR1)
+                raise KeyError
+        except KeyError:
+            caught.append(KeyError)
+            caught.append(Heard)
+    assert caught[:1] == [KeyError]
+
+
+def test_entering_twice_is_an_error_and_no_hang(section: Section) -> None:
+    with section:
+        with pytest.raises(RuntimeError, match="already inside"):
+            section.acquire()
+    with pytest.raises(RuntimeError, match="not inside"):
+        section.release()
+    signal.raise_signal(signal.SIGUSR2)
+
+
+def test_a_section_of_another_thread_holds_up_no_signal(section: Section) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with section:
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait()
+    assert not section.acquire(blocking=False)
+    with pytest.raises(Heard):
+        signal.raise_signal(signal.SIGUSR1)
+    leave.set()
+    with section:
+        thread.join()
+
+
+def test_what_has_no_handler_of_pythons_is_left_alone(section: Section) -> None:
+    assert not _native.defer(signal.SIGTERM)
+    with pytest.raises(ValueError, match="no signal"):
+        _native.defer(0)
+    with pytest.raises(Heard), section:
+        signal.raise_signal(signal.SIGUSR1)
+    assert signal.signal(signal.SIGUSR1, signal.SIG_IGN) is not signal.SIG_DFL
+    with section:
+        signal.raise_signal(signal.SIGUSR1)
+
+
+def test_only_one_thread_is_inside_and_no_exception_of_a_storm_of_signals_comes_out_there(
+    section: Section,
+) -> None:
+    """Two threads and the main one change two figures together, while a fourth sends signals."""
+    figures = [0, 0]
+    stop = threading.Event()
+    armed = False  # the handler raises, once
+    heard = raised = 0
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        nonlocal armed, heard
+        heard += 1
+        if armed:
+            armed = False
+            raise Heard
+
+    def change() -> None:
+        with section:
+            figures[0] += 1
+            figures[1] += 1
+
+    def work() -> None:
+        while not stop.is_set():
+            change()
+
+    def storm() -> None:
+        for _ in range(500):
+            signal.pthread_kill(main, signal.SIGUSR1)
+            time.sleep(0.0002)
+        stop.set()
+
+    main = threading.get_ident()
+    signal.signal(signal.SIGUSR1, hear)
+    defer_signals()
+    threads = [threading.Thread(target=target) for target in (work, work, storm)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    for thread in threads:
+        thread.start()
+    while not stop.is_set():
+        try:
+            armed = True
+            change()
+            armed = False
+        except Heard:
+            raised += 1
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    assert figures[0] == figures[1]
+    assert heard >= raised > 20  # those that come together are one
+    before = heard
+    with section:
+        signal.raise_signal(signal.SIGUSR1)
+        assert heard == before
+    assert heard == before + 1
+
+
+def test_a_child_forked_by_another_thread_hears_its_signals(section: Section) -> None:
+    """The main thread, which was inside, does not exist there."""
+    status: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.raise_signal(signal.SIGUSR1)
+            except Heard:
+                os._exit(7)
+            os._exit(1)
+        status.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    thread = threading.Thread(target=fork)
+    with section:
+        thread.start()
+        thread.join()
+    assert status == [7]
