@@ -69,21 +69,23 @@ static void in_child(void) {
 
 /* ---- Section ---- */
 
+/* The holder is known by pthread_self(), which a child forked inside of a section keeps; an error-checking mutex goes by the
+ * thread's number, which it does not. */
 typedef struct {
     PyObject_HEAD
     pthread_mutex_t mutex;
+    atomic_ulong holder; /* 0: nobody */
 } Section;
+
+static unsigned long self_number(void) { return (unsigned long)pthread_self(); }
 
 static PyObject *section_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
     static char *names[] = {NULL};
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "", names)) return NULL;
     Section *section = (Section *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (!section) return NULL;
-    pthread_mutexattr_t checked;
-    pthread_mutexattr_init(&checked);
-    pthread_mutexattr_settype(&checked, PTHREAD_MUTEX_ERRORCHECK);
-    pthread_mutex_init(&section->mutex, &checked);
-    pthread_mutexattr_destroy(&checked);
+    pthread_mutex_init(&section->mutex, NULL);
+    atomic_init(&section->holder, 0);
     return (PyObject *)section;
 }
 
@@ -96,20 +98,25 @@ static void section_dealloc(PyObject *self) {
 
 /* 1: taken, 0: somebody has it (only without `blocking`), -1: an exception. */
 static int take(Section *section, int blocking) {
+    if (blocking && atomic_load(&section->holder) == self_number()) {
+        PyErr_SetString(PyExc_RuntimeError, "this thread is already inside of this section");
+        return -1;
+    }
     int deferred = is_main();
     if (deferred && enter()) return -1;
     int error = pthread_mutex_trylock(&section->mutex);
-    if (error == EBUSY && blocking) {
+    if (error && blocking) {
         Py_BEGIN_ALLOW_THREADS
-        error = pthread_mutex_lock(&section->mutex);
+        pthread_mutex_lock(&section->mutex);
         Py_END_ALLOW_THREADS
+        error = 0;
     }
-    if (!error) return 1;
-    if (deferred) leave();
-    if (error == EBUSY) return 0;
-    PyErr_SetString(PyExc_RuntimeError, error == EDEADLK ? "this thread is already inside of this section"
-                                                         : "a section could not be entered");
-    return -1;
+    if (error) {
+        if (deferred) leave();
+        return 0;
+    }
+    atomic_store(&section->holder, self_number());
+    return 1;
 }
 
 static PyObject *section_acquire(PyObject *self, PyObject *args, PyObject *keywords) {
@@ -129,10 +136,13 @@ static PyObject *section_enter(PyObject *self, PyObject *unused) {
 
 static PyObject *section_release(PyObject *self, PyObject *unused) {
     (void)unused;
-    if (pthread_mutex_unlock(&((Section *)self)->mutex)) {
+    Section *section = (Section *)self;
+    if (atomic_load(&section->holder) != self_number()) {
         PyErr_SetString(PyExc_RuntimeError, "this thread is not inside of this section");
         return NULL;
     }
+    atomic_store(&section->holder, 0);
+    pthread_mutex_unlock(&section->mutex);
     if (is_main()) leave();
     Py_RETURN_NONE;
 }

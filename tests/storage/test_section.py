@@ -220,3 +220,19 @@ def test_a_child_forked_by_another_thread_hears_its_signals(section: Section) ->
         thread.start()
         thread.join()
     assert status == [7]
+
+
+def test_a_child_forked_inside_leaves_the_section_and_hears_what_came_there(section: Section) -> None:
+    """A finalizer of somebody else's may fork anywhere."""
+    child = -1
+    try:
+        with section:
+            child = os.fork()
+            if child == 0:
+                signal.raise_signal(signal.SIGUSR1)
+    except Heard:
+        free = section.acquire(blocking=False)
+        os._exit(7 if child == 0 and free else 1)
+    if child == 0:
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
