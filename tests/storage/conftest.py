@@ -76,6 +76,7 @@ def make_store(tmp_path: Path, engine: str) -> Iterator[Callable[..., SpillStore
     closing: list[SpillStore] = []
     yield make
     for store in made:
+        eventually(lambda store=store: not store.stats.live_slots)  # a freed slot waits for what has begun
         live = store.stats.live_slots
         store.close()
         assert live == 0, f"{live} slots were not freed"
