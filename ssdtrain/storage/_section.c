@@ -20,10 +20,12 @@
 typedef void (*Handler)(int);
 
 static pthread_t main_thread;
-static int depth;              /* sections that the main thread is in; that thread alone uses it */
-static atomic_int inside;      /* depth > 0, for `deferring`, which runs on any thread */
-static atomic_int any_noted;   /* some of `noted` may be set */
-static atomic_int noted[NSIG]; /* signals that came meanwhile */
+static _Thread_local int depth; /* sections that this thread is in */
+static atomic_int inside;       /* the main thread's depth is not 0, for `deferring`, which runs on any thread */
+static atomic_int delivering;   /* threads in `deferring` now */
+static atomic_int arrived;      /* it ran since `enter` looked */
+static atomic_int any_noted;    /* some of `noted` may be set */
+static atomic_int noted[NSIG];  /* signals that came meanwhile */
 static Handler interpreters[NSIG];
 
 static void deliver(int number) {
@@ -33,38 +35,48 @@ static void deliver(int number) {
 /* Whoever is last sees the other's store: this handler that nobody is inside, or `leave` that a signal was noted. */
 static void deferring(int number) {
     int error = errno;
+    atomic_fetch_add(&delivering, 1);
+    atomic_store(&arrived, 1);
     atomic_store(&noted[number], 1);
     atomic_store(&any_noted, 1);
     if (!atomic_load(&inside)) deliver(number);
+    atomic_fetch_sub(&delivering, 1);
     errno = error;
 }
 
 static int is_main(void) { return pthread_equal(pthread_self(), main_thread); }
 
-static void leave(void) {
-    if (--depth) return;
+static void open_up(void) {
     atomic_store(&inside, 0);
     if (!atomic_exchange(&any_noted, 0)) return;
     for (int number = 1; number < NSIG; number++) deliver(number);
 }
 
-/* From here on signals wait. Those that came before are heard first, while nothing is locked. */
+static void leave(void) {
+    if (--depth == 0 && is_main()) open_up();
+}
+
+/* From here on signals wait. Those that the interpreter has been told of are heard first, while nothing is locked and none waits:
+ * a handler may need another signal. */
 static int enter(void) {
-    depth++;
-    atomic_store(&inside, 1);
-    if (depth == 1 && PyErr_CheckSignals()) {
-        leave();
-        return -1;
+    if (depth == 0 && is_main()) {
+        for (;;) {
+            atomic_store(&arrived, 0);
+            if (PyErr_CheckSignals()) return -1;
+            atomic_store(&inside, 1);
+            if (!atomic_load(&arrived) && !atomic_load(&delivering)) break;
+            open_up();
+        }
     }
+    depth++;
     return 0;
 }
 
-/* A fork by another thread than the main one leaves that one's sections behind. */
+/* The thread that forks is the child's main one, in what sections it may be. */
 static void in_child(void) {
-    if (is_main()) return;
     main_thread = pthread_self();
-    depth = 0;
-    atomic_store(&inside, 0);
+    atomic_store(&delivering, 0);
+    atomic_store(&inside, depth > 0);
 }
 
 /* ---- Section ---- */
@@ -102,8 +114,7 @@ static int take(Section *section, int blocking) {
         PyErr_SetString(PyExc_RuntimeError, "this thread is already inside of this section");
         return -1;
     }
-    int deferred = is_main();
-    if (deferred && enter()) return -1;
+    if (enter()) return -1;
     int error = pthread_mutex_trylock(&section->mutex);
     if (error && blocking) {
         Py_BEGIN_ALLOW_THREADS
@@ -112,7 +123,7 @@ static int take(Section *section, int blocking) {
         error = 0;
     }
     if (error) {
-        if (deferred) leave();
+        leave();
         return 0;
     }
     atomic_store(&section->holder, self_number());
@@ -143,7 +154,7 @@ static PyObject *section_release(PyObject *self, PyObject *unused) {
     }
     atomic_store(&section->holder, 0);
     pthread_mutex_unlock(&section->mutex);
-    if (is_main()) leave();
+    leave();
     Py_RETURN_NONE;
 }
 
@@ -183,6 +194,8 @@ static PyObject *defer(PyObject *module, PyObject *argument) {
     /* One with SA_SIGINFO is not the interpreter's: what it is told cannot be told later. */
     if ((action.sa_flags & SA_SIGINFO) || action.sa_handler == SIG_DFL || action.sa_handler == SIG_IGN) Py_RETURN_FALSE;
     if (action.sa_handler != deferring) {
+        /* A library's that came in front of ours calls ours, and would be called by it. */
+        if (interpreters[number] && interpreters[number] != action.sa_handler) Py_RETURN_FALSE;
         interpreters[number] = action.sa_handler;
         action.sa_handler = deferring;
         if (sigaction((int)number, &action, NULL)) return PyErr_SetFromErrno(PyExc_OSError);
@@ -191,7 +204,8 @@ static PyObject *defer(PyObject *module, PyObject *argument) {
 }
 
 static PyMethodDef methods[] = {
-    {"defer", defer, METH_O, "defer(signalnum): let this signal, which Python handles, wait for the end of sections. False: nobody handles it."},
+    {"defer", defer, METH_O, "defer(signalnum): let this signal, which Python handles, wait for the end of sections. False: nobody handles it, or a library came in "
+     "front."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import functools
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -220,6 +222,64 @@ def test_a_child_forked_by_another_thread_hears_its_signals(section: Section) ->
         thread.start()
         thread.join()
     assert status == [7]
+
+
+def test_a_thread_that_forks_inside_hears_its_signals_in_the_child(
+    section: Section, heard: list[int]
+) -> None:
+    status: list[int] = []
+
+    def fork() -> None:
+        with section:
+            child = os.fork()
+            if child == 0:
+                signal.raise_signal(signal.SIGUSR2)
+                heard.append(0)
+        if child == 0:
+            try:
+                signal.raise_signal(signal.SIGUSR1)
+            except Heard:
+                os._exit(7 if heard == [0, signal.SIGUSR2] else 1)
+            os._exit(2)
+        status.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    assert status == [7]
+
+
+def test_a_library_that_chains_to_the_handler_before_it_makes_no_circle(
+    section: Section, tmp_path: Path
+) -> None:
+    with (tmp_path / "stacks").open("w") as file:
+        faulthandler.register(signal.SIGUSR2, file=file, chain=True)
+        try:
+            defer_signals()
+            for _ in range(2):
+                signal.raise_signal(signal.SIGUSR2)
+                defer_signals()
+        finally:
+            faulthandler.unregister(signal.SIGUSR2)
+    assert "test_a_library_that_chains" in (tmp_path / "stacks").read_text()
+
+
+def test_a_handler_that_runs_where_a_section_begins_hears_other_signals(
+    section: Section, heard: list[int]
+) -> None:
+    """It may wait for one."""
+    found = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        signal.raise_signal(signal.SIGUSR2)
+        found.extend(heard)
+
+    signal.signal(signal.SIGUSR1, hear)
+    defer_signals()
+    send = functools.partial(getattr(ctypes.CDLL(None), "raise"), int(signal.SIGUSR1))
+    list(map(functools.partial.__call__, [send, functools.partial(section.__enter__)]))
+    section.release()
+    assert found == [signal.SIGUSR2]
 
 
 def test_a_child_forked_inside_leaves_the_section_and_hears_what_came_there(section: Section) -> None:
