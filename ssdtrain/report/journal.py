@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
+import weakref
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,25 +37,38 @@ _COMM = ("calls", "compressed", "raw_bytes", "wire_bytes", "codec_seconds", "wai
 # How many of the regions that backward waited for most a line names.
 _WORST = 3
 
+# Those of this process, whose files are taken while they are open.
+_journals: weakref.WeakSet[Journal] = weakref.WeakSet()
+
 
 class Journal:
     """Writes `rank-N.jsonl` in a directory and logs every `interval` steps.
+
+    Where this process has that file open for another engine it is `rank-N.1.jsonl`, and so on. A file that cannot be written any
+    more ends with a warning, and training goes on.
 
     Args:
         directory: None: no file.
         interval: steps between log lines; 0: none.
         rank: of this process; only rank 0 logs, every rank writes its file.
 
+    Attributes:
+        file: that is written; None: none, or no longer.
+
     Raises:
-        OSError: the file cannot be made or written.
+        OSError: the file cannot be made.
     """
 
     def __init__(self, directory: Path | None, interval: int, rank: int) -> None:
         self._interval = interval if rank == 0 else 0
         self._stream: TextIO | None = None
+        self.file: Path | None = None
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-            self._stream = (directory / f"rank-{rank}.jsonl").open("a")
+            file = _free_file(directory.resolve(), rank)
+            self._stream = file.open("a")
+            self.file = file
+            _journals.add(self)
         self._last = OffloadStatistics()
         self._last_written = self._last_read = 0
         self._last_comm: dict[str, Figures] = {}
@@ -77,7 +93,10 @@ class Journal:
         if comm:
             record["comm"] = self._comm(comm)
         if self._stream is not None:
-            write_line(self._stream, record)
+            try:
+                write_line(self._stream, record)
+            except OSError as error:
+                self._drop(error)
         if self._interval:
             present = [name for name in _LOGGED if name in record]
             for name in present:
@@ -142,7 +161,34 @@ class Journal:
         self._logged.clear()
         self._logged_steps = 0
 
+    def _drop(self, error: OSError) -> None:
+        """The weights have moved when a line is written: an exception here would end a run for the sake of its report."""
+        logger.warning(
+            "report.path: %s cannot be written (%s) and gets no more lines; training goes on. Free space there, or set "
+            "report.path to another directory, and start again to have them",
+            self.file,
+            error,
+        )
+        with contextlib.suppress(OSError):  # closing writes again what could not be written
+            self._close()
+
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        """Idempotent."""
+        file = self.file
+        try:
+            self._close()
+        except OSError as error:
+            logger.warning("report.path: %s could not be closed (%s): its end may be missing", file, error)
+
+    def _close(self) -> None:
+        stream, self._stream, self.file = self._stream, None, None
+        if stream is not None:
+            stream.close()
+
+
+def _free_file(directory: Path, rank: int) -> Path:
+    """A file of `rank` that no journal of this process writes."""
+    taken = {journal.file for journal in _journals}
+    more = (f"rank-{rank}.{number}.jsonl" for number in itertools.count(1))
+    files = (directory / name for name in itertools.chain([f"rank-{rank}.jsonl"], more))
+    return next(file for file in files if file not in taken)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from ssdtrain.config import ConfigError, load_config
+from ssdtrain.report.journal import Journal
 from ssdtrain.runtime import Runtime
 
 SIZE = 128
@@ -20,11 +23,14 @@ def run(tmp_path: Path, report: dict[str, object], steps: int = 6, rank: int = 0
     x = torch.randn(SIZE, SIZE, requires_grad=True)
     with Runtime(load_config(config), rank=rank) as runtime:
         for _ in range(steps):
-            with runtime.step():
-                with runtime.forward():
-                    loss = x.sin().cos().sum()
-                loss.backward()
-            del loss
+            step(runtime, x)
+
+
+def step(runtime: Runtime, x: torch.Tensor) -> None:
+    with runtime.step():
+        with runtime.forward():
+            loss = x.sin().cos().sum()
+        loss.backward()
 
 
 def test_every_rank_writes_a_line_a_step_with_what_the_step_added(tmp_path: Path) -> None:
@@ -56,3 +62,77 @@ def test_a_directory_that_cannot_be_made_is_an_error_at_start(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"ssdtrain\.report\.path"):
         run(tmp_path, {"path": str(tmp_path / "file" / "report")})
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_full_disk_ends_the_report_and_not_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = tmp_path / "report"
+    report.mkdir()
+    file = report / "rank-0.jsonl"
+    file.symlink_to("/dev/full")
+    run(tmp_path, {"path": str(report), "interval": 0})
+    (warning,) = warnings_of(caplog)
+    assert (
+        "report.path" in warning and "No space left on device" in warning and "another directory" in warning
+    )
+    file.unlink()
+    run(tmp_path, {"path": str(report), "interval": 0})  # the name is free again
+    assert len(file.read_text().splitlines()) == 6
+
+
+def test_a_report_that_cannot_be_written_leaves_the_users_exception_alone(tmp_path: Path) -> None:
+    report = tmp_path / "report"
+    report.mkdir()
+    (report / "rank-0.jsonl").symlink_to("/dev/full")
+    config = {"offload": {"directories": str(tmp_path / "slabs")}, "report": {"path": str(report)}}
+    with Runtime(load_config(config)) as runtime, pytest.raises(ZeroDivisionError), runtime.step():
+        raise ZeroDivisionError
+
+
+class NoEnd(io.StringIO):
+    """A file of which the last bytes cannot be written."""
+
+    def close(self) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_file_that_cannot_be_closed_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal(tmp_path, 0, 0)
+    assert journal._stream is not None
+    journal._stream.close()
+    journal._stream = NoEnd()
+    journal.close()
+    journal.close()
+    (warning,) = warnings_of(caplog)
+    assert "rank-0.jsonl could not be closed" in warning and "Input/output error" in warning
+
+
+def test_a_second_runtime_of_the_process_writes_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+
+    def made(directory: Path) -> Runtime:
+        offload = {"directories": str(tmp_path / "slabs"), "min_bytes": "1KiB"}
+        return Runtime(
+            load_config({"offload": offload, "report": {"path": str(directory / "report"), "interval": 0}})
+        )
+
+    def steps_in(name: str) -> list[int]:
+        lines = (tmp_path / "report" / name).read_text().splitlines()
+        return [json.loads(line)["step"] for line in lines]
+
+    with made(tmp_path) as one, made(tmp_path / "link") as two, made(tmp_path):
+        for runtime in (one, two, one):
+            step(runtime, x)
+    with made(
+        tmp_path
+    ) as later:  # those files are closed: this goes on with the first, as a restarted run does
+        step(later, x)
+    assert steps_in("rank-0.jsonl") == [1, 2, 1]
+    assert steps_in("rank-0.1.jsonl") == [1]
+    assert steps_in("rank-0.2.jsonl") == []
