@@ -17,7 +17,7 @@ import megatron.core
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel import layers, random
 from megatron.core.utils import get_model_config
 
 __all__ = [
@@ -47,6 +47,12 @@ _PARAMETERS: dict[tuple[ModuleType, str], tuple[str, ...]] = {
 }
 _METHODS = ("checkpoint", "discard_output_and_register_recompute")
 _TRACKER = ("get_states", "set_states")
+
+_FUNCTIONS: dict[tuple[ModuleType, str], tuple[str, ...]] = {
+    (layers, "LinearWithGradAccumulationAndAsyncCommunication"): ("ctx", "input", "weight"),
+    (random, "CheckpointFunction"): ("ctx", "run_function", "distribute_saved_activations"),
+}
+"""Autograd functions, and how the arguments of their forward begin."""
 
 _TRAINING: dict[str, tuple[str, ...]] = {
     "arguments": ("add_megatron_arguments",),
@@ -80,6 +86,13 @@ def check() -> None:
             for parameter in parameters
             if parameter not in known
         ]
+    for (module, name), parameters in _FUNCTIONS.items():
+        function = getattr(module, name, None)
+        forward = getattr(function, "forward", None)
+        if not callable(forward) or not callable(getattr(function, "backward", None)):
+            missing.append(f"{module.__name__}.{name}")
+        elif tuple(inspect.signature(forward).parameters)[: len(parameters)] != parameters:
+            missing.append(f"the parameters {', '.join(parameters)} of {module.__name__}.{name}.forward")
     recomputed = getattr(random, "CheckpointWithoutOutput", None)
     missing += [
         f"{random.__name__}.CheckpointWithoutOutput.{name}"
@@ -194,6 +207,10 @@ def replaceable() -> dict[str, tuple[Place, ...]]:
         "backward_step": (Place(schedules, "backward_step"),),
         "checkpoint": (Place(tensor_parallel, "checkpoint"), Place(random, "checkpoint")),
         "discarding_checkpoint": (Place(random.CheckpointWithoutOutput, "checkpoint"),),
+        "linear_forward": (Place(layers.LinearWithGradAccumulationAndAsyncCommunication, "forward"),),
+        "linear_backward": (Place(layers.LinearWithGradAccumulationAndAsyncCommunication, "backward"),),
+        "checkpoint_forward": (Place(random.CheckpointFunction, "forward"),),
+        "checkpoint_backward": (Place(random.CheckpointFunction, "backward"),),
     }
 
 

@@ -8,6 +8,12 @@ Note: [Distributed saved activations]
 Megatron's own function splits the first input among the tensor-parallel ranks by replacing its data. That needs a function
 which saves after it ran: the reentrant one is used there whatever the config says.
 
+Note: [Runs that count]
+The first run of the reentrant function has gradients off, and some modules take a run without gradients for one that does not
+count: a mixture of experts adds its auxiliary losses to the figures and its tokens to the counts that steer the router (and, with
+global balancing, the gradients) only with gradients on. Both of our runs have them on, and would count twice. Models with
+such modules keep Megatron's own function.
+
 Note: [Saved for nothing]
 Inside the reentrant function's first run gradients are off, but Megatron switches them on again around bias-dropout-add. What
 is saved there is dropped at the end of the block, and must not travel.
@@ -21,7 +27,13 @@ from typing import Any
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain_megatron import _compat
 
-__all__ = ["checkpoint_through", "register_tracker"]
+__all__ = ["checkpoint_through", "register_tracker", "tells_runs_apart"]
+
+
+def tells_runs_apart(config: Any) -> bool:
+    """True if modules of a model with this TransformerConfig do more in a run with gradients. See Note: [Runs that count]."""
+    experts = getattr(config, "num_moe_experts", None)
+    return bool(experts) or getattr(config, "experimental_attention_variant", None) == "dsa"
 
 
 def register_tracker(checkpoint: Checkpoint) -> None:
@@ -44,8 +56,11 @@ def checkpoint_through(
     function: Callable[..., Any],
     distribute_saved_activations: bool,
     args: tuple[Any, ...],
+    *,
+    plainly: bool,
 ) -> Any:
-    """Call `function(*args)` and recompute it in backward. See Note: [Distributed saved activations]."""
-    if distribute_saved_activations or checkpoint.config.use_reentrant:
+    """Call `function(*args)` and recompute it in backward: by Megatron's own function with `plainly`, where the config asks for
+    the reentrant kind, or with distributed saved activations (see the note on them)."""
+    if plainly or distribute_saved_activations or checkpoint.config.use_reentrant:
         return plain(function, distribute_saved_activations, *args)
     return checkpoint(function, *args)

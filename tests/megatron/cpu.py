@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.machinery
 import os
 import runpy
 import sys
@@ -46,6 +47,7 @@ def arrange() -> None:
     _arrange_tensors()
     _arrange_runtime(torch.cuda)
     _arrange_collectives()
+    _arrange_fused_gradient()
 
 
 def _is_cuda(device: Any) -> bool:
@@ -173,6 +175,19 @@ def _arrange_collectives() -> None:
     # P2POp compares functions by identity with those of distributed_c10d.
     dist.isend = dist.distributed_c10d.isend = isend
     dist.all_to_all_single = all_to_all_single
+
+
+def _arrange_fused_gradient() -> None:
+    """Apex's kernel: the weight's gradient of a linear layer, added to its sum."""
+    name = "fused_weight_gradient_mlp_cuda"
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+
+    def accumulate(inputs: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+        total.add_(gradient.t().matmul(inputs).to(total.dtype))
+
+    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate  # type: ignore[attr-defined]
+    sys.modules[name] = module
 
 
 def finish() -> None:

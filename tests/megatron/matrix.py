@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ cpu.finish()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
 import ssdtrain_megatron  # noqa: E402
 from tests.megatron.count import Count  # noqa: E402
@@ -38,13 +40,25 @@ from tests.megatron.training import STEPS, Trainer, layout  # noqa: E402
 MIN_BYTES = 1024
 
 
+def auxiliary_losses() -> dict[str, list[float]]:
+    """What the layers of a mixture of experts have logged since this was asked last."""
+    found = {
+        name: entry["values"].tolist()
+        for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()
+    }
+    moe_utils.clear_aux_losses_tracker()
+    return found
+
+
 def plain_run(row: Row) -> dict[str, Any]:
     trainer = Trainer(row)
-    with Count(trainer.chunks, MIN_BYTES).counting(schedules) as count:
+    count = Count(trainer.chunks, MIN_BYTES)
+    with count.counting(schedules) if row.counted else nullcontext():
         steps = [trainer.step(number) for number in range(STEPS)]
     return {
         "steps": steps,
         "weights": trainer.weights(),
+        "auxiliary": auxiliary_losses(),
         "saved": count.calls,
         "at_once": count.followed_at_once(len(count.calls) // STEPS),
     }
@@ -68,6 +82,7 @@ def offloaded_run(row: Row, directory: str) -> dict[str, Any]:
         return {
             "steps": steps,
             "weights": weights,
+            "auxiliary": auxiliary_losses(),
             "replaced": replaced,
             "counted_steps": found.steps,
             "spilled": offload.offloaded_bytes + offload.cancelled_bytes,

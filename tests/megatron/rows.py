@@ -14,6 +14,7 @@ class Row:
         options: of TransformerConfig.
         ddp: of DistributedDataParallelConfig.
         offload: keys of the offload section, beside the directories.
+        counted: what autograd saves is counted in the plain run. That takes hooks, which some options do not stand.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Row:
     ddp: dict[str, Any] = field(default_factory=dict)
     offload: dict[str, Any] = field(default_factory=dict)
     checkpoint: dict[str, Any] = field(default_factory=dict)
+    counted: bool = True
 
     @property
     def dp(self) -> int:
@@ -47,6 +49,10 @@ MOE = {
     "moe_router_topk": 2,
     "add_bias_linear": False,
 }
+LOGGED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 1e-3}
+GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.01}
+FUSED = {"gradient_accumulation_fusion": True}
+"""The weight's gradient is added to its sum inside of backward; with an overlapped reduction the weight is marked for it."""
 
 
 def selective(*modules: str) -> dict[str, Any]:
@@ -69,6 +75,7 @@ ROWS = [
     Row("moe", model="moe", options=MOE),
     Row("moe, recompute full", model="moe", options={**MOE, **FULL}),
     Row("moe, recompute moe", model="moe", options={**MOE, **selective("moe")}),
+    Row("moe, auxiliary losses, recompute full", model="moe", options={**MOE, **LOGGED, **FULL}),
     Row("bert", model="bert"),
     Row("t5", model="t5"),
     Row("tp2", 2, tp=2),
@@ -86,6 +93,21 @@ ROWS = [
     Row("pp2 vp2, deallocate", 2, pp=2, vp=2, options={**INTERLEAVED, **DEALLOCATE}),
     Row("dp2", 2),
     Row("dp2, overlap", 2, ddp={"overlap_grad_reduce": True}),
+    Row("dp2, overlap, fused", 2, ddp={"overlap_grad_reduce": True}, options=FUSED, counted=False),
+    Row(
+        "dp2, overlap, fused, recompute full",
+        2,
+        ddp={"overlap_grad_reduce": True},
+        options={**FUSED, **FULL},
+        counted=False,
+    ),
+    Row(
+        "pp2, moe, global balancing, recompute moe",
+        2,
+        pp=2,
+        model="moe",
+        options={**MOE, **GLOBAL, **selective("moe")},
+    ),
     Row("dp2, distributed optimizer", 2, ddp={"use_distributed_optimizer": True}),
     Row(
         "dp2, distributed optimizer, overlap",
@@ -102,6 +124,7 @@ ROWS = [
     Row("pp4", 4, pp=4),
     Row("pp4, deallocate", 4, pp=4, microbatches=6, options=DEALLOCATE),
     Row("tp2 pp2", 4, tp=2, pp=2),
+    Row("tp2 pp2, recompute full, distributed", 4, tp=2, pp=2, dropout=0.1, options=SPREAD, counted=False),
     Row("tp2 sp pp2, bf16", 4, tp=2, pp=2, bf16=True, options={"sequence_parallel": True}),
     Row("tp2 pp2 vp2, deallocate", 4, tp=2, pp=2, vp=2, options={**INTERLEAVED, **DEALLOCATE}),
     Row(
