@@ -151,17 +151,20 @@ class Schedule:
         return result
 
     def _begin(self, count: int) -> None:
-        if self._open:  # the step before raised, or had no backward
-            self._end()
+        if self._open:  # it raised, or was an evaluation with gradients on: no step of training
+            self._clear()
         self._open = True
         self._left = count * self._chunks
         self.order.begin(count)
         self.runtime.step_begin()
 
     def _end(self) -> None:
+        self._clear()
+        if self._ends_steps:
+            self.runtime.step_end()
+
+    def _clear(self) -> None:
         self._open = False
         self._alive.clear()
         self._outputs.clear()
         self.runtime.next_backward()
-        if self._ends_steps:
-            self.runtime.step_end()

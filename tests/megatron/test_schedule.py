@@ -161,9 +161,18 @@ def test_a_step_that_broke_off_leaves_nothing_to_the_next() -> None:
     rank.outputs.clear()
     told = rank.play(events, 4)
     assert not any(rank.schedule.knows(output) for output in left)
-    assert told[:2] == [("next", ()), ("end",)]
-    assert told[2:] == rank.play(events, 4)
-    assert told[2:] != whole
+    assert told[0] == ("next", ())  # and it is not counted
+    assert told[1:] == rank.play(events, 4)
+    assert told[1:] != whole
+
+
+def test_an_evaluation_with_gradients_on_is_no_step() -> None:
+    rank = Rank()
+    events = one_f_one_b(3, 1, 4)
+    rank.play(events, 4)
+    forwards = [event for event in events if not event.backward]
+    told = rank.play(forwards, 4) + rank.play(forwards, 4) + rank.play(events, 4)
+    assert [entry[0] for entry in told].count("end") == 1 and told[-1] == ("end",)
 
 
 def test_an_output_of_somebody_else_is_not_known() -> None:
