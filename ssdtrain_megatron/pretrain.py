@@ -21,7 +21,11 @@ __all__ = ["install_pretrain", "uninstall_pretrain"]
 
 Function = Callable[..., Any]
 
-_originals: list[tuple[Any, str, Function]] = []
+Replaced = list[tuple[Any, str, Function]]
+"""(owner, name, what was there)."""
+
+_originals: Replaced = []
+_of_attachment: Replaced = []  # on top of those, for the attachment that is alive
 _attachment: Attachment | None = None
 
 
@@ -38,25 +42,36 @@ def install_pretrain() -> None:
     from ssdtrain_megatron import _compat
 
     arguments, training = _compat.check_training()
-    _replace(arguments, "add_megatron_arguments", _with_flags)
-    _replace(training, "setup_model_and_optimizer", functools.partial(_attaching, training))
+    _replace(_originals, arguments, "add_megatron_arguments", _with_flags)
+    _replace(_originals, training, "setup_model_and_optimizer", functools.partial(_attaching, training))
 
 
 def uninstall_pretrain() -> None:
     """Put the training loop's functions back, and end what was attached. Idempotent."""
+    _detach()
+    _put_back(_originals)
+
+
+def _detach() -> None:
+    """End what is attached: a run that sets up a second model would else log and save for both."""
     global _attachment
-    while _originals:
-        owner, name, plain = _originals.pop()
-        setattr(owner, name, plain)
+    _put_back(_of_attachment)
     if _attachment is not None:
+        atexit.unregister(_attachment.close)
         _attachment.close()
         _attachment = None
 
 
-def _replace(owner: Any, name: str, wrap: Callable[[Function], Function]) -> None:
+def _replace(kept: Replaced, owner: Any, name: str, wrap: Callable[[Function], Function]) -> None:
     plain = getattr(owner, name)
-    _originals.append((owner, name, plain))
+    kept.append((owner, name, plain))
     setattr(owner, name, wrap(plain))
+
+
+def _put_back(kept: Replaced) -> None:
+    while kept:
+        owner, name, plain = kept.pop()
+        setattr(owner, name, plain)
 
 
 def _with_flags(plain: Function) -> Function:
@@ -80,8 +95,7 @@ def _attaching(training: Any, plain: Function) -> Function:
         from ssdtrain_megatron import _compat
         from ssdtrain_megatron.attachment import attach
 
-        if _attachment is not None:
-            _attachment.close()
+        _detach()
         _attachment = attach(result[0], config, optimizer=result[1], logs=False)
         if not _attachment.runtime.enabled:
             # Collectives to compress, and one rank.
@@ -89,12 +103,14 @@ def _attaching(training: Any, plain: Function) -> Function:
             return result
         # The loop ends by sys.exit at --exit-interval, --exit-duration and signals.
         atexit.register(_attachment.close)
-        _replace(training, "training_log", functools.partial(_logging, training, _attachment))
+        _replace(_of_attachment, training, "training_log", functools.partial(_logging, training, _attachment))
         if _attachment.runtime.comm is not None:
             source = _compat.loaded_checkpoint(training.get_args())
             if source is not None:
                 _attachment.load(source)
-            _replace(training, "save_checkpoint", functools.partial(_saving, training, _attachment))
+            _replace(
+                _of_attachment, training, "save_checkpoint", functools.partial(_saving, training, _attachment)
+            )
         return result
 
     return setup_model_and_optimizer

@@ -15,6 +15,7 @@ import pytest
 
 import ssdtrain_megatron
 from ssdtrain.config import ConfigError
+from ssdtrain_megatron.attachment import Attachment
 from tests.megatron.rows import Row
 from tests.megatron.training import Trainer
 
@@ -116,6 +117,28 @@ def test_flags_are_enough_to_offload_and_to_be_told(
         assert moved > 2**20
         assert writer.scalars["ssdtrain/activation_peak_bytes", 2] > 0
     ssdtrain_megatron.uninstall_pretrain()
+    assert loop.functions() == before
+
+
+def test_a_second_model_is_logged_once_and_all_is_put_back(
+    loop: Loop, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = loop.functions()
+    ssdtrain_megatron.install_pretrain()
+    flags = ["--ssdtrain-offload-directories", config["offload"]["directories"]]
+    closed: list[Attachment] = []
+    close = Attachment.close
+    monkeypatch.setattr(Attachment, "close", lambda self: closed.append(self) or close(self))
+    loop.pretrain(*flags)
+    loop.lines.clear()
+    loop.trainer = Trainer(Row("the second model"))
+    loop.pretrain(*flags)
+    assert len(closed) == 1
+    assert [line.split("|")[0].strip() for line in loop.lines] == [
+        f"[ssdtrain] iteration {n}" for n in (2, 4)
+    ]
+    loop.pretrain("--no-ssdtrain-enabled", steps=1)
+    assert len(closed) == 2
     assert loop.functions() == before
 
 
