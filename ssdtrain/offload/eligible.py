@@ -9,7 +9,9 @@ Note: [What must not move]
   that of its base) is a `ToCopyBackward0` whose next function accumulates into a Parameter.
 - Tensors of classes the engine does not know, and tensors whose bytes alone do not say their value: conjugate or negative
   bit, sparse, quantised, nested, fake, functional, functorch-wrapped.
-- Storages that a framework frees and fills again by itself (`storage.resize_(0)`).
+- Storages that a framework frees and fills again by itself (`storage.resize_(0)`): those that an adapter names, the outputs of
+  the autograd functions in FREED, and what is free when it is saved. Freed memory must not be read by a store, and nothing
+  could be noticed of it later but its size.
 - Small tensors: the operation costs more than the bytes are worth.
 """
 
@@ -22,6 +24,12 @@ import torch
 from torch import nn
 
 __all__ = ["Eligibility"]
+
+FREED = frozenset({"CheckpointWithoutOutputFunctionBackward"})
+"""Nodes of autograd functions whose outputs are freed after they were saved. The first is Megatron's: its adapter names those
+storages too, but a loop of one's own needs no adapter."""
+
+_VIEWS = 16  # of views, at most
 
 _is_functional = torch._is_functional_tensor
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -42,6 +50,7 @@ class Eligibility:
         self._fixed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._fixed_when: list[Callable[[torch.Tensor], bool]] = []
         self._refuse_when: list[Callable[[torch.Tensor], bool]] = []
+        self._left: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def register(self, module: nn.Module) -> None:
         """Refuse the parameters and buffers of `module`, wherever their storages move: `refresh` looks again."""
@@ -55,6 +64,11 @@ class Eligibility:
     def refuse_when(self, predicate: Callable[[torch.Tensor], bool]) -> None:
         """Refuse also what `predicate` says: an adapter's way to name storages that its framework resizes."""
         self._refuse_when.append(predicate)
+
+    def leave(self, storage: torch.UntypedStorage) -> None:
+        """Refuse all that lies in `storage`, which its framework resizes."""
+        self._left = {key: known for key, known in self._left.items() if known() is not None}
+        self._left[id(storage)] = weakref.ref(storage)
 
     def refresh(self) -> None:
         """Collect the storages of the registered modules. Frameworks re-map them (a distributed optimizer's flat buffer).
@@ -106,5 +120,29 @@ class Eligibility:
         )
 
     def refused_by_adapter(self, tensor: torch.Tensor) -> bool:
-        """True if an adapter named this tensor as one that its framework moves or frees by itself."""
+        """True if this tensor is known as one that its framework moves or frees by itself."""
+        storage = tensor.untyped_storage()
+        known = self._left.get(id(storage))
+        if known is not None and known() is storage:
+            return True
+        if not storage.nbytes():
+            return True
+        if _will_be_freed(tensor):
+            self.leave(storage)
+            return True
         return any(predicate(tensor) for predicate in self._refuse_when)
+
+
+def _will_be_freed(tensor: torch.Tensor) -> bool:
+    """True for the outputs of the functions in FREED and views of them."""
+    base = tensor._base
+    node = (tensor if base is None else base).grad_fn
+    if node is not None:
+        return node.name() in FREED
+    # What a function returned may itself be a view of a tensor that no gradient knows of.
+    node = tensor.grad_fn
+    for _ in range(_VIEWS):
+        if node is None or node.name() in FREED:
+            break
+        node = node.next_functions[0][0] if node.next_functions else None
+    return node is not None and node.name() in FREED

@@ -24,6 +24,7 @@ __all__ = [
     "Releases",
     "State",
     "densest",
+    "lost",
     "modified",
     "restride",
     "same_version_counter",
@@ -60,6 +61,13 @@ class Region:
     storage owns the buffer: it goes back to the arena when the last view dies, not when the handle does. Megatron's
     vocabulary-parallel cross entropy returns its saved tensor, modified, as the gradient; a buffer that went back with the
     handle would be overwritten under it. A write is seen on the counter, and the buffer is not handed out again.
+
+    Note: [Freed under the engine]
+    `storage.resize_` frees memory that a store may still read, and leaves no trace on the version counter. So a region that
+    was not emptied here says it is lost while its storage is too small for it, and one whose storage is not as it was when the
+    store is over is lost for good: nobody knows which bytes went to the tier. Memory that was freed and filled again by its
+    owner in the meantime is handed out as it is, which is what autograd would do. Storages that are known to be freed do not
+    come this far: see `eligible`.
     """
 
     __slots__ = (
@@ -69,6 +77,7 @@ class Region:
         "dtype",
         "event",
         "forwarded",
+        "freed",
         "handles",
         "index",
         "key",
@@ -82,6 +91,7 @@ class Region:
         "packed",
         "passed",
         "payload",
+        "pointer",
         "probe",
         "releases",
         "slot",
@@ -133,10 +143,18 @@ class Region:
         self.lease: Lease | None = None  # the staging buffer of a device copy
         self.loaded: torch.Tensor | None = None
         self.loaded_version = 0
+        self.pointer = tensor.untyped_storage().data_ptr()  # 0: `tensor` was emptied
+        self.freed = False  # its storage was freed during the store. See Note: [Freed under the engine]
 
     @property
     def address(self) -> int:
-        """Host or device address of the first byte, while the bytes are in `tensor`."""
+        """Host or device address of the first byte, while the bytes are in `tensor`.
+
+        Raises:
+            RuntimeError: somebody freed them.
+        """
+        if self.lost():
+            raise lost(self.dtype, self.tensor.shape)
         return self.tensor.untyped_storage().data_ptr() + self.start
 
     @property
@@ -145,11 +163,21 @@ class Region:
         return bool(self.tensor.untyped_storage().nbytes())
 
     def changed(self) -> bool:
-        """True if the original was modified in place since it was saved."""
-        return self.probe._version != self.version
+        """True if the original was modified in place since it was saved, or is lost."""
+        return self.probe._version != self.version or self.lost()
+
+    def lost(self) -> bool:
+        """True if somebody freed the memory of the bytes while it was needed. See Note: [Freed under the engine]."""
+        return self.freed or (self.pointer != 0 and self._too_small())
+
+    def _too_small(self) -> bool:
+        return self.tensor.untyped_storage().nbytes() < self.start + self.nbytes
 
     def empty_(self) -> None:
         """Let go of the bytes and keep the version counter. See Note: [The probe]."""
+        if self.pointer:
+            self.freed = self._too_small() or self.tensor.untyped_storage().data_ptr() != self.pointer
+            self.pointer = 0
         self.tensor.data = _nothing(self.tensor.device)
 
 
@@ -251,12 +279,23 @@ class Kept:
 
 
 def modified(dtype: torch.dtype, size: Sequence[int], version: int, expected: int) -> RuntimeError:
-    """The error that autograd raises by itself where no hooks are installed."""
+    """The error that autograd raises by itself where no hooks are installed; with equal versions that of a lost tensor."""
+    if version == expected:
+        return lost(dtype, size)
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{dtype} {list(size)}] is at version {version}; expected version {expected} instead. Hint: enable anomaly "
         "detection to find the operation that failed to compute its gradient, with "
         "torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+def lost(dtype: torch.dtype, size: Sequence[int]) -> RuntimeError:
+    """The error for a saved tensor that is lost. See Note: [Freed under the engine]."""
+    return RuntimeError(
+        f"the memory of a saved tensor [{dtype} {list(size)}] was freed (storage.resize_) before or while it was offloaded, "
+        "and its bytes are not known any more. Offloading needs to be told which tensors a framework frees and fills again: "
+        "attach by the framework's own adapter, or leave the part of the model that does it outside"
     )
 
 

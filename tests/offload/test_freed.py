@@ -1,0 +1,141 @@
+"""Storages that somebody frees after they were saved (`storage.resize_(0)`): never stored, or never handed out as if right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from ssdtrain.offload import eligible
+from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.runtime import Runtime
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
+
+# Small enough that malloc keeps the pages of what is freed: a store may read them.
+SIZE = 64
+
+
+def engine_of(runtime: Runtime) -> OffloadEngine:
+    assert runtime.engine is not None
+    return runtime.engine
+
+
+@contextmanager
+def stores_wait(runtime: Runtime) -> Iterator[None]:
+    """Inside, no store begins."""
+    assert runtime._store is not None
+    pool: Any = runtime._store.pool
+    pool.hold(reads=False)
+    try:
+        yield
+    finally:
+        pool.release()
+
+
+def saved(runtime: Runtime) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A leaf, what `sin` saves of it, and the loss."""
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    with runtime.forward():
+        y = x * 2
+        loss = y.sin().sum()
+    return x, y, loss
+
+
+def refill(y: torch.Tensor, x: torch.Tensor) -> None:
+    y.untyped_storage().resize_(x.nbytes)
+    y.detach().copy_(x.detach() * 2)
+
+
+def test_what_is_free_when_backward_needs_it_is_an_error(make_runtime: MakeRuntime, variant: Variant) -> None:
+    runtime = make_runtime(variant)
+    with stores_wait(runtime):
+        _, y, loss = saved(runtime)
+        y.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match=r"saved tensor \[torch.float32 \[64, 64\]\] was freed"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("variant", VARIANTS[:2], ids=lambda variant: variant.name)
+def test_what_its_owner_filled_again_in_time_is_right(make_runtime: MakeRuntime, variant: Variant) -> None:
+    runtime = make_runtime(variant)
+    with stores_wait(runtime):
+        x, y, loss = saved(runtime)
+        y.untyped_storage().resize_(0)
+        with torch.autograd._unsafe_preserve_version_counter(y):
+            refill(y, x)
+        loss.backward()
+    assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]
+
+
+def test_what_was_freed_under_a_store_is_never_read_back(make_runtime: MakeRuntime, variant: Variant) -> None:
+    runtime = make_runtime(variant)
+    with stores_wait(runtime):
+        x, y, loss = saved(runtime)
+        y.untyped_storage().resize_(0)
+    settled(runtime)
+    with torch.autograd._unsafe_preserve_version_counter(y):
+        refill(y, x)
+    with pytest.raises(RuntimeError, match="was freed"):
+        loss.backward()
+    assert x.grad is None
+
+
+def test_what_has_left_memory_may_be_freed(make_runtime: MakeRuntime, variant: Variant) -> None:
+    runtime = make_runtime(variant)
+    x, y, loss = saved(runtime)
+    settled(runtime)
+    y.untyped_storage().resize_(0)
+    loss.backward()
+    assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]
+
+
+class CheckpointWithoutOutputFunction(torch.autograd.Function):
+    """Of the name of Megatron's, whose outputs are freed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.factors = x * 2
+        return x * 2, (x * 3).view(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * 2 + grads[1].view(SIZE, SIZE) * 3
+
+
+def test_outputs_that_will_be_freed_stay_and_so_do_all_their_views(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    with runtime.forward():
+        one, other = CheckpointWithoutOutputFunction.apply(x)
+        # The second is a view of a tensor that no gradient knows of.
+        total = one.t().sin().sum() + other.view(SIZE, SIZE)[1:].sin().sum() + (x * one.detach()).sum()
+    assert engine_of(runtime).snapshot().saved_bytes == 0
+    assert CheckpointWithoutOutputFunction.__name__ + "Backward" in eligible.FREED
+    total.backward()
+
+
+class Saving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(factor)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] * ctx.saved_tensors[0], None
+
+
+def test_what_is_free_when_it_is_saved_stays(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    x, y = torch.randn(SIZE, SIZE, requires_grad=True), torch.empty(SIZE, SIZE)
+    y.untyped_storage().resize_(0)
+    with runtime.forward():
+        loss = Saving.apply(x, y).sum()
+    assert engine_of(runtime).snapshot().saved_bytes == 0
+    with torch.autograd._unsafe_preserve_version_counter(y):
+        refill(y, x)
+    loss.backward()
+    assert torch.equal(x.grad, y)  # type: ignore[arg-type]
