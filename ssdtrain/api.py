@@ -117,6 +117,7 @@ def attach(
     Raises:
         ConfigError: names the key, the value and what is allowed.
         OSError: a directory cannot be used.
+        ValueError: an adapter offloads this model already, or there is a comm section and nothing reduces gradients.
     """
     source = dict(config) if isinstance(config, Mapping) else config
     runtime = Runtime(
@@ -126,7 +127,11 @@ def attach(
         local_rank=local_rank,
         local_world_size=local_world_size,
     )
-    runtime.attach(model)
+    try:
+        runtime.attach(model)
+    except BaseException:
+        runtime.close()
+        raise
     return runtime
 
 

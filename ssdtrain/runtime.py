@@ -40,6 +40,7 @@ from ssdtrain.config import Config, OffloadConfig
 from ssdtrain.config.units import MiB
 from ssdtrain.device import device_for, warn_of_untested_torch
 from ssdtrain.offload.amount import AmountPlan
+from ssdtrain.offload.claims import claim
 from ssdtrain.offload.coding import check_codec
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.hooks import Recording
@@ -195,8 +196,10 @@ class Runtime:
         DistributedDataParallel and FSDP2 are compressed from now on.
 
         Raises:
-            ValueError: `comm` is asked for, and nothing about the model reduces gradients.
+            ValueError: `comm` is asked for, and nothing about the model reduces gradients; or an adapter offloads the model.
         """
+        if self.engine is not None:
+            self._attached.append(claim(model, "ssdtrain.attach"))
         if self.comm is not None:
             compress_gradients(model, self.comm)
         if self.engine is None:

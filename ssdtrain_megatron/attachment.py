@@ -14,19 +14,22 @@ from torch import nn
 from ssdtrain.comm import Policy
 from ssdtrain.config import Config, load_config
 from ssdtrain.offload.checkpoint import Checkpoint
+from ssdtrain.offload.claims import claim, refuse_claimed, related
 from ssdtrain.runtime import Runtime, RuntimeStatistics
 from ssdtrain_megatron import _compat, _compat_comm, apex
 from ssdtrain_megatron.comm import Hooks, residuals
 from ssdtrain_megatron.comm.refusals import refuse as refuse_comm
 from ssdtrain_megatron.comm.steps import follow
 from ssdtrain_megatron.installation import installation
-from ssdtrain_megatron.recompute import register_tracker
+from ssdtrain_megatron.recompute import register_tracker, tells_runs_apart
 from ssdtrain_megatron.refusals import refuse
 from ssdtrain_megatron.schedule import Schedule
 
 __all__ = ["Attachment", "attach"]
 
 logger = logging.getLogger("ssdtrain")
+
+_WAY = "ssdtrain_megatron.attach"
 
 
 class Attachment:
@@ -35,7 +38,8 @@ class Attachment:
     Attributes:
         runtime: for statistics and more.
         schedule: the events of this rank.
-        checkpoint: what stands in the place of `tensor_parallel.checkpoint` while a forward of these chunks runs.
+        checkpoint: what stands in the place of `tensor_parallel.checkpoint` while a forward of these chunks runs,
+        recomputes_plainly: unless this model needs Megatron's own. See Note: [Runs that count] in `recompute`.
     """
 
     def __init__(self, runtime: Runtime, chunks: Sequence[nn.Module]) -> None:
@@ -44,9 +48,15 @@ class Attachment:
         self.schedule = Schedule(runtime, len(chunks), ends_steps=runtime.comm is None)
         self.checkpoint = Checkpoint(runtime.config.checkpoint)
         register_tracker(self.checkpoint)
+        self.recomputes_plainly = any(tells_runs_apart(_compat.model_config(chunk)) for chunk in chunks)
         self._chunks = {id(chunk): (index, chunk) for index, chunk in enumerate(chunks)}
         self._hooks: Hooks | None = None
         self._undo: list[Callable[[], None]] = []
+
+    @property
+    def chunks(self) -> list[nn.Module]:
+        """The model chunks, in their order."""
+        return [chunk for _, chunk in self._chunks.values()]
 
     def chunk_of(self, model: nn.Module) -> int | None:
         """The index of `model` among the chunks, or None."""
@@ -56,6 +66,19 @@ class Attachment:
     def statistics(self) -> RuntimeStatistics | None:
         """The figures so far; None where nothing is enabled."""
         return self.runtime.statistics()
+
+    def offload(self) -> None:
+        """Take what the forwards of these chunks save, until `close`.
+
+        Raises:
+            ValueError: `ssdtrain.attach` offloads one of them.
+        """
+        assert self.runtime.engine is not None
+        for chunk in self.chunks:
+            self._undo.append(claim(chunk, _WAY))
+            self.runtime.register(chunk)
+        self.runtime.engine.eligible.refuse_when(installation.must_stay)
+        installation.add(self)
 
     def compress(self, optimizer: Any) -> None:
         """Send the collectives of these chunks through the runtime's communicator, until `close`.
@@ -67,8 +90,7 @@ class Attachment:
             ValueError: collectives of this process are compressed already.
         """
         assert self.runtime.comm is not None
-        chunks = [chunk for _, chunk in self._chunks.values()]
-        hooks = Hooks(self.runtime.comm, chunks, _compat_comm.params_are_master(optimizer))
+        hooks = Hooks(self.runtime.comm, self.chunks, _compat_comm.params_are_master(optimizer))
         hooks.install()
         self._hooks = hooks
         self._undo += [hooks.remove, follow(optimizer, self._stepped)]
@@ -152,16 +174,20 @@ def attach(
         ConfigError: names the key, or the option of Megatron that excludes what is asked for.
         ImportError: this megatron-core lacks a name that is needed.
         RuntimeError: ranks have different comm sections.
-        ValueError: something is attached to one of the chunks already, collectives of this process are compressed already, or
-            there is a comm section and no optimizer.
+        ValueError: there are no chunks, or one is given twice or inside of another; something is attached to one of the chunks
+            already, here or by `ssdtrain.attach`; collectives of this process are compressed already; or there is a comm
+            section and no optimizer.
         OSError: a directory cannot be used.
     """
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     read = load_config(dict(config) if isinstance(config, Mapping) else config)
     if read.active:
         _compat.check()
+        _refuse_list(chunks)
         if read.offload is not None:
             refuse(chunks)
+            for chunk in chunks:
+                refuse_claimed(chunk, _WAY)
         if any(installation.holds(chunk) for chunk in chunks):
             raise ValueError("a runtime is attached to this model already: close it first")
     if read.compresses and read.comm is not None:
@@ -184,10 +210,7 @@ def attach(
     )
     attachment = Attachment(runtime, chunks)
     if runtime.engine is not None:
-        for chunk in chunks:
-            runtime.register(chunk)
-        runtime.engine.eligible.refuse_when(installation.must_stay)
-        installation.add(attachment)
+        attachment.offload()
         parts = apex.found()
         if parts and runtime.rank == 0:
             logger.info(
@@ -201,6 +224,20 @@ def attach(
             attachment.close()
             raise
     return attachment
+
+
+def _refuse_list(chunks: Sequence[nn.Module]) -> None:
+    if not chunks:
+        raise ValueError(
+            "there are no model chunks: attach needs at least one, as the schedule of this rank gets them"
+        )
+    for at, chunk in enumerate(chunks):
+        for before, other in enumerate(chunks[:at]):
+            if related(chunk, other):
+                raise ValueError(
+                    f"model chunks {before} and {at} are the same {type(chunk).__name__}, or one is inside of the other: "
+                    "give each chunk once, as the schedule gets it"
+                )
 
 
 def new_runtime(

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ssdtrain.offload.claims import related
 from ssdtrain_megatron import _compat
+from ssdtrain_megatron.identity import remembering, reminded
 from ssdtrain_megatron.recompute import checkpoint_through
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ class Installation:
         self._originals: list[tuple[_compat.Place, Function]] = []
         # Storages that CheckpointWithoutOutput frees and fills again by itself.
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        # Models that have nothing in common with any chunk, as seen.
+        self._strangers: dict[int, weakref.ref[torch.nn.Module]] = {}
 
     @property
     def in_force(self) -> bool:
@@ -42,6 +46,7 @@ class Installation:
     def add(self, attachment: Attachment) -> None:
         if not self._attachments:
             self._replace()
+        self._strangers.clear()
         self._attachments.append(attachment)
 
     def remove(self, attachment: Attachment) -> None:
@@ -51,8 +56,23 @@ class Installation:
                 self._restore()
 
     def holds(self, chunk: torch.nn.Module) -> bool:
-        """True if something is attached to `chunk`."""
-        return any(attachment.chunk_of(chunk) is not None for attachment in self._attachments)
+        """True if something is attached to `chunk`, inside of it or around it."""
+        return any(related(held, chunk) for attachment in self._attachments for held in attachment.chunks)
+
+    def _refuse_part(self, model: torch.nn.Module) -> None:
+        """Without this, an attachment to the model that was wrapped later would do nothing and never say so."""
+        known = self._strangers.get(id(model))
+        if known is not None and known() is model:
+            return
+        for attachment in self._attachments:
+            for chunk in attachment.chunks:
+                if related(chunk, model):
+                    raise RuntimeError(
+                        f"the schedule runs a {type(model).__name__}, and what is attached is a {type(chunk).__name__} "
+                        "inside of it or around it: give attach the model chunks as the schedule gets them, after they are "
+                        "wrapped (Float16Module, DistributedDataParallel)"
+                    )
+        self._strangers[id(model)] = weakref.ref(model)
 
     def must_stay(self, tensor: torch.Tensor) -> bool:
         """True for an output of CheckpointWithoutOutput and views of one, and for what is saved for nothing.
@@ -68,11 +88,16 @@ class Installation:
         return known is not None and known() is storage
 
     def _replace(self) -> None:
-        wrappers = {
+        wrappers: dict[str, Callable[[Function], Function]] = {
             "forward_step": self._forward_step,
             "backward_step": self._backward_step,
             "checkpoint": self._checkpoint,
             "discarding_checkpoint": self._discarding_checkpoint,
+            # See Note: [The saved object] in `identity`. Saved are (input, weight), and the arguments after the first two.
+            "linear_forward": functools.partial(remembering, 1),
+            "linear_backward": functools.partial(reminded, 1),
+            "checkpoint_forward": functools.partial(remembering, 2),
+            "checkpoint_backward": functools.partial(reminded, 0),
         }
         for name, places in _compat.replaceable().items():
             for place in places:
@@ -85,6 +110,7 @@ class Installation:
             place, plain = self._originals.pop()
             place.set(plain)
         self._resized.clear()
+        self._strangers.clear()
 
     def _forward_step(self, plain: Function) -> Function:
         @functools.wraps(plain)
@@ -94,9 +120,12 @@ class Installation:
             step = _compat.read_step(args, kwargs)
             for attachment in self._attachments:
                 chunk = attachment.chunk_of(step.model)
-                if chunk is not None and step.microbatch is not None:
+                if chunk is not None:
                     break
             else:
+                self._refuse_part(step.model)
+                return plain(*args, **kwargs)
+            if step.microbatch is None:
                 return plain(*args, **kwargs)
             schedule = attachment.schedule
             outer, self._present = self._present, attachment
@@ -138,7 +167,14 @@ class Installation:
                 finally:
                     self._present, self._first_run = outer, first_run
 
-            return checkpoint_through(present.checkpoint, plain, inside, distribute_saved_activations, args)
+            return checkpoint_through(
+                present.checkpoint,
+                plain,
+                inside,
+                distribute_saved_activations,
+                args,
+                plainly=present.recomputes_plainly,
+            )
 
         return checkpoint
 
