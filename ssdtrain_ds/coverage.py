@@ -96,7 +96,9 @@ class InnerHooks:
             name = f"{getattr(pack, '__module__', '?')}.{getattr(pack, '__qualname__', repr(pack))}"
 
         def counting(tensor: torch.Tensor) -> Any:
-            if tensor.nbytes >= self._min_bytes and not isinstance(tensor, torch.nn.Parameter):
+            # Sparse tensors have no `nbytes`, and would not have been offloaded either.
+            strided = tensor.layout is torch.strided and not isinstance(tensor, torch.nn.Parameter)
+            if strided and tensor.nbytes >= self._min_bytes:
                 self.taken[name] = self.taken.get(name, 0) + tensor.nbytes
             return pack(tensor)
 

@@ -18,8 +18,9 @@ class Monitor:
     """Writes this rank's figures after each step.
 
     To DeepSpeed's monitor (TensorBoard, csv, Weights & Biases, Comet) with every step, against the samples seen, as its other
-    figures are; to the log every `steps_per_print` steps unless `report.interval` is 0. Both on rank 0 only, which is what
-    DeepSpeed does. With `wall_clock_breakdown` the log also says what training waited for.
+    figures are; to the log every `steps_per_print` steps, or every `report.interval` where DeepSpeed's config does not say, and
+    never if that is 0. Both on rank 0 only, which is what DeepSpeed does. With `wall_clock_breakdown` the log also says what
+    training waited for.
     """
 
     def __init__(self, engine: Any, runtime: Runtime) -> None:
@@ -32,8 +33,11 @@ class Monitor:
         engine = self._engine
         if engine.global_rank != 0:
             return
+        interval = self._runtime.config.report.interval
         every = engine.steps_per_print()
-        logs = bool(self._runtime.config.report.interval) and bool(every) and engine.global_steps % every == 0
+        if every is None:  # DeepSpeed's default
+            every = interval
+        logs = bool(interval) and bool(every) and engine.global_steps % every == 0
         if not (engine.monitor.enabled or logs):
             return
         now = self._runtime.statistics()

@@ -85,6 +85,18 @@ def test_an_interval_of_zero_logs_nothing(make_engine: MakeEngine, tmp_path: Pat
     assert lines_of(make_engine(block, steps_per_print=1), 2) == []
 
 
+def test_without_steps_per_print_the_interval_of_the_report_is_used(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """DeepSpeed's default is None."""
+    for interval, steps in ((2, ["step=2,", "step=4,"]), (0, [])):
+        block = {"offload": {"directories": str(tmp_path / "ssd")}, "report": {"interval": interval}}
+        lines = lines_of(make_engine(block, steps_per_print=None), 5)
+        assert [step in line for step, line in zip(steps, lines, strict=True)] == [True] * len(steps)
+    block["report"] = {"interval": 2}
+    assert len(lines_of(make_engine(block, steps_per_print=1), 3)) == 3
+
+
 class Wrapped(nn.Module):
     """A block inside somebody else's hooks."""
 
@@ -159,3 +171,25 @@ def test_a_model_whose_hooks_take_everything_is_told_so(
     engine.module.forward = inside
     train(engine, 4)
     assert "no saved tensor was seen" in caplog.text and "save_on_cpu" in caplog.text
+
+
+class Sparse(nn.Module):
+    """Saves a sparse matrix for backward, which has no `nbytes`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with saved_tensors_hooks(keep_all, keep_all):
+            rows = x.flatten(0, 1)
+            return torch.sparse.mm(torch.eye(len(rows)).to_sparse(), rows * 2).view_as(x)
+
+
+def test_hooks_inside_the_model_may_take_sparse_tensors(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def model() -> models.GPT:
+        torch.manual_seed(0)
+        found = models.GPT()
+        found.blocks[1] = Sparse()
+        return found
+
+    plain = train(make_engine(None, model=model()), 4)
+    assert all(map(torch.equal, plain, train(make_engine(model=model()), 4)))
