@@ -15,7 +15,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ def install() -> None:
         written = _compat.parameter_dict(config_class) if config_class is not None else {}
         # A mistake in the block is found before the model is partitioned.
         try:
+            _refuse_misspelled(written)
             config = load_config(written[BLOCK], path=BLOCK) if BLOCK in written else None
             if config is not None and config.active and config.offload is not None:
                 _refuse_foreign_instructions(type(self), written[BLOCK])
@@ -67,6 +68,13 @@ def install() -> None:
             # Nothing of the engine was made yet, and the __del__ of some versions recurses without end where that is so.
             self.__class__ = torch.nn.Module
             raise
+        if config is not None and config.enabled and not config.active:
+            logger.warning(
+                "the %s block (%s) switches nothing on: without offload and comm the rest of it has no effect; write "
+                '"offload": {"directories": ...} or "comm": {"preset": ...} into it, or "enabled": false',
+                BLOCK,
+                ", ".join(written[BLOCK]) or "empty",
+            )
         plain(self, *args, **kwargs)
         if config is not None and config.active:
             self.__dict__[_ATTACHMENT] = _Attachment(self, config, written)
@@ -74,6 +82,21 @@ def install() -> None:
     setattr(init, _PLAIN, plain)
     cls.__init__ = init
     checkpointing.register_random_state(ssdtrain.api.checkpoint)
+
+
+def _refuse_misspelled(written: dict[str, Any]) -> None:
+    """DeepSpeed ignores keys that it does not know: a misspelled block would switch nothing on without a word."""
+    problems = [
+        Problem(key, value, "is under a key that nobody reads", f"the key {BLOCK!r}")
+        for key, value in written.items()
+        if isinstance(key, str) and key != BLOCK and _reduced(key) in (BLOCK, f"{BLOCK}ds")
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _reduced(key: str) -> str:
+    return key.lower().replace("_", "").replace("-", "")
 
 
 def _refuse_foreign_instructions(engine_class: type, block: dict[str, Any]) -> None:
@@ -112,6 +135,20 @@ class _Attachment:
         _compat.check_engine(engine)
         self.engine = engine
         self.written = written
+        self.steps = 0
+        self.gathered: GatheredStorages | None = None
+        self.inner_hooks: InnerHooks | None = None
+        self.comm: CommAttachment | None = None
+        # What undoes each change, in the order of the changes. The last is undone first, and all are, whatever one raises.
+        self._undo = ExitStack()
+        try:
+            self._attach(config)
+        except BaseException:
+            self.detach()
+            raise
+
+    def _attach(self, config: Config) -> None:
+        engine = self.engine
         self.runtime = Runtime(
             config,
             device=engine.device,
@@ -120,50 +157,62 @@ class _Attachment:
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))),
             logs=False,  # the monitor writes DeepSpeed's own lines, every steps_per_print
         )
+        self._undo.callback(self.runtime.close)
         self.offload = self.runtime.engine
-        self.gathered: GatheredStorages | None = None
-        self.inner_hooks: InnerHooks | None = None
         if self.offload is not None:
             self._prepare_offload(self.offload)
         self.checkpoint = checkpointing.function_for(config.checkpoint)
         self.monitor = Monitor(engine, self.runtime)
-        self.steps = 0
-        checkpointing.register(id(self))
-        self._unregister = weakref.finalize(self, checkpointing.unregister, id(self))
-        self.skipped = _compat_comm.skipped_steps(engine)
+        self._note_skips()
         if _compat.is_pipeline(engine):
-            self.own = schedule.follow(engine, self.runtime, self.recording, self.step_over)
+            own = schedule.follow(engine, self.runtime, self.recording, self.step_over)
+            own[_compat.EXEC_SCHEDULE] = self._noting_skips(own[_compat.EXEC_SCHEDULE])
         else:
-            self.own = self._methods(engine)
-        self.own["destroy"] = self._destroy(engine.destroy)
-        engine.__dict__.update(self.own)
-        self.comm = None if self.runtime.comm is None else CommAttachment(engine, self.runtime.comm)
+            own = self._methods(engine)
+        own["destroy"] = self._destroy(engine.destroy)
+        self._undo.callback(self._give_back, own)
+        engine.__dict__.update(own)
+        if self.runtime.comm is not None:
+            self.comm = CommAttachment(engine, self.runtime.comm)
+            self._undo.callback(self.comm.detach)
         self.runtime.step_begin()
 
     def _prepare_offload(self, offload: OffloadEngine) -> None:
         self.runtime.register(self.engine.module)
         if _compat.zero_stage(self.engine) == 3:
             self.gathered = GatheredStorages(self.engine.module)
+            self._undo.callback(self.gathered.remove)
             offload.eligible.fixed_when(self.gathered.__contains__)
         offload.eligible.fixed_when(_compat.is_zero_parameter)
         self.inner_hooks = InnerHooks(offload.options.min_bytes)
+        checkpointing.register(id(self))
+        # Also where the engine is dropped without `destroy`.
+        self._undo.callback(weakref.finalize(self, checkpointing.unregister, id(self)))
+
+    def _give_back(self, own: dict[str, Any]) -> None:
+        """The engine's methods are its class's again."""
+        for name, value in own.items():
+            if self.engine.__dict__.get(name) is value:
+                del self.engine.__dict__[name]
+        self.engine.__dict__.pop(_ATTACHMENT, None)
 
     @contextmanager
     def recording(
         self, chunk: int = 0, microbatch: int | None = None, *, keep: bool = False
     ) -> Iterator[None]:
         """One forward: autograd's saved tensors and what DeepSpeed's checkpoint functions hold go to a tape."""
-        if self.offload is None:
-            yield
-            return
-        with self.runtime.forward(chunk, microbatch, keep=keep) as tape:
-            assert tape is not None
-            with checkpointing.recording_into(self.offload, tape, self.checkpoint):
-                if self.inner_hooks is None:
-                    yield
-                else:
-                    with self.inner_hooks.watched():
+        with checkpointing.calling(self.checkpoint):
+            if self.offload is None:
+                yield
+                return
+            with self.runtime.forward(chunk, microbatch, keep=keep) as tape:
+                assert tape is not None
+                with checkpointing.recording_into(self.offload, tape):
+                    if self.inner_hooks is None:
                         yield
+                    else:
+                        with self.inner_hooks.watched():
+                            yield
 
     def _methods(self, engine: Any) -> dict[str, Callable[..., Any]]:
         forward, backward, step = engine.forward, engine.backward, engine.step
@@ -183,6 +232,7 @@ class _Attachment:
         @functools.wraps(step)
         def counted_step(*args: Any, **kwargs: Any) -> Any:
             before = engine.global_steps
+            self._note_skips()
             found = step(*args, **kwargs)
             if engine.global_steps != before:
                 self.step_over()
@@ -190,10 +240,21 @@ class _Attachment:
 
         return {"forward": recorded_forward, "backward": prefetching_backward, "step": counted_step}
 
+    def _noting_skips(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def exec_schedule(*args: Any, **kwargs: Any) -> Any:
+            self._note_skips()
+            return plain(*args, **kwargs)
+
+        return exec_schedule
+
+    def _note_skips(self) -> None:
+        """A step begins. Not when the one before ends: `load_checkpoint` may set the count to another run's in between."""
+        self.skipped = _compat_comm.skipped_steps(self.engine)
+
     def step_over(self) -> None:
         """The optimizer has made a step."""
-        before, self.skipped = self.skipped, _compat_comm.skipped_steps(self.engine)
-        self.runtime.step_end(skipped=self.skipped != before)
+        self.runtime.step_end(skipped=_compat_comm.skipped_steps(self.engine) != self.skipped)
         self.monitor.step()
         self.steps += 1
         if self.steps == 1:
@@ -218,21 +279,14 @@ class _Attachment:
     def _destroy(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def destroy(*args: Any, **kwargs: Any) -> Any:
-            self.detach()
-            return plain(*args, **kwargs)
+            try:
+                self.detach()
+            finally:
+                found = plain(*args, **kwargs)
+            return found
 
         return destroy
 
     def detach(self) -> None:
-        """Close the runtime; the engine's methods are its class's again. Idempotent."""
-        if self.comm is not None:
-            self.comm.detach()
-            self.comm = None
-        self.runtime.close()
-        if self.gathered is not None:
-            self.gathered.remove()
-        for name, value in self.own.items():
-            if self.engine.__dict__.get(name) is value:
-                del self.engine.__dict__[name]
-        self.engine.__dict__.pop(_ATTACHMENT, None)
-        self._unregister()
+        """Close the runtime; the engine's methods are its class's again, also where a step of this raises. Idempotent."""
+        self._undo.close()

@@ -35,6 +35,7 @@ from ssdtrain.offload.tape import Tape
 from ssdtrain_ds import _compat
 
 __all__ = [
+    "calling",
     "checkpoint",
     "function_for",
     "recording_into",
@@ -48,23 +49,26 @@ _RANDOM_STATE = "deepspeed"
 
 
 class _Present(threading.local):
-    """The forwards that this thread is in, innermost last, and how many of DeepSpeed's reentrant checkpoints."""
+    """The forwards that this thread is in, innermost last: those that offload, and what `checkpoint` calls in each; and how
+    many of DeepSpeed's reentrant checkpoints."""
 
     def __init__(self) -> None:
         self.forwards: list[_Forward] = []
+        self.functions: list[Checkpoint] = []
         self.reentrant = 0
 
 
 class _Forward:
-    """The engine, the tape and the checkpoint function of one forward. Also DeepSpeed's engine for cpu_checkpointing."""
+    """The engine and the tape of one forward. Also DeepSpeed's engine for cpu_checkpointing."""
 
-    def __init__(self, engine: OffloadEngine, tape: Tape, function: Checkpoint) -> None:
+    def __init__(self, engine: OffloadEngine, tape: Tape) -> None:
         self.engine = engine
         self.tape = tape
-        self.function = function
 
     def hold(self, tensor: torch.Tensor) -> _Held | None:
         """Offload `tensor`; None if it has to stay."""
+        if tensor.is_inference():
+            return None  # it has no version, so nobody could tell that it was written to
         handle = self.engine.pack(self.tape, tensor)
         return None if isinstance(handle, Kept) else _Held(self.engine, handle)
 
@@ -90,21 +94,41 @@ class _Held:
         self._handle = handle
 
     def to(self, _: Any) -> torch.Tensor:
-        """The input, on the device it came from."""
-        return self._engine.unpack(self._handle)
+        """The input, on the device it came from.
+
+        Raises:
+            RuntimeError: it was modified in place since the block's forward; and what `OffloadEngine.unpack` raises.
+        """
+        try:
+            return self._engine.unpack(self._handle)
+        except RuntimeError as error:
+            if not self._handle.region.changed():
+                raise
+            dtype, size = self._handle.geometry[:2]
+            raise RuntimeError(
+                "an input of a block under DeepSpeed's activation checkpointing has been modified by an inplace operation "
+                f"after the block's forward: [{dtype} {list(size)}]. The block would be recomputed from the new values, and its "
+                "gradients be wrong. Write into another tensor (x = x + 1 for x += 1), or give the block x.clone()"
+            ) from error
 
 
 _present = _Present()
 
 
 @contextmanager
-def recording_into(engine: OffloadEngine, tape: Tape, function: Checkpoint) -> Iterator[None]:
-    """Inside, DeepSpeed's checkpoint functions offload what they keep to `tape`.
+def calling(function: Checkpoint) -> Iterator[None]:
+    """Inside, `ssdtrain_ds.checkpoint` calls `function`."""
+    _present.functions.append(function)
+    try:
+        yield
+    finally:
+        _present.functions.pop()
 
-    Args:
-        function: what `ssdtrain_ds.checkpoint` calls inside.
-    """
-    _present.forwards.append(_Forward(engine, tape, function))
+
+@contextmanager
+def recording_into(engine: OffloadEngine, tape: Tape) -> Iterator[None]:
+    """Inside, DeepSpeed's checkpoint functions offload what they keep to `tape`."""
+    _present.forwards.append(_Forward(engine, tape))
     try:
         yield
     finally:
@@ -121,7 +145,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     `torch.utils.checkpoint.checkpoint`. Outside of an engine's forward nothing is offloaded and torch's defaults hold, except
     that it is not reentrant.
     """
-    inside = _present.forwards[-1].function if _present.forwards else _default
+    inside = _present.functions[-1] if _present.functions else _default
     return inside(function, *args, **kwargs)
 
 
@@ -178,30 +202,33 @@ def _spill(forward: _Forward, tensor: Any, made: dict[int, torch.Tensor]) -> Any
     return stub
 
 
-class _ReentrantFunction:
-    """Stands where DeepSpeed's `checkpoint` looks up its autograd function."""
+def _reentrant_function(plain: Any) -> Any:
+    """What stands where DeepSpeed's `checkpoint` looks up its autograd function: one derived from it, as others may derive
+    theirs from this."""
 
-    def __init__(self, plain: Any) -> None:
-        self.plain = plain
+    class CheckpointFunction(plain):  # type: ignore[misc]
+        @classmethod
+        def apply(cls, function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+            # Autograd's node is of DeepSpeed's own function, unless somebody derived another.
+            apply = plain.apply if cls is CheckpointFunction else super().apply
+            if not _present.forwards:
+                return apply(function, all_outputs, *args)
+            _present.reentrant += 1
+            try:
+                outputs = apply(function, all_outputs, *args)
+            finally:
+                _present.reentrant -= 1
+            for output in all_outputs:
+                node: Any = output.grad_fn if isinstance(output, torch.Tensor) else None
+                held = _compat.held_by(node)
+                if held is not None:
+                    _compat.let_hold(node, spilled(held))
+                    break
+            return outputs
 
-    def apply(self, function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
-        if not _present.forwards:
-            return self.plain.apply(function, all_outputs, *args)
-        _present.reentrant += 1
-        try:
-            outputs = self.plain.apply(function, all_outputs, *args)
-        finally:
-            _present.reentrant -= 1
-        for output in all_outputs:
-            node: Any = output.grad_fn if isinstance(output, torch.Tensor) else None
-            held = _compat.held_by(node)
-            if held is not None:
-                _compat.let_hold(node, spilled(held))
-                break
-        return outputs
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.plain, name)
+    for name in ("__module__", "__qualname__", "__doc__"):
+        setattr(CheckpointFunction, name, getattr(plain, name))
+    return CheckpointFunction
 
 
 def _get_cpu_offload_engine(plain: Callable[[], Any]) -> Callable[[], Any]:
@@ -262,7 +289,7 @@ def _read_back(tensor: Any) -> Any:
 
 # What stands where DeepSpeed's checkpoint functions look up a name; made from what stood there.
 _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
-    _compat.CHECKPOINT_FUNCTION: _ReentrantFunction,
+    _compat.CHECKPOINT_FUNCTION: _reentrant_function,
     _compat.EXTRACT_TENSORS: _extract_tensors,
     _compat.CPU_CHECKPOINTING_ENGINE: _get_cpu_offload_engine,
     _compat.COPY_TO_DEVICE: _copy_to_device,

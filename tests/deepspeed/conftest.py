@@ -198,7 +198,7 @@ def make_engine(process_group: None, installed: None, tmp_path: Path) -> Iterato
 
     for engine in made:
         runtime = ssdtrain_ds.runtime_of(engine)
-        if runtime is not None:
+        if runtime is not None and runtime.enabled:
             runtime.statistics()
             found = runtime.statistics()
             assert found is not None and found.store.live_slots == 0

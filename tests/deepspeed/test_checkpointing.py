@@ -144,16 +144,18 @@ def test_recomputation_draws_from_the_tracker_what_the_forward_drew(function: An
 def test_the_blocks_checkpoint_section_has_the_defaults(make_engine: MakeEngine, tmp_path: Any) -> None:
     """`use_reentrant: true` refuses keyword arguments, as torch's does: so it was that one."""
     offload = {"directories": str(tmp_path / "ssd"), "min_bytes": models.MIN_BYTES}
-    for section, refused in (({}, False), ({"use_reentrant": True}, True)):
-        engine = make_engine(
-            {"offload": offload, "checkpoint": section},
-            model=models.GPT(lambda block, x: ssdtrain_ds.checkpoint(block, x=x)),
-        )
-        if refused:
-            with pytest.raises(ValueError, match="Unexpected keyword"):
+    features: tuple[dict[str, Any], ...] = ({"offload": offload}, {"comm": {"preset": "safe"}})
+    for feature in features:
+        for section, refused in (({}, False), ({"use_reentrant": True}, True)):
+            engine = make_engine(
+                {**feature, "checkpoint": section},
+                model=models.GPT(lambda block, x: ssdtrain_ds.checkpoint(block, x=x)),
+            )
+            if refused:
+                with pytest.raises(ValueError, match="Unexpected keyword"):
+                    train(engine, 1)
+            else:
                 train(engine, 1)
-        else:
-            train(engine, 1)
 
 
 def test_an_activation_checkpointing_block_that_nobody_configured_is_reported(
@@ -243,3 +245,94 @@ def test_a_version_without_a_name_that_stands_in_for_the_engine_is_refused(
     monkeypatch.delattr(deepspeed.checkpointing, _compat.EMPTY_INPUTS)
     with pytest.raises(ImportError, match=_compat.EMPTY_INPUTS):
         _compat.check()
+
+
+class Biased(models.GPT):
+    """Every block is given one more tensor.
+
+    Args:
+        make: of the bias, from the first block's input.
+        after: what happens to it once every block has run.
+    """
+
+    def __init__(self, function: Any, make: Callable[..., torch.Tensor], after: Callable[..., Any]) -> None:
+        torch.manual_seed(0)
+        super().__init__(function)
+        self.make, self.after = make, after
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        assert self.checkpoint is not None
+        x = self.embedding(ids)
+        bias = self.make(x)
+        for block in self.blocks:
+            x = self.checkpoint(lambda x, bias, block=block: block(x) + bias, x, bias)
+        self.after(bias)
+        return models.loss_of(self.head(x), labels)
+
+
+def of_inference(x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return x.detach().cos()
+
+
+@pytest.mark.parametrize("function", [CHECKPOINT, NON_REENTRANT], ids=["reentrant", "non-reentrant"])
+def test_an_input_made_under_inference_mode_stays(
+    function: Any, make_engine: MakeEngine, configured: Callable[..., None]
+) -> None:
+    def model() -> Biased:
+        return Biased(function, of_inference, lambda bias: None)
+
+    plain = train(make_engine(None, model=model()))
+    for keys in ({}, {"checkpoint_in_cpu": True}):
+        configured(**keys)
+        engine = make_engine(model=model())
+        assert all(map(torch.equal, plain, train(engine)))
+        runtime = ssdtrain_ds.runtime_of(engine)
+        assert runtime is not None
+        found = runtime.statistics()
+        assert found is not None and found.offload.saved_bytes > 0
+
+
+@pytest.mark.parametrize("function", [CHECKPOINT, NON_REENTRANT], ids=["reentrant", "non-reentrant"])
+def test_an_input_that_is_written_after_its_block_is_refused_with_a_way_out(
+    function: Any, make_engine: MakeEngine
+) -> None:
+    message = r"activation checkpointing .* inplace operation .*\[torch.float32 \[4, 32, 32\]\].*x\.clone\(\)"
+    engine = make_engine(model=Biased(function, torch.ones_like, torch.Tensor.zero_))
+    with pytest.raises(RuntimeError, match=message):
+        train(engine, 1)
+    # The way out.
+    given = Biased(lambda run, x, bias: function(run, x, bias.clone()), torch.ones_like, torch.Tensor.zero_)
+    plain = train(make_engine(None, model=given), 2)
+    again = Biased(given.checkpoint, torch.ones_like, torch.Tensor.zero_)
+    assert all(map(torch.equal, plain, train(make_engine(model=again), 2)))
+
+
+def test_deepspeeds_autograd_function_may_be_derived_from_while_an_engine_offloads(
+    make_engine: MakeEngine,
+) -> None:
+    plain_function = deepspeed.checkpointing.CheckpointFunction
+    plain = train(make_engine(None, model=models.GPT(CHECKPOINT)))
+    nodes = []
+
+    def derived(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        outputs: list[torch.Tensor] = []
+        Derived.apply(block, outputs, x)
+        nodes.append(outputs[0].grad_fn)
+        return outputs[0]
+
+    engine, other = make_engine(model=models.GPT(derived)), make_engine(None, model=models.GPT(derived))
+
+    class Derived(deepspeed.checkpointing.CheckpointFunction):
+        pass
+
+    assert issubclass(Derived, plain_function)
+    assert all(map(torch.equal, plain, train(engine)))
+    assert {type(node).__name__ for node in nodes} == {"DerivedBackward"}
+    nodes.clear()
+    runtime = ssdtrain_ds.runtime_of(engine)
+    assert runtime is not None
+    found = runtime.statistics()
+    assert found is not None and found.offload.saved_bytes > 0
+    engine.destroy()
+    assert all(map(torch.equal, plain, train(other)))

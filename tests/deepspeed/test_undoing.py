@@ -1,0 +1,119 @@
+"""Attaching that fails leaves nothing, and detaching that fails leaves as little."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import pytest
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+
+import ssdtrain_ds
+from ssdtrain.runtime import Runtime
+from ssdtrain_ds import _compat, attach, checkpointing
+from ssdtrain_ds.zero import GatheredStorages
+from tests.deepspeed import models
+from tests.deepspeed.conftest import MakeEngine, train
+from tests.deepspeed.test_attach import METHODS, PLAIN, checkpointing_is_untouched, spill_files
+
+ZERO_3 = {"zero_optimization": {"stage": 3}}
+
+
+class Full(OSError):
+    pass
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise Full("no space left")
+
+
+def is_plain(engine: Any, model: nn.Module) -> bool:
+    methods = all(getattr(engine, name).__func__ is PLAIN[DeepSpeedEngine, name] for name in METHODS)
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    ours = [hook for hook in hooks if isinstance(getattr(hook, "__self__", None), GatheredStorages)]
+    return methods and not ours and checkpointing_is_untouched() and ssdtrain_ds.runtime_of(engine) is None
+
+
+class WithComm(Runtime):
+    """One whose collectives are compressed, as far as attaching can see."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.comm = SimpleNamespace(figures=dict)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        (attach, "InnerHooks"),
+        (checkpointing, "function_for"),
+        (attach, "Monitor"),
+        (attach, "CommAttachment"),
+        (Runtime, "step_begin"),
+    ],
+)
+def test_attaching_that_fails_half_way_is_undone_and_raises(
+    where: Any, name: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engines: list[Any] = []
+    model = models.GPT()
+    with monkeypatch.context() as patch:
+        patch.setattr(_compat, "check_engine", engines.append)
+        patch.setattr(where, name, fail)
+        if name == "CommAttachment":
+            patch.setattr(attach, "Runtime", WithComm)
+        with pytest.raises(Full, match="no space left"):
+            make_engine(model=model, **ZERO_3)
+    assert is_plain(engines[0], model)
+    assert not spill_files(tmp_path)
+    train(engines[0], 1)  # somebody may hold it
+    engines.clear()
+    gc.collect()
+    train(make_engine(**ZERO_3), 1)
+
+
+def test_destroy_puts_everything_back_and_runs_deepspeeds_own_even_if_closing_fails(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destroyed = []
+    close, destroy = Runtime.close, DeepSpeedEngine.destroy
+
+    def closing_fails(self: Runtime) -> None:
+        close(self)
+        fail()
+
+    def noted(self: DeepSpeedEngine) -> None:
+        destroyed.append(self)
+        destroy(self)
+
+    model = models.GPT()
+    with monkeypatch.context() as patch:
+        patch.setattr(Runtime, "close", closing_fails)
+        patch.setattr(DeepSpeedEngine, "destroy", noted)
+        engine = make_engine(model=model, **ZERO_3)
+        train(engine, 1)
+        with pytest.raises(Full):
+            engine.destroy()
+        assert destroyed == [engine]
+    assert is_plain(engine, model)
+    engine.destroy()
+
+
+def test_a_full_disk_under_the_report_stops_no_training(make_engine: MakeEngine, tmp_path: Path) -> None:
+    plain = train(make_engine(None))
+    report = tmp_path / "report"
+    report.mkdir()
+    (report / "rank-0.jsonl").symlink_to("/dev/full")
+    offload = {"directories": str(tmp_path / "ssd"), "min_bytes": models.MIN_BYTES}
+    engine = make_engine({"offload": offload, "report": {"path": str(report)}})
+    losses = train(engine)
+    assert losses == plain
+    engine.destroy()
+    assert deepspeed.checkpointing.CheckpointFunction is PLAIN_FUNCTION
+
+
+PLAIN_FUNCTION = deepspeed.checkpointing.CheckpointFunction
