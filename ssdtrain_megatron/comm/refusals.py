@@ -9,7 +9,7 @@ from torch import nn
 
 from ssdtrain.comm import Policy
 from ssdtrain.config import ConfigError, Problem
-from ssdtrain_megatron import _compat
+from ssdtrain_megatron import _compat, _compat_comm
 
 __all__ = ["refuse"]
 
@@ -118,6 +118,16 @@ def _problems(chunk: nn.Module, policy: Policy) -> Iterator[Problem]:
                 f"together with ssdtrain.comm {why}",
                 allowed,
             )
+    reduced = [name for name in ("dp", "dp_gather", "zero_gather") if not policy.rules[name].off]
+    if reduced and _compat_comm.layout()["dp"] > 1 and next(_compat_comm.buckets(chunk), None) is None:
+        off = ", ".join(f'"{name}": "off"' for name in reduced)
+        why = "has no gradient buckets, so what DistributedDataParallel reduces would go uncompressed"
+        yield Problem(
+            "a model chunk",
+            type(chunk).__name__,
+            why,
+            f"the chunk as DistributedDataParallel wraps it, or {off}",
+        )
     for module in chunk.modules():
         name = _WRAPPERS.get(type(module).__name__)
         if name is not None:

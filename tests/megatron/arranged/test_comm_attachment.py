@@ -70,6 +70,18 @@ def test_other_data_parallelism_is_refused(trainer: Trainer) -> None:
         refuse([MegatronFSDP()], policy())
 
 
+def test_a_chunk_whose_gradients_would_go_uncompressed_is_refused(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = trainer.chunks[0].module
+    refuse([inner], policy())  # one rank: nothing is reduced
+    monkeypatch.setattr(_compat_comm, "layout", lambda: {"dp": 2})
+    refuse(trainer.chunks, policy())
+    with pytest.raises(ConfigError, match="DistributedDataParallel wraps"):
+        refuse([inner], policy())
+    refuse([inner], policy(dp="off", dp_gather="off", zero_gather="off"))
+
+
 def test_a_refusal_leaves_nothing_replaced(trainer: Trainer) -> None:
     before = [place.get() for places in _compat_comm.places().values() for place in places]
     trainer.config.context_parallel_size = 2
