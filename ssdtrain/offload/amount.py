@@ -1,11 +1,12 @@
 """How much of a tape leaves memory: the object that the pack hook asks for every region.
 
 The last saved tensors of a tape are needed first by backward, so they are the ones that stay. How large a tape will be is
-known from the tape before it: until one has completed, everything is offloaded.
+known from the tapes before it: until one has completed, everything is offloaded.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Protocol
 
 from ssdtrain.config import Amount
@@ -21,7 +22,12 @@ class Plan(Protocol):
         """True if the next region of `tape`, of `nbytes` bytes, is to leave memory."""
 
     def finished(self, tape: Tape) -> None:
-        """The forward of `tape` is over: learn its size."""
+        """The forward of `tape` came to its end: learn its size."""
+
+
+REMEMBERED = (
+    8  # tapes of a chunk: what one was like says little of the next, but one of the last few is as long
+)
 
 
 class AmountPlan:
@@ -29,13 +35,15 @@ class AmountPlan:
 
     def __init__(self, amount: Amount) -> None:
         self.amount = amount
-        # Bytes of the latest complete tape, by model chunk: chunks of a pipeline differ (the first has the embedding).
-        self._total: dict[int, int] = {}
+        # Bytes of the latest complete tapes, by model chunk: chunks of a pipeline differ (the first has the embedding).
+        self._totals: dict[int, deque[int]] = {}
 
     def offload(self, tape: Tape, nbytes: int) -> bool:
-        total = self._total.get(tape.chunk)
-        if self.amount.kind == "all" or total is None:
+        totals = self._totals.get(tape.chunk)
+        if self.amount.kind == "all" or totals is None:
             return True
+        # Their largest: after a short microbatch the next long one would keep all that it is longer by.
+        total = max(totals)
         if self.amount.kind == "fraction":
             limit = int(self.amount.value * total)
         else:
@@ -44,4 +52,4 @@ class AmountPlan:
 
     def finished(self, tape: Tape) -> None:
         if tape.nbytes:
-            self._total[tape.chunk] = tape.nbytes
+            self._totals.setdefault(tape.chunk, deque(maxlen=REMEMBERED)).append(tape.nbytes)

@@ -40,6 +40,13 @@ _graph_task = torch._C._current_graph_task_id
 
 TOGETHER = 16 * MiB  # stores of the CPU that begin together, at most
 
+LATE = (
+    "stores in flight did not end within offload.deadline=%gs: a saved tensor of %d bytes stays in memory; faster "
+    "drives, a lower offload.amount or more offload.buffer help"
+)
+TOO_LARGE = "a saved tensor of %d bytes is larger than offload.buffer (%d bytes) and stays in memory: raise offload.buffer"
+CROWDED = "a saved tensor of %d bytes finds no room in offload.buffer (%d bytes) and stays in memory: raise offload.buffer"
+
 PATIENCE = 60.0  # seconds of waiting for one load between warnings
 
 
@@ -88,6 +95,7 @@ class OffloadEngine:
         self._released = Releases()
         self._lock = make_section()
         self._pid = os.getpid()
+        self._told: set[str] = set()  # why tensors stay, said once
         self._closed = False
 
     @property
@@ -164,9 +172,16 @@ class OffloadEngine:
                     if self.mover.begin_store(region):
                         return
                     full = True
-                    if oldest is None:
-                        self._keep_late(region)
-                        return
+                # How large an encoded one is is known when its store was tried.
+                large = (
+                    self._staged
+                    and region.stored_bytes > self.buffers.capacity
+                    and (full or not region.codec)
+                )
+                if large or (full and oldest is None):
+                    why = TOO_LARGE if large else CROWDED
+                    self._keep_late(region, why, region.stored_bytes, self.buffers.capacity)
+                    return
                 assert oldest is not None
                 operation = oldest.operation
             assert operation is not None
@@ -177,17 +192,14 @@ class OffloadEngine:
                 self.statistics.store_wait_seconds += time.monotonic() - now
                 full = False
                 if not ended:
-                    self._keep_late(region)
+                    self._keep_late(region, LATE, self.options.deadline, region.nbytes)
                     return
 
-    def _keep_late(self, region: Region) -> None:
-        if not self.statistics.kept_late_bytes:
-            logger.warning(
-                "stores in flight did not end within offload.deadline=%gs: a saved tensor of %d bytes stays in memory "
-                "(counted in the report; faster drives, a lower offload.amount or more offload.buffer help)",
-                self.options.deadline,
-                region.nbytes,
-            )
+    def _keep_late(self, region: Region, why: str, *figures: float) -> None:
+        """Keep what was to leave; `why` is said once, with the figures of the first."""
+        if why not in self._told:
+            self._told.add(why)
+            logger.warning(f"{why} (counted in the report)", *figures)
         self.statistics.kept_late_bytes += region.nbytes
         self.mover.keep(region)
 
@@ -293,14 +305,15 @@ class OffloadEngine:
 
     # Between the two
 
-    def finish_forward(self, tape: Tape) -> None:
-        """The forward of `tape` is over."""
+    def finish_forward(self, tape: Tape, *, complete: bool = True) -> None:
+        """The forward of `tape` is over; not `complete`: by an exception, and its size says nothing of the next."""
         if self.forked:
             return
         with self._lock:
             # What the drive has finished is not noted: if backward comes next, it is still in memory.
             self._drain_deaths()
-            self.plan.finished(tape)
+            if complete:
+                self.plan.finished(tape)
             self._regions.forget_dead()
 
     def prefetch(self, tape: Tape) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from types import TracebackType
 
@@ -11,6 +12,16 @@ from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.tape import Tape
 
 __all__ = ["Recording"]
+
+logger = logging.getLogger("ssdtrain")
+
+REFUSED_BY_TORCH = "support saved tensor hooks"
+"""Of the error that torch.func.grad, vjp, jacrev and hessian raise where there are any."""
+WAY_OUT = (
+    "The saved-tensor hooks are those of ssdtrain, which offloads this forward. torch.autograd.grad(..., create_graph=True) and "
+    "torch.autograd.functional do the same and are offloaded; or leave out of what is offloaded the part of the model that "
+    "uses torch.func (ssdtrain.attach on other modules)."
+)
 
 
 class Recording:
@@ -33,4 +44,9 @@ class Recording:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
-        self.engine.finish_forward(self.tape)
+        self.engine.finish_forward(self.tape, complete=kind is None)
+        if isinstance(error, RuntimeError) and REFUSED_BY_TORCH in str(error):
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(WAY_OUT)
+            else:
+                logger.error(WAY_OUT)

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from ssdtrain.config.units import MiB
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.region import Handle, Region, State
 from ssdtrain.runtime import Runtime
@@ -285,6 +286,30 @@ def test_past_the_deadline_a_tensor_is_kept(
     pool_of(runtime).release()  # type: ignore[attr-defined]
     loss.backward()
     assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("codec", [None, "fp16"])
+def test_what_is_larger_than_the_buffer_is_kept_and_the_buffer_named(
+    codec: str | None, make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {} if codec is None else {"codec": codec}
+    runtime = make_runtime(STAGED, buffer="2MiB", in_flight="1MiB", **options)
+    small, large = torch.randn(64, 64, requires_grad=True), torch.randn(2048, 1024, requires_grad=True)
+    if codec is None:
+        # How large it gets is known: no store in flight, of which none ends here, would give it room.
+        pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
+    with runtime.forward():
+        loss = small.sin().sum() + large.sin().sin().sum()
+    found = runtime.statistics()
+    assert found is not None and found.offload.kept_bytes == 2 * large.nbytes
+    assert codec is not None or not found.offload.store_wait_seconds
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"is larger than offload.buffer ({2 * MiB} bytes)" in said
+    assert (f"of {large.nbytes} bytes" in said) == (codec is None), "not as large as it is stored"
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+    loss.backward()
+    values = large.detach()
+    assert torch.equal(large.grad, values.sin().cos() * values.cos())  # type: ignore[arg-type]
 
 
 def test_a_full_host_tier_overflows_to_the_drive(make_runtime: MakeRuntime) -> None:

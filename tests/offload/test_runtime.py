@@ -252,3 +252,25 @@ def test_kept_regions_cost_no_io(make_runtime: MakeRuntime) -> None:
     assert found is not None
     assert found.store.bytes_written == found.store.bytes_read == 0
     assert found.offload.kept_bytes == found.offload.saved_bytes > 0
+
+
+def test_an_error_about_hooks_names_who_has_them(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    x = torch.randn(64, 64)
+    with pytest.raises(RuntimeError, match="saved tensor hooks") as refused:
+        with runtime.forward():
+            torch.func.grad(lambda y: y.sin().sum())(x)
+    if hasattr(refused.value, "__notes__"):  # Python 3.11
+        (note,) = refused.value.__notes__
+        assert "ssdtrain" in note and "torch.autograd.grad" in note
+    # The way out that it names.
+    x.requires_grad_()
+    with runtime.forward():
+        (gradient,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
+        loss = gradient.square().sum()
+    loss.backward()
+    assert x.grad is not None and torch.allclose(x.grad, -2 * x.cos() * x.sin())
+    with pytest.raises(RuntimeError) as other:
+        with runtime.forward():
+            raise RuntimeError("something else")
+    assert not hasattr(other.value, "__notes__")
