@@ -1,6 +1,17 @@
 """The figures of a store."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ssdtrain.storage.arena import Arena
+    from ssdtrain.storage.slab import Slab
+
+Transfers = tuple[list[tuple[int, int, float, float]], int]
+"""What a pool counted: see `Pool.counters`."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,42 @@ class Stats:
     read_seconds: float
     drives: tuple[TierStats, ...]
     host: TierStats | None
+
+    @classmethod
+    def of(
+        cls,
+        engine: str,
+        slabs: Sequence[Slab],
+        arena: Arena | None,
+        transfers: Transfers,
+        live_slots: int,
+        live_bytes: int,
+    ) -> Stats:
+        """Of these drives and this host tier, of which the caller holds the lock."""
+        queues, cancelled = transfers
+        drives = tuple(
+            TierStats(
+                str(s.directory), s.capacity, s.allocator.size, s.used, *queues[s.index], s.direct, s.retired
+            )
+            for s in slabs
+        )
+        host = None
+        if arena is not None:
+            host = TierStats("host memory", arena.capacity, arena.capacity, arena.allocated, *queues[-1])
+        tiers = [*drives, *([host] if host else [])]
+        return cls(
+            engine=engine,
+            bytes_written=sum(tier.bytes_written for tier in tiers),
+            bytes_read=sum(tier.bytes_read for tier in tiers),
+            bytes_cancelled=cancelled,
+            live_slots=live_slots,
+            live_bytes=live_bytes,
+            capacity=sum(tier.capacity for tier in tiers),
+            write_seconds=sum(tier.write_seconds for tier in tiers),
+            read_seconds=sum(tier.read_seconds for tier in tiers),
+            drives=drives,
+            host=host,
+        )
 
     @property
     def ssd_bytes_written(self) -> int:

@@ -22,7 +22,7 @@ from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, READ, WRITE, image_bytes
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
 from ssdtrain.storage.section import make_section
 from ssdtrain.storage.slab import Slab
-from ssdtrain.storage.stats import Stats, TierStats
+from ssdtrain.storage.stats import Stats
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +133,7 @@ class SpillStore:
             if self._host is not None:
                 self._host.close()
             raise
+        self._transfers = self.pool.counters()
         if memory.poisoned():
             self._pattern = memory.Map(1 << 20, huge_pages=False)
             memory.fill(self._pattern.address, 0xFF, self._pattern.nbytes)
@@ -225,40 +226,19 @@ class SpillStore:
 
     @property
     def stats(self) -> Stats:
+        """The figures now. In a forked child those at the fork, what was transferred as it was last asked for before that."""
+        if self._generation != forks.generation():
+            return self._figures()  # no thread changes them, and one of the parent's may have held the lock
         with self._lock:
             if not self._closed:
                 self._drain()
-            queues, cancelled = self.pool.counters()
-            drives = tuple(
-                TierStats(
-                    str(s.directory),
-                    s.capacity,
-                    s.allocator.size,
-                    s.used,
-                    *queues[s.index],
-                    s.direct,
-                    s.retired,
-                )
-                for s in self._slabs
-            )
-            host = None
-            if self._host is not None:
-                size = self._host.capacity
-                host = TierStats("host memory", size, size, self._host.allocated, *queues[-1])
-            tiers = [*drives, *([host] if host else [])]
-            return Stats(
-                engine=self.pool.engine,
-                bytes_written=sum(tier.bytes_written for tier in tiers),
-                bytes_read=sum(tier.bytes_read for tier in tiers),
-                bytes_cancelled=cancelled,
-                live_slots=self._live_slots,
-                live_bytes=self._live_bytes,
-                capacity=sum(tier.capacity for tier in tiers),
-                write_seconds=sum(tier.write_seconds for tier in tiers),
-                read_seconds=sum(tier.read_seconds for tier in tiers),
-                drives=drives,
-                host=host,
-            )
+            self._transfers = self.pool.counters()
+            return self._figures()
+
+    def _figures(self) -> Stats:
+        return Stats.of(
+            self.pool.engine, self._slabs, self._host, self._transfers, self._live_slots, self._live_bytes
+        )
 
     def close(self) -> None:
         """Wait for what is in flight, cancel the rest, close the files: their space is free again. Idempotent."""

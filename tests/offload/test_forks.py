@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ssdtrain.runtime import Runtime
 from tests.offload import zoo
-from tests.offload.conftest import VARIANTS, MakeRuntime, Variant
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
 from tests.offload.test_equality import same
 
 STEPS = 3
@@ -89,3 +91,50 @@ def test_forks_with_stores_in_flight_change_no_bit_and_hold_no_space(
     assert spill_files(tmp_path) > 0, "the check sees no spill file even where there is one"
     found = runtime.statistics()
     assert found is not None and found.offload.offloaded_bytes + found.offload.cancelled_bytes > 0
+
+
+@pytest.mark.parametrize("holds", ["engine", "store"])
+@pytest.mark.parametrize("way", VARIANTS[:2], ids=lambda v: v.name)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_has_the_figures_of_the_fork_and_nothing_to_wait_for(
+    holds: str, way: Variant, make_runtime: MakeRuntime
+) -> None:
+    """Whatever lock another thread holds at the fork is never released in the child."""
+    runtime = make_runtime(way, host="1MiB")
+    engine, store = runtime.engine, runtime._store
+    assert engine is not None and store is not None
+    x = zoo.noise(64, 64).requires_grad_()
+    with runtime.forward():
+        loss = x.sin().cos().sum()
+    settled(runtime)
+    known = runtime.statistics()
+    assert known is not None and known.store.bytes_written > 0
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with engine._lock if holds == "engine" else store._lock:
+            held.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            found = runtime.statistics()
+            assert found is not None
+            for name in ("bytes_written", "live_slots", "live_bytes", "capacity"):
+                assert getattr(found.store, name) == getattr(known.store, name)
+            assert found.offload.offloaded_bytes == known.offload.offloaded_bytes > 0
+            runtime.step_end()
+            runtime.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    over.set()
+    thread.join()
+    loss.backward()
+    assert ended == 0
