@@ -4,7 +4,8 @@ Note: [What is counted]
     Every storage that reached autograd's saved-tensor hooks, once, with its whole size, from the moment it was saved to
     the moment it is freed, wherever the last reference to it was. Storages of parameters and buffers are left out. The
     memory of a tensor that merely passes through forward without being saved is not activation memory in this sense; the
-    process's resident set, reported beside it, contains both.
+    process's resident set, reported beside it, contains both. A tensor that is not strided (sparse, jagged) has no storage of
+    its own and is left out.
 
 Note: [Recomputed activations]
     They are alive during backward and count like any other, if the meter is in force there too: keep the whole of
@@ -66,8 +67,9 @@ class SavedTensorMeter:
     def exclude(self, module: nn.Module) -> None:
         """Leave out the present storages of the module's parameters and buffers."""
         for tensor in (*module.parameters(), *module.buffers()):
-            storage = tensor.untyped_storage()
-            self._excluded[storage._cdata] = weakref.ref(storage)
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                self._excluded[storage._cdata] = weakref.ref(storage)
 
     @property
     def alive_bytes(self) -> int:
@@ -88,15 +90,18 @@ class SavedTensorMeter:
             record.timeline.append((at - record.began, alive))
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
+        if tensor.layout is torch.strided:
+            self._saved(tensor.untyped_storage())
+        # A non-leaf kept as it is would hold its own graph: the node's output would refer to the node.
+        return tensor if tensor.is_leaf else tensor.detach()
+
+    def _saved(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         excluded = self._excluded.get(key)
         if excluded is None or excluded() is not storage:
             entry = (weakref.ref(storage, lambda ref: self._freed(key, ref)), size)
             if self._alive.setdefault(key, entry) is entry:
                 self._events.append((time.perf_counter(), size))
-        # A non-leaf kept as it is would hold its own graph: the node's output would refer to the node.
-        return tensor if tensor.is_leaf else tensor.detach()
 
     def _freed(self, key: int, ref: "weakref.ref[torch.UntypedStorage]") -> None:
         known = self._alive.get(key)

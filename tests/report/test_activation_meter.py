@@ -168,3 +168,22 @@ def test_it_changes_no_gradient() -> None:
         module(inputs).sum().backward()
     for parameter, gradient in zip(module.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, gradient)
+
+
+def test_a_tensor_without_a_storage_is_left_out() -> None:
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("graph", torch.eye(64).to_sparse())
+            self.weight = nn.Parameter(torch.ones(64, 64))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return torch.sparse.mm(self.graph, inputs @ self.weight).sin()
+
+    module = Spread()
+    meter = SavedTensorMeter(module)
+    inputs = torch.randn(64, 64)
+    with meter.step() as record:
+        module(inputs).sum().backward()
+    assert record.peak_bytes == 2 * 64 * 64 * 4, "the inputs and what sin saved"
+    assert torch.equal(module.weight.grad, inputs.T @ (inputs @ torch.ones(64, 64)).cos())
