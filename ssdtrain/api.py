@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ssdtrain import ranks
 from ssdtrain.config import Config, load_config
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.tape import Tape
@@ -91,7 +92,13 @@ def offload(
         section["directories"] = (
             [str(d) for d in directories] if isinstance(directories, list | tuple) else str(directories)
         )
-    runtime = Runtime(load_config({"offload": section}), device=_device_of(model, device))
+    runtime = Runtime(
+        load_config({"offload": section}),
+        device=_device_of(model, device),
+        rank=ranks.global_rank(),
+        local_rank=ranks.local_rank(),
+        local_world_size=ranks.local_world_size(),
+    )
     if model is not None:
         runtime.register(model)
     return Offload(runtime)
@@ -102,9 +109,9 @@ def attach(
     config: Config | Mapping[str, Any] | str | Path,
     *,
     device: torch.device | str | None = None,
-    rank: int = 0,
-    local_rank: int = 0,
-    local_world_size: int = 1,
+    rank: int | None = None,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
 ) -> Runtime:
     """Offload what every call of `model` saves for backward, until `close` of the runtime that is returned.
 
@@ -112,7 +119,8 @@ def attach(
         model: called as before; nothing about it changes but its `forward`, which is wrapped.
         config: a `Config`, a dict of its sections, or a YAML or JSON file.
         device: of the activations; by default the model's.
-        rank, local_rank, local_world_size: of this process, for directories and shared drives.
+        rank, local_rank, local_world_size: of this process, for directories and shared drives; by default torch.distributed's,
+            and what torchrun, srun or mpirun say.
 
     Raises:
         ConfigError: names the key, the value and what is allowed.
@@ -123,9 +131,9 @@ def attach(
     runtime = Runtime(
         load_config(source),
         device=_device_of(model, device),
-        rank=rank,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
+        rank=ranks.global_rank() if rank is None else rank,
+        local_rank=ranks.local_rank() if local_rank is None else local_rank,
+        local_world_size=ranks.local_world_size() if local_world_size is None else local_world_size,
     )
     try:
         runtime.attach(model)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,9 @@ from typing import Any
 import torch
 
 import ssdtrain.api
+from ssdtrain import ranks
 from ssdtrain.config import Config, ConfigError, Problem, load_config
+from ssdtrain.offload.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.runtime import FIRST_STEPS, Runtime
 from ssdtrain_ds import _compat, _compat_comm, checkpointing, schedule
@@ -152,9 +153,9 @@ class _Attachment:
         self.runtime = Runtime(
             config,
             device=engine.device,
-            rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))),
+            rank=ranks.global_rank(),
+            local_rank=ranks.local_rank(),
+            local_world_size=ranks.local_world_size(),
             logs=False,  # the monitor writes DeepSpeed's own lines, every steps_per_print
         )
         self._undo.callback(self.runtime.close)
@@ -178,6 +179,7 @@ class _Attachment:
         self.runtime.step_begin()
 
     def _prepare_offload(self, offload: OffloadEngine) -> None:
+        self._undo.callback(claim(self.engine.module, f"DeepSpeed's {BLOCK} block"))
         self.runtime.register(self.engine.module)
         if _compat.zero_stage(self.engine) == 3:
             self.gathered = GatheredStorages(self.engine.module)

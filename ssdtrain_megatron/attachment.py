@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ssdtrain import ranks
 from ssdtrain.comm import Policy
 from ssdtrain.config import Config, load_config
 from ssdtrain.offload.checkpoint import Checkpoint
@@ -166,8 +166,7 @@ def attach(
         optimizer: Megatron's optimizer of these chunks; with a comm section it must be given.
         device: of the activations; by default the model's.
         rank: global rank; by default torch.distributed's.
-        local_rank, local_world_size: within the node; by default LOCAL_RANK and LOCAL_WORLD_SIZE (torchrun), or
-            SLURM_LOCALID and SLURM_NTASKS_PER_NODE.
+        local_rank, local_world_size: within the node; by default what torchrun, srun or mpirun say.
         logs: write a log line every `report.interval` steps; a loop that writes `Figures` at its own interval says False.
 
     Raises:
@@ -251,18 +250,12 @@ def new_runtime(
     logs: bool = True,
 ) -> Runtime:
     """A runtime for this rank; what is not given comes from where `attach` says."""
-    local = _from_environment(0, "LOCAL_RANK", "SLURM_LOCALID") if local_rank is None else local_rank
-    ranks = (
-        _from_environment(1, "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
-        if local_world_size is None
-        else local_world_size
-    )
     return Runtime(
         config,
         device=_device_of(chunks) if device is None else device,
-        rank=_rank() if rank is None else rank,
-        local_rank=local,
-        local_world_size=ranks,
+        rank=ranks.global_rank() if rank is None else rank,
+        local_rank=ranks.local_rank() if local_rank is None else local_rank,
+        local_world_size=ranks.local_world_size() if local_world_size is None else local_world_size,
         logs=logs,
     )
 
@@ -276,15 +269,3 @@ def _device_of(chunks: Sequence[nn.Module]) -> torch.device:
         if torch.cuda.is_available()
         else torch.device("cpu")
     )
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
-def _from_environment(otherwise: int, *names: str) -> int:
-    for name in names:
-        text = os.environ.get(name, "")
-        if text.isdigit():
-            return int(text)
-    return otherwise

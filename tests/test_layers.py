@@ -18,6 +18,7 @@ FLOOR = {
     "compact": 2,
     "planner": 3,
     "report": 3,
+    "ranks": 4,
     "runtime": 4,
     "api": 5,
     "__init__": 6,

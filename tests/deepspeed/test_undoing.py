@@ -12,6 +12,7 @@ import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
+import ssdtrain
 import ssdtrain_ds
 from ssdtrain.runtime import Runtime
 from ssdtrain_ds import _compat, attach, checkpointing
@@ -117,3 +118,15 @@ def test_a_full_disk_under_the_report_stops_no_training(make_engine: MakeEngine,
 
 
 PLAIN_FUNCTION = deepspeed.checkpointing.CheckpointFunction
+
+
+def test_a_model_that_an_engine_offloads_is_not_offloaded_call_by_call(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """The inner one would see all of it, and the outer one, enabled, nothing."""
+    model = models.GPT()
+    engine = make_engine(model=model)
+    with pytest.raises(ValueError, match="DeepSpeed's ssdtrain block offloads this model already"):
+        ssdtrain.attach(model, {"offload": {"directories": str(tmp_path)}})
+    engine.destroy()
+    ssdtrain.attach(model, {"offload": {"directories": str(tmp_path)}}).close()

@@ -1,0 +1,45 @@
+"""Which process this is, where nobody says: torch.distributed's rank, and the launchers' variables for what is on this node."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+
+__all__ = ["global_rank", "local_rank", "local_world_size"]
+
+# torchrun, srun, Open MPI's mpirun, MPICH's and Intel's.
+_LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+_LOCAL_SIZE = (
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "SLURM_NTASKS_PER_NODE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+)
+
+
+def global_rank() -> int:
+    """torch.distributed's rank; 0 where it is not initialised."""
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def local_rank() -> int:
+    """Within the node; 0 where no launcher says."""
+    return _first(_LOCAL_RANK, 0)
+
+
+def local_world_size() -> int:
+    """Ranks on this node, which share its drives and memory; 1 where no launcher says. Of nodes that differ, the most on any."""
+    tasks = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_TASKS_PER_NODE", ""))  # "8(x2),4"
+    return max(1, _first(_LOCAL_SIZE, max(map(int, tasks), default=1)))
+
+
+def _first(names: tuple[str, ...], otherwise: int) -> int:
+    for name in names:
+        text = os.environ.get(name, "")
+        if text.isdigit():
+            return int(text)
+    return otherwise
