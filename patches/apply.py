@@ -1,7 +1,7 @@
 """Adds one line to Megatron-LM's training scripts, so that they know the --ssdtrain-* flags.
 
 ```
-python patches/apply.py CHECKOUT            # finds the patch that fits, applies it, says which
+python patches/apply.py CHECKOUT            # finds the patch that fits, applies it, says which; exit status 1 if it could not
 python patches/apply.py CHECKOUT --check    # is one applied, or would one fit? exit status 1 if not
 python patches/apply.py CHECKOUT --reverse  # takes it out again
 ```
@@ -35,7 +35,7 @@ def _git_apply(checkout: Path, patch: Path, *options: str) -> str | None:
         text=True,
         check=False,
     )
-    return None if done.returncode == 0 else done.stderr.strip()
+    return None if done.returncode == 0 else done.stderr.strip() or f"git ended with {done.returncode}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,26 +56,30 @@ def main(arguments: list[str] | None = None) -> int:
         if not applied:
             print(f"no patch is applied in {given.checkout}")
             return 1
-        _git_apply(given.checkout, applied[0], "--reverse")
-        print(f"{applied[0].name} taken out of {given.checkout}")
-        return 0
+        against = _git_apply(given.checkout, applied[0], "--reverse")
+        return _ended(against, f"{applied[0].name} taken out of {given.checkout}")
     if applied:
         print(f"{applied[0].name} is applied in {given.checkout}")
         return 0
 
-    against = {patch: fits(given.checkout, patch, reverse=False) for patch in PATCHES}
-    fitting = [patch for patch, reason in against.items() if reason is None]
+    reasons = {patch: fits(given.checkout, patch, reverse=False) for patch in PATCHES}
+    fitting = [patch for patch, reason in reasons.items() if reason is None]
     if not fitting:
         print(f"no patch fits {given.checkout}; use python -m ssdtrain_megatron.run, which needs none")
-        for patch, reason in against.items():
+        for patch, reason in reasons.items():
             print(f"  {patch.name}: {reason}")
         return 1
     if given.check:
         print(f"{fitting[0].name} fits {given.checkout}, and is not applied")
         return 0
-    _git_apply(given.checkout, fitting[0])
-    print(f"{fitting[0].name} applied in {given.checkout}")
-    return 0
+    against = _git_apply(given.checkout, fitting[0])
+    return _ended(against, f"{fitting[0].name} applied in {given.checkout}")
+
+
+def _ended(against: str | None, done: str) -> int:
+    """The exit status: 1 where git has something `against` it, though the patch fits (a directory that cannot be written)."""
+    print(done if against is None else f"not {done}: {against}")
+    return 0 if against is None else 1
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,3 +74,31 @@ def test_where_no_patch_fits_it_says_what_git_says(checkout: Path) -> None:
     assert "no patch fits" in said and "pretrain_t5.py" in said
     assert LINE not in (checkout / "pretrain_gpt.py").read_text()
     assert apply(checkout / "nothing")[0] == 1
+
+
+def test_what_git_could_not_do_is_not_called_done(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkout that may be read and not written: the patch fits, and git fails. Root may write everywhere, so git pretends."""
+    patches = runpy.run_path(str(ROOT / "patches" / "apply.py"))
+    run = subprocess.run
+
+    def failing(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if "--check" in command:
+            return run(command, **options)
+        return subprocess.CompletedProcess(command, 128, "", "error: unable to write file: Permission denied")
+
+    def told(*arguments: str) -> tuple[int, str]:
+        return patches["main"]([str(checkout), *arguments]), capsys.readouterr().out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", failing)
+        status, said = told()
+    assert status == 1 and "not megatron-lm-" in said and "Permission denied" in said
+    assert LINE not in (checkout / "pretrain_gpt.py").read_text()
+    assert told()[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", failing)
+        status, said = told("--reverse")
+    assert status == 1 and "not megatron-lm-" in said and "Permission denied" in said
+    assert LINE in (checkout / "pretrain_gpt.py").read_text()
