@@ -25,6 +25,7 @@ __all__ = [
     "Step",
     "check",
     "check_training",
+    "discarding_function",
     "loaded_checkpoint",
     "model_config",
     "output_of",
@@ -51,6 +52,8 @@ _TRACKER = ("get_states", "set_states")
 _FUNCTIONS: dict[tuple[ModuleType, str], tuple[str, ...]] = {
     (layers, "LinearWithGradAccumulationAndAsyncCommunication"): ("ctx", "input", "weight"),
     (random, "CheckpointFunction"): ("ctx", "run_function", "distribute_saved_activations"),
+    # Known by name to `ssdtrain.offload.eligible` too, which leaves its outputs alone.
+    (random, "CheckpointWithoutOutputFunction"): ("ctx", "run_function", "checkpoint_without_output_obj"),
 }
 """Autograd functions, and how the arguments of their forward begin."""
 
@@ -212,6 +215,12 @@ def replaceable() -> dict[str, tuple[Place, ...]]:
         "checkpoint_forward": (Place(random.CheckpointFunction, "forward"),),
         "checkpoint_backward": (Place(random.CheckpointFunction, "backward"),),
     }
+
+
+def discarding_function() -> tuple[Place, Place]:
+    """Forward and backward of the function behind CheckpointWithoutOutput."""
+    function = random.CheckpointWithoutOutputFunction
+    return Place(function, "forward"), Place(function, "backward")
 
 
 def _iteration(directory: str, iteration: int) -> Path:

@@ -1,52 +1,126 @@
-"""Offload through Megatron-LM's own extension point, with nothing replaced: `--spec ssdtrain_megatron.spec layer_spec`.
+"""Offload through Megatron-LM's own extension point: `--spec ssdtrain_megatron.spec layer_spec`.
 
 The config is the file that the environment variable SSDTRAIN_CONFIG names. What transformer layers save leaves memory; the
 embedding, the loss and the inputs of full recomputation are outside of what a layer sees. The launcher and `attach` cover those
 too; where either is in force these layers are ordinary ones.
 
 Each forward of a layer is a tape of its own, and the gradient that reaches the layer's output starts the loads of it and of the
-layer below.
+layer below. No schedule of Megatron is replaced. Two autograd functions are, because saved-tensor hooks give them back other
+objects than they saved: CheckpointWithoutOutput's (see `discarding`), and where the weight's gradient is accumulated by the fused
+kernel the linear layer's (see `identity`).
+
+Note: [The model of --spec]
+With --spec Megatron's builder asks for no more than this module's attribute, and leaves experts, attention and norms to it. So
+the submodules of `layer_spec` are a placeholder: each layer is built of those that the builder would have chosen for its config.
+
+Note: [Steps]
+A layer knows nothing of steps. One begins with the first forward after the last one's end, and ends when an optimizer of torch
+(which those that Megatron uses are, inside) has stepped. A step that Megatron skips is counted together with the next.
 """
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_pg_rank
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ssdtrain.config import load_config
+from ssdtrain.config import Config, ConfigError, Problem, load_config
 from ssdtrain.runtime import Runtime
+from ssdtrain_megatron import _compat
 from ssdtrain_megatron.attachment import new_runtime
+from ssdtrain_megatron.discarding import read_inputs_once
+from ssdtrain_megatron.identity import remembering, reminded
 from ssdtrain_megatron.installation import installation
+from ssdtrain_megatron.refusals import refuse
 
 __all__ = ["OffloadedTransformerLayer", "default_spec", "layer_spec", "offloaded"]
 
 CONFIG = "SSDTRAIN_CONFIG"
 
-_runtime: Runtime | None = None
+
+class _Recorder:
+    """The runtime of this process's layers, and the steps it is told. See Note: [Steps]."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._open = False
+        self._undo: list[Callable[[], None]] = [register_optimizer_step_post_hook(self._stepped).remove]
+        self._remembers = False
+        if runtime.engine is not None:
+            self._undo.append(read_inputs_once())
+
+    def forward(self) -> None:
+        """A layer's forward begins."""
+        if not self._open:
+            self._open = True
+            self.runtime.step_begin()
+
+    def _stepped(self, *_: object) -> None:
+        if self._open:
+            self._open = False
+            self.runtime.step_end()
+
+    def register(self, layer: torch.nn.Module) -> None:
+        """Know `layer`, at its first forward: there its parameters are where DDP and the optimizer left them."""
+        self.runtime.register(layer)
+        fused = _compat.model_config(layer).gradient_accumulation_fusion
+        if fused and self.runtime.engine is not None and not self._remembers:
+            self._remembers = True
+            places = _compat.replaceable()
+            for name, wrap in (("linear_forward", remembering), ("linear_backward", reminded)):
+                for place in places[name]:
+                    plain = place.get()
+                    place.set(wrap(1, plain))
+                    self._undo.append(functools.partial(place.set, plain))
+
+    def close(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self.runtime.close()
 
 
-def _the_runtime(layer: torch.nn.Module) -> Runtime:
-    global _runtime
-    if _runtime is None:
+_recorder: _Recorder | None = None
+
+
+def _the_recorder(layer: torch.nn.Module) -> _Recorder:
+    global _recorder
+    if _recorder is None:
         file = os.environ.get(CONFIG)
         if not file:
             raise RuntimeError(
                 f"ssdtrain_megatron.spec needs the environment variable {CONFIG}: the path of a YAML or JSON file"
             )
-        _runtime = new_runtime([layer], load_config(file))
-        atexit.register(_runtime.close)
-    return _runtime
+        config = load_config(file)
+        _refuse(layer, config)
+        _recorder = _Recorder(new_runtime([layer], config))
+        atexit.register(_recorder.close)
+    return _recorder
+
+
+def _refuse(layer: torch.nn.Module, config: Config) -> None:
+    if not config.active:
+        return
+    _compat.check()
+    if config.compresses:
+        why = "compresses collectives, which a transformer layer has no part in"
+        allowed = "no comm section with --spec; the launcher and attach compress"
+        raise ConfigError([Problem("ssdtrain.comm", config.comm, why, allowed)])
+    refuse([layer])
 
 
 class OffloadedTransformerLayer(TransformerLayer):  # type: ignore[misc]
@@ -59,15 +133,17 @@ class OffloadedTransformerLayer(TransformerLayer):  # type: ignore[misc]
 
         Raises:
             RuntimeError: SSDTRAIN_CONFIG is not set.
-            ConfigError, OSError: what it names cannot be used.
+            ConfigError, OSError: what it names cannot be used, or not with an option of Megatron's.
+            ImportError: this megatron-core lacks a name that is needed.
         """
         if not torch.is_grad_enabled() or installation.in_force:
             return super().forward(*args, **kwargs)
-        runtime = _the_runtime(self)
+        recorder = _the_recorder(self)
         if not self._known:
-            # At the first forward the parameters are where DDP and the optimizer left them.
             self._known = True
-            runtime.register(self)
+            recorder.register(self)
+        recorder.forward()
+        runtime = recorder.runtime
         number, microbatch = self.layer_number, getattr(self, "current_microbatch", 0)
         with runtime.forward(number, microbatch):
             result = super().forward(*args, **kwargs)
@@ -77,6 +153,55 @@ class OffloadedTransformerLayer(TransformerLayer):  # type: ignore[misc]
                 lambda grad: runtime.next_backward((number, microbatch), (number - 1, microbatch))
             )
         return result
+
+
+class _ConfiguredLayer(OffloadedTransformerLayer):
+    """The layer that Megatron's builder would have chosen. See Note: [The model of --spec]."""
+
+    def __init__(
+        self, config: Any, submodules: Any, layer_number: int = 1, *args: Any, **kwargs: Any
+    ) -> None:
+        if submodules is layer_spec.submodules:
+            submodules = _submodules(
+                config, layer_number, kwargs.get("vp_stage"), kwargs.get("pg_collection")
+            )
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+
+
+def _submodules(config: Any, layer_number: int, vp_stage: int | None, groups: Any) -> Any:
+    """Those of a layer, by its number (from 1) among the layers of this stage.
+
+    Raises:
+        ConfigError: names an option that asks for a layer of another class.
+    """
+    problems = [
+        Problem(f"Megatron's --{option.replace('_', '-')}", value, f"asks for {what}", _OWN_SPEC)
+        for option, what in _OTHER_LAYERS.items()
+        if (value := getattr(config, option, None))
+    ]
+    if config.transformer_impl not in ("local", "transformer_engine"):
+        why = "asks for layers of another class than layer_spec's"
+        problems.append(Problem("Megatron's --transformer-impl", config.transformer_impl, why, _OWN_SPEC))
+    if problems:
+        raise ConfigError(problems)
+    stage = {} if groups is None else {"pp_rank": get_pg_rank(groups.pp)}
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=config.transformer_impl == "transformer_engine" and _has_transformer_engine(),
+        normalization=config.normalization,
+        qk_l2_norm=getattr(config, "qk_l2_norm", False),
+        vp_stage=vp_stage,
+        **stage,
+    )
+    return offloaded(block.layer_specs[layer_number - 1]).submodules
+
+
+_OWN_SPEC = "the launcher (-m ssdtrain_megatron.run) instead of --spec, or a spec of one's own by `offloaded`"
+
+_OTHER_LAYERS = {
+    "experimental_attention_variant": "a block of several kinds of layers, which layer_spec is not",
+    "heterogeneous_block_specs": "layers that differ by a file of their own, which layer_spec does not read",
+}
 
 
 def offloaded(spec: ModuleSpec) -> ModuleSpec:
@@ -92,12 +217,16 @@ def offloaded(spec: ModuleSpec) -> ModuleSpec:
     return dataclasses.replace(spec, module=OffloadedTransformerLayer)
 
 
+def _has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
 def default_spec() -> ModuleSpec:
     """Transformer Engine's layer where it is installed, the local one elsewhere."""
-    if importlib.util.find_spec("transformer_engine") is None:
-        return get_gpt_layer_local_spec()
-    return get_gpt_layer_with_transformer_engine_spec()
+    if _has_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec()
+    return get_gpt_layer_local_spec()
 
 
-layer_spec = offloaded(default_spec())
-"""For --spec."""
+layer_spec = dataclasses.replace(offloaded(default_spec()), module=_ConfiguredLayer)
+"""For --spec, with a GPT. See Note: [The model of --spec]."""
