@@ -22,14 +22,12 @@ A pipeline calls `forward` and `backward` in its own order with several microbat
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +38,7 @@ from ssdtrain.config import Config, OffloadConfig
 from ssdtrain.config.units import MiB
 from ssdtrain.device import device_for, warn_of_untested_torch
 from ssdtrain.offload.amount import AmountPlan
+from ssdtrain.offload.attached import AttachedForward
 from ssdtrain.offload.claims import claim
 from ssdtrain.offload.coding import check_codec
 from ssdtrain.offload.engine import OffloadEngine
@@ -192,8 +191,9 @@ class Runtime:
     def attach(self, model: nn.Module) -> None:
         """Offload what every call of `model` saves, until `close`. Each call with gradients is one tape.
 
-        `model.forward` is wrapped on the instance, outside of what `torch.compile` compiles. With `comm`, the gradients of
-        DistributedDataParallel and FSDP2 are compressed from now on.
+        `model.forward` is wrapped on the instance, outside of what `torch.compile` compiles; deep copies of the model and what
+        is written of it by pickle are not offloaded. With `comm`, the gradients of DistributedDataParallel and FSDP2 are
+        compressed from now on.
 
         Raises:
             ValueError: `comm` is asked for, and nothing about the model reduces gradients; or an adapter offloads the model.
@@ -205,27 +205,7 @@ class Runtime:
         if self.engine is None:
             return
         self.register(model)
-        plain = model.forward
-        had_own = "forward" in model.__dict__
-
-        @functools.wraps(plain)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return plain(*args, **kwargs)
-            with self.forward():
-                return plain(*args, **kwargs)
-
-        wrapped = torch.compiler.disable(forward, recursive=False)
-        model.forward = wrapped
-
-        def detach() -> None:
-            if model.__dict__.get("forward") is wrapped:
-                if had_own:
-                    model.forward = plain
-                else:
-                    del model.forward
-
-        self._attached.append(detach)
+        self._attached.append(AttachedForward(model, self.forward).detach)
 
     # The loop
 
