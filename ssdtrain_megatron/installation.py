@@ -11,6 +11,7 @@ import torch
 
 from ssdtrain.offload.claims import related
 from ssdtrain_megatron import _compat
+from ssdtrain_megatron.discarding import read_inputs_once
 from ssdtrain_megatron.identity import remembering, reminded
 from ssdtrain_megatron.recompute import checkpoint_through
 
@@ -33,6 +34,7 @@ class Installation:
         self._present: Attachment | None = None  # whose forward is running
         self._first_run = False  # inside the first run of a reentrant checkpoint
         self._originals: list[tuple[_compat.Place, Function]] = []
+        self._read_twice: Callable[[], None]  # puts back what reads saved inputs twice
         # Storages that CheckpointWithoutOutput frees and fills again by itself.
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         # Models that have nothing in common with any chunk, as seen.
@@ -104,8 +106,10 @@ class Installation:
                 plain = place.get()
                 self._originals.append((place, plain))
                 place.set(wrappers[name](plain))
+        self._read_twice = read_inputs_once()
 
     def _restore(self) -> None:
+        self._read_twice()
         while self._originals:
             place, plain = self._originals.pop()
             place.set(plain)
