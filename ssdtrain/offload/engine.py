@@ -25,6 +25,7 @@ from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.mover import Mover, wait_quietly
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.prefetch import Prefetcher
+from ssdtrain.offload.reasons import CROWDED, LATE, TOO_LARGE, Reasons
 from ssdtrain.offload.region import Handle, Kept, Region, Releases, State, modified, restride, view_of
 from ssdtrain.offload.sharing import Extent, Regions
 from ssdtrain.offload.statistics import OffloadStatistics
@@ -39,13 +40,6 @@ logger = logging.getLogger("ssdtrain")
 _graph_task = torch._C._current_graph_task_id
 
 TOGETHER = 16 * MiB  # stores of the CPU that begin together, at most
-
-LATE = (
-    "stores in flight did not end within offload.deadline=%gs: a saved tensor of %d bytes stays in memory; faster "
-    "drives, a lower offload.amount or more offload.buffer help"
-)
-TOO_LARGE = "a saved tensor of %d bytes is larger than offload.buffer (%d bytes) and stays in memory: raise offload.buffer"
-CROWDED = "a saved tensor of %d bytes finds no room in offload.buffer (%d bytes) and stays in memory: raise offload.buffer"
 
 PATIENCE = 60.0  # seconds of waiting for one load between warnings
 
@@ -95,7 +89,7 @@ class OffloadEngine:
         self._released = Releases()
         self._lock = make_section()
         self._pid = os.getpid()
-        self._told: set[str] = set()  # why tensors stay, said once
+        self._reasons = Reasons()
         self._closed = False
 
     @property
@@ -172,15 +166,11 @@ class OffloadEngine:
                     if self.mover.begin_store(region):
                         return
                     full = True
+                size, limit = region.stored_bytes, self.buffers.capacity
                 # How large an encoded one is is known when its store was tried.
-                large = (
-                    self._staged
-                    and region.stored_bytes > self.buffers.capacity
-                    and (full or not region.codec)
-                )
+                large = self._staged and size > limit and (full or not region.codec)
                 if large or (full and oldest is None):
-                    why = TOO_LARGE if large else CROWDED
-                    self._keep_late(region, why, region.stored_bytes, self.buffers.capacity)
+                    self._keep_late(region, TOO_LARGE if large else CROWDED, size, limit)
                     return
                 assert oldest is not None
                 operation = oldest.operation
@@ -196,10 +186,7 @@ class OffloadEngine:
                     return
 
     def _keep_late(self, region: Region, why: str, *figures: float) -> None:
-        """Keep what was to leave; `why` is said once, with the figures of the first."""
-        if why not in self._told:
-            self._told.add(why)
-            logger.warning(f"{why} (counted in the report)", *figures)
+        self._reasons.tell(why, *figures)
         self.statistics.kept_late_bytes += region.nbytes
         self.mover.keep(region)
 
