@@ -65,6 +65,6 @@ def parse_amount(value: Any) -> Amount:
                 return Amount("keep", parse_size(text))
         fraction = parse_fraction(value)
     except Refusal as refusal:
-        bare = refusal.why == "is more than 1" and "%" not in str(value)
+        bare = refusal.why == "is more than 1" and not (isinstance(value, str) and "%" in value)
         raise Refusal(f"{refusal.why} and has no unit" if bare else refusal.why, AMOUNT_ALLOWED) from None
     return Amount("all") if fraction == 1 else Amount("fraction", fraction)

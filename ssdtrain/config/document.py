@@ -104,10 +104,10 @@ def _values() -> str:
 
 - **size**: bytes as a whole number, or a number and a unit: `"64MiB"`, `"0.5TB"`.
   Units: {sizes}; those with an i are powers of 1024. `64M` is refused, because it has two readings.
-- **seconds**: a number, or a number and a unit: `10`, `"500ms"`. Units: {durations}.
+- **seconds**: a number, or a number and a unit: `10`, `"500ms"`, at most a day. Units: {durations}.
 - **amount**: `"all"`; a fraction such as `0.6` or `"60%"`; or a size with its unit, the bytes that stay.
 - **directories**: one or a list. {places} and `~` are expanded on each rank,
-  relative paths start at the working directory. `$` is refused: nothing expands it here.
+  relative paths start at the working directory. `$` and URLs are refused: nothing expands them here.
 """
 
 

@@ -31,7 +31,7 @@ class Contradiction(ValueError):
 
     def __str__(self) -> str:
         return "\n".join(
-            f"{key}: {value!r} {why}; allowed: {allowed}" for key, value, why, allowed in self.found
+            f"{key}: {_shown(value)} {why}; allowed: {allowed}" for key, value, why, allowed in self.found
         )
 
 
@@ -49,10 +49,15 @@ class Problem:
     """What could stand there instead."""
 
     def __str__(self) -> str:
-        shown = repr(self.value)
-        if len(shown) > 120:
-            shown = f"{shown[:117]}..."
-        return f"{self.path}: {shown} {self.why}; allowed: {self.allowed}"
+        return f"{self.path}: {_shown(self.value)} {self.why}; allowed: {self.allowed}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        shown = repr(value)
+    except ValueError:  # an integer of more digits than Python writes, or something that holds one
+        return f"a {type(value).__name__} that is too long to be shown"
+    return shown if len(shown) <= 120 else f"{shown[:117]}..."
 
 
 class ConfigError(ValueError):

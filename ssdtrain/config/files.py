@@ -35,7 +35,8 @@ def read_block(file: str | Path, *, path: str = KEY) -> dict[str, Any]:
             if name.suffix == ".json"
             else yaml.load(text, Loader=_Loader)
         )
-    except (json.JSONDecodeError, yaml.YAMLError, RecursionError) as error:
+    except Exception as error:
+        # Where a value is not what its tag says, PyYAML raises ValueError, KeyError, AttributeError and more.
         why = f"is not readable as {name.suffix[1:]} ({' '.join(str(error).split())})"
         raise ConfigError([Problem(path, str(file), why, "a YAML or JSON file")]) from error
     return _block_of(content, str(file), path)

@@ -40,6 +40,9 @@ class Kind:
 
 
 POSITIVE_SIZE_ALLOWED = f"more than zero: {units.SIZE_ALLOWED}"
+BLOCK = 4096
+"""Bytes; the least that a spill file holds. Drives are read and written in blocks of so many."""
+CAPACITY_ALLOWED = f"at least 4KiB: {units.SIZE_ALLOWED}"
 
 
 def _positive_size(value: Any) -> int:
@@ -52,6 +55,16 @@ def _positive_size(value: Any) -> int:
     return size
 
 
+def _capacity(value: Any) -> int:
+    try:
+        size = units.parse_size(value)
+    except Refusal as refusal:
+        raise Refusal(refusal.why, CAPACITY_ALLOWED) from None
+    if size < BLOCK:
+        raise Refusal("is less than one block of a drive", CAPACITY_ALLOWED)
+    return size
+
+
 def _switch(value: Any) -> Any:
     # YAML 1.1 reads a bare `on` or `off` as a boolean.
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
@@ -59,6 +72,7 @@ def _switch(value: Any) -> Any:
 
 SIZE = Kind("size", units.SIZE_ALLOWED, units.parse_size, units.exact_size)
 POSITIVE_SIZE = Kind("size", POSITIVE_SIZE_ALLOWED, _positive_size, units.exact_size)
+CAPACITY = Kind("size", CAPACITY_ALLOWED, _capacity, units.exact_size)
 DURATION = Kind("seconds", units.DURATION_ALLOWED, units.parse_duration)
 AMOUNT = Kind("amount", AMOUNT_ALLOWED, parse_amount, Amount.plain)
 DIRECTORY = Kind("directory", DIRECTORY_ALLOWED, parse_directory)
@@ -113,6 +127,8 @@ Size = Annotated[int, BeforeValidator(units.parse_size), SIZE]
 """Bytes, 0 or more."""
 PositiveSize = Annotated[int, BeforeValidator(_positive_size), POSITIVE_SIZE]
 """Bytes, 1 or more."""
+Capacity = Annotated[int, BeforeValidator(_capacity), CAPACITY]
+"""Bytes of a drive, a block or more."""
 Seconds = Annotated[float, BeforeValidator(units.parse_duration), DURATION]
 AmountField = Annotated[Amount, BeforeValidator(parse_amount), AMOUNT]
 Directory = Annotated[str, BeforeValidator(parse_directory), DIRECTORY]

@@ -2,7 +2,7 @@
 
 import difflib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
@@ -15,14 +15,14 @@ from ssdtrain.config.kinds import kind_of
 from ssdtrain.config.paths import DIRECTORY_ALLOWED, expand_path, has_placeholder, problem_with_directory
 from ssdtrain.config.schema import LATER, Config, Section
 
-Source = dict[str, Any] | Path | str | Config | None
+Source = Mapping[str, Any] | Path | str | Config | None
 
 
 def load_config(source: Source, *, path: str = KEY) -> Config:
     """The config that `source` asks for.
 
     Args:
-        source: the block as a dict; the path of a YAML or JSON file; a Config, which is returned as it is; or
+        source: the block as a dict or another mapping; the path of a YAML or JSON file; a Config, which is returned as it is; or
             None, which asks for nothing.
         path: what the full key of an error begins with.
 
@@ -33,7 +33,7 @@ def load_config(source: Source, *, path: str = KEY) -> Config:
         return source
     if source is None:
         return Config()
-    if isinstance(source, dict):
+    if isinstance(source, Mapping):
         return config_from_dict(source, path=path)
     if isinstance(source, str | Path):
         return config_from_dict(read_block(source, path=path), path=path, source=str(source))
@@ -41,8 +41,8 @@ def load_config(source: Source, *, path: str = KEY) -> Config:
     raise ConfigError([Problem(path, source, f"is a {type(source).__name__}", allowed)])
 
 
-def config_from_dict(block: dict[str, Any], *, path: str = KEY, source: str | None = None) -> Config:
-    """`load_config` for a block that is already a dict; `source` is the file it came from, for errors."""
+def config_from_dict(block: Mapping[str, Any], *, path: str = KEY, source: str | None = None) -> Config:
+    """`load_config` for a block that is already a mapping; `source` is the file it came from, for errors."""
     problems: list[Problem] = []
     known = _known_part(block, Config, path, "", problems)
     config = None
@@ -58,7 +58,7 @@ def config_from_dict(block: dict[str, Any], *, path: str = KEY, source: str | No
 
 
 def _known_part(
-    block: dict[Any, Any], section: type[Section], path: str, within: str, problems: list[Problem]
+    block: Mapping[Any, Any], section: type[Section], path: str, within: str, problems: list[Problem]
 ) -> dict[str, Any]:
     """`block` without the keys that the schema does not have; for each of those a problem is added.
 
@@ -75,7 +75,7 @@ def _known_part(
             problems.append(_unknown_key(key, value, section, path, f"{within}{key}"))
             continue
         inner = section_of(field)
-        if inner is not None and isinstance(value, dict):
+        if inner is not None and isinstance(value, Mapping):
             value = _known_part(value, inner, f"{path}.{key}", f"{key}.", problems)
         elif inner is not None and not isinstance(value, Section):
             allowed = "a block of keys, or leaving it out"

@@ -27,14 +27,18 @@ def parse_directory(value: Any) -> str:
     """A directory as text with known placeholders only, otherwise unchanged.
 
     Raises:
-        Refusal: not text or a path, empty, an unknown placeholder, an unbalanced brace, a "$" (nothing
-            expands it).
+        Refusal: not text or a path, empty, blanks around it, a URL, an unknown placeholder, an unbalanced brace, a "$"
+            (nothing expands it), a "~" that names no user here.
     """
     if not isinstance(value, str | os.PathLike):
         raise Refusal(f"is a {type(value).__name__}", DIRECTORY_ALLOWED)
     text = os.fspath(value)
     if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise Refusal("names no directory", DIRECTORY_ALLOWED)
+    if text != text.strip():
+        raise Refusal("begins or ends with a blank", DIRECTORY_ALLOWED)
+    if "://" in text:
+        raise Refusal("is a URL, and only what the system has mounted can be used", DIRECTORY_ALLOWED)
     if "$" in text:
         raise Refusal("holds a $, and environment variables are not expanded here", DIRECTORY_ALLOWED)
     try:
@@ -44,6 +48,8 @@ def parse_directory(value: Any) -> str:
     for _, name, spec, conversion in fields:
         if name is not None and (name not in PLACEHOLDERS or spec or conversion):
             raise Refusal(f'has the unknown placeholder "{{{name}}}"', DIRECTORY_ALLOWED)
+    if text[0] == "~" and _expanded(text, rank=0, local_rank=0)[0] == "~":
+        raise Refusal("begins with a ~ that leads to no home directory on this machine", DIRECTORY_ALLOWED)
     return text
 
 
@@ -85,13 +91,19 @@ def expand_path(
         host: for {host}; None is this machine's name.
         user: for {user}; None is the user of this process.
     """
+    return Path(os.path.abspath(_expanded(text, rank=rank, local_rank=local_rank, host=host, user=user)))
+
+
+def _expanded(
+    text: str, *, rank: int, local_rank: int, host: str | None = None, user: str | None = None
+) -> str:
     names = {
         "rank": rank,
         "local_rank": local_rank,
         "host": socket.gethostname() if host is None else host,
         "user": _user() if user is None else user,
     }
-    return Path(os.path.abspath(os.path.expanduser(text.format(**names))))
+    return os.path.expanduser(text.format(**names))
 
 
 def _user() -> str:

@@ -16,6 +16,7 @@ from ssdtrain.config.amount import Amount
 from ssdtrain.config.errors import ConfigError, Contradiction, Problem
 from ssdtrain.config.kinds import (
     AmountField,
+    Capacity,
     CodecName,
     CommRule,
     Directories,
@@ -75,7 +76,7 @@ class OffloadConfig(Section):
     """Directories on the drives, one slab in each; several are striped. {rank}, {local_rank}, {host}, {user}
     and ~ are expanded on each rank. May be left out only with `host`, which then is the only tier."""
 
-    capacity: PositiveSize | None = None
+    capacity: Capacity | None = None
     """Bytes that one rank may use on each drive. By default 90% of the free space, shared by the ranks of the
     node."""
 

@@ -25,12 +25,14 @@ SIZE_ALLOWED = (
 )
 DURATION_ALLOWED = (
     'seconds as a number, or a number and a unit such as "10s" or "500ms" '
-    f"(units: {', '.join(DURATION_UNITS)})"
+    f"(units: {', '.join(DURATION_UNITS)}), at most 24h"
 )
 FRACTION_ALLOWED = 'a fraction from 0 to 1 such as 0.6 or "60%"'
 
 LARGEST_SIZE = 2**63 - 1
 """Bytes; what a file offset can hold."""
+LONGEST_DURATION = 86400
+"""Seconds; a day. What a thread can wait for is bounded, and nothing here waits for longer on purpose."""
 
 _NUMBER_AND_UNIT = re.compile(
     r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,6})?)\s*([A-Za-z%]*)\s*", re.ASCII
@@ -47,11 +49,11 @@ def _number_and_unit(value: Any, allowed: str) -> tuple[Decimal, str]:
             raise Refusal("is not a number with or without a unit", allowed)
         number, unit = Decimal(match[1]), match[2]
     else:
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             raise Refusal("is not finite", allowed)
         # repr() of a float is the shortest text that reads back as it: 0.1 stays 0.1 and does not become
-        # 0.1000000000000000055.
-        number, unit = Decimal(repr(value)), ""
+        # 0.1000000000000000055. An integer may have more digits than Python writes.
+        number, unit = Decimal(repr(value) if isinstance(value, float) else value), ""
     if number < 0:
         raise Refusal("is negative", allowed)
     return number, unit
@@ -78,15 +80,12 @@ def parse_size(value: int | float | str) -> int:
             number.
     """
     number, unit = _number_and_unit(value, SIZE_ALLOWED)
-    if not unit:
-        # Checked before int(): "1e999999" would otherwise build a number of a million digits.
-        if number <= LARGEST_SIZE and number != number.to_integral_value():
-            raise Refusal("is not a whole number of bytes and has no unit", SIZE_ALLOWED)
-        scale = 1
-    else:
-        scale = _size_unit(unit)
-    if number * scale > LARGEST_SIZE:
+    scale = _size_unit(unit) if unit else 1
+    # The number by itself first: "9e999999PB" is more than a Decimal holds, and "1e999999" an integer of a million digits.
+    if number > LARGEST_SIZE or number * scale > LARGEST_SIZE:
         raise Refusal("is more than 2**63 - 1 bytes", SIZE_ALLOWED)
+    if not unit and number != number.to_integral_value():
+        raise Refusal("is not a whole number of bytes and has no unit", SIZE_ALLOWED)
     return int(number * scale)
 
 
@@ -94,15 +93,15 @@ def parse_duration(value: int | float | str) -> float:
     """Seconds of `value`: 10, 0.5, "10s", "500ms", "2min".
 
     Raises:
-        Refusal: unknown unit, negative, not finite, or not a number.
+        Refusal: unknown unit, negative, not finite, more than a day, or not a number.
     """
     number, unit = _number_and_unit(value, DURATION_ALLOWED)
     if unit and unit not in DURATION_UNITS:
         raise Refusal(f'has the unknown unit "{unit}"', DURATION_ALLOWED)
-    seconds = float(number * Decimal(repr(DURATION_UNITS.get(unit, 1.0))))
-    if not math.isfinite(seconds):
-        raise Refusal("is not finite", DURATION_ALLOWED)
-    return seconds
+    scale = Decimal(repr(DURATION_UNITS.get(unit, 1.0)))
+    if number > LONGEST_DURATION / scale:
+        raise Refusal("is more than a day", DURATION_ALLOWED)
+    return float(number * scale)
 
 
 def parse_fraction(value: int | float | str) -> float:

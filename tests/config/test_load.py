@@ -4,15 +4,17 @@ import ast
 import json
 import pickle
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from ssdtrain import config as package
-from ssdtrain.config import Config, ConfigError, OffloadConfig, load_config
+from ssdtrain.config import Config, ConfigError, OffloadConfig, kinds, load_config
 from ssdtrain.config.flags import flags
 from ssdtrain.config.schema import LATER
+from ssdtrain.storage.memory import ALIGNMENT
 
 ROOT = Path(__file__).parents[2]
 MINIMUM: dict[str, Any] = {"offload": {"directories": ["/nvme0"]}}
@@ -58,7 +60,9 @@ def test_every_key_refuses_a_value_of_the_wrong_kind(flag: Any, value: Any) -> N
         ("offload.on_full", "wait", '"keep", "raise"'),
         ("offload.host", "4G", "MiB"),
         ("offload.host", "auto", "MiB"),
-        ("offload.capacity", 0, "more than zero"),
+        ("offload.capacity", 0, "at least 4KiB"),
+        ("offload.capacity", 4095, "at least 4KiB"),
+        ("offload.deadline", 1e300, "at most 24h"),
         ("offload.buffer", "0MiB", "more than zero"),
         ("offload.in_flight", 0, "more than zero"),
         ("offload.amount", 60, '"60%"'),
@@ -191,6 +195,26 @@ def test_a_long_value_is_cut_in_the_message() -> None:
     assert len(str(problem)) < 500
 
 
+@pytest.mark.parametrize("key", ["host", "threads", "deadline", "amount", "directories", "x", "codec"])
+def test_a_number_of_too_many_digits_is_refused_and_not_shown(key: str) -> None:
+    error = refused({"offload": {"directories": "/a", key: 10**5000}})
+    assert f"ssdtrain.offload.{key}: a int that is too long to be shown" in str(error)
+    assert "a list that is too long" in str(refused({"report": {"path": [10**5000]}}))
+
+
+def test_any_mapping_is_a_block() -> None:
+    offload = MappingProxyType({"directories": "/a", "treads": 3})
+    (problem,) = refused(MappingProxyType({"offload": offload})).problems
+    assert problem.path == "ssdtrain.offload.treads"
+    proxied = MappingProxyType({"offload": MappingProxyType({"directories": "/a", "host": "1GiB"})})
+    assert load_config(proxied) == load_config({"offload": {"directories": "/a", "host": "1GiB"}})
+
+
+def test_a_capacity_holds_one_block_of_the_store() -> None:
+    assert kinds.BLOCK == ALIGNMENT
+    assert load_config({"offload": {"directories": "/a", "capacity": 4096, "min_bytes": 0}}).active
+
+
 def test_a_config_cannot_be_changed() -> None:
     config = load_config(MINIMUM)
     with pytest.raises(ValidationError, match="frozen"):
@@ -288,6 +312,13 @@ def test_yaml_merges_may_be_overridden(tmp_path: Path) -> None:
         ("c.yaml", "? [a]\n: 1\n", "is not readable as yaml"),
         ("c.yaml", "a: !!python/object/apply:os.getcwd []\n", "is not readable as yaml"),
         ("c.yaml", "offload: &x\n  directories: *x\n", "recursive"),
+        ("c.yaml", "offload:\n  directories: 2024-99-99\n", "month must be in"),
+        ("c.yaml", "offload: {threads: !!int 'x'}\n", "is not readable as yaml"),
+        ("c.yaml", "offload: {threads: !!bool 'x'}\n", "is not readable as yaml"),
+        ("c.yaml", "offload: {threads: !!timestamp 'x'}\n", "is not readable as yaml"),
+        ("c.yaml", "offload: {deadline: !!float 'x'}\n", "is not readable as yaml"),
+        ("c.yaml", "offload: {host: 0x_}\n", "is not readable as yaml"),
+        pytest.param("c.json", '{"a": ' + "9" * 5000 + "}", "is not readable as json", id="5000 digits"),
         ("c.json", '{"offload": ', "line 1"),
         (
             "c.json",

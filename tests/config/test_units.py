@@ -74,6 +74,9 @@ def test_sizes_read_as_written(text: object, size: int) -> None:
         ([1], "is a list"),
         (2**63, "more than 2**63 - 1"),
         ("1e999999", "more than 2**63 - 1"),
+        ("9e999999PB", "more than 2**63 - 1"),
+        pytest.param(10**400, "more than 2**63 - 1", id="400 digits"),
+        pytest.param(10**5000, "more than 2**63 - 1", id="5000 digits"),
         ("99999PiB", "more than 2**63 - 1"),
     ],
 )
@@ -126,7 +129,15 @@ def test_format_size_reads_well(size: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "seconds"),
-    [(10, 10.0), (0.5, 0.5), ("10s", 10.0), ("500ms", 0.5), ("80us", 80e-6), ("2min", 120.0), ("1h", 3600.0)],
+    [
+        (10, 10.0),
+        (0.5, 0.5),
+        ("10s", 10.0),
+        ("500ms", 0.5),
+        ("80us", 80e-6),
+        ("2min", 120.0),
+        ("24h", 86400.0),
+    ],
 )
 def test_durations_read_as_written(value: object, seconds: float) -> None:
     assert parse_duration(value) == seconds
@@ -150,7 +161,10 @@ def test_format_duration_reads_well(seconds: float, text: str) -> None:
     assert format_duration(float("inf")) == "inf"
 
 
-@pytest.mark.parametrize("value", ["10 sec", "5m", -1, float("inf"), "1e999", "", None, False, "10%"])
+@pytest.mark.parametrize(
+    "value",
+    ["10 sec", "5m", -1, float("inf"), "1e999", "", None, False, "10%", 86401, "1441min", 1e300, "9e999999h"],
+)
 def test_what_is_no_duration_is_refused(value: object) -> None:
     with pytest.raises(Refusal) as refusal:
         parse_duration(value)
