@@ -13,7 +13,6 @@ import os
 import sys
 import time
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +51,20 @@ def auxiliary_losses() -> dict[str, list[float]]:
 
 def plain_run(row: Row) -> dict[str, Any]:
     trainer = Trainer(row)
+    steps = [trainer.step(number) for number in range(STEPS)]
+    weights, auxiliary = trainer.weights(), auxiliary_losses()
+    # Counting takes hooks of its own, below which some of Megatron's functions go wrong: what it trains is not looked at.
+    trainer = Trainer(row)
     count = Count(trainer.chunks, MIN_BYTES)
-    with count.counting(schedules) if row.counted else nullcontext():
-        steps = [trainer.step(number) for number in range(STEPS)]
+    if row.counted:
+        with count.counting(schedules):
+            for number in range(STEPS):
+                trainer.step(number)
+        auxiliary_losses()
     return {
         "steps": steps,
-        "weights": trainer.weights(),
-        "auxiliary": auxiliary_losses(),
+        "weights": weights,
+        "auxiliary": auxiliary,
         "saved": count.calls,
         "at_once": count.followed_at_once(len(count.calls) // STEPS),
     }

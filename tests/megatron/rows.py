@@ -14,7 +14,7 @@ class Row:
         options: of TransformerConfig.
         ddp: of DistributedDataParallelConfig.
         offload: keys of the offload section, beside the directories.
-        counted: what autograd saves is counted in the plain run. That takes hooks, which some options do not stand.
+        counted: what autograd saves is counted in a run of its own. That takes hooks, which some options do not stand.
     """
 
     name: str
