@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def test_vocabulary_parallel_cross_entropy_returns_its_modified_saved_tensor(run
         found = [torch.autograd.grad(loss, logit)[0] for loss, logit in zip(losses, logits, strict=True)]
         return found
 
-    expected = gradients(lambda number: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+    expected = gradients(lambda number: nullcontext())
     found = gradients(lambda number: runtime.forward(microbatch=number))
     statistics = runtime.statistics()
     assert statistics is not None and statistics.offload.loaded_bytes >= 4 * logits[0].nbytes
