@@ -12,6 +12,7 @@ engine waits for it outside the lock.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections import deque
 
@@ -172,8 +173,17 @@ class Mover:
         """A failing drive gets no more data; the bytes, which are still in memory, go to the next tier or stay."""
         assert region.slot is not None
         self.statistics.failed_stores += 1
-        self.store.retire(region.slot, error)
+        if (
+            error.errno != errno.EFAULT
+        ):  # the memory is at fault, and no drive: see Note: [Freed under the engine]
+            self.store.retire(region.slot, error)
         self._free_slot(region)
+        if region.lost():
+            self.in_flight -= region.nbytes
+            self.statistics.offloaded_bytes -= region.nbytes
+            self.transfer.end_store(region)
+            region.state = State.RESIDENT  # backward raises
+            return
         try:
             region.slot = self.store.reserve(region.stored_bytes)
         except StoreFull as full:

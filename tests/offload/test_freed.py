@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from ssdtrain.offload import eligible
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.runtime import Runtime
+from ssdtrain.storage import Faults
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
 
 # Small enough that malloc keeps the pages of what is freed: a store may read them.
@@ -139,3 +141,25 @@ def test_what_is_free_when_it_is_saved_stays(make_runtime: MakeRuntime) -> None:
         refill(y, x)
     loss.backward()
     assert torch.equal(x.grad, y)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_memory_that_is_gone_under_a_write_is_no_fault_of_the_drive(
+    make_runtime: MakeRuntime, freed: bool
+) -> None:
+    """Freed memory may be unmapped, and the write that reads it fails."""
+    runtime = make_runtime(faults=Faults(fail_writes=frozenset({0}), error=errno.EFAULT))
+    with stores_wait(runtime):
+        x, y, loss = saved(runtime)
+        if freed:
+            y.untyped_storage().resize_(0)
+    settled(runtime)
+    found = runtime.statistics()
+    assert found is not None
+    assert found.offload.failed_stores == 1 and not found.store.drives[0].retired
+    if freed:
+        with pytest.raises(RuntimeError, match="was freed"):
+            loss.backward()
+    else:
+        loss.backward()
+        assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]
