@@ -171,7 +171,11 @@ class Runtime:
             rank=rank,
         )
         self._store = store
-        self.engine = OffloadEngine(store, layer, self.device, AmountPlan(offload.amount), options)
+        try:
+            self.engine = OffloadEngine(store, layer, self.device, AmountPlan(offload.amount), options)
+        except BaseException:
+            store.close()  # what is raised holds this frame, and with it the file and the threads
+            raise
         # A graph may outlive the runtime, and needs the engine (through its hooks) as long as it lives. The store goes with
         # the engine, and at interpreter exit.
         self._finalizer = weakref.finalize(self.engine, store.close)

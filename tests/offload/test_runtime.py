@@ -15,7 +15,7 @@ import ssdtrain
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.runtime import Runtime
 from tests.offload import zoo
-from tests.offload.conftest import MakeRuntime, Variant, open_files, settled
+from tests.offload.conftest import MakeRuntime, Variant, io_threads, open_files, settled
 from tests.offload.test_equality import asked_for, same
 
 Event = tuple[str, int, int]  # "F" or "B", chunk, microbatch
@@ -276,3 +276,19 @@ def test_an_error_about_hooks_names_who_has_them(
         with runtime.forward():
             raise RuntimeError("something else")
     assert not hasattr(other.value, "__notes__")
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_file_and_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory for the arena, say."""
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("ssdtrain.runtime.OffloadEngine", fails)
+    before = open_files(), io_threads()
+    with pytest.raises(MemoryError) as caught:
+        Runtime(load_config({"offload": {"directories": str(tmp_path)}}))
+    assert (open_files(), io_threads()) == before
+    del caught
