@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,14 @@ def settled(runtime: Runtime) -> None:
     while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
         assert time.monotonic() < deadline, "a store never ended"
         time.sleep(0.001)
+
+
+@contextmanager
+def stored_forward(runtime: Runtime) -> Iterator[None]:
+    """A forward after which every store has ended: none is cancelled because backward came first."""
+    with runtime.forward():
+        yield
+    settled(runtime)
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda variant: variant.name)

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 
-from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults, IOFailure, StoreFull
 from tests.offload import zoo
-from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled, stored_forward
 from tests.offload.test_equality import same
 
 WAYS = [VARIANTS[0], VARIANTS[1], VARIANTS[2]]
-
-
-@contextmanager
-def stored_forward(runtime: Runtime) -> Iterator[None]:
-    """A forward after which every store has ended: none is cancelled because backward came first."""
-    with runtime.forward():
-        yield
-    settled(runtime)
 
 
 @pytest.fixture(params=WAYS, ids=["c", "python", "staged"])
