@@ -208,20 +208,17 @@ def attach(
         logs=logs,
     )
     attachment = Attachment(runtime, chunks)
-    if runtime.engine is not None:
-        attachment.offload()
-        parts = apex.found()
-        if parts and runtime.rank == 0:
-            logger.info(
-                "apex is installed (%s): SSDTrain was never run with it",
-                ", ".join(parts),
-            )
-    if runtime.comm is not None:
-        try:
+    try:
+        if runtime.engine is not None:
+            attachment.offload()
+        if runtime.comm is not None:
             attachment.compress(optimizer)
-        except BaseException:
-            attachment.close()
-            raise
+    except BaseException:
+        attachment.close()
+        raise
+    parts = apex.found() if runtime.engine is not None and runtime.rank == 0 else ()
+    if parts:
+        logger.info("apex is installed (%s): SSDTrain was never run with it", ", ".join(parts))
     return attachment
 
 

@@ -34,7 +34,7 @@ class Installation:
         self._present: Attachment | None = None  # whose forward is running
         self._first_run = False  # inside the first run of a reentrant checkpoint
         self._originals: list[tuple[_compat.Place, Function]] = []
-        self._read_twice: Callable[[], None]  # puts back what reads saved inputs twice
+        self._read_twice: Callable[[], None] = lambda: None  # puts back what reads saved inputs twice
         # Storages that CheckpointWithoutOutput frees and fills again by itself.
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         # Models that have nothing in common with any chunk, as seen.
@@ -47,7 +47,11 @@ class Installation:
 
     def add(self, attachment: Attachment) -> None:
         if not self._attachments:
-            self._replace()
+            try:
+                self._replace()
+            except BaseException:
+                self._restore()
+                raise
         self._strangers.clear()
         self._attachments.append(attachment)
 
@@ -110,6 +114,7 @@ class Installation:
 
     def _restore(self) -> None:
         self._read_twice()
+        self._read_twice = lambda: None
         while self._originals:
             place, plain = self._originals.pop()
             place.set(plain)

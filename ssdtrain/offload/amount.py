@@ -25,9 +25,8 @@ class Plan(Protocol):
         """The forward of `tape` came to its end: learn its size."""
 
 
-REMEMBERED = (
-    8  # tapes of a chunk: what one was like says little of the next, but one of the last few is as long
-)
+REMEMBERED = 8
+"""Tapes of a chunk: what one was like says little of the next, but one of the last few is as long."""
 
 
 class AmountPlan:

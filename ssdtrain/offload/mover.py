@@ -173,9 +173,8 @@ class Mover:
         """A failing drive gets no more data; the bytes, which are still in memory, go to the next tier or stay."""
         assert region.slot is not None
         self.statistics.failed_stores += 1
-        if (
-            error.errno != errno.EFAULT
-        ):  # the memory is at fault, and no drive: see Note: [Freed under the engine]
+        # At EFAULT the memory is at fault, and no drive. See Note: [Freed under the engine].
+        if error.errno != errno.EFAULT:
             self.store.retire(region.slot, error)
         self._free_slot(region)
         if region.lost():

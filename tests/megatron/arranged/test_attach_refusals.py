@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import ssdtrain
+from ssdtrain_megatron import _compat
 from ssdtrain_megatron.attachment import attach
 from ssdtrain_megatron.installation import installation
 from tests.megatron.rows import Row
@@ -97,3 +100,36 @@ def test_an_evaluation_with_gradients_on_is_not_counted_as_a_step(trainer: Train
                 number, forward_only=forward_only
             )
         assert attachment.runtime.steps == 2
+
+
+def replaceable() -> list[Any]:
+    """All of megatron-core that offloading replaces."""
+    places = [place for found in _compat.replaceable().values() for place in found]
+    return [place.get() for place in (*places, *_compat.discarding_function())]
+
+
+def test_everything_is_replaced_while_attached_and_put_back(trainer: Trainer, config: Config) -> None:
+    before = replaceable()
+    with attach(trainer.chunks, config):
+        assert all(now is not then for now, then in zip(replaceable(), before, strict=True))
+    assert replaceable() == before
+
+
+def test_attaching_that_fails_half_way_leaves_nothing(
+    trainer: Trainer, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise MemoryError
+
+    before = replaceable()
+    with monkeypatch.context() as patch:
+        patch.setattr("ssdtrain_megatron.installation.read_inputs_once", fails)
+        with pytest.raises(MemoryError) as caught:
+            attach(trainer.chunks, config)
+    assert replaceable() == before and not installation.in_force
+    directory = config["offload"]["directories"]
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)]
+    assert not any(link.startswith(directory) for link in links), "the spill file is open"
+    del caught
+    with attach(trainer.chunks, config):
+        trainer.step(0)
