@@ -90,20 +90,23 @@ class Eligibility:
 
     def is_fixed(self, tensor: torch.Tensor) -> bool:
         """True for parameters, buffers, and the views and copies of them that autograd saves: these are no activations."""
-        base = tensor._base
-        if isinstance(tensor, nn.Parameter) or (base is not None and isinstance(base, nn.Parameter)):
+        plain = type(tensor) is torch.Tensor
+        if not plain and isinstance(tensor, nn.Parameter):
             return True
-        if self._fixed and type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        base = tensor._base
+        if base is not None and type(base) is not torch.Tensor and isinstance(base, nn.Parameter):
+            return True
+        if plain and self._fixed and tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             known = self._fixed.get(id(storage))
             if known is not None and known() is storage:
                 return True
         node = (tensor if base is None else base).grad_fn
-        if node is not None and node.name() == "ToCopyBackward0":
+        if node is not None and type(node).__name__ == "ToCopyBackward0":
             source = node.next_functions[0][0]
             if isinstance(getattr(source, "variable", None), nn.Parameter):
                 return True
-        return any(predicate(tensor) for predicate in self._fixed_when)
+        return bool(self._fixed_when) and any(predicate(tensor) for predicate in self._fixed_when)
 
     def is_plain(self, tensor: torch.Tensor) -> bool:
         """True if the tensor's storage, dtype, sizes and strides say all there is to say about it."""
@@ -122,15 +125,16 @@ class Eligibility:
     def refused_by_adapter(self, tensor: torch.Tensor) -> bool:
         """True if this tensor is known as one that its framework moves or frees by itself."""
         storage = tensor.untyped_storage()
-        known = self._left.get(id(storage))
-        if known is not None and known() is storage:
-            return True
+        if self._left:
+            known = self._left.get(id(storage))
+            if known is not None and known() is storage:
+                return True
         if not storage.nbytes():
             return True
         if _will_be_freed(tensor):
             self.leave(storage)
             return True
-        return any(predicate(tensor) for predicate in self._refuse_when)
+        return bool(self._refuse_when) and any(predicate(tensor) for predicate in self._refuse_when)
 
 
 def _will_be_freed(tensor: torch.Tensor) -> bool:
@@ -138,11 +142,13 @@ def _will_be_freed(tensor: torch.Tensor) -> bool:
     base = tensor._base
     node = (tensor if base is None else base).grad_fn
     if node is not None:
-        return node.name() in FREED
+        return type(node).__name__ in FREED
+    if base is None:
+        return False
     # What a function returned may itself be a view of a tensor that no gradient knows of.
     node = tensor.grad_fn
     for _ in range(_VIEWS):
-        if node is None or node.name() in FREED:
+        if node is None or type(node).__name__ in FREED:
             break
         node = node.next_functions[0][0] if node.next_functions else None
-    return node is not None and node.name() in FREED
+    return node is not None and type(node).__name__ in FREED

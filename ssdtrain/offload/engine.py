@@ -10,7 +10,6 @@ nothing of Python.
 from __future__ import annotations
 
 import logging
-import os
 import time
 
 import torch
@@ -31,7 +30,7 @@ from ssdtrain.offload.sharing import Extent, Regions
 from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer import DirectTransfer, StagedTransfer, Transfer
-from ssdtrain.storage import SpillStore, make_section
+from ssdtrain.storage import SpillStore, forks, make_section
 
 __all__ = ["OffloadEngine"]
 
@@ -88,14 +87,15 @@ class OffloadEngine:
         self._regions = Regions()
         self._released = Releases()
         self._lock = make_section()
-        self._pid = os.getpid()
         self._reasons = Reasons()
         self._closed = False
-
-    @property
-    def forked(self) -> bool:
+        self.forked = False
         """True in a forked child: files and buffers are the parent's, and its threads may have held the lock. All is inert."""
-        return os.getpid() != self._pid
+        forks.track(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: do nothing any more."""
+        self.forked = True
 
     # Forward
 
@@ -139,8 +139,10 @@ class OffloadEngine:
             handle = self._handle(region, tensor, extent)
             if not leaves:
                 self.mover.keep(region)
-        if leaves:
-            self._store(region)
+                return handle
+            if self._has_room(region, self.mover.oldest_store()) and self.mover.begin_store(region):
+                return handle
+        self._store(region)
         return handle
 
     def _refused(self, tensor: torch.Tensor) -> bool:
@@ -153,6 +155,9 @@ class OffloadEngine:
         offset = 0 if region.packed is not None else (extent.start - region.start) // tensor.itemsize
         return Handle(region, (tensor.dtype, tensor.shape, tensor.stride(), offset))
 
+    def _has_room(self, region: Region, oldest: Region | None) -> bool:
+        return oldest is None or self.mover.in_flight + region.nbytes <= self.options.in_flight
+
     def _store(self, region: Region) -> None:
         """Begin the store of `region` as soon as the stores in flight leave room, or keep it past the deadline."""
         deadline: float | None = None
@@ -161,8 +166,7 @@ class OffloadEngine:
             with self._lock:
                 self.mover.reap()
                 oldest = self.mover.oldest_store()
-                room = oldest is None or self.mover.in_flight + region.nbytes <= self.options.in_flight
-                if room and not (full and oldest is not None):
+                if self._has_room(region, oldest) and not (full and oldest is not None):
                     if self.mover.begin_store(region):
                         return
                     full = True
@@ -333,6 +337,8 @@ class OffloadEngine:
         self._note_ends()
 
     def _drain_deaths(self) -> None:
+        if self._released.empty():
+            return
         while (death := self._released.next()) is not None:
             region = death.region
             region.handles -= 1
@@ -345,7 +351,8 @@ class OffloadEngine:
 
     def _note_ends(self) -> None:
         self.mover.reap()
-        self.meter.drain()
+        if not self.meter.settled():
+            self.meter.drain()
 
     def snapshot(self) -> OffloadStatistics:
         """The counters now; in a forked child as they were at the fork."""

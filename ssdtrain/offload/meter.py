@@ -43,6 +43,8 @@ class ActivationMeter:
         self.timeline: list[tuple[float, int]] = []
         self._seen: dict[int, _Seen] = {}
         self._dead: SimpleQueue[_Seen] = SimpleQueue()
+        self.settled = self._dead.empty
+        """`settled()`: nothing has died that `drain` would take off."""
 
     def see(self, storage: torch.UntypedStorage) -> None:
         """Count `storage` from now until it dies, if it is not counted already."""

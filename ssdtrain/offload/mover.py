@@ -125,16 +125,20 @@ class Mover:
 
     def reap(self) -> None:
         """Take note of what has ended. Cheap when nothing has."""
-        transfer = self.transfer
-        transfer.poll()
-        for region in self._stores:
-            if region.state is not State.STORING or not transfer.departed(region):
-                break
-            region.empty_()
-        while self._stores and self._stores[0].operation is not None and self._stores[0].operation.done():
-            self._end_store(self._stores.popleft())
+        stores = self._stores
+        if self.transfer.copies:
+            self._reap_copies()
+        while stores and (operation := stores[0].operation) is not None and operation.done():
+            self._end_store(stores.popleft())
         if self._leaving:
             self._leaving = [region for region in self._leaving if not self._gone(region)]
+
+    def _reap_copies(self) -> None:
+        self.transfer.poll()
+        for region in self._stores:
+            if region.state is not State.STORING or not self.transfer.departed(region):
+                break
+            region.empty_()
 
     def _end_store(self, region: Region) -> None:
         assert region.operation is not None

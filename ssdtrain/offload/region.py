@@ -229,6 +229,8 @@ class Releases:
 
     def __init__(self) -> None:
         self._dead: SimpleQueue[Death] = SimpleQueue()
+        self.empty = self._dead.empty
+        """`empty()`: no handle has died since."""
         # The collector calls back for a weak reference only if that is no garbage itself.
         self._watched: dict[int, Death] = {}
 
@@ -242,8 +244,6 @@ class Releases:
 
     def next(self) -> Death | None:
         """The next death, once; None: there is none."""
-        if self._dead.empty():
-            return None
         try:
             death = self._dead.get_nowait()
         except Empty:

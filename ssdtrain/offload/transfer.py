@@ -28,6 +28,8 @@ class Transfer(Protocol):
     """The moves of one region; the mover decides when, and keeps the states."""
 
     buffers: Buffers
+    copies: bool
+    """Tensors are copied to a buffer first, so that one may be emptied (`departed`) before its write has ended."""
 
     def prepare(self, region: Region) -> None:
         """Encode a region that has a codec: from then on `region.stored_bytes` are what goes to the tier."""
@@ -88,6 +90,8 @@ def _decode(coding: Coding, region: Region, seen: Callable[[torch.UntypedStorage
 class DirectTransfer:
     """CPU tensors, read and written in place by the I/O pool."""
 
+    copies = False
+
     def __init__(
         self,
         store: SpillStore,
@@ -111,7 +115,7 @@ class DirectTransfer:
         return True
 
     def departed(self, region: Region) -> bool:
-        return region.payload is not None  # else the pool reads the tensor itself until the write has ended
+        return False  # the pool reads the tensor itself, or the tensor was emptied when it was encoded
 
     def end_store(self, region: Region) -> None:
         region.operation = None
@@ -169,6 +173,8 @@ class StagedTransfer:
     The copy off the device is ordered on the store stream. When its event has passed, the bytes are in the pinned buffer,
     and the tensor may go while the pool still writes. From then on the buffer is the only place that holds them.
     """
+
+    copies = True
 
     def __init__(
         self,

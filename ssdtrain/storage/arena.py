@@ -110,11 +110,13 @@ class Arena:
         with self._lock:
             if self._closed:
                 raise StoreClosed("this arena is closed")
-            self._drain()
+            if self._dead or self._returned:
+                self._drain()
             offset = self._allocator.take(nbytes + lead)
             if offset is None:
                 return None
-            self.peak = max(self.peak, self._allocator.used)
+            if self._allocator.used > self.peak:
+                self.peak = self._allocator.used
         return Lease(self, offset, self._map.address + offset + lead, nbytes)
 
     @property

@@ -1,9 +1,9 @@
 """Where bytes go: host memory first, then the drives. Reservations, transfers, cancellation, release, figures.
 
 Note: [Free never blocks] `SpillStore.free` runs in finalizers, perhaps on a thread that holds the store's
-lock. It cancels (without a lock), appends the slot to a deque, and drains the deque only if the lock is free
-at that moment; else whoever reserves next does. A slot whose transfers are still running waits in `_ending`:
-its space is not handed out before they ended.
+lock. It cancels (without a lock) and appends the slot to a deque. Whoever reserves next, or asks for figures, drains it;
+`free` itself does so when many have come together, and only if the lock is free at that moment. A slot whose transfers
+are still running waits in `_ending`: its space is not handed out before they ended.
 """
 
 import logging
@@ -25,6 +25,9 @@ from ssdtrain.storage.slab import Slab
 from ssdtrain.storage.stats import Stats
 
 logger = logging.getLogger(__name__)
+
+FREED_TOGETHER = 32
+"""Slots that wait at most for the next reservation before `free` looks through them: one by one they cost backward more."""
 
 SHARE_OF_FREE_SPACE = 0.9
 """How much of a drive's free space the ranks of a node may take when no capacity is given."""
@@ -154,10 +157,13 @@ class SpillStore:
         forks.check(self._generation, "this store")
         with self._lock:
             self._check_open()
-            self._drain()
-            slot = self._reserve_host(nbytes) or self._reserve_drives(nbytes)
+            if self._freed or self._ending:
+                self._drain()
+            slot = self._reserve_host(nbytes) if self._host is not None else None
             if slot is None:
-                raise self._full(nbytes)
+                slot = self._reserve_drives(nbytes)
+                if slot is None:
+                    raise self._full(nbytes)
             self._live_slots += 1
             self._live_bytes += nbytes
             return slot
@@ -204,7 +210,7 @@ class SpillStore:
             operation.cancel()
         self._freed.append(slot)
         # Note: [Free never blocks]
-        if self._lock.acquire(blocking=False):
+        if len(self._freed) >= FREED_TOGETHER and self._lock.acquire(blocking=False):
             try:
                 self._drain()
             finally:
@@ -277,7 +283,10 @@ class SpillStore:
             if kind == WRITE:
                 slot._lead = address % ALIGNMENT
             operation = self.pool.submit(kind, address, slot.nbytes, slot._lead, slot._extents, event, later)
-        slot._operations = (*(old for old in slot._operations if not old.done()), operation)
+        earlier = slot._operations
+        if len(earlier) > 1:  # a slot is written once and read once, as a rule
+            earlier = tuple([old for old in earlier if not old.done()])
+        slot._operations = (*earlier, operation)
         return operation
 
     def _retire(self, slab: Slab, error: BaseException) -> None:
@@ -297,15 +306,18 @@ class SpillStore:
             return None
 
     def _reserve_host(self, nbytes: int) -> Slot | None:
-        lease = self._host.acquire(nbytes) if self._host is not None else None
+        assert self._host is not None
+        lease = self._host.acquire(nbytes)
         return None if lease is None else Slot(nbytes, (len(self._slabs), lease.address, nbytes), lease)
 
     def _reserve_drives(self, nbytes: int) -> Slot | None:
         """On as many drives as the slot has stripes, the emptiest first; on fewer where some are full."""
-        drives = [slab for slab in self._slabs if not slab.retired]
-        if len(drives) > 1:
-            drives.sort(key=lambda slab: slab.used)
         image = image_bytes(nbytes)
+        if len(self._slabs) == 1:
+            offset = self._take(self._slabs[0], image)
+            return None if offset is None else Slot(nbytes, (0, offset, image), None)
+        drives = [slab for slab in self._slabs if not slab.retired]
+        drives.sort(key=lambda slab: slab.used)
         for parts in range(min(len(drives), max(1, -(-nbytes // self._stripe))), 0, -1):
             share = -(-image // parts // ALIGNMENT) * ALIGNMENT
             extents: list[int] = []

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ssdtrain.storage import ALIGNMENT, Arena, Faults, IOFailure, SpillStore, StoreFull, slab
+from ssdtrain.storage.store import FREED_TOGETHER
 from tests.storage.conftest import contents, filled, free_bytes, payload
 
 MiB = 1 << 20
@@ -238,11 +239,23 @@ def test_ctrl_c_in_the_middle_of_a_release_gives_no_space_twice(
 
     with monkeypatch.context() as patch:
         patch.setattr(slab, "give", interrupted)
+        store.free(slot)
         with pytest.raises(KeyboardInterrupt):
-            store.free(slot)
+            store.reserve(4096)
     store.free(other)
-    assert slab.used == 0
+    assert store.stats.drives[0].used == slab.used == 0
     store.close()
+
+
+def test_slots_freed_one_after_the_other_are_given_back_together(make_store: Make) -> None:
+    store = make_store()
+    slots = [store.reserve(4096) for _ in range(FREED_TOGETHER)]
+    used = store._slabs[0].used
+    for slot in slots[:-1]:
+        store.free(slot)
+    assert store._slabs[0].used == used, "each by itself costs backward more"
+    store.free(slots[-1])
+    assert store._slabs[0].used == 0
 
 
 def test_freeing_inside_a_locked_section_does_not_wait(make_store: Make) -> None:
