@@ -31,6 +31,10 @@ storages too, but a loop of one's own needs no adapter."""
 
 _VIEWS = 16  # of views, at most
 
+# Bound once: these run for every saved tensor, in the middle of a computation that has emptied the caches.
+_Tensor = torch.Tensor
+_Parameter = nn.Parameter
+_strided = torch.strided
 _is_functional = torch._is_functional_tensor
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -90,13 +94,13 @@ class Eligibility:
 
     def is_fixed(self, tensor: torch.Tensor) -> bool:
         """True for parameters, buffers, and the views and copies of them that autograd saves: these are no activations."""
-        plain = type(tensor) is torch.Tensor
-        if not plain and isinstance(tensor, nn.Parameter):
+        plain = type(tensor) is _Tensor
+        if not plain and _is_parameter(tensor):
             return True
         base = tensor._base
-        if base is not None and type(base) is not torch.Tensor and isinstance(base, nn.Parameter):
+        if base is not None and type(base) is not _Tensor and _is_parameter(base):
             return True
-        if plain and self._fixed and tensor.layout is torch.strided:
+        if plain and self._fixed and tensor.layout is _strided:
             storage = tensor.untyped_storage()
             known = self._fixed.get(id(storage))
             if known is not None and known() is storage:
@@ -111,8 +115,8 @@ class Eligibility:
     def is_plain(self, tensor: torch.Tensor) -> bool:
         """True if the tensor's storage, dtype, sizes and strides say all there is to say about it."""
         return (
-            type(tensor) is torch.Tensor
-            and tensor.layout is torch.strided
+            type(tensor) is _Tensor
+            and tensor.layout is _strided
             and tensor.device.type == self.device_type
             and not tensor.is_conj()
             and not tensor.is_neg()
@@ -135,6 +139,10 @@ class Eligibility:
             self.leave(storage)
             return True
         return bool(self._refuse_when) and any(predicate(tensor) for predicate in self._refuse_when)
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return type(tensor) is _Parameter or isinstance(tensor, _Parameter)  # which asks a metaclass
 
 
 def _will_be_freed(tensor: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ from ssdtrain.offload.mover import Mover, wait_quietly
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.prefetch import Prefetcher
 from ssdtrain.offload.reasons import CROWDED, LATE, TOO_LARGE, Reasons
-from ssdtrain.offload.region import Handle, Kept, Region, Releases, State, modified, restride, view_of
+from ssdtrain.offload.region import Handle, Kept, Region, Releases, State, modified, restride, tensor_over, view_of
 from ssdtrain.offload.sharing import Extent, Regions
 from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.offload.tape import Tape
@@ -230,13 +230,13 @@ class OffloadEngine:
 
     def _try_unpack(self, handle: Handle) -> torch.Tensor | None:
         """The tensor if its bytes are in memory; else None, with their load under way."""
-        region = handle.region
+        region, tape = handle.region, handle.region.tape
         self._drain_deaths()
-        if region.tape.cursor is None:
-            region.tape.cursor = region.index + 1  # backward begins here, which need not be the end
-            self.prefetcher.begin(region.tape)
+        if tape.cursor is None:
+            tape.cursor = region.index + 1  # backward begins here, which need not be the end
+            self.prefetcher.begin(tape)
         self._note_ends()
-        region.tape.reached(region.index, again=handle.unpacked)
+        tape.reached(region.index, again=handle.unpacked)
         if region.state is State.STORED:
             if self._closed:
                 raise RuntimeError(
@@ -249,50 +249,46 @@ class OffloadEngine:
             if not region.operation.done():
                 return None
             self.mover.end_load(region)
-        if region.state is State.RESIDENT and self._written(region):
-            assert region.loaded is not None
-            raise modified(
-                handle.geometry[0], handle.geometry[1], region.loaded._version, region.loaded_version
-            )
-        if region.state is State.LOADED and self._written(region):
+        loaded = region.loaded
+        if loaded is not None and loaded._version != region.loaded_version:
             # Backward wrote into the buffer: those are not the bytes that were saved. See Note: [Buffers belong to the tensor].
-            self.mover.drop_loaded(region)
-            return self._try_unpack(handle)
-        if region.state is State.STORING and self._written(region):
-            region.loaded = None  # the staging buffer or the payload still has the bytes that were saved
+            if region.state is State.RESIDENT:
+                dtype, size, *_ = handle.geometry
+                raise modified(dtype, size, loaded._version, region.loaded_version)
+            if region.state is State.LOADED:
+                self.mover.drop_loaded(region)
+                return self._try_unpack(handle)
+            if region.state is State.STORING:
+                region.loaded = None  # the staging buffer or the payload still has the bytes that were saved
         if region.state is State.STORING and not self.mover.stop_store(region):
             self.mover.recall(region)
         return self._hand_out(handle)
-
-    @staticmethod
-    def _written(region: Region) -> bool:
-        return region.loaded is not None and region.loaded._version != region.loaded_version
 
     def _hand_out(self, handle: Handle) -> torch.Tensor:
         region = handle.region
         if region.state is State.LOADED:
             self.mover.transfer.end_load(region)
-        if region.loaded is not None:
-            base, start = region.loaded, 0
-        else:
-            base, start = region.tensor, region.start
-        if region.packed is None:
-            tensor = view_of(base, start, handle.geometry)
-        else:
-            dense = base if base.dtype != torch.uint8 else base.view(handle.geometry[0]).view(region.packed)
-            tensor = restride(dense, handle.geometry)
         if not handle.unpacked:
             handle.unpacked = True
             region.waiting -= 1
         region.passed = region.tape.pass_number
-        self.mover.asked_for(region)
-        if region.waiting <= 0 and region.loaded is not None and region.slot is not None:
-            # It can come from its tier again; whoever was handed it owns the buffer now.
+        if region.ahead:
+            self.mover.asked_for(region)
+        base, start = region.loaded, 0
+        # It can come from its tier again: then whoever is handed it last owns the buffer.
+        last = region.waiting <= 0 and base is not None and region.slot is not None
+        if last:
             if region.state is State.LOADED:
                 self.mover.drop_loaded(region)
             else:
                 region.loaded = None
-        return tensor
+        elif base is None:
+            base, start = region.tensor, region.start
+        assert base is not None
+        if region.packed is None:
+            return tensor_over(base, handle.geometry) if last else view_of(base, start, handle.geometry)
+        dense = base if base.dtype != torch.uint8 else base.view(handle.geometry[0]).view(region.packed)
+        return restride(dense, handle.geometry)
 
     # Between the two
 

@@ -61,8 +61,9 @@ class ActivationMeter:
 
     def adjust(self, nbytes: int) -> None:
         """Add `nbytes` (negative: subtract) that are alive for backward but are no saved storage."""
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.live_bytes = live = self.live_bytes + nbytes
+        if live > self.peak_bytes:
+            self.peak_bytes = live
         if self.record:
             self.timeline.append((time.perf_counter(), self.live_bytes))
 

@@ -73,7 +73,8 @@ class Mover:
         Raises:
             StoreFull: no room, and `raise_when_full`.
         """
-        self.transfer.prepare(region)
+        if region.codec is not None:
+            self.transfer.prepare(region)
         try:
             region.slot = self.store.reserve(region.stored_bytes)
         except StoreFull as error:

@@ -28,6 +28,7 @@ __all__ = [
     "modified",
     "restride",
     "same_version_counter",
+    "tensor_over",
     "view_of",
 ]
 
@@ -307,12 +308,16 @@ def view_of(base: torch.Tensor, byte_offset: int, geometry: Geometry) -> torch.T
         byte_offset: where the region begins in that storage, in bytes.
         geometry: of the saved tensor, relative to the region.
     """
-    dtype, size, stride, offset = geometry
     alias = base.detach()
-    typed = torch.empty(0, dtype=dtype, device=base.device)
-    typed.set_(base.untyped_storage(), byte_offset // dtype.itemsize + offset, size, stride)
-    alias.data = typed
+    alias.data = tensor_over(base, geometry, byte_offset)
     return alias
+
+
+def tensor_over(base: torch.Tensor, geometry: Geometry, byte_offset: int = 0) -> torch.Tensor:
+    """As `view_of`, with a version counter of its own: where nobody else looks at what is written to these bytes."""
+    dtype, size, stride, offset = geometry
+    typed = torch.empty(0, dtype=dtype, device=base.device)
+    return typed.set_(base.untyped_storage(), byte_offset // dtype.itemsize + offset, size, stride)
 
 
 def restride(dense: torch.Tensor, geometry: Geometry) -> torch.Tensor:

@@ -32,7 +32,7 @@ class Transfer(Protocol):
     """Tensors are copied to a buffer first, so that one may be emptied (`departed`) before its write has ended."""
 
     def prepare(self, region: Region) -> None:
-        """Encode a region that has a codec: from then on `region.stored_bytes` are what goes to the tier."""
+        """Encode a region, which has a codec: from then on `region.stored_bytes` are what goes to the tier."""
 
     def begin_store(self, region: Region, *, later: bool) -> bool:
         """Queue the write of `region` to `region.slot`, `later` (see `SpillStore.write`) where nothing waits for it. False:
@@ -73,7 +73,7 @@ def _bytes_of(lease: Lease) -> torch.Tensor:
 
 
 def _encode(coding: Coding, region: Region, seen: Callable[[torch.UntypedStorage], None]) -> None:
-    if region.codec is None or region.payload is not None:
+    if region.payload is not None:
         return
     coding.encode(region)
     assert region.payload is not None

@@ -271,18 +271,16 @@ class SpillStore:
 
     def _submit(self, slot: Slot, kind: int, address: int, event: int, later: bool) -> Operation:
         forks.check(self._generation, "this store")
-        self._check_open()
+        if self._closed:
+            self._check_open()
         if not slot._held:
             raise ValueError(f"{slot} was freed")
         if slot._lease is not None:
             slot._lead = 0
-            operation = self.pool.submit(
-                COPY_OUT if kind == READ else COPY_IN, address, slot.nbytes, 0, slot._extents, event, later
-            )
-        else:
-            if kind == WRITE:
-                slot._lead = address % ALIGNMENT
-            operation = self.pool.submit(kind, address, slot.nbytes, slot._lead, slot._extents, event, later)
+            kind = COPY_OUT if kind == READ else COPY_IN
+        elif kind == WRITE:
+            slot._lead = address % ALIGNMENT
+        operation = self.pool.submit(kind, address, slot.nbytes, slot._lead, slot._extents, event, later)
         earlier = slot._operations
         if len(earlier) > 1:  # a slot is written once and read once, as a rule
             earlier = tuple([old for old in earlier if not old.done()])
