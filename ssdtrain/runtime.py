@@ -141,7 +141,8 @@ class Runtime:
         check_codec(offload, layer.kind)
         buffer = offload.buffer
         in_flight, prefetch = offload.in_flight, offload.prefetch
-        if layer.kind != "cpu" or staged:
+        in_place = layer.kind == "cpu" and not staged
+        if not in_place:
             # All transfers pass through the pinned arena, which is made at start: half of it for each direction.
             buffer = buffer or max(4 * in_flight, 1024 * MiB)
             in_flight = min(in_flight, buffer // 2)
@@ -156,6 +157,7 @@ class Runtime:
             direct=offload.direct,
             local_world_size=local_world_size,
             faults=faults,
+            huge_pages=in_place,  # else it is the arena that is written from, which lies in them
             **layer.event_functions(),
         )
         options = EngineOptions(

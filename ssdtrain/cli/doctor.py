@@ -17,6 +17,7 @@ from ssdtrain import __version__
 from ssdtrain.cli.versions import OLDEST, TESTED, installed, too_old
 from ssdtrain.report.text import size_text
 from ssdtrain.storage import drive_of
+from ssdtrain.storage.memory import HUGE_PAGES
 from ssdtrain.storage.slab import open_nameless, refuses_direct
 
 GOOD, NOTE, WARNING, BROKEN = "ok", "-", "warning", "broken"
@@ -105,12 +106,13 @@ def extensions() -> Iterator[Finding]:
 def hardware() -> Iterator[Finding]:
     yield from devices()
     yield Finding("processors", str(os.cpu_count()), GOOD)
-    switch = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    state = switch.read_text().partition("[")[2].partition("]")[0] if switch.exists() else "unknown"
+    state = "unknown"
+    if HUGE_PAGES.exists():
+        state = HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
     if state in ("always", "madvise"):
         yield Finding("huge pages", state, GOOD)
     else:
-        yield Finding("huge pages", state, WARNING, f"more CPU time per byte: write madvise to {switch}")
+        yield Finding("huge pages", state, WARNING, f"more CPU time per byte: write madvise to {HUGE_PAGES}")
 
 
 def devices() -> Iterator[Finding]:

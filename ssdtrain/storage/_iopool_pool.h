@@ -42,6 +42,14 @@ static int parse_files(PyObject *files, Pool *pool) {
     return 0;
 }
 
+/* 0, or -1: no memory. */
+static int watch_pages(Pool *pool) {
+    if (!(pool->pages = calloc(1, sizeof(Pages)))) return -1;
+    pthread_mutex_init(&pool->pages->lock, NULL);
+    pool->pages->began = now();
+    return 0;
+}
+
 static void assign_workers(Pool *pool, int threads) {
     for (int i = 0; i < pool->worker_count; i++) {
         int queue = i / threads < pool->queue_count - 1 ? i / threads : pool->queue_count - 1;
@@ -73,12 +81,12 @@ static int allocate(Pool *pool) {
 
 static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
     static char *names[] = {"files",      "threads",    "host_threads", "piece",  "make_error",
-                            "event_wait", "set_device", "device",       "faults", NULL};
+                            "event_wait", "set_device", "device",       "faults", "huge_pages", NULL};
     PyObject *files, *make_error, *faults = Py_None;
-    int threads, host_threads, device = -1;
+    int threads, host_threads, device = -1, huge_pages = 0;
     unsigned long long piece, event_wait = 0, set_device = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O|$iiKOKKiO:Pool", names, &files, &threads, &host_threads, &piece,
-                                     &make_error, &event_wait, &set_device, &device, &faults))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O|$iiKOKKiOp:Pool", names, &files, &threads, &host_threads, &piece,
+                                     &make_error, &event_wait, &set_device, &device, &faults, &huge_pages))
         return NULL;
     Py_ssize_t count = PyList_Size(files);
     if (count < 0) return NULL;
@@ -98,7 +106,7 @@ static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     pool->event_wait = (int (*)(void *))(uintptr_t)event_wait;
     pool->set_device = (int (*)(int))(uintptr_t)set_device;
     pool->device = device;
-    if (allocate(pool)) goto no_memory;
+    if (allocate(pool) || (huge_pages && watch_pages(pool))) goto no_memory;
     assign_workers(pool, threads);
     if (parse_files(files, pool) || parse_faults(faults, pool)) goto failed;
     int code = start_workers(pool);

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
+#include "_iopool_pages.h"
 #include "_iopool_transfer.h"
 
 #define STACK (512 << 10) /* bytes; virtual, a worker uses a few KiB, a CUDA call more */
@@ -48,6 +49,7 @@ struct Pool {
     char *bounce;
     uint64_t piece;
     Faults *faults;
+    Pages *pages; /* NULL: leave them as they are */
     int (*event_wait)(void *);
     int (*set_device)(int);
     int device;
@@ -60,12 +62,6 @@ struct Pool {
     pthread_cond_t opened;
     atomic_ullong cancelled;
 };
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
 
 static void forget(Operation *op) {
     if (atomic_fetch_sub(&op->references, 1) != 1) return;
@@ -164,6 +160,10 @@ static void run(Worker *w, Operation *op, Piece *piece) {
         pthread_mutex_unlock(&w->pool->gate);
     }
     if (op->event && !op->failed && await_event(w, op, piece, &failure)) fail(op, piece, failure);
+    if (w->pool->pages && op->kind == WRITE && queue->direct && !op->failed) {
+        uint64_t start = piece->start > op->lead ? piece->start : op->lead;
+        collapse(w->pool->pages, op->address + start - op->lead, op->address + piece->end - op->lead);
+    }
     double begun = now();
     pthread_mutex_lock(&op->lock);
     if (!(op->begun > 0)) op->begun = begun;
@@ -312,6 +312,7 @@ static void free_pool(Pool *pool) {
         free(pool->faults->chosen[1]);
         free(pool->faults);
     }
+    free(pool->pages);
     free(pool->queues);
     free(pool->workers);
     free(pool);

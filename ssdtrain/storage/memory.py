@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 HUGE_PAGE = 2 << 20
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+"""The system's switch."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -47,6 +49,14 @@ def copy(target: int, source: int, nbytes: int) -> None:
 
 def fill(address: int, byte: int, nbytes: int) -> None:
     ctypes.memset(address, byte, nbytes)
+
+
+def huge_pages_wanted() -> bool:
+    """False where the system has none, or its administrator wants none (`never`)."""
+    try:
+        return "[never]" not in HUGE_PAGES.read_text()
+    except OSError:
+        return False
 
 
 class Map:

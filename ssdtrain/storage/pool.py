@@ -118,6 +118,7 @@ def make_pool(
     event_wait: int = 0,
     set_device: int = 0,
     device: int = -1,
+    huge_pages: bool = False,
 ) -> Pool:
     """Start the workers.
 
@@ -133,6 +134,8 @@ def make_pool(
             event: cudaEventSynchronize, or another that returns 0 for success.
         set_device: address of `int f(int device)`, called once by each worker that waits for an event:
             cudaSetDevice.
+        huge_pages: put the memory that is written from into huge pages, as far as that is worth it: see
+            `_iopool_pages.h`. The C engine does; what the Python engine costs lies elsewhere.
 
     Raises:
         ValueError: an unknown engine, or a size that does not fit.
@@ -154,7 +157,9 @@ def make_pool(
     settings |= {"event_wait": event_wait, "set_device": set_device, "device": device}
     if engine != "python":
         try:
-            return load_extension().Pool(list(files), faults=as_tuple(faults), **settings)
+            return load_extension().Pool(
+                list(files), faults=as_tuple(faults), huge_pages=huge_pages, **settings
+            )
         except ImportError as error:
             if engine == "c":
                 raise ImportError(

@@ -66,7 +66,7 @@ class SpillStore:
             `local_world_size`. host_bytes: size of the host tier in front of the drives, bytes; 0 for none.
             threads: workers per drive. engine: "auto", "c" or "python". direct: "auto", "on" or "off":
             O_DIRECT. faults: injected faults (tests). stripe: bytes above which a slot is spread over several
-            drives. event_wait, set_device, device: see `make_pool`.
+            drives. event_wait, set_device, device, huge_pages: see `make_pool`.
 
     Raises:
         OSError: a directory is missing, read-only or no directory, or refuses O_DIRECT under direct="on";
@@ -88,6 +88,7 @@ class SpillStore:
         event_wait: int = 0,
         set_device: int = 0,
         device: int = -1,
+        huge_pages: bool = False,
     ) -> None:
         if not directories and not host_bytes:
             raise ValueError("a spill store needs a directory or a host tier (host_bytes)")
@@ -129,6 +130,7 @@ class SpillStore:
                 event_wait=event_wait,
                 set_device=set_device,
                 device=device,
+                huge_pages=huge_pages and memory.huge_pages_wanted(),
             )
         except BaseException:
             for slab in self._slabs:
