@@ -34,6 +34,7 @@ from benchmarks.common import (
     hardware,
     huge_pages,
     interval,
+    page_faults,
     paired_ratio,
     parser,
     with_huge_pages,
@@ -195,6 +196,7 @@ def run(arguments: Any, directory: Path) -> dict[str, Any]:
     peaks = {way: median_of(3, lambda way=way: trial.activation_peak(way)) for way in (KEEP, SSDTRAIN)}  # type: ignore[misc]
     trial.recomputed, recompute_peak = fewest_blocks(trial, peaks[SSDTRAIN], arguments.layers)
     seconds: dict[str, list[float]] = {KEEP: [], SSDTRAIN: [], RECOMPUTE: []}
+    faults: dict[str, list[int]] = {way: [] for way in seconds}
     for way in seconds:
         trial.seconds(way)
     before = runtime.statistics()
@@ -202,7 +204,9 @@ def run(arguments: Any, directory: Path) -> dict[str, Any]:
         # Every way follows every other equally often.
         order = [KEEP, SSDTRAIN, RECOMPUTE]
         for way in order[pair % 3 :] + order[: pair % 3]:
+            faulted = page_faults()
             seconds[way].append(trial.seconds(way))
+            faults[way].append(page_faults() - faulted)
         print(f"\rpair {pair + 1} of {arguments.pairs}", end="", flush=True)
     print()
     after = runtime.statistics()
@@ -240,6 +244,7 @@ def run(arguments: Any, directory: Path) -> dict[str, Any]:
         "ssd_bytes_per_step": moved,
         "stall_seconds_per_step": stalls,
         "bytes_per_flop": moved / flops,
+        **{f"page_faults_{way}": statistics.median(counts) for way, counts in faults.items()},
         "buffer_mib": runtime.engine.buffers.capacity / MiB if runtime.engine is not None else 0,
         **hardware(directory),
         "torch": torch.__version__,

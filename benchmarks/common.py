@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -42,6 +43,13 @@ def with_huge_pages(module: str, wanted: bool) -> None:
         os.environ[HUGE_PAGES] = "1"
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
+
+
+def page_faults() -> int:
+    """Pages that were new to this process so far. What a step that keeps takes depends on how many of them malloc has it fault
+    in again, which differs from process to process.
+    """
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:

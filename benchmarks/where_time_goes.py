@@ -21,7 +21,15 @@ from typing import Any
 import torch
 
 from benchmarks.activation import KEEP, SSDTRAIN, Trial
-from benchmarks.common import finish, hardware, huge_pages, paired_ratio, parser, with_huge_pages
+from benchmarks.common import (
+    finish,
+    hardware,
+    huge_pages,
+    page_faults,
+    paired_ratio,
+    parser,
+    with_huge_pages,
+)
 from benchmarks.models import gpt
 from ssdtrain.config import load_config
 from ssdtrain.runtime import Runtime
@@ -84,11 +92,16 @@ def measure(arguments: Any, directory: Path) -> dict[str, Any]:
     keep: list[float] = []
     ours: list[float] = []
     parts: dict[str, list[float]] = {name: [] for name in [*PARTS, "io_cpu"]}
+    faults: dict[str, list[int]] = {KEEP: [], SSDTRAIN: []}
     for _ in range(arguments.pairs):
+        faulted = page_faults()
         keep.append(trial.seconds(KEEP))
+        faults[KEEP].append(page_faults() - faulted)
         before = {name: clock.seconds for name, clock in clocks.items()}
         waits, cpu = engine.snapshot(), io_cpu_seconds()
+        faulted = page_faults()
         ours.append(trial.seconds(SSDTRAIN))
+        faults[SSDTRAIN].append(page_faults() - faulted)
         spent = {name: clock.seconds - before[name] for name, clock in clocks.items()}
         now = engine.snapshot()
         spent["store_wait"] = now.store_wait_seconds - waits.store_wait_seconds
@@ -104,6 +117,7 @@ def measure(arguments: Any, directory: Path) -> dict[str, Any]:
     figures |= {"step_seconds_keep": statistics.median(keep), "step_seconds": statistics.median(ours)}
     figures["step_time_ratio"] = paired_ratio(ours, keep)
     figures |= {f"{name}_seconds": statistics.median(values) for name, values in parts.items()}
+    figures |= {f"page_faults_{way}": statistics.median(values) for way, values in faults.items()}
     return {**figures, **hardware(directory), "torch": torch.__version__, "device": device.type}
 
 

@@ -128,11 +128,6 @@ def devices() -> Iterator[Finding]:
         yield Finding("CUDA", ", ".join(names), GOOD)
     else:
         yield Finding("CUDA", "no device", NOTE, "training runs on the CPU")
-        if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1":
-            yield Finding("pages of CPU tensors", "huge", GOOD)
-        else:
-            remedy = "THP_MEM_ALLOC_ENABLE=1 in the environment makes torch ask for huge ones: half of the CPU time per byte"
-            yield Finding("pages of CPU tensors", "small", NOTE, remedy)
 
 
 def drive(directory: Path) -> Iterator[Finding]:

@@ -132,6 +132,7 @@ class OffloadEngine:
             region = self._regions.find(tensor, storage, extent)
             if region is not None:
                 self.statistics.shared_tensors += 1
+                region.shared = True
                 return self._handle(region, tensor, extent)
             region = self._regions.make(tensor, storage, extent, tape, self._released)
             self.statistics.saved_bytes += region.nbytes
@@ -285,7 +286,7 @@ class OffloadEngine:
         if region.ahead:
             self.mover.asked_for(region)
         base, start = region.loaded, 0
-        # It can come from its tier again: then whoever is handed it last owns the buffer.
+        # It can come from its tier again: then whoever was handed it owns the buffer.
         last = region.waiting <= 0 and base is not None and region.slot is not None
         if last:
             if region.state is State.LOADED:
@@ -296,7 +297,8 @@ class OffloadEngine:
             base, start = region.tensor, region.start
         assert base is not None
         if region.packed is None:
-            return tensor_over(base, handle.geometry) if last else view_of(base, start, handle.geometry)
+            alone = last and not region.shared
+            return tensor_over(base, handle.geometry) if alone else view_of(base, start, handle.geometry)
         dense = base if base.dtype != torch.uint8 else base.view(handle.geometry[0]).view(region.packed)
         return restride(dense, handle.geometry)
 

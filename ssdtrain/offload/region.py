@@ -58,7 +58,8 @@ class Region:
     original is noticed whenever it happens. Regions that hold a packed copy watch the original through `probe`.
 
     Note: [Buffers belong to the tensor]
-    `loaded` is the buffer that a load filled. What `unpack` hands out shares its storage and its version counter. The
+    `loaded` is the buffer that a load filled. What `unpack` hands out shares its storage and its version counter (but for the
+    only handle of a region: its tensor has the buffer for itself). The
     storage owns the buffer: it goes back to the arena when the last view dies, not when the handle does. Megatron's
     vocabulary-parallel cross entropy returns its saved tensor, modified, as the gradient; a buffer that went back with the
     handle would be overwritten under it. A write is seen on the counter, and the buffer is not handed out again.
@@ -95,6 +96,7 @@ class Region:
         "pointer",
         "probe",
         "releases",
+        "shared",
         "slot",
         "start",
         "state",
@@ -128,6 +130,7 @@ class Region:
         self.origin: Geometry | None = None  # and where in its storage the original lies
         self.state = State.RESIDENT
         self.handles = 0  # handles alive
+        self.shared = False  # there was ever more than one
         self.waiting = 0  # handles alive that were never unpacked
         self.passed = -1  # the tape's pass in which backward last used it
         self.wanted = False  # backward is near: keep the bytes when the store ends
@@ -314,7 +317,7 @@ def view_of(base: torch.Tensor, byte_offset: int, geometry: Geometry) -> torch.T
 
 
 def tensor_over(base: torch.Tensor, geometry: Geometry, byte_offset: int = 0) -> torch.Tensor:
-    """As `view_of`, with a version counter of its own: where nobody else looks at what is written to these bytes."""
+    """As `view_of`, with a version counter of its own: where no other tensor lies in these bytes."""
     dtype, size, stride, offset = geometry
     typed = torch.empty(0, dtype=dtype, device=base.device)
     return typed.set_(base.untyped_storage(), byte_offset // dtype.itemsize + offset, size, stride)

@@ -1,7 +1,7 @@
 /* Queues, workers, operations' lives. No Python here: a worker never takes the GIL.
  *
- * Locks, in the order in which they are taken: Pool.submitting, Queue.lock, Operation.lock; Pool.gate alone. A cancel takes
- * none but Operation.lock, to wake waiters. */
+ * Locks, in the order in which they are taken: Pool.submitting, Queue.lock, Operation.lock; Pool.gate and Pages.lock alone. A
+ * cancel takes none but Operation.lock, to wake waiters. */
 #ifndef SSDTRAIN_IOPOOL_QUEUE_H
 #define SSDTRAIN_IOPOOL_QUEUE_H
 

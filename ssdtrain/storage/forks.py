@@ -42,8 +42,14 @@ def check(made_in: int, what: str) -> None:
 
 def _in_child() -> None:
     _Process.generation += 1
+    failed: BaseException | None = None
     for thing in list(_tracked):
-        thing.after_fork()
+        try:
+            thing.after_fork()
+        except BaseException as error:  # noqa: BLE001 - the others have to hear of it all the same
+            failed = error
+    if failed is not None:
+        raise failed
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -253,6 +253,7 @@ class SpillStore:
         if self._generation != forks.generation():
             return
         with self._lock:
+            self._drain()
             self._closed = True
         self._shutdown()
 

@@ -63,15 +63,6 @@ def test_memory_that_poses_as_a_drive_is_told(capsys: pytest.CaptureFixture[str]
     assert "memory, not a drive" in found["/dev/shm: file system"]["remedy"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="activations are not in CPU memory here")
-@pytest.mark.parametrize(("value", "found"), [("1", "huge"), ("0", "small")])
-def test_small_pages_of_cpu_tensors_are_told(monkeypatch: pytest.MonkeyPatch, value: str, found: str) -> None:
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", value)
-    finding = {finding.subject: finding for finding in doctor.devices()}["pages of CPU tensors"]
-    assert finding.found == found
-    assert (finding.remedy == "") == (found == "huge")
-
-
 def test_without_the_c_engine_it_says_what_runs_instead(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

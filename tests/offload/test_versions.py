@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,45 @@ def test_a_parameter_stepped_between_forward_and_backward_raises(make_runtime: M
         weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class WritesToWhatItSaved(torch.autograd.Function):
+    """As Megatron's vocabulary-parallel cross entropy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            x.mul_(2)
+        return grad.clone()
+
+
+def gradient_of_gradient(recording: Recording, settle: Callable[[], object]) -> torch.Tensor:
+    weight = torch.full((4096,), 3.0, requires_grad=True)
+    with recording():
+        h = weight * 1.0
+        written = WritesToWhatItSaved.apply(h)
+        loss = (h * h * h).sum() + written.sum()
+    settle()
+    (grad,) = torch.autograd.grad(loss, h, create_graph=True)
+    return torch.autograd.grad((grad * grad).sum(), h)[0]
+
+
+def test_a_write_to_the_last_handle_is_seen_by_who_saved_an_earlier_one_again(
+    variant: Variant, make_runtime: MakeRuntime
+) -> None:
+    """Several handles of one region are handed tensors over one buffer: the first is saved again, the last is written to."""
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradient_of_gradient(nullcontext, lambda: None)
+    runtime = make_runtime(variant)
+    runtime.expects_live = True  # type: ignore[attr-defined]  # torch keeps such a graph, under any hooks
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradient_of_gradient(runtime.forward, lambda: settled(runtime))
 
 
 def test_a_packed_view_watches_the_original(make_runtime: MakeRuntime) -> None:

@@ -20,15 +20,27 @@ class Allocation(RuleBasedStateMachine):
         self.allocator = RangeAllocator(64 * UNIT, UNIT)
         self.out: dict[int, int] = {}
 
+    def longest(self) -> int:
+        """Bytes between the ranges that are out. The allocator is not asked: when somebody looks, what was given back joins."""
+        longest = position = 0
+        for start, length in sorted([*self.out.items(), (self.allocator.size, 0)]):
+            longest = max(longest, start - position)
+            position = start + length
+        return longest
+
     @rule(target=taken, nbytes=st.integers(0, 20 * UNIT))
     def take(self, nbytes: int) -> int | None:
-        fits = max((end - start for start, end in self.allocator.free_ranges), default=0)
+        fits = self.longest()
         offset = self.allocator.take(nbytes)
         length = self.allocator.rounded(nbytes)
         assert (offset is not None) == (fits >= length), "a range that fits is found, and only then"
         if offset is None:
             return None
         assert offset % UNIT == 0 and offset + length <= self.allocator.size
+        overlaps = [
+            start for start, other in self.out.items() if start < offset + length and offset < start + other
+        ]
+        assert not overlaps, "a range was handed to two owners"
         self.out[offset] = length
         return offset
 
@@ -42,6 +54,10 @@ class Allocation(RuleBasedStateMachine):
         self.allocator.extend(units * UNIT)
 
     @invariant()
+    def what_is_out_is_counted(self) -> None:
+        assert self.allocator.used == sum(self.out.values())
+
+    @rule()
     def ranges_tile_the_space(self) -> None:
         free = [(start, end - start) for start, end in self.allocator.free_ranges]
         position, was_free = 0, False
@@ -51,7 +67,6 @@ class Allocation(RuleBasedStateMachine):
             assert length > 0 and not (is_free and was_free), "two free neighbours did not join"
             position, was_free = start + length, is_free
         assert position == self.allocator.size
-        assert self.allocator.used == sum(self.out.values())
 
     def teardown(self) -> None:
         for offset in list(self.out):
@@ -69,9 +84,23 @@ def test_the_smallest_range_that_fits_is_taken() -> None:
     assert (a, b, c, d) == (0, 4 * UNIT, 5 * UNIT, 7 * UNIT)
     allocator.give(0)
     allocator.give(5 * UNIT)
+    assert allocator.free_ranges == [(0, 4 * UNIT), (5 * UNIT, 7 * UNIT)]  # looking joins them
     assert allocator.take(2 * UNIT) == 5 * UNIT, (
         "2 units lie in the hole of 2, not at the start of the hole of 4"
     )
+
+
+def test_a_range_is_handed_out_as_it_was_given_back_until_nothing_else_fits() -> None:
+    allocator = RangeAllocator(10 * UNIT, UNIT)
+    first, second, third = (allocator.take(n * UNIT) for n in (2, 3, 4))
+    assert first is not None and second is not None and third is not None
+    allocator.give(first)
+    allocator.give(second)
+    assert allocator.take(2 * UNIT) == first, "not the start of 5 joined units"
+    allocator.give(first)
+    assert allocator.take(5 * UNIT) == first, "both, joined"
+    allocator.give(third)
+    assert allocator.take(5 * UNIT) == third, "joined with what was never taken"
 
 
 def test_a_range_given_back_twice_is_an_error() -> None:

@@ -247,6 +247,14 @@ def test_ctrl_c_in_the_middle_of_a_release_gives_no_space_twice(
     store.close()
 
 
+def test_nothing_freed_counts_as_live_after_close(make_store: Make) -> None:
+    store = make_store()
+    slot = store.reserve(4096)
+    store.free(slot)
+    store.close()
+    assert store.stats.live_slots == 0 and store.stats.drives[0].used == 0
+
+
 def test_slots_freed_one_after_the_other_are_given_back_together(make_store: Make) -> None:
     store = make_store()
     slots = [store.reserve(4096) for _ in range(FREED_TOGETHER)]
@@ -271,9 +279,12 @@ def test_freeing_inside_a_locked_section_does_not_wait(make_store: Make) -> None
             store.free(self.slot)
 
     owner = Owner()
+    others = [store.reserve(4096) for _ in range(FREED_TOGETHER - 1)]
+    for slot in others:
+        store.free(slot)
     del owner
     with store._lock:
-        gc.collect()
+        gc.collect()  # one more would be looked through together with the others
     assert store.stats.live_slots == 0
 
 
