@@ -20,22 +20,13 @@ from ssdtrain.offload.amount import Plan
 from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.eligible import Eligibility
+from ssdtrain.offload.geometry import restride, tensor_over, view_of
 from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.mover import Mover, wait_quietly
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.prefetch import Prefetcher
 from ssdtrain.offload.reasons import CROWDED, LATE, TOO_LARGE, Reasons
-from ssdtrain.offload.region import (
-    Handle,
-    Kept,
-    Region,
-    Releases,
-    State,
-    modified,
-    restride,
-    tensor_over,
-    view_of,
-)
+from ssdtrain.offload.region import Handle, Kept, Region, Releases, State, modified
 from ssdtrain.offload.sharing import Extent, Regions
 from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.offload.tape import Tape

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ssdtrain.offload.geometry import Geometry
+
 if TYPE_CHECKING:
     from ssdtrain.codecs import Codec
     from ssdtrain.device import Event
@@ -17,23 +19,14 @@ if TYPE_CHECKING:
     from ssdtrain.storage import Lease, Operation, Slot
 
 __all__ = [
-    "Geometry",
     "Handle",
     "Kept",
     "Region",
     "Releases",
     "State",
-    "densest",
     "lost",
     "modified",
-    "restride",
-    "same_version_counter",
-    "tensor_over",
-    "view_of",
 ]
-
-# dtype, sizes, strides and storage offset (in elements of dtype) from the start of the region.
-Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
 _NOTHING: dict[torch.device, torch.Tensor] = {}
 
@@ -58,11 +51,11 @@ class Region:
     original is noticed whenever it happens. Regions that hold a packed copy watch the original through `probe`.
 
     Note: [Buffers belong to the tensor]
-    `loaded` is the buffer that a load filled. What `unpack` hands out shares its storage and its version counter (but for the
-    only handle of a region: its tensor has the buffer for itself). The
-    storage owns the buffer: it goes back to the arena when the last view dies, not when the handle does. Megatron's
-    vocabulary-parallel cross entropy returns its saved tensor, modified, as the gradient; a buffer that went back with the
-    handle would be overwritten under it. A write is seen on the counter, and the buffer is not handed out again.
+    `loaded` is the buffer that a load filled. What `unpack` hands out shares its storage and its version counter; where a
+    region has one handle only, its tensor has the buffer for itself, and a counter of its own. The storage owns the
+    buffer: it goes back to the arena when the last view dies, not when the handle does. Megatron's vocabulary-parallel
+    cross entropy returns its saved tensor, modified, as the gradient; a buffer that went back with the handle would be
+    overwritten under it. A write is seen on the counter, and the buffer is not handed out again.
 
     Note: [Freed under the engine]
     `storage.resize_` frees memory that a store may still read, and leaves no trace on the version counter. So a region that
@@ -301,56 +294,3 @@ def lost(dtype: torch.dtype, size: Sequence[int]) -> RuntimeError:
         "and its bytes are not known any more. Offloading needs to be told which tensors a framework frees and fills again: "
         "attach by the framework's own adapter, or leave the part of the model that does it outside"
     )
-
-
-def view_of(base: torch.Tensor, byte_offset: int, geometry: Geometry) -> torch.Tensor:
-    """A tensor over the storage of `base` with exactly this geometry that is no view and shares `base`'s version counter.
-
-    Args:
-        base: any tensor over the storage.
-        byte_offset: where the region begins in that storage, in bytes.
-        geometry: of the saved tensor, relative to the region.
-    """
-    alias = base.detach()
-    alias.data = tensor_over(base, geometry, byte_offset)
-    return alias
-
-
-def tensor_over(base: torch.Tensor, geometry: Geometry, byte_offset: int = 0) -> torch.Tensor:
-    """As `view_of`, with a version counter of its own: where no other tensor lies in these bytes."""
-    dtype, size, stride, offset = geometry
-    typed = torch.empty(0, dtype=dtype, device=base.device)
-    return typed.set_(base.untyped_storage(), byte_offset // dtype.itemsize + offset, size, stride)
-
-
-def restride(dense: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """A tensor with the sizes and strides of `geometry`, filled from the packed copy `dense` that `densest` made."""
-    dtype, size, stride, _ = geometry
-    tensor = torch.empty_strided(size, stride, dtype=dtype, device=dense.device)
-    _own_elements(tensor).copy_(dense)
-    return tensor
-
-
-def densest(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of the elements of `tensor`, expanded dimensions (stride 0) once."""
-    return _own_elements(tensor.detach()).clone(memory_format=torch.contiguous_format)
-
-
-def _own_elements(tensor: torch.Tensor) -> torch.Tensor:
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def same_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if an in-place write to one is seen on the other. `.data` makes aliases with a counter of their own.
-
-    torch does not show a counter's identity, so this one is moved and put back.
-    """
-    version = one._version
-    if other._version != version:
-        return False
-    with torch.autograd._unsafe_preserve_version_counter(one):
-        torch.autograd.graph.increment_version(one)
-        return other._version != version

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from ssdtrain.offload.region import Geometry, Region, Releases, State, densest, same_version_counter
+from ssdtrain.offload.geometry import Geometry, densest, same_version_counter
+from ssdtrain.offload.region import Region, Releases, State
 from ssdtrain.offload.tape import Tape
 
 __all__ = ["Extent", "Regions"]
