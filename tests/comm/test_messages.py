@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ssdtrain
+from ssdtrain.codecs.base import Key
+from ssdtrain.codecs.zfp import Zfp
 from ssdtrain.comm import Bucket
 from tests.comm.ranks import on_ranks
 from tests.comm.test_collectives import make, values
@@ -33,6 +35,7 @@ def passed_on(rank: int, codec: str, error: float, dtype: torch.dtype) -> Any:
     sent.zero_()  # may change as soon as it has been issued
     for work in works:
         work.wait()
+    comm.point_to_point.settle()  # as at a step's end: what is under way ends with its object
     wanted = values(peer, 40_000, dtype).view(4, 100, 100).float()
     assert (received.float() - wanted).norm() <= error * wanted.norm()
     for tensor in (
@@ -103,7 +106,13 @@ def slow(rank: int) -> Any:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ssdtrain").addHandler(handler)
-    # ZFP in plain torch is far slower than loopback.
+    encode = Zfp.encode
+
+    def slowly(self: Zfp, x: torch.Tensor, out: torch.Tensor, key: Key | None = None) -> int:
+        time.sleep(0.5)  # far longer than a call over loopback takes, on a busy machine too
+        return encode(self, x, out, key)
+
+    Zfp.encode = slowly  # type: ignore[method-assign]
     comm = make(dp="zfp:rate=31", dp_gather="zfp:rate=31", probe=True)
     for _ in range(3):
         assert comm.all_reduce(values(rank, 300_000), "dp") is None
