@@ -126,9 +126,8 @@ class Eligibility:
             and not _is_wrapped(tensor)
         )
 
-    def refused_by_adapter(self, tensor: torch.Tensor) -> bool:
-        """True if this tensor is known as one that its framework moves or frees by itself."""
-        storage = tensor.untyped_storage()
+    def refused_by_adapter(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """True if this tensor, of `storage`, is known as one that its framework moves or frees by itself."""
         if self._left:
             known = self._left.get(id(storage))
             if known is not None and known() is storage:

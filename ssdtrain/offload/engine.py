@@ -115,7 +115,7 @@ class OffloadEngine:
             self._drain()
             self.statistics.saved_tensors += 1
             self.meter.see(storage)
-            if tensor.nbytes < self.eligible.min_bytes or self._refused(tensor):
+            if tensor.nbytes < self.eligible.min_bytes or self._refused(tensor, storage):
                 return Kept(tensor)
             extent = Extent.of(tensor, storage)
             if extent.end - extent.start < self.eligible.min_bytes:
@@ -147,9 +147,10 @@ class OffloadEngine:
         self._store(region)
         return handle
 
-    def _refused(self, tensor: torch.Tensor) -> bool:
+    def _refused(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         # What is saved while a backward runs (recomputation, double backward) is needed at once.
-        return _graph_task() != -1 or self.eligible.refused_by_adapter(tensor) or self.device.capturing()
+        in_backward = _graph_task() != -1
+        return in_backward or self.eligible.refused_by_adapter(tensor, storage) or self.device.capturing()
 
     def _handle(self, region: Region, tensor: torch.Tensor, extent: Extent) -> Handle:
         region.handles += 1

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import ssdtrain
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.runtime import Runtime
+from ssdtrain.storage import SpillStore
 from tests.offload import zoo
 from tests.offload.conftest import MakeRuntime, Variant, io_threads, open_files, settled
 from tests.offload.test_equality import asked_for, same
@@ -292,3 +294,20 @@ def test_an_engine_that_cannot_be_made_leaves_no_file_and_no_thread(
         Runtime(load_config({"offload": {"directories": str(tmp_path)}}))
     assert (open_files(), io_threads()) == before
     del caught
+
+
+@pytest.mark.parametrize(("staged", "asks"), [(False, True), (True, False)])
+def test_what_is_written_from_where_it_lies_is_put_into_huge_pages(
+    staged: bool, asks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arena, which staged tensors are written from, lies in them."""
+    asked: list[bool] = []
+
+    class Asked(SpillStore):
+        def __init__(self, *places: Any, huge_pages: bool, **settings: Any) -> None:
+            asked.append(huge_pages)
+            super().__init__(*places, huge_pages=huge_pages, **settings)
+
+    monkeypatch.setattr("ssdtrain.runtime.SpillStore", Asked)
+    Runtime(load_config({"offload": {"directories": str(tmp_path)}}), staged=staged).close()
+    assert asked == [asks]

@@ -131,6 +131,26 @@ def refused(call: Callable[[], object]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_fails_in_a_forked_child_keeps_nobody_else_from_hearing_of_it() -> None:
+    class Tracked:
+        told = False
+
+        def after_fork(self) -> None:
+            self.told = True
+            raise OSError("cannot be closed")
+
+    tracked = [Tracked() for _ in range(3)]
+    for one in tracked:
+        forks.track(one)
+
+    def child() -> None:
+        assert all(one.told for one in tracked)
+
+    assert in_child(child) == 0
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_child_forked_with_transfers_in_flight_has_nothing_and_hurts_nothing(
     make_store: Callable[..., SpillStore], arena: Arena
 ) -> None:
