@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ssdtrain
-from ssdtrain.storage import Arena, Faults, SpillStore, StoreClosed
+from ssdtrain.storage import Arena, Faults, SpillStore, StoreClosed, forks
 from tests.storage.conftest import blank, contents, eventually, filled, free_bytes, payload
 
 MiB = 1 << 20
