@@ -6,7 +6,7 @@ Three ways to run the same step of the same model, interleaved: keeping activati
 blocks whose measured peak is no more than SSDTrain's. A step is forward, backward and AdamW.
 
 How activation memory is measured: bytes that are alive for backward. For keeping and recomputing, by a meter that owes nothing
-to the engine (`ssdtrain.report.activation_meter`): every storage that reached a saved-tensor hook, once, whole, from its save to
+to the engine (`examples.support.activation_meter`): every storage that reached a saved-tensor hook, once, whole, from its save to
 its death, parameters and buffers left out. For SSDTrain by the engine: the same storages, plus the whole arena of buffers,
 plus loads outside of it. It is confirmed by the process: the peak of the resident set during the step minus that before it
 (VmHWM, reset through /proc/self/clear_refs), with glibc told to hand freed blocks back, in a process of its own; on a GPU by
@@ -40,10 +40,10 @@ from benchmarks.common import (
     with_huge_pages,
 )
 from benchmarks.models import MODELS
+from examples.support.activation_meter import SavedTensorMeter
+from examples.support.process_memory import PeakMemory, return_freed_blocks
 from ssdtrain.config import load_config, parse_size
 from ssdtrain.config.units import MiB
-from ssdtrain.report.activation_meter import SavedTensorMeter
-from ssdtrain.report.process_memory import PeakMemory, return_freed_blocks
 from ssdtrain.runtime import Runtime
 
 KEEP, SSDTRAIN, RECOMPUTE = "keep", "ssdtrain", "recompute"

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.models import GPT, GPTConfig
+from examples.support.data import batches, corpus
+from examples.support.model import Block
 from ssdtrain.codecs import Codec, FixedSizeCodec, Key, available, make_codec
-from ssdtrain_ds.demo.data import batches, corpus
-from ssdtrain_ds.demo.model import Block
 
 SPECS = (
     "bf16",

@@ -16,7 +16,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ssdtrain.report.plot import COLOURS
+from examples.support.plot import COLOURS
 
 ORDER = ("uncompressed", "safe", "balanced", "aggressive", "paper-zhybrid", "naive")
 GOALS = {"safe": 0.27, "balanced": 0.20, "aggressive": 0.14}

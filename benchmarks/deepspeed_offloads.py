@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.common import finish, hardware, interval, paired_ratio, parser
 from benchmarks.models import gpt
+from examples.support.activation_meter import SavedTensorMeter
 from ssdtrain.config.units import MiB
-from ssdtrain.report.activation_meter import SavedTensorMeter
 
 KEEP, SAVE_ON_CPU, SSDTRAIN = "keep", "save_on_cpu", "ssdtrain"
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import finish, hardware, parser
-from ssdtrain.report.result import RunResult
-from ssdtrain_ds.demo.settings import Settings
-from ssdtrain_ds.demo.train import train
+from examples.deepspeed_gpt.settings import Settings
+from examples.deepspeed_gpt.train import train
+from examples.support.result import RunResult
 
 CODECS = ("none", "lossless", "int8")
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.two_nodes.rank import Workload, comm_meter, serve
-from ssdtrain_ds.demo.data import batches, corpus
-from ssdtrain_ds.demo.model import Block, GPTConfig
-from ssdtrain_ds.demo.train import weights_digest
+from examples.deepspeed_gpt.train import weights_digest
+from examples.support.data import batches, corpus
+from examples.support.model import Block, GPTConfig
 
 LAYOUTS = ("zero2", "pp2")
 HELD_OUT = 0.05

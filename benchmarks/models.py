@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ssdtrain_ds.demo.model import GPT, GPTConfig
+from examples.support.model import GPT, GPTConfig
 
 __all__ = ["GPT", "MODELS", "GPTConfig", "gpt"]
 

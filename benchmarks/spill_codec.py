@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.common import finish, hardware, parser
 from benchmarks.models import gpt
+from examples.support.data import batches, corpus
 from ssdtrain.config import load_config
 from ssdtrain.runtime import Runtime
-from ssdtrain_ds.demo.data import batches, corpus
 
 TAIL = 20  # last steps whose mean loss is compared
 

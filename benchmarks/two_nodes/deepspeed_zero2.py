@@ -18,8 +18,8 @@ import torch.distributed
 
 from benchmarks.models import gpt
 from benchmarks.two_nodes.rank import Workload, comm_meter, serve
-from ssdtrain_ds.demo.data import batches, corpus
-from ssdtrain_ds.demo.train import weights_digest
+from examples.deepspeed_gpt.train import weights_digest
+from examples.support.data import batches, corpus
 
 SILENCED_BYTES = 64 << 10
 """Messages from here on are left out of a silent run: gradient buckets and weights, not norms and overflow flags."""

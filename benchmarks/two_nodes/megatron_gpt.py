@@ -50,8 +50,8 @@ def parser() -> argparse.ArgumentParser:
 
 class MegatronGPT(Workload):
     def __init__(self, options: argparse.Namespace) -> None:
-        from ssdtrain_megatron.train import options as flags
-        from ssdtrain_megatron.train.trainer import Trainer, initialize, training_set
+        from examples.megatron_gpt import options as flags
+        from examples.megatron_gpt.trainer import Trainer, initialize, training_set
 
         logging.getLogger("megatron").setLevel(logging.ERROR)
         self.options = options

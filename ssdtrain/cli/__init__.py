@@ -1,7 +1,7 @@
 """The console script `ssdtrain`.
 
-What lives here: `main` (which command), and one module per command: `demo` (starts `ssdtrain_ds.demo` in a process of its own),
-`doctor` (what is installed and what the drives are).
+What lives here: `main` (which command), and one module per command: `demo` (starts `examples.deepspeed_gpt` in a process of its
+own), `doctor` (what is installed and what the drives are).
 
 May import everything in `ssdtrain`; never deepspeed, megatron or their adapters, so that it runs where they are missing or
 broken. Nothing imports it.

@@ -1,9 +1,7 @@
-"""What a run did, measured and shown: statistics as text, tables, JSON lines and plots, and the independent meters.
+"""What a run reports while it goes on.
 
-What lives here: `text` (bytes and seconds for people), `result` (one measured run), `table` (runs side by side),
-`plot` (activation memory over one step; needs the extra `plot`), `lines` (JSON lines), `process_memory` (peaks of the
-process and the device) and `activation_meter` (what autograd keeps alive, counted without the engine).
+What lives here: `text` (bytes and seconds for people), `lines` (JSON lines), `journal` (a line per step) and `totals`.
 
 May import `ssdtrain.offload`, `ssdtrain.storage`, `ssdtrain.config` and what stands below them. It observes and
-never changes what training does; nothing here imports matplotlib before a plot is asked for.
+never changes what training does.
 """

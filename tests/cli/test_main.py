@@ -1,6 +1,7 @@
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,22 @@ def test_the_demo_without_deepspeed_says_what_to_install(
     )
     assert main(["demo"]) == 2
     assert "deepspeed not found: pip install 'ssdtrain[deepspeed,plot]'" in capsys.readouterr().err
+
+
+def test_the_demo_outside_of_a_checkout_says_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("ssdtrain.cli.demo.ROOT", tmp_path)
+    assert main(["demo"]) == 2
+    assert "make demo" in capsys.readouterr().err
+
+
+def test_the_demo_runs_from_any_directory(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--help"]) == 0
+    assert "usage: ssdtrain demo" in capfd.readouterr().out
 
 
 def test_the_demo_passes_options_and_exit_status_on(capfd: pytest.CaptureFixture[str]) -> None:

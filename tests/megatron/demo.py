@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     processes = 4
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    program = ["-m", "tests.megatron.cpu", "-m", "ssdtrain_megatron.train.demo"]
+    program = ["-m", "tests.megatron.cpu", "-m", "examples.megatron_gpt.demo"]
     command = [sys.executable, *launcher, *address, *program, *CHOSEN, *arguments]
     environment = {
         **os.environ,

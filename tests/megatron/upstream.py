@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ssdtrain.report.activation_meter import SavedTensorMeter
+from examples.support.activation_meter import SavedTensorMeter
 from ssdtrain.report.text import size_text
 from ssdtrain_megatron.attachment import attach
 from tests.megatron import training

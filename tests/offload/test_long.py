@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.models import gpt
-from ssdtrain.report.process_memory import GLIBC_STEADY, return_freed_blocks
+from examples.support.process_memory import GLIBC_STEADY, return_freed_blocks
 from tests.offload.conftest import MakeRuntime, Variant, holds_nothing
 
 MiB = 1 << 20

@@ -1,0 +1,5 @@
+import sys
+
+from examples.deepspeed_gpt.compare import main
+
+sys.exit(main())
