@@ -46,9 +46,9 @@ from ssdtrain.offload.hooks import Recording
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.offload.tape import Tape
-from ssdtrain.report.journal import Journal
-from ssdtrain.report.totals import NOTHING_STORED, RuntimeStatistics
 from ssdtrain.storage import Faults, SpillStore, check_host_budget, defer_signals
+from ssdtrain.telemetry.journal import Journal
+from ssdtrain.telemetry.totals import NOTHING_STORED, RuntimeStatistics
 
 __all__ = ["Runtime", "RuntimeStatistics"]
 

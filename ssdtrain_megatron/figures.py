@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ssdtrain.config import DIMENSIONS
-from ssdtrain.report.text import duration_text, size_text
+from ssdtrain.telemetry.text import duration_text, size_text
 
 if TYPE_CHECKING:
     from ssdtrain_megatron.attachment import Attachment

@@ -15,9 +15,9 @@ from examples.support.plot import MatplotlibMissing, plot_activation_memory
 from examples.support.result import RunResult
 from examples.support.table import comparison_table
 from ssdtrain.config.units import parse_size
-from ssdtrain.report.lines import write_line
-from ssdtrain.report.text import duration_text, size_text
 from ssdtrain.storage import drive_of, rated_bytes
+from ssdtrain.telemetry.lines import write_line
+from ssdtrain.telemetry.text import duration_text, size_text
 
 EQUAL, DIFFERENT, FAILED = 0, 1, 3
 """Exit statuses; 2 is argparse's."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from examples.deepspeed_gpt.settings import Settings
 from examples.support.result import RunResult
-from ssdtrain.report.lines import read_lines
+from ssdtrain.telemetry.lines import read_lines
 
 
 class ModeFailed(RuntimeError):

@@ -20,7 +20,7 @@ from examples.support.model import GPT
 from examples.support.process_memory import GLIBC_STEADY, PeakMemory, return_freed_blocks
 from examples.support.result import RunResult
 from ssdtrain.config.units import MiB
-from ssdtrain.report.lines import write_line
+from ssdtrain.telemetry.lines import write_line
 
 
 def start_distributed(device: torch.device) -> None:

@@ -34,8 +34,8 @@ from examples.support.process_memory import GLIBC_STEADY, PeakMemory, return_fre
 from examples.support.result import RunResult
 from examples.support.table import comparison_table
 from ssdtrain.config.units import MiB
-from ssdtrain.report.lines import write_line
 from ssdtrain.storage import drive_of, rated_bytes
+from ssdtrain.telemetry.lines import write_line
 
 __all__ = ["main"]
 

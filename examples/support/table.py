@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from rich.table import Table
 
 from examples.support.result import RunResult
-from ssdtrain.report.text import duration_text, ratio_text, size_text
 from ssdtrain.storage.endurance import projected_life
+from ssdtrain.telemetry.text import duration_text, ratio_text, size_text
 
 
 def comparison_table(

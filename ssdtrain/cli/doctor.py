@@ -15,10 +15,10 @@ from rich.table import Table
 
 from ssdtrain import __version__
 from ssdtrain.cli.versions import OLDEST, TESTED, installed, too_old
-from ssdtrain.report.text import size_text
 from ssdtrain.storage import drive_of
 from ssdtrain.storage.memory import HUGE_PAGES
 from ssdtrain.storage.slab import open_nameless, refuses_direct
+from ssdtrain.telemetry.text import size_text
 
 GOOD, NOTE, WARNING, BROKEN = "ok", "-", "warning", "broken"
 STYLES = {GOOD: "green", NOTE: "dim", WARNING: "yellow", BROKEN: "bold red"}

@@ -12,7 +12,7 @@ from examples.deepspeed_gpt.compare import DIFFERENT, EQUAL, FAILED, main, verdi
 from examples.deepspeed_gpt.process import ModeFailed, ModeProcess
 from examples.deepspeed_gpt.settings import Settings
 from examples.support.result import RunResult
-from ssdtrain.report.lines import read_lines
+from ssdtrain.telemetry.lines import read_lines
 from tests.examples.support.runs import result, spilling
 
 SMALL = {"layers": 2, "hidden": 128, "heads": 2, "sequence": 256, "microbatch": 4, "steps": 5, "dropout": 0.1}

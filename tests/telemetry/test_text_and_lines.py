@@ -2,8 +2,8 @@ import io
 
 import pytest
 
-from ssdtrain.report.lines import read_lines, write_line
-from ssdtrain.report.text import duration_text, ratio_text, size_text
+from ssdtrain.telemetry.lines import read_lines, write_line
+from ssdtrain.telemetry.text import duration_text, ratio_text, size_text
 
 
 @pytest.mark.parametrize(

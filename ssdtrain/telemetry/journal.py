@@ -11,9 +11,9 @@ from typing import Any, TextIO
 
 from ssdtrain.comm import Figures
 from ssdtrain.offload.statistics import OffloadStatistics
-from ssdtrain.report.lines import write_line
-from ssdtrain.report.text import duration_text, size_text
 from ssdtrain.storage import Stats
+from ssdtrain.telemetry.lines import write_line
+from ssdtrain.telemetry.text import duration_text, size_text
 
 __all__ = ["Journal"]
 

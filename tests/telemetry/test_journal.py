@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ssdtrain.config import ConfigError, load_config
-from ssdtrain.report.journal import Journal
 from ssdtrain.runtime import Runtime
+from ssdtrain.telemetry.journal import Journal
 
 SIZE = 128
 
