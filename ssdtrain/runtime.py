@@ -43,14 +43,14 @@ from ssdtrain.offload.claims import claim
 from ssdtrain.offload.coding import check_codec
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.hooks import Recording
+from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.offload.tape import Tape
 from ssdtrain.storage import Faults, SpillStore, check_host_budget, defer_signals
 from ssdtrain.telemetry.journal import Journal
-from ssdtrain.telemetry.totals import NOTHING_STORED, RuntimeStatistics
+from ssdtrain.telemetry.totals import NOTHING_STORED, RuntimeMetrics
 
-__all__ = ["Runtime", "RuntimeStatistics"]
+__all__ = ["Runtime", "RuntimeMetrics"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -257,7 +257,7 @@ class Runtime:
         if self.steps == FIRST_STEPS and self.engine is not None:
             self._complain_of_idleness(self.engine.snapshot())
 
-    def _complain_of_idleness(self, found: OffloadStatistics) -> None:
+    def _complain_of_idleness(self, found: OffloadMetrics) -> None:
         if found.offloaded_bytes or found.cancelled_bytes or found.kept_full_bytes or found.kept_late_bytes:
             return
         if self._only_keeps:
@@ -327,12 +327,12 @@ class Runtime:
 
     # Figures
 
-    def statistics(self) -> RuntimeStatistics | None:
+    def statistics(self) -> RuntimeMetrics | None:
         """The figures so far; None where nothing is enabled."""
         if not self.enabled:
             return None
-        return RuntimeStatistics(
-            self.engine.snapshot() if self.engine is not None else OffloadStatistics(),
+        return RuntimeMetrics(
+            self.engine.snapshot() if self.engine is not None else OffloadMetrics(),
             self._store.stats if self._store is not None else NOTHING_STORED,
             self.comm.figures() if self.comm is not None else {},
             self.steps,

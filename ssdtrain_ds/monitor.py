@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ssdtrain.runtime import Runtime, RuntimeStatistics
+from ssdtrain.runtime import Runtime, RuntimeMetrics
 from ssdtrain_ds import _compat
 
 __all__ = ["Monitor"]
@@ -26,7 +26,7 @@ class Monitor:
     def __init__(self, engine: Any, runtime: Runtime) -> None:
         self._engine = engine
         self._runtime = runtime
-        self._before: RuntimeStatistics | None = runtime.statistics()
+        self._before: RuntimeMetrics | None = runtime.statistics()
 
     def step(self) -> None:
         """A step is over."""
@@ -54,7 +54,7 @@ class Monitor:
         if logs:
             _compat.log_on_rank_0(self._line(now))
 
-    def _events(self, before: RuntimeStatistics, now: RuntimeStatistics) -> dict[str, float]:
+    def _events(self, before: RuntimeMetrics, now: RuntimeMetrics) -> dict[str, float]:
         """Since the step before, except for the peak, which is since the start: bytes and seconds."""
         found: dict[str, float] = {}
         for dimension, figures in now.comm.items():
@@ -78,7 +78,7 @@ class Monitor:
             "load_wait_seconds": new.load_wait_seconds - old.load_wait_seconds,
         }
 
-    def _line(self, now: RuntimeStatistics) -> str:
+    def _line(self, now: RuntimeMetrics) -> str:
         line = f"[ssdtrain] step={self._engine.global_steps}"
         if self._runtime.engine is not None:
             line += self._offloaded(now)
@@ -86,7 +86,7 @@ class Monitor:
             line += f", {dimension} sent {figures.wire_bytes / GB:.3f} of {figures.raw_bytes / GB:.3f} GB"
         return line
 
-    def _offloaded(self, now: RuntimeStatistics) -> str:
+    def _offloaded(self, now: RuntimeMetrics) -> str:
         found = now.offload
         line = (
             f", offloaded {found.offloaded_bytes / GB:.3f} GB, "

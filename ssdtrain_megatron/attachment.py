@@ -15,7 +15,7 @@ from ssdtrain.comm import Policy
 from ssdtrain.config import Config, load_config
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.claims import claim, refuse_claimed, related
-from ssdtrain.runtime import Runtime, RuntimeStatistics
+from ssdtrain.runtime import Runtime, RuntimeMetrics
 from ssdtrain_megatron import _compat, _compat_comm, apex
 from ssdtrain_megatron.comm import Hooks, residuals
 from ssdtrain_megatron.comm.refusals import refuse as refuse_comm
@@ -63,7 +63,7 @@ class Attachment:
         found = self._chunks.get(id(model))
         return found[0] if found is not None else None
 
-    def statistics(self) -> RuntimeStatistics | None:
+    def statistics(self) -> RuntimeMetrics | None:
         """The figures so far; None where nothing is enabled."""
         return self.runtime.statistics()
 

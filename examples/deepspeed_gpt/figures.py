@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from examples.support.activation_meter import SavedTensorMeter, StepRecord
-from ssdtrain.runtime import Runtime, RuntimeStatistics
+from ssdtrain.runtime import Runtime, RuntimeMetrics
 from ssdtrain_ds import runtime_of
 
 
@@ -63,7 +63,7 @@ class RuntimeFigures(Figures):
         self._meter.record = True
         self._before = self._after = self._statistics()
 
-    def _statistics(self) -> RuntimeStatistics:
+    def _statistics(self) -> RuntimeMetrics:
         found = self._runtime.statistics()
         assert found is not None
         return found

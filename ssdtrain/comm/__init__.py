@@ -13,8 +13,8 @@ global random generator, start a thread.
 """
 
 from ssdtrain.comm.communicator import Bucket, Communicator
-from ssdtrain.comm.meter import Figures
+from ssdtrain.comm.meter import CommMetrics
 from ssdtrain.comm.policy import Policy
 from ssdtrain.comm.work import Pending
 
-__all__ = ["Bucket", "Communicator", "Figures", "Pending", "Policy"]
+__all__ = ["Bucket", "CommMetrics", "Communicator", "Pending", "Policy"]

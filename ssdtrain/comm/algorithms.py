@@ -23,7 +23,7 @@ from torch import Tensor
 from ssdtrain.codecs import Key
 from ssdtrain.comm.coding import Coder, Ranges
 from ssdtrain.comm.feedback import Feedback
-from ssdtrain.comm.meter import Figures
+from ssdtrain.comm.meter import CommMetrics
 from ssdtrain.comm.topology import Topology
 from ssdtrain.comm.work import Steps
 
@@ -65,7 +65,7 @@ class Call:
     gather: Coder
     dtype: torch.dtype
     """Of the framework's tensor: exact elements travel in it."""
-    figures: Figures
+    figures: CommMetrics
     name: str
     """Names the residuals and the random numbers; the same in every step for the same gradients."""
     key: Key

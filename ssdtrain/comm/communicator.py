@@ -32,7 +32,7 @@ from ssdtrain.comm.algorithms import Call, Coders
 from ssdtrain.comm.coding import Ranges
 from ssdtrain.comm.difference import Differences
 from ssdtrain.comm.feedback import Feedback
-from ssdtrain.comm.meter import Figures, Meter, ring_bytes
+from ssdtrain.comm.meter import CommMetrics, Meter, ring_bytes
 from ssdtrain.comm.point_to_point import PointToPoint
 from ssdtrain.comm.policy import Policy
 from ssdtrain.comm.routing import Route, Router
@@ -231,7 +231,7 @@ class Communicator:
 
             def coded(one: Route) -> Callable[[], None]:
                 def way() -> None:
-                    call = self._call(dimension, one, values.dtype, Figures(), Bucket("probe"))
+                    call = self._call(dimension, one, values.dtype, CommMetrics(), Bucket("probe"))
                     call.feedback = feedback
                     steps = operations.pieces(kind, call, a, b, (), self.policy.chunk)
                     Pending(steps, call.figures, self.meter, self._stream).wait()
@@ -313,7 +313,7 @@ class Communicator:
                     "comm.%s compressed nothing in the first %d steps: %s", dimension, FIRST_STEPS, reasons
                 )
 
-    def figures(self) -> dict[str, Figures]:
+    def figures(self) -> dict[str, CommMetrics]:
         """Traffic of this rank by dimension, since the start."""
         return self.meter.snapshot()
 
@@ -350,7 +350,7 @@ class Communicator:
 
     # Parts
 
-    def _count(self, dimension: str, raw_bytes: int) -> Figures:
+    def _count(self, dimension: str, raw_bytes: int) -> CommMetrics:
         figures = self.meter.of(dimension)
         figures.calls += 1
         figures.compressed += 1
@@ -358,7 +358,7 @@ class Communicator:
         return figures
 
     def _call(
-        self, dimension: str, route: Route, dtype: torch.dtype, figures: Figures, bucket: Bucket | None
+        self, dimension: str, route: Route, dtype: torch.dtype, figures: CommMetrics, bucket: Bucket | None
     ) -> Call:
         where = route.topology
         inside, between = (self.router.coder(spec, dtype, self.steps) for spec in route.scatter)

@@ -10,7 +10,7 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
 
 
 @dataclass
-class Figures:
+class CommMetrics:
     """One dimension's traffic, on this rank, since the start."""
 
     calls: int = 0
@@ -37,14 +37,14 @@ class Figures:
 
 
 class Meter:
-    """Figures by dimension. One thread writes: the one that issues collectives."""
+    """Metrics by dimension. One thread writes: the one that issues collectives."""
 
     def __init__(self) -> None:
-        self._figures: dict[str, Figures] = {}
-        self._unread: list[tuple[Figures, Callable[[], float | None]]] = []
+        self._figures: dict[str, CommMetrics] = {}
+        self._unread: list[tuple[CommMetrics, Callable[[], float | None]]] = []
 
-    def of(self, dimension: str) -> Figures:
-        return self._figures.setdefault(dimension, Figures())
+    def of(self, dimension: str) -> CommMetrics:
+        return self._figures.setdefault(dimension, CommMetrics())
 
     def fell_back(self, dimension: str, reason: str, raw_bytes: int) -> bool:
         """Count an uncompressed call; True the first time that this dimension gives this reason."""
@@ -55,13 +55,13 @@ class Meter:
         figures.fallbacks[reason] += 1
         return figures.fallbacks[reason] == 1
 
-    def later(self, figures: Figures, seconds: Callable[[], float | None]) -> None:
+    def later(self, figures: CommMetrics, seconds: Callable[[], float | None]) -> None:
         """Device seconds that are known once the device is there; None: not yet."""
         self._unread.append((figures, seconds))
         if len(self._unread) > 256:
             self._read()
 
-    def snapshot(self) -> dict[str, Figures]:
+    def snapshot(self) -> dict[str, CommMetrics]:
         """Copies, by dimension."""
         self._read()
         return {

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ssdtrain.comm.meter import Figures, Meter
+from ssdtrain.comm.meter import CommMetrics, Meter
 
 Steps = Generator[Any, None, None]
 """Yields what has a `wait()`."""
@@ -34,7 +34,7 @@ class Pending:
     def __init__(
         self,
         steps: Sequence[Steps],
-        figures: Figures,
+        figures: CommMetrics,
         meter: Meter,
         stream: torch.cuda.Stream | None = None,
         held: Sequence[Tensor] = (),

@@ -22,13 +22,13 @@ from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.eligible import Eligibility
 from ssdtrain.offload.geometry import restride, tensor_over, view_of
 from ssdtrain.offload.meter import ActivationMeter
+from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.mover import Mover, wait_quietly
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.prefetch import Prefetcher
 from ssdtrain.offload.reasons import CROWDED, LATE, TOO_LARGE, Reasons
 from ssdtrain.offload.region import Handle, Kept, Region, Releases, State, modified
 from ssdtrain.offload.sharing import Extent, Regions
-from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer import DirectTransfer, StagedTransfer, Transfer
 from ssdtrain.storage import SpillStore, forks, make_section
@@ -69,7 +69,7 @@ class OffloadEngine:
         self.options = options
         self.plan = plan
         self.device = device
-        self.statistics = OffloadStatistics()
+        self.statistics = OffloadMetrics()
         self.meter = ActivationMeter(timeline=options.timeline)
         self.eligible = Eligibility(max(1, options.min_bytes), torch_device.type)
         # On a GPU the arena is host memory: it is not what activations take there.
@@ -354,7 +354,7 @@ class OffloadEngine:
         if not self.meter.settled():
             self.meter.drain()
 
-    def snapshot(self) -> OffloadStatistics:
+    def snapshot(self) -> OffloadMetrics:
         """The counters now; in a forked child as they were at the fork."""
         if self.forked:
             return self.statistics.copy()

@@ -16,8 +16,8 @@ import errno
 import logging
 from collections import deque
 
+from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.region import Region, State
-from ssdtrain.offload.statistics import OffloadStatistics
 from ssdtrain.offload.transfer import Transfer
 from ssdtrain.storage import IOCancelled, IOFailure, Operation, SpillStore, StoreFull
 
@@ -48,7 +48,7 @@ class Mover:
         self,
         store: SpillStore,
         transfer: Transfer,
-        statistics: OffloadStatistics,
+        statistics: OffloadMetrics,
         *,
         raise_when_full: bool = False,
     ) -> None:

@@ -13,9 +13,9 @@ from ssdtrain.storage.endurance import projected_life, rated_bytes
 from ssdtrain.storage.errors import HostBudgetExceeded, IOCancelled, IOFailure, StoreClosed, StoreFull
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
+from ssdtrain.storage.metrics import StoreMetrics, TierMetrics
 from ssdtrain.storage.pool import Operation, Pool, make_pool
 from ssdtrain.storage.section import Section, defer_signals, make_section
-from ssdtrain.storage.stats import Stats, TierStats
 from ssdtrain.storage.store import Slot, SpillStore
 
 __all__ = [
@@ -34,10 +34,10 @@ __all__ = [
     "Slot",
     "SmartLog",
     "SpillStore",
-    "Stats",
     "StoreClosed",
     "StoreFull",
-    "TierStats",
+    "StoreMetrics",
+    "TierMetrics",
     "check_host_budget",
     "defer_signals",
     "drive_of",

@@ -18,11 +18,11 @@ from ssdtrain.storage.arena import Arena, Lease
 from ssdtrain.storage.errors import StoreClosed, StoreFull
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
+from ssdtrain.storage.metrics import StoreMetrics
 from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, READ, WRITE, image_bytes
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
 from ssdtrain.storage.section import make_section
 from ssdtrain.storage.slab import Slab
-from ssdtrain.storage.stats import Stats
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ class SpillStore:
                 self._retire(slab, error)
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> StoreMetrics:
         """The figures now. In a forked child those at the fork, what was transferred as it was last asked for before that."""
         if self._generation != forks.generation():
             return self._figures()  # no thread changes them, and one of the parent's may have held the lock
@@ -243,8 +243,8 @@ class SpillStore:
             self._transfers = self.pool.counters()
             return self._figures()
 
-    def _figures(self) -> Stats:
-        return Stats.of(
+    def _figures(self) -> StoreMetrics:
+        return StoreMetrics.of(
             self.pool.engine, self._slabs, self._host, self._transfers, self._live_slots, self._live_bytes
         )
 

@@ -9,9 +9,9 @@ import weakref
 from pathlib import Path
 from typing import Any, TextIO
 
-from ssdtrain.comm import Figures
-from ssdtrain.offload.statistics import OffloadStatistics
-from ssdtrain.storage import Stats
+from ssdtrain.comm import CommMetrics
+from ssdtrain.offload.metrics import OffloadMetrics
+from ssdtrain.storage import StoreMetrics
 from ssdtrain.telemetry.lines import write_line
 from ssdtrain.telemetry.text import duration_text, size_text
 
@@ -69,9 +69,9 @@ class Journal:
             self._stream = file.open("a")
             self.file = file
             _journals.add(self)
-        self._last = OffloadStatistics()
+        self._last = OffloadMetrics()
         self._last_written = self._last_read = 0
-        self._last_comm: dict[str, Figures] = {}
+        self._last_comm: dict[str, CommMetrics] = {}
         self._logged: dict[str, Any] = {}
         self._logged_steps = 0
 
@@ -79,9 +79,9 @@ class Journal:
         self,
         step: int,
         seconds: float,
-        offload: OffloadStatistics | None,
-        store: Stats | None,
-        comm: dict[str, Figures],
+        offload: OffloadMetrics | None,
+        store: StoreMetrics | None,
+        comm: dict[str, CommMetrics],
     ) -> None:
         """Step number `step` is over and took `seconds`; the statistics are totals, the line has the differences.
 
@@ -108,7 +108,7 @@ class Journal:
             if step % self._interval == 0:
                 self._log(step, offload)
 
-    def _offload(self, record: dict[str, Any], offload: OffloadStatistics, store: Stats) -> None:
+    def _offload(self, record: dict[str, Any], offload: OffloadMetrics, store: StoreMetrics) -> None:
         for name in _COUNTED:
             record[name] = getattr(offload, name) - getattr(self._last, name)
         record["ssd_bytes_written"] = store.ssd_bytes_written - self._last_written
@@ -121,15 +121,15 @@ class Journal:
             store.ssd_bytes_read,
         )
 
-    def _comm(self, comm: dict[str, Figures]) -> dict[str, dict[str, float]]:
+    def _comm(self, comm: dict[str, CommMetrics]) -> dict[str, dict[str, float]]:
         found = {}
         for dimension, now in comm.items():
-            before = self._last_comm.get(dimension, Figures())
+            before = self._last_comm.get(dimension, CommMetrics())
             found[dimension] = {name: getattr(now, name) - getattr(before, name) for name in _COMM}
         self._last_comm = comm
         return found
 
-    def _worst_waits(self, offload: OffloadStatistics) -> list[dict[str, Any]]:
+    def _worst_waits(self, offload: OffloadMetrics) -> list[dict[str, Any]]:
         waits = {
             key: total - self._last.load_waits.get(key, 0.0) for key, total in offload.load_waits.items()
         }
@@ -138,7 +138,7 @@ class Journal:
         ]
         return [{"chunk": chunk, "region": region, "seconds": seconds} for seconds, (chunk, region) in worst]
 
-    def _log(self, step: int, offload: OffloadStatistics | None) -> None:
+    def _log(self, step: int, offload: OffloadMetrics | None) -> None:
         mean = {name: total / self._logged_steps for name, total in self._logged.items()}
         parts = []
         if offload is not None:

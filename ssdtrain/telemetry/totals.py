@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from ssdtrain.comm import Figures
-from ssdtrain.offload.statistics import OffloadStatistics
-from ssdtrain.storage import Stats
+from ssdtrain.comm import CommMetrics
+from ssdtrain.offload.metrics import OffloadMetrics
+from ssdtrain.storage import StoreMetrics
 
-__all__ = ["NOTHING_STORED", "RuntimeStatistics"]
+__all__ = ["NOTHING_STORED", "RuntimeMetrics"]
 
-NOTHING_STORED = Stats("none", 0, 0, 0, 0, 0, 0, 0.0, 0.0, (), None)
+NOTHING_STORED = StoreMetrics("none", 0, 0, 0, 0, 0, 0, 0.0, 0.0, (), None)
 """Of a runtime without tiers."""
 
 
-class RuntimeStatistics:
+class RuntimeMetrics:
     """What happened since the runtime was made: `offload` from the engine, `store` from the tiers, `comm` from the collectives by
     parallel dimension, steps and their seconds. Of what is not enabled there are zeros, or no dimension."""
 
@@ -20,9 +20,9 @@ class RuntimeStatistics:
 
     def __init__(
         self,
-        offload: OffloadStatistics,
-        store: Stats,
-        comm: dict[str, Figures],
+        offload: OffloadMetrics,
+        store: StoreMetrics,
+        comm: dict[str, CommMetrics],
         steps: int,
         step_seconds: float,
     ) -> None:

@@ -13,7 +13,7 @@ import torch
 
 import ssdtrain
 from ssdtrain.runtime import Runtime
-from ssdtrain.storage import Stats
+from ssdtrain.storage import StoreMetrics
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
 from tests.storage.conftest import free_bytes
 
@@ -79,7 +79,7 @@ def gradient(
     return x.grad
 
 
-def figures(runtime: Runtime) -> tuple[int, int, Stats]:
+def figures(runtime: Runtime) -> tuple[int, int, StoreMetrics]:
     """Bytes kept because no tier had room, bytes that backward loaded, and the store's."""
     found = runtime.statistics()
     assert found is not None

@@ -15,7 +15,7 @@ Transfers = tuple[list[tuple[int, int, float, float]], int]
 
 
 @dataclass(frozen=True)
-class TierStats:
+class TierMetrics:
     """One drive, or the host tier. Bytes are payload; seconds are those with at least one transfer under way."""
 
     path: str
@@ -34,7 +34,7 @@ class TierStats:
 
 
 @dataclass(frozen=True)
-class Stats:
+class StoreMetrics:
     """A store since it was made. The totals cover the drives and the host tier."""
 
     engine: str
@@ -47,8 +47,8 @@ class Stats:
     capacity: int
     write_seconds: float
     read_seconds: float
-    drives: tuple[TierStats, ...]
-    host: TierStats | None
+    drives: tuple[TierMetrics, ...]
+    host: TierMetrics | None
 
     @classmethod
     def of(
@@ -59,18 +59,18 @@ class Stats:
         transfers: Transfers,
         live_slots: int,
         live_bytes: int,
-    ) -> Stats:
+    ) -> StoreMetrics:
         """Of these drives and this host tier, of which the caller holds the lock."""
         queues, cancelled = transfers
         drives = tuple(
-            TierStats(
+            TierMetrics(
                 str(s.directory), s.capacity, s.allocator.size, s.used, *queues[s.index], s.direct, s.retired
             )
             for s in slabs
         )
         host = None
         if arena is not None:
-            host = TierStats("host memory", arena.capacity, arena.capacity, arena.allocated, *queues[-1])
+            host = TierMetrics("host memory", arena.capacity, arena.capacity, arena.allocated, *queues[-1])
         tiers = [*drives, *([host] if host else [])]
         return cls(
             engine=engine,

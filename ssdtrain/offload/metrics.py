@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-__all__ = ["OffloadStatistics"]
+__all__ = ["OffloadMetrics"]
 
 
 @dataclass
-class OffloadStatistics:
+class OffloadMetrics:
     """Counters since the engine was made. Bytes are those of the saved tensors' storages; seconds are of the host's clock."""
 
     saved_tensors: int = 0
@@ -66,8 +66,8 @@ class OffloadStatistics:
         self.load_wait_seconds += seconds
         self.load_waits[chunk, index] = self.load_waits.get((chunk, index), 0.0) + seconds
 
-    def copy(self) -> OffloadStatistics:
+    def copy(self) -> OffloadMetrics:
         """A snapshot."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["load_waits"] = dict(self.load_waits)
-        return OffloadStatistics(**values)
+        return OffloadMetrics(**values)
