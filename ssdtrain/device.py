@@ -54,6 +54,9 @@ class Device(Protocol):
 
     kind: str
 
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised bytes of the device (uint8), allocated on the current stream."""
+
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
         """Queue the copy of `source` (device, uint8) into `target` (pinned host, uint8) after the current stream's work."""
 
@@ -80,6 +83,9 @@ class CpuDevice:
     """The CPU: no streams, no pinning; the I/O pool reads and writes tensors where they are."""
 
     kind = "cpu"
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
         target.copy_(source)
@@ -119,6 +125,9 @@ class CudaDevice:
         self.device = torch.device("cuda", index)
         self._store_stream = torch.cuda.Stream(self.device)
         self._load_stream = torch.cuda.Stream(self.device)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
         return self._copy(source, target, self._store_stream)

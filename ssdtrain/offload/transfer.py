@@ -298,7 +298,7 @@ class StagedTransfer:
         region.payload = None
 
     def _on_device(self, nbytes: int) -> torch.Tensor:
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        tensor = self.device.empty(nbytes)
         self._seen(tensor.untyped_storage())
         return tensor
 

@@ -1,0 +1,243 @@
+"""A training step in virtual time: layers that take set times on the device and save set bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.simulation.device import Interval, SimulatedDevice
+from benchmarks.simulation.drive import Channel, SimulatedPool
+from benchmarks.simulation.timeline import Timeline
+from ssdtrain.config import Amount
+from ssdtrain.offload.amount import AmountPlan
+from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.offload.hooks import Recording
+from ssdtrain.offload.options import EngineOptions
+from ssdtrain.offload.tape import Tape
+from ssdtrain.storage import SpillStore
+
+__all__ = ["LayerTimes", "Machine", "StepRecord", "keep_peak", "train"]
+
+LAUNCH = 8e-6  # seconds of the host to queue one kernel
+HOOK = 30e-6  # seconds of the host in one hook of the engine
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """One layer: seconds of its forward and backward on the device, and the bytes of each tensor that it saves."""
+
+    forward: float
+    backward: float
+    saved: tuple[int, ...]
+
+
+@dataclass
+class Machine:
+    """A device, its link and its drives.
+
+    Args:
+        pcie: bytes per second, each way.
+        drives: (write, read) bytes per second of each.
+        drive_latency: seconds of each transfer.
+        host_bandwidth: bytes per second of copies to and from the host tier.
+        jitter: of the duration of copies; see `SimulatedDevice`.
+    """
+
+    pcie: float
+    drives: Sequence[tuple[float, float]]
+    drive_latency: float = 100e-6
+    host_bandwidth: float = 20e9
+    jitter: Callable[[float], float] | None = None
+    timeline: Timeline = field(init=False)
+    device: SimulatedDevice = field(init=False)
+    pool: SimulatedPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.timeline = Timeline()
+        self.device = SimulatedDevice(self.timeline, pcie=self.pcie, jitter=self.jitter)
+        channels = [
+            (Channel(write, self.drive_latency), Channel(read, self.drive_latency))
+            for write, read in self.drives
+        ]
+        self.pool = SimulatedPool(self.timeline, self.device, channels, Channel(self.host_bandwidth))
+
+    def engine(
+        self, options: EngineOptions, *, host_bytes: int = 0, capacity: int = 1 << 30
+    ) -> OffloadEngine:
+        """The real engine on a real store, whose transfers happen in virtual time."""
+        self._directory = tempfile.TemporaryDirectory(prefix="ssdtrain-")
+        directories = [self._directory.name for _ in self.drives]
+        store = SpillStore(
+            directories, capacity=capacity, host_bytes=host_bytes, threads=1, engine="python", direct="off"
+        )
+        store.pool.close()
+        store.pool = self.pool
+        self.store = store
+        plan = AmountPlan(Amount("all"))
+        # The engine sees CPU tensors; to its streams, copies and transfers they are those of the device.
+        return OffloadEngine(store, self.device, torch.device("cpu"), plan, options)
+
+    def close(self) -> None:
+        """Close the store, and give the directory back."""
+        self.store.close()
+        self._directory.cleanup()
+
+
+@dataclass
+class StepRecord:
+    """One step: when it began and ended, what each stream did in it, and what was wrong."""
+
+    began: float
+    forward_ended: float
+    ended: float
+    compute: list[Interval]
+    to_host: list[Interval]
+    to_device: list[Interval]
+    host_syncs: int
+    waited: float
+    wrong: list[str]
+
+
+class _Program:
+    """What the layers of one step share."""
+
+    def __init__(self, machine: Machine, layers: Sequence[LayerTimes], seed: int) -> None:
+        self.machine = machine
+        self.layers = layers
+        self.seed = seed
+        self.wrong: list[str] = []
+
+    def pattern(self, layer: int, tensor: int) -> int:
+        """The byte that a saved tensor is filled with."""
+        return (self.seed * 131 + layer * 31 + tensor * 7 + 1) % 200
+
+    def fill(self, address: int, nbytes: int, value: int) -> Callable[[], None]:
+        return lambda: void(ctypes.memset(address, value, nbytes))
+
+    def check(self, address: int, nbytes: int, value: int, what: str) -> Callable[[], None]:
+        def run() -> None:
+            if ctypes.string_at(address, nbytes) != bytes([value]) * nbytes:
+                self.wrong.append(what)
+
+        return run
+
+
+def void(_: object) -> None:
+    return None
+
+
+class _Layer(torch.autograd.Function):
+    """Saves what it makes; its backward checks, on the device's time line, that it reads those bytes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, program: _Program, index: int) -> torch.Tensor:
+        ctx.program, ctx.index = program, index
+        device, layer = program.machine.device, program.layers[index]
+        saved = []
+        for number, nbytes in enumerate(layer.saved):
+            tensor = device.empty(nbytes)
+            saved.append(tensor)
+            fill = program.fill(tensor.data_ptr(), nbytes, program.pattern(index, number))
+            program.machine.timeline.spend(LAUNCH)
+            device.compute.work(layer.forward / len(layer.saved), label=f"forward {index}", end=fill)
+        ctx.save_for_backward(*saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        program, index = ctx.program, ctx.index
+        device, layer = program.machine.device, program.layers[index]
+        for number, tensor in enumerate(ctx.saved_tensors):
+            what = f"layer {index}, saved tensor {number}"
+            value = program.pattern(index, number)
+            address, nbytes = tensor.data_ptr(), tensor.nbytes
+            begin = program.check(address, nbytes, value, f"{what} at the beginning of its use")
+            end = program.check(address, nbytes, value, f"{what} at the end of its use")
+            program.machine.timeline.spend(LAUNCH)
+            device.compute.work(
+                layer.backward / len(layer.saved), label=f"backward {index}", begin=begin, end=end
+            )
+        return gradient, None, None
+
+
+class _TimedHooks(Recording):
+    """The engine's hooks, which take the host some time."""
+
+    def __init__(self, engine: OffloadEngine, tape: Tape, timeline: Timeline) -> None:
+        super().__init__(engine, tape)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            timeline.spend(HOOK)
+            return engine.pack(tape, tensor)
+
+        def unpack(held: Any) -> torch.Tensor:
+            timeline.spend(HOOK)
+            return engine.unpack(held)
+
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def train(
+    machine: Machine,
+    engine: OffloadEngine | None,
+    layers: Sequence[LayerTimes],
+    *,
+    microbatches: int = 1,
+    seed: int = 0,
+) -> StepRecord:
+    """One step: forward and backward of each microbatch. `engine` None keeps what is saved.
+
+    Raises:
+        Deadlock: the host waited for something that could not happen.
+    """
+    device, timeline = machine.device, machine.timeline
+    device.synchronize()
+    marks = [len(stream.log) for stream in (device.compute, device.store, device.load)]
+    syncs, violations, began = device.host_syncs, len(device.violations), timeline.now
+    program = _Program(machine, layers, seed)
+    ends = []
+    for microbatch in range(microbatches):
+        tape = Tape(0, microbatch)
+        x = torch.zeros(1, requires_grad=True)
+        out = x
+        if engine is None:
+            for index in range(len(layers)):
+                out = _Layer.apply(out, program, index)
+        else:
+            with _TimedHooks(engine, tape, timeline):
+                for index in range(len(layers)):
+                    out = _Layer.apply(out, program, index)
+            engine.prefetch(tape)
+        turn: list[float] = []
+        device.compute.work(0.0, end=lambda turn=turn: turn.append(timeline.now))
+        out.sum().backward()
+        ends.append(turn)
+        if engine is not None:
+            engine.drain()
+    device.compute.record()
+    timeline.wait_for(lambda: device.compute.idle)
+    ended = timeline.now
+    device.synchronize()
+    streams = [
+        stream.log[mark:]
+        for mark, stream in zip(marks, (device.compute, device.store, device.load), strict=True)
+    ]
+    return StepRecord(
+        began,
+        ends[0][0],
+        ended,
+        *streams,
+        host_syncs=device.host_syncs - syncs,
+        waited=0.0,
+        wrong=[*program.wrong, *device.violations[violations:]],
+    )
+
+
+def keep_peak(layers: Sequence[LayerTimes]) -> int:
+    """Bytes alive for backward at once where everything is kept."""
+    return sum(sum(layer.saved) for layer in layers)
