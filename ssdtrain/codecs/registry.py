@@ -1,12 +1,12 @@
 """Codecs by name: "int4:block=64,round=stochastic,hadamard".
 
-A spec is a name, and after a colon parameters separated by commas: `key=value`, or a key alone for a switch.
+Names and parameters are those of `ssdtrain.config.codecs`, so that a config is checked before there is anything to encode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ssdtrain.codecs.base import Codec, FixedSizeCodec
 from ssdtrain.codecs.block import IntBlock
@@ -16,120 +16,64 @@ from ssdtrain.codecs.hadamard import Hadamard
 from ssdtrain.codecs.lossless import Lossless
 from ssdtrain.codecs.mask import Mask, SparseMask
 from ssdtrain.codecs.zfp import Zfp
+from ssdtrain.config.codecs import CODECS, parse_codec
+from ssdtrain.config.errors import Refusal
 
 BACKENDS = ("auto", "torch", "native", "triton")
 _DEFAULT_HADAMARD = 128
 
 
-@dataclass(frozen=True)
-class _Entry:
-    build: Callable[[_Parameters, str], Codec]
-    parameters: tuple[str, ...]
-    about: str
+Values = Mapping[str, Any]
+"""Parameters that a spec gives; True is a switch."""
 
 
-class _Parameters:
-    """The parameters of one spec; remembers what was read."""
-
-    def __init__(self, spec: str, text: str, known: tuple[str, ...]) -> None:
-        self._spec = spec
-        self._known = known
-        self._values: dict[str, str | None] = {}
-        for part in filter(None, (p.strip() for p in text.split(","))):
-            key, _, value = part.partition("=")
-            if key not in known:
-                raise ValueError(f"codec {spec!r}: no parameter {key!r}; {self._listed()}")
-            if key in self._values:
-                raise ValueError(f"codec {spec!r}: {key} is given twice")
-            self._values[key] = value if "=" in part else None
-
-    def _listed(self) -> str:
-        return f"it takes {', '.join(self._known)}" if self._known else "it takes none"
-
-    def text(self, key: str, default: str) -> str:
-        value = self._values.get(key, default)
-        if not value:
-            raise ValueError(f"codec {self._spec!r}: {key} needs a value, such as {key}={default}")
-        return value
-
-    def integer(self, key: str, default: int) -> int:
-        value = self.text(key, str(default))
-        if not value.isdecimal():
-            raise ValueError(f"codec {self._spec!r}: {key}={value} is not a whole number")
-        return int(value)
-
-    def number(self, key: str, default: float) -> float:
-        value = self.text(key, str(default))
-        try:
-            return float(value)
-        except ValueError:
-            raise ValueError(f"codec {self._spec!r}: {key}={value} is not a number") from None
-
-    def switch(self, key: str) -> bool:
-        if self._values.get(key) is not None:
-            raise ValueError(f"codec {self._spec!r}: {key} is a switch and takes no value")
-        return key in self._values
-
-    def hadamard(self, inner: FixedSizeCodec, default: int, backend: str) -> FixedSizeCodec:
-        if "hadamard" not in self._values:
-            return inner
-        bare = self._values["hadamard"] is None
-        size = default if bare else self.integer("hadamard", default)
-        return Hadamard(inner, size, backend)
+def _rotated(inner: FixedSizeCodec, values: Values, default: int, backend: str) -> FixedSizeCodec:
+    size = values.get("hadamard")
+    return inner if size is None else Hadamard(inner, default if size is True else size, backend)
 
 
-def _integer(bits: int) -> Callable[[_Parameters, str], Codec]:
-    def build(p: _Parameters, backend: str) -> Codec:
-        block = p.integer("block", 128)
-        codec = IntBlock(bits, block, p.text("round", "nearest"), not p.switch("asymmetric"), backend)
-        return p.hadamard(codec, block, backend)
+def _integer(bits: int) -> Callable[[Values, str], Codec]:
+    def build(values: Values, backend: str) -> Codec:
+        block = values.get("block", 128)
+        symmetric = "asymmetric" not in values
+        codec = IntBlock(bits, block, values.get("round", "nearest"), symmetric, backend)
+        return _rotated(codec, values, block, backend)
 
     return build
 
 
-def _cast(target: str) -> Callable[[_Parameters, str], Codec]:
-    return lambda p, backend: p.hadamard(Cast(target, backend), _DEFAULT_HADAMARD, backend)
+def _cast(target: str) -> Callable[[Values, str], Codec]:
+    return lambda values, backend: _rotated(Cast(target, backend), values, _DEFAULT_HADAMARD, backend)
 
 
-def _fp8(p: _Parameters, backend: str) -> Codec:
-    block = p.integer("block", 128)
-    return p.hadamard(Float8Block(p.text("format", "e4m3"), block, backend), block, backend)
+def _fp8(values: Values, backend: str) -> Codec:
+    block = values.get("block", 128)
+    return _rotated(Float8Block(values.get("format", "e4m3"), block, backend), values, block, backend)
 
 
-def _zfp(p: _Parameters, backend: str) -> Codec:
-    return p.hadamard(Zfp(p.number("rate", 8.0), backend), _DEFAULT_HADAMARD, backend)
+def _zfp(values: Values, backend: str) -> Codec:
+    return _rotated(Zfp(values.get("rate", 8.0), backend), values, _DEFAULT_HADAMARD, backend)
 
 
-def _lossless(p: _Parameters, backend: str) -> Codec:
-    return Lossless(p.integer("level", 1), backend)
-
-
-def _mask(p: _Parameters, backend: str) -> Codec:
-    return SparseMask(backend) if p.switch("sparse") else Mask(backend)
-
-
-_BLOCK = ("block", "round", "asymmetric", "hadamard")
-_CODECS: dict[str, _Entry] = {
-    "raw": _Entry(lambda p, backend: Raw(), (), "the bits as they are"),
-    "bf16": _Entry(_cast("bf16"), ("hadamard",), "bfloat16"),
-    "fp16": _Entry(_cast("fp16"), ("hadamard",), "float16"),
-    "int8": _Entry(_integer(8), _BLOCK, "8-bit integers, a scale per block"),
-    "int4": _Entry(_integer(4), _BLOCK, "4-bit integers, a scale per block"),
-    "int2": _Entry(_integer(2), _BLOCK, "2-bit integers, a scale per block"),
-    "fp8": _Entry(_fp8, ("format", "block", "hadamard"), "float8 e4m3 or e5m2, a scale per block"),
-    "zfp": _Entry(_zfp, ("rate", "hadamard"), "ZFP in one dimension at a fixed rate"),
-    "lossless": _Entry(
-        _lossless, ("level",), "byte planes and zstandard, in host memory, size depends on the data"
-    ),
-    "mask": _Entry(_mask, ("sparse",), "one bit per bool; sparse: positions where that is smaller"),
+_BUILD: dict[str, Callable[[Values, str], Codec]] = {
+    "raw": lambda values, backend: Raw(),
+    "bf16": _cast("bf16"),
+    "fp16": _cast("fp16"),
+    "int8": _integer(8),
+    "int4": _integer(4),
+    "int2": _integer(2),
+    "fp8": _fp8,
+    "zfp": _zfp,
+    "lossless": lambda values, backend: Lossless(values.get("level", 1), backend),
+    "mask": lambda values, backend: SparseMask(backend) if "sparse" in values else Mask(backend),
 }
 
 
 def available() -> dict[str, str]:
     """Name -> what it is and which parameters it takes."""
     return {
-        name: entry.about + (f" ({', '.join(entry.parameters)})" if entry.parameters else "")
-        for name, entry in _CODECS.items()
+        name: kind.about + (f" ({', '.join(kind.parameters)})" if kind.parameters else "")
+        for name, kind in CODECS.items()
     }
 
 
@@ -144,13 +88,13 @@ def make_codec(spec: str, backend: str = "auto") -> Codec:
     Raises:
         ValueError: unknown name (the message lists the known ones), parameter or value.
     """
-    name, _, text = spec.strip().partition(":")
-    if name not in _CODECS:
-        raise ValueError(f"no codec {name!r}; there are {', '.join(_CODECS)}")
+    try:
+        asked = parse_codec(spec)
+    except Refusal as refusal:
+        raise ValueError(f"codec {spec!r} {refusal}") from None
     if backend not in BACKENDS:
         raise ValueError(f"no codec backend {backend!r}; there are {', '.join(BACKENDS)}")
-    entry = _CODECS[name]
-    return entry.build(_Parameters(spec, text, entry.parameters), backend)
+    return _BUILD[asked.name](asked.values, backend)
 
 
 def make_fixed_size_codec(spec: str, backend: str = "auto") -> FixedSizeCodec:

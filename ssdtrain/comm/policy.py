@@ -15,10 +15,10 @@ from functools import lru_cache
 import torch
 
 from ssdtrain.codecs import FORMAT_VERSION, Codec, FixedSizeCodec, make_codec
-from ssdtrain.config import DIMENSIONS, CommConfig, ConfigError, Problem, parse_size
-from ssdtrain.config.kinds import RULE_ALLOWED
+from ssdtrain.config import DIMENSIONS, CommConfig, ConfigError, Problem
+from ssdtrain.config.codecs import OFF, split_rule
+from ssdtrain.config.schema import FRAMED
 
-OFF = "off"
 WARMUP_CODEC = "int8"
 _INT4 = "int4:block=128,hadamard"
 
@@ -59,8 +59,6 @@ PRESETS: dict[str, dict[str, str]] = {
     },
 }
 FEEDBACK = {"balanced": "int8", "aggressive": "int8"}
-# Messages of their own size, to one peer: the only ones that a payload of unknown size fits.
-FRAMED = ("pp_forward", "pp_backward")
 
 
 @dataclass(frozen=True)
@@ -94,25 +92,30 @@ class Policy:
 
     @classmethod
     def from_config(cls, config: CommConfig, path: str = "ssdtrain.comm") -> Policy:
-        """Presets filled in, codecs found.
+        """Presets filled in, rules split.
 
         Raises:
-            ConfigError: names the key, the value and what there is.
+            ConfigError: `adapt` without error feedback, which depends on the preset.
         """
         preset = PRESETS.get(config.preset or "", {})
-        rules, problems = {}, []
+        rules = {}
         for dimension in DIMENSIONS:
             text = getattr(config, dimension) or preset.get(dimension, OFF)
-            try:
-                rules[dimension] = _rule(dimension, text, config.min_bytes)
-            except ValueError as error:
-                problems.append(Problem(f"{path}.{dimension}", text, f"is refused: {error}", RULE_ALLOWED))
+            inside, between, min_bytes = split_rule(text, framed=dimension in FRAMED)
+            rules[dimension] = Rule(inside, between, config.min_bytes if min_bytes is None else min_bytes)
         feedback = config.feedback or FEEDBACK.get(config.preset or "", OFF)
         if config.adapt is not None and feedback == OFF:
             why = "needs error feedback, and it is off"
-            problems.append(Problem(f"{path}.adapt", config.adapt, why, '"feedback": "int8" beside it'))
-        if problems:
-            raise ConfigError(problems)
+            raise ConfigError(
+                [
+                    Problem(
+                        f"{path}.adapt",
+                        config.adapt,
+                        why,
+                        '"feedback": "int8" beside it, or leaving adapt out',
+                    )
+                ]
+            )
         return cls(
             rules=rules,
             exclude=tuple(name for name in config.exclude if name != "none"),
@@ -149,18 +152,3 @@ class Policy:
 def codec_of(spec: str) -> Codec:
     """The codec of `spec`, made once: codecs are immutable."""
     return make_codec(spec)
-
-
-def _rule(dimension: str, text: str, min_bytes: int) -> Rule:
-    body, at, size = text.partition("@")
-    inside, slash, between = (part.strip() for part in body.partition("/"))
-    specs = (inside, between if slash else inside)
-    for spec in specs:
-        if spec == OFF:
-            continue
-        codec = codec_of(spec)
-        if not isinstance(codec, FixedSizeCodec) and dimension not in FRAMED:
-            raise ValueError(
-                f"the size of {spec} depends on the data, and only {' and '.join(FRAMED)} frame their messages"
-            )
-    return Rule(*specs, parse_size(size.strip()) if at else min_bytes)

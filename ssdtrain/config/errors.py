@@ -1,8 +1,12 @@
-"""What is said when a config is refused: where, which value, why, and what is allowed."""
+"""Errors of a config: the key, its value, what is wrong with it, and what is allowed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+_SHOWN = 120  # characters of a value
+_SHOWN_KEY = 60  # of a key
+_SHOWN_BITS = 10_000  # of an integer; Python writes up to 4300 digits, which is about 14,000 bits
 
 
 class Refusal(ValueError):
@@ -31,7 +35,7 @@ class Contradiction(ValueError):
 
     def __str__(self) -> str:
         return "\n".join(
-            f"{key}: {_shown(value)} {why}; allowed: {allowed}" for key, value, why, allowed in self.found
+            f"{key}: {shown(value)} {why}; allowed: {allowed}" for key, value, why, allowed in self.found
         )
 
 
@@ -49,15 +53,7 @@ class Problem:
     """What could stand there instead."""
 
     def __str__(self) -> str:
-        return f"{self.path}: {_shown(self.value)} {self.why}; allowed: {self.allowed}"
-
-
-def _shown(value: Any) -> str:
-    try:
-        shown = repr(value)
-    except ValueError:  # an integer of more digits than Python writes, or something that holds one
-        return f"a {type(value).__name__} that is too long to be shown"
-    return shown if len(shown) <= 120 else f"{shown[:117]}..."
+        return f"{self.path}: {shown(self.value)} {self.why}; allowed: {self.allowed}"
 
 
 class ConfigError(ValueError):
@@ -75,5 +71,68 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        origin = f" in {self.source}" if self.source else ""
+        origin = f" in {printable(self.source)}" if self.source else ""
         return "\n  ".join([f"the SSDTrain config is refused, {count}{origin}:", *map(str, self.problems)])
+
+
+def shown(value: Any) -> str:
+    """repr(value) cut to 120 characters, in time and memory that do not depend on the size of `value`: a few
+    lines of YAML with anchors are a list of billions of elements."""
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > _SHOWN:
+            return f"{text[: _SHOWN - 3]}..."
+    return text
+
+
+def shown_key(key: Any) -> str:
+    """A key of a mapping as an error writes it: without quotes where it is a short printable text."""
+    if isinstance(key, str) and len(key) <= _SHOWN_KEY and key.isprintable():
+        return key
+    text = shown(key)
+    return text if len(text) <= _SHOWN_KEY else f"{text[: _SHOWN_KEY - 3]}..."
+
+
+def printable(text: str) -> str:
+    """`text` if every stream can write it on one line, else its repr (lone surrogates, control characters)."""
+    return text if text.isprintable() else repr(text)
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    # Each level of nesting begins with a bracket, so `shown` ends the recursion after as many levels as characters.
+    if isinstance(value, Mapping):
+        yield "{"
+        for index, key in enumerate(value):
+            yield ", " if index else ""
+            yield from _pieces(key)
+            yield ": "
+            yield from _pieces(value[key])
+        yield "}"
+    elif isinstance(value, list):
+        yield from _elements("[", value, "]")
+    elif isinstance(value, tuple):
+        yield from _elements("(", value, ",)" if len(value) == 1 else ")")
+    elif isinstance(value, set | frozenset) and value:
+        yield from _elements("{", value, "}")
+    elif isinstance(value, str | bytes | bytearray):
+        yield repr(value[: _SHOWN + 1])
+    elif isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        yield f"<a number of {value.bit_length()} bits>"
+    else:
+        yield _repr(value)
+
+
+def _elements(begin: str, values: Iterable[Any], end: str) -> Iterator[str]:
+    yield begin
+    for index, value in enumerate(values):
+        yield ", " if index else ""
+        yield from _pieces(value)
+    yield end
+
+
+def _repr(value: Any) -> str:
+    try:
+        return repr(value)[: _SHOWN + 1]
+    except ValueError:  # it holds an integer of more digits than Python writes
+        return f"<a {type(value).__name__}>"

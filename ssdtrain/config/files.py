@@ -1,16 +1,32 @@
-"""Reads the block out of a YAML or JSON file, remembering keys that the file wrote twice."""
+"""Reads the block out of a YAML or JSON file, remembering keys that the file wrote twice.
+
+A file may be hostile or just not a config: its size, its nesting and what its anchors and merges make of it are bounded, so
+that reading one takes less than a second.
+"""
 
 import json
+import stat
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ssdtrain.config.errors import ConfigError, Problem
+from ssdtrain.config.errors import ConfigError, Problem, printable
 from ssdtrain.config.schema import LATER, Config
+from ssdtrain.config.similar import resembles
 
 KEY = "ssdtrain"
 """The key of the block in a DeepSpeed config, and the first part of every key that an error names."""
+
+LARGEST_FILE = 64 * 1024
+"""Bytes."""
+LARGEST_YAML = 10_000
+"""Nodes of a YAML file, and keys that its merges (<<) make."""
+DEEPEST = 64
+"""Levels of nesting in a YAML file."""
+_FILE_ALLOWED = "a YAML or JSON file"
 
 
 def read_block(file: str | Path, *, path: str = KEY) -> dict[str, Any]:
@@ -18,17 +34,18 @@ def read_block(file: str | Path, *, path: str = KEY) -> dict[str, Any]:
     file.
 
     Raises:
-        ConfigError: the file cannot be read, is neither YAML nor JSON, or holds no block.
+        ConfigError: the file cannot be read, is neither YAML nor JSON, is larger than `LARGEST_FILE`, or holds no block.
     """
-    name = Path(file).expanduser()
+    written = str(file)
+    if Path(file).suffix not in {".json", ".yaml", ".yml"}:
+        raise ConfigError([Problem(path, written, "has no known suffix", "a .yaml, .yml or .json file")])
+    name = Path(file)
     try:
-        text = name.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            [Problem(path, str(file), f"cannot be read ({error})", "a YAML or JSON file")]
-        ) from error
-    if name.suffix not in {".json", ".yaml", ".yml"}:
-        raise ConfigError([Problem(path, str(file), "has no known suffix", "a .yaml, .yml or .json file")])
+        name = name.expanduser()
+        text = _text_of(name)
+    # UnicodeError: the name or the content; RuntimeError: a ~ that leads to no home; other ValueErrors: a NUL in the name.
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError([Problem(path, written, f"cannot be read ({error})", _FILE_ALLOWED)]) from error
     try:
         content = (
             json.loads(text, object_pairs_hook=_Mapping.of_pairs)
@@ -37,24 +54,42 @@ def read_block(file: str | Path, *, path: str = KEY) -> dict[str, Any]:
         )
     except Exception as error:
         # Where a value is not what its tag says, PyYAML raises ValueError, KeyError, AttributeError and more.
-        why = f"is not readable as {name.suffix[1:]} ({' '.join(str(error).split())})"
-        raise ConfigError([Problem(path, str(file), why, "a YAML or JSON file")]) from error
-    return _block_of(content, str(file), path)
+        said = " ".join(str(error).split())
+        why = f"is not readable as {name.suffix[1:]} ({printable(said[:500])})"
+        raise ConfigError([Problem(path, written, why, _FILE_ALLOWED)]) from error
+    return _block_of(content, printable(written), path)
+
+
+def _text_of(name: Path) -> str:
+    if name.exists() and not stat.S_ISREG(name.stat().st_mode):
+        raise OSError("it is a directory, a pipe or a device, not a regular file")
+    with name.open("rb") as file:
+        content = file.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
+        raise OSError(f"it is larger than the {LARGEST_FILE // 1024} KiB that a config may have")
+    return content.decode("utf-8-sig")
 
 
 def _block_of(content: Any, file: str, path: str) -> dict[str, Any]:
     block, where = content, f"all of {file}"
+    problems: list[Problem] = []
     if isinstance(content, dict) and KEY in content:
         block, where = content[KEY], f'the key "{KEY}" of {file}'
         beside = [key for key in (*Config.model_fields, *LATER) if key in content and key != "checkpoint"]
-        problems = [
+        problems += [
             Problem(f"{path}.{key}", content[key], f'stands beside the key "{KEY}"', f'inside "{KEY}"')
             for key in beside
         ]
         if KEY in getattr(content, "repeated", ()):
             problems.append(Problem(KEY, block, "is the last of several values of this key", "each key once"))
-        if problems:
-            raise ConfigError(problems, file)
+    elif isinstance(content, dict):
+        problems += [
+            Problem(key, content[key], f"is under an unknown key (did you mean {KEY}?)", f'the key "{KEY}"')
+            for key in content
+            if isinstance(key, str) and resembles(key, KEY)
+        ][:1]
+    if problems:
+        raise ConfigError(problems, file)
     if not isinstance(block, dict):
         raise ConfigError([Problem(path, block, f"is {where}", "a mapping of keys to values")])
     return block
@@ -68,23 +103,81 @@ class _Mapping(dict[Any, Any]):
 
     @classmethod
     def of_pairs(cls, pairs: list[tuple[Any, Any]]) -> "_Mapping":
-        mapping = cls(pairs)
-        keys = [key for key, _ in pairs]
-        mapping.repeated = tuple(key for key in mapping if keys.count(key) > 1)
-        return mapping
+        return cls(pairs).with_repeated([key for key, _ in pairs])
+
+    def with_repeated(self, written: list[Any]) -> "_Mapping":
+        counts = Counter(written)
+        self.repeated = tuple(key for key in self if counts[key] > 1)
+        return self
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's SafeLoader, except that it builds `_Mapping`."""
+    """PyYAML's SafeLoader, except that it builds `_Mapping` and gives up on a file that becomes too large.
+
+    It is not the loader of libyaml, which overflows the C stack where the nesting is deep.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._nodes = 0
+        self._depth = 0
+        self._merged_keys = 0
+        # Keys that each mapping wrote itself; a merge brings others, which it may write again on purpose.
+        self._own: dict[yaml.MappingNode, list[yaml.Node]] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._nodes += 1
+        self._depth += 1
+        if self._nodes > LARGEST_YAML:
+            raise yaml.YAMLError(f"more than {LARGEST_YAML} values and keys")
+        if self._depth > DEEPEST:
+            raise yaml.YAMLError(_TOO_DEEP)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+    def fetch_flow_collection_start(self, token_class: type[yaml.Token]) -> None:
+        # The scanner reads ahead of `compose_node`, in time that grows with the square of the nesting.
+        if self.flow_level >= DEEPEST:
+            raise yaml.YAMLError(_TOO_DEEP)
+        super().fetch_flow_collection_start(token_class)
 
     def construct_checked(self, node: yaml.MappingNode) -> _Mapping:
-        # A merge (<<) brings keys that the mapping may repeat on purpose: only those written here are counted.
-        own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        written = [self.construct_object(key, deep=True) for key in own]
         self.flatten_mapping(node)
-        mapping = _Mapping(self.construct_mapping(node, deep=True))
-        mapping.repeated = tuple(key for key in mapping if written.count(key) > 1)
-        return mapping
+        written = [self.construct_object(key, deep=True) for key in self._own[node]]
+        return _Mapping(self.construct_mapping(node, deep=True)).with_repeated(written)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Puts the keys that merges (<<) bring in front of the mapping's own, which win."""
+        if node in self._own:
+            return
+        own = [(key, value) for key, value in node.value if key.tag != _MERGE]
+        self._own[node] = [key for key, _ in own]
+        merged: list[tuple[yaml.Node, yaml.Node]] = []
+        for key, value in node.value:
+            if key.tag == _MERGE:
+                for source in reversed(list(_sources(value))):
+                    self.flatten_mapping(source)
+                    self._merged_keys += len(source.value)
+                    if self._merged_keys > LARGEST_YAML:
+                        raise yaml.YAMLError(f"merges (<<) that make more than {LARGEST_YAML} keys")
+                    merged += source.value
+        node.value = merged + own
+
+
+_TOO_DEEP = f"more than {DEEPEST} levels of nesting"
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+def _sources(value: yaml.Node) -> Iterator[yaml.MappingNode]:
+    """The mappings that a merge names: one, or a sequence of them, whose earlier ones win."""
+    for source in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+        if not isinstance(source, yaml.MappingNode):
+            raise yaml.constructor.ConstructorError(
+                None, None, "a merge (<<) names something other than mappings", source.start_mark
+            )
+        yield source
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_checked)

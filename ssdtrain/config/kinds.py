@@ -8,13 +8,14 @@ ask `kind_of` for the same description, so none of them can drift from what the 
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Le
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from ssdtrain.config import units
+from ssdtrain.config import codecs, units
 from ssdtrain.config.amount import AMOUNT_ALLOWED, Amount, parse_amount
 from ssdtrain.config.errors import Refusal
 from ssdtrain.config.paths import DIRECTORY_ALLOWED, parse_directories, parse_directory
@@ -84,11 +85,6 @@ DIRECTORIES = Kind(
     many=True,
 )
 
-CODEC = Kind("codec", 'the name of a codec with its parameters, such as "lossless" or "int8:block=64"', str)
-
-RULE_ALLOWED = (
-    'a codec such as "int8", "inside/between" such as "off/int8", or "off", and "@64KiB" behind any of them'
-)
 FRACTION_ALLOWED = "a number above 0 and below 1, such as 0.1"
 NAMES_ALLOWED = 'a list of names or patterns, or "none"'
 
@@ -110,16 +106,9 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _rule(value: Any) -> Any:
-    # YAML 1.1 reads a bare `off` as a boolean.
-    if value is False:
-        return "off"
-    if not isinstance(value, str) or not value.strip():
-        raise Refusal("is no codec", RULE_ALLOWED)
-    return value.strip()
-
-
-RULE = Kind("codec", RULE_ALLOWED, _rule)
+CODEC = Kind("codec", codecs.OFFLOAD_ALLOWED, codecs.parse_offload_codec)
+RULE = Kind("codec", codecs.RULE_ALLOWED, partial(codecs.parse_rule, framed=False))
+FRAMED_RULE = Kind("codec", codecs.FRAMED_RULE_ALLOWED, partial(codecs.parse_rule, framed=True))
 FRACTION = Kind("fraction", FRACTION_ALLOWED, _fraction, text=float)
 NAMES = Kind("names", NAMES_ALLOWED, _names, list, many=True)
 
@@ -133,8 +122,12 @@ Seconds = Annotated[float, BeforeValidator(units.parse_duration), DURATION]
 AmountField = Annotated[Amount, BeforeValidator(parse_amount), AMOUNT]
 Directory = Annotated[str, BeforeValidator(parse_directory), DIRECTORY]
 Directories = Annotated[tuple[str, ...], BeforeValidator(parse_directories), DIRECTORIES]
-CodecName = Annotated[str, CODEC]
-CommRule = Annotated[str, BeforeValidator(_rule), RULE]
+CodecName = Annotated[str, BeforeValidator(CODEC.parse), CODEC]
+"""Of saved tensors."""
+CommRule = Annotated[str, BeforeValidator(RULE.parse), RULE]
+"""Codecs of collectives, which need payloads of a size that both sides know."""
+FramedRule = Annotated[str, BeforeValidator(FRAMED_RULE.parse), FRAMED_RULE]
+"""Codecs of pipeline messages, which carry their size."""
 Fraction = Annotated[float, BeforeValidator(_fraction), FRACTION]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), NAMES]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]

@@ -1,6 +1,5 @@
 """Makes a config of a dict or a file, and says everything that is wrong with it at once."""
 
-import difflib
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,11 +8,17 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ssdtrain.config.errors import ConfigError, Contradiction, Problem, Refusal
+from ssdtrain.config.errors import ConfigError, Contradiction, Problem, Refusal, shown_key
 from ssdtrain.config.files import KEY, read_block
 from ssdtrain.config.kinds import kind_of
 from ssdtrain.config.paths import DIRECTORY_ALLOWED, expand_path, has_placeholder, problem_with_directory
 from ssdtrain.config.schema import LATER, Config, Section
+from ssdtrain.config.similar import closest, resembles
+
+AUTO = "auto"
+"""As the value of a key: the same as leaving the key out."""
+LISTED = 20
+"""Unknown keys of one section that an error names one by one."""
 
 Source = Mapping[str, Any] | Path | str | Config | None
 
@@ -66,13 +71,15 @@ def _known_part(
     dot.
     """
     known: dict[str, Any] = {}
+    unknown: list[Any] = []
     for key in getattr(block, "repeated", ()):
-        why = "is the last of several values of this key"
-        problems.append(Problem(f"{path}.{key}", block[key], why, "each key once"))
+        if key in section.model_fields:
+            why = "is the last of several values of this key"
+            problems.append(Problem(f"{path}.{key}", block[key], why, "each key once"))
     for key, value in block.items():
         field = section.model_fields.get(key) if isinstance(key, str) else None
         if field is None:
-            problems.append(_unknown_key(key, value, section, path, f"{within}{key}"))
+            unknown.append(key)
             continue
         inner = section_of(field)
         if inner is not None and isinstance(value, Mapping):
@@ -81,30 +88,41 @@ def _known_part(
             allowed = "a block of keys, or leaving it out"
             problems.append(Problem(f"{path}.{key}", value, "is no block of keys", allowed))
             continue
+        if inner is None and _is_auto(value) and AUTO not in kind_of(field).choices:
+            continue
         known[key] = value
+    for key in unknown[:LISTED]:
+        problems.append(_unknown_key(key, block[key], section, path, within))
+    if len(unknown) > LISTED:
+        why = f"and {len(unknown) - LISTED - 1} more are set, but there are no such keys"
+        problems.append(Problem(path, unknown[LISTED], why, f"the keys {', '.join(section.model_fields)}"))
     return known
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == AUTO
 
 
 def _unknown_key(key: Any, value: Any, section: type[Section], path: str, within: str) -> Problem:
     allowed = f"the keys {', '.join(section.model_fields)}"
-    if within in LATER:
+    full = f"{path}.{shown_key(key)}"
+    if isinstance(key, str) and f"{within}{key}" in LATER:
         return Problem(
-            f"{path}.{key}",
-            value,
-            "is set, but this key is not in this version",
-            f"leaving it out; {allowed}",
+            full, value, "is set, but this key is not in this version", f"leaving it out; {allowed}"
         )
     why = "is set, but there is no such key"
-    root = path.removesuffix(f".{within.rpartition('.')[0]}")
-    hint = _similar(str(key), section, path, root)
-    return Problem(f"{path}.{key}", value, f"{why} (did you mean {hint}?)" if hint else why, allowed)
+    root = path.removesuffix(f".{within}"[:-1]) if within else path
+    hint = _similar(key, section, path, root) if isinstance(key, str) else None
+    return Problem(full, value, f"{why} (did you mean {hint}?)" if hint else why, allowed)
 
 
 def _similar(key: str, section: type[Section], path: str, root: str) -> str | None:
     """The full key that was probably meant: a near miss here, or the same name in another section."""
-    near = difflib.get_close_matches(key.lower().replace("-", "_"), list(section.model_fields), n=1)
-    if near:
-        return f"{path}.{near[0]}"
+    near = closest(key, section.model_fields)
+    if near is not None:
+        return f"{path}.{near}"
+    if key == KEY or resembles(key, KEY):
+        return f"{root}, which is one level up"
     everywhere = {full.rpartition(".")[2]: full for full in key_paths(Config, root)}
     return everywhere.get(key)
 
@@ -130,7 +148,7 @@ def key_paths(section: type[Section], path: str) -> Iterator[str]:
 
 
 def _from_pydantic(error: ValidationError, path: str) -> Iterator[Problem]:
-    for found in error.errors():
+    for found in error.errors(include_url=False):
         where = ".".join([path, *map(str, found["loc"])])
         cause = found.get("ctx", {}).get("error")
         if isinstance(cause, Contradiction):
@@ -144,12 +162,14 @@ def _from_pydantic(error: ValidationError, path: str) -> Iterator[Problem]:
 
 def _allowed_at(location: tuple[int | str, ...]) -> str:
     section: type[Section] = Config
-    for name in location[:-1]:
-        inner = section_of(section.model_fields[str(name)])
+    for name in location:
+        field = section.model_fields[str(name)]
+        inner = section_of(field)
         if inner is None:
-            break
+            # What follows in the location is inside the value: the index of a list's element.
+            return kind_of(field).allowed
         section = inner
-    return kind_of(section.model_fields[str(location[-1])]).allowed
+    return "a block of keys"
 
 
 def _files_in_the_way(config: Config, path: str) -> Iterator[Problem]:

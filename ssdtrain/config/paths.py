@@ -20,6 +20,10 @@ DIRECTORY_ALLOWED = (
     f"a directory; {', '.join(f'{{{name}}}' for name in PLACEHOLDERS)} and ~ are expanded on each rank, "
     "it need not exist yet, but must not be a file"
 )
+LONGEST_PATH, LONGEST_NAME = 4095, 255
+"""Bytes of a path and of one name in it, on Linux."""
+MOST_DIRECTORIES = 64
+"""That one rank stripes over."""
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 
@@ -27,14 +31,21 @@ def parse_directory(value: Any) -> str:
     """A directory as text with known placeholders only, otherwise unchanged.
 
     Raises:
-        Refusal: not text or a path, empty, blanks around it, a URL, an unknown placeholder, an unbalanced brace, a "$"
-            (nothing expands it), a "~" that names no user here.
+        Refusal: not text or a path, empty, too long, not encodable, blanks around it, a URL, an unknown placeholder, an
+            unbalanced brace, a "$" (nothing expands it), a "~" that names no user here.
     """
     if not isinstance(value, str | os.PathLike):
         raise Refusal(f"is a {type(value).__name__}", DIRECTORY_ALLOWED)
     text = os.fspath(value)
     if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise Refusal("names no directory", DIRECTORY_ALLOWED)
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        raise Refusal("holds characters that UTF-8 cannot encode", DIRECTORY_ALLOWED) from None
+    if len(encoded) > LONGEST_PATH or max(map(len, encoded.split(b"/"))) > LONGEST_NAME:
+        limit = f"more than {LONGEST_PATH} bytes, or than {LONGEST_NAME} in one name"
+        raise Refusal(f"is too long ({limit})", DIRECTORY_ALLOWED)
     if text != text.strip():
         raise Refusal("begins or ends with a blank", DIRECTORY_ALLOWED)
     if "://" in text:
@@ -57,7 +68,7 @@ def parse_directories(value: Any) -> tuple[str, ...]:
     """One directory or a sequence of them, as a tuple.
 
     Raises:
-        Refusal: one of them is refused by `parse_directory`, or one is there twice.
+        Refusal: one of them is refused by `parse_directory`, one is there twice, or there are too many.
     """
     if isinstance(value, str | os.PathLike):
         value = (value,)
@@ -65,6 +76,8 @@ def parse_directories(value: Any) -> tuple[str, ...]:
         raise Refusal(
             f"is a {type(value).__name__}", f"one directory or a list of them; each is {DIRECTORY_ALLOWED}"
         )
+    if len(value) > MOST_DIRECTORIES:
+        raise Refusal(f"holds {len(value)} directories", f"at most {MOST_DIRECTORIES} directories")
     texts = tuple(map(parse_directory, value))
     for twice in repeated([Path(os.path.abspath(os.path.expanduser(text))) for text in texts]):
         raise Refusal(f'holds "{twice}" twice', "each directory once; one slab is made in each")
@@ -121,14 +134,17 @@ def has_placeholder(text: str) -> bool:
 def problem_with_directory(path: Path) -> str | None:
     """Why `path` cannot be a directory, or None. What does not exist yet is fine if it can be made below a
     directory."""
-    for place in (path, *path.parents):
-        if place.is_dir():
-            return None
-        if os.path.lexists(place):
-            if place.is_dir():  # another rank made it between the two looks
+    try:
+        for place in (path, *path.parents):
+            if place.is_dir():
                 return None
-            kind = "a broken link" if not place.exists() else "a file"
-            return f"is {kind}" if place == path else f'lies below "{place}", which is {kind}'
+            if os.path.lexists(place):
+                if place.is_dir():  # another rank made it between the two looks
+                    return None
+                kind = "a broken link" if not place.exists() else "a file"
+                return f"is {kind}" if place == path else f'lies below "{place}", which is {kind}'
+    except OSError as error:
+        return f"cannot be looked at ({error.strerror})"
     return None
 
 

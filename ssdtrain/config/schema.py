@@ -22,6 +22,7 @@ from ssdtrain.config.kinds import (
     Directories,
     Directory,
     Fraction,
+    FramedRule,
     Names,
     PositiveSize,
     Seconds,
@@ -260,10 +261,10 @@ class CommConfig(Section):
     tp: CommRule | None = None
     """Activations and their gradients between tensor-parallel ranks, sequence parallelism included."""
 
-    pp_forward: CommRule | None = None
+    pp_forward: FramedRule | None = None
     """Activations from one pipeline stage to the next. Integers, masks and scalars always go as they are."""
 
-    pp_backward: CommRule | None = None
+    pp_backward: FramedRule | None = None
     """Gradients of activations from one pipeline stage to the one before."""
 
     ep: CommRule | None = None
@@ -319,6 +320,9 @@ class CommConfig(Section):
 
 DIMENSIONS = ("dp", "dp_gather", "tp", "pp_forward", "pp_backward", "ep", "zero_gather")
 """The keys of `CommConfig` that hold codecs: one for each kind of traffic."""
+
+FRAMED = ("pp_forward", "pp_backward")
+"""Those of `DIMENSIONS` whose messages carry their size, so that a payload of unknown size fits."""
 
 
 class Config(Section):

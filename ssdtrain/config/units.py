@@ -34,6 +34,8 @@ LARGEST_SIZE = 2**63 - 1
 LONGEST_DURATION = 86400
 """Seconds; a day. What a thread can wait for is bounded, and nothing here waits for longer on purpose."""
 
+_LARGEST_BITS = 128  # of an integer that is converted exactly
+
 _NUMBER_AND_UNIT = re.compile(
     r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,6})?)\s*([A-Za-z%]*)\s*", re.ASCII
 )
@@ -52,7 +54,9 @@ def _number_and_unit(value: Any, allowed: str) -> tuple[Decimal, str]:
         if isinstance(value, float) and not math.isfinite(value):
             raise Refusal("is not finite", allowed)
         # repr() of a float is the shortest text that reads back as it: 0.1 stays 0.1 and does not become
-        # 0.1000000000000000055. An integer may have more digits than Python writes.
+        # 0.1000000000000000055. An integer of a million digits takes seconds to convert, and is above every limit.
+        if isinstance(value, int) and value.bit_length() > _LARGEST_BITS:
+            value = 1 << _LARGEST_BITS if value > 0 else -1
         number, unit = Decimal(repr(value) if isinstance(value, float) else value), ""
     if number < 0:
         raise Refusal("is negative", allowed)

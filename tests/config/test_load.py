@@ -59,7 +59,6 @@ def test_every_key_refuses_a_value_of_the_wrong_kind(flag: Any, value: Any) -> N
         ("offload.direct", "yes", '"auto", "on", "off"'),
         ("offload.on_full", "wait", '"keep", "raise"'),
         ("offload.host", "4G", "MiB"),
-        ("offload.host", "auto", "MiB"),
         ("offload.capacity", 0, "at least 4KiB"),
         ("offload.capacity", 4095, "at least 4KiB"),
         ("offload.deadline", 1e300, "at most 24h"),
@@ -198,8 +197,8 @@ def test_a_long_value_is_cut_in_the_message() -> None:
 @pytest.mark.parametrize("key", ["host", "threads", "deadline", "amount", "directories", "x", "codec"])
 def test_a_number_of_too_many_digits_is_refused_and_not_shown(key: str) -> None:
     error = refused({"offload": {"directories": "/a", key: 10**5000}})
-    assert f"ssdtrain.offload.{key}: a int that is too long to be shown" in str(error)
-    assert "a list that is too long" in str(refused({"report": {"path": [10**5000]}}))
+    assert f"ssdtrain.offload.{key}: <a number of 16610 bits>" in str(error)
+    assert "[<a number of 16610 bits>]" in str(refused({"report": {"path": [10**5000]}}))
 
 
 def test_any_mapping_is_a_block() -> None:
