@@ -6,7 +6,7 @@ python patches/apply.py CHECKOUT --check    # is one applied, or would one fit? 
 python patches/apply.py CHECKOUT --reverse  # takes it out again
 ```
 
-There is one patch for every version of Megatron-LM that was tried. `python -m ssdtrain_megatron.run SCRIPT ...` needs none.
+Versions of Megatron-LM whose scripts are alike share a patch. `python -m ssdtrain_megatron.run SCRIPT ...` needs none.
 """
 
 import argparse
@@ -14,7 +14,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-PATCHES = sorted(Path(__file__).parent.glob("megatron-lm-*.patch"), reverse=True)
+
+def scripts(patch: Path) -> int:
+    """How many scripts `patch` changes."""
+    return sum(line.startswith("+++ ") for line in patch.read_text().splitlines())
+
+
+# A patch of fewer scripts also fits (and is also seen as applied) where one of more does: that one comes first.
+PATCHES = sorted(
+    Path(__file__).parent.glob("megatron-lm-*.patch"),
+    key=lambda patch: (scripts(patch), patch.name),
+    reverse=True,
+)
 
 
 def fits(checkout: Path, patch: Path, *, reverse: bool) -> str | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ssdtrain.offload.checkpoint import detach_leaves
 from ssdtrain.offload.claims import related
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.discarding import read_inputs_once
@@ -26,7 +27,8 @@ Function = Callable[..., Any]
 class Installation:
     """Sends the events of megatron-core's schedules to the attachment of the model they are about.
 
-    Models that nothing is attached to, and forwards without gradients, run the original functions.
+    Models that nothing is attached to, and forwards without gradients, run the original functions, except that a checkpoint
+    function with gradients off is a call of what it was given. See Note: [Outputs that are parameters] in `recompute`.
     """
 
     def __init__(self) -> None:
@@ -163,6 +165,9 @@ class Installation:
     def _checkpoint(self, plain: Function) -> Function:
         @functools.wraps(plain)
         def checkpoint(function: Function, distribute_saved_activations: bool, *args: Any) -> Any:
+            if not torch.is_grad_enabled():
+                # Nothing is saved. See Note: [Outputs that are parameters] in `recompute`.
+                return function(*args)
             present = self._present
             if present is None:
                 return plain(function, distribute_saved_activations, *args)
@@ -172,7 +177,8 @@ class Installation:
                 outer, self._present = self._present, present
                 first_run, self._first_run = self._first_run, not torch.is_grad_enabled()
                 try:
-                    return function(*args)
+                    outputs = function(*args)
+                    return detach_leaves(outputs) if self._first_run else outputs
                 finally:
                     self._present, self._first_run = outer, first_run
 

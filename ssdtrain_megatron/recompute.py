@@ -14,6 +14,13 @@ count: a mixture of experts adds its auxiliary losses to the figures and its tok
 global balancing, the gradients) only with gradients on. Both of our runs have them on, and would count twice. Models with
 such modules keep Megatron's own function.
 
+Note: [Outputs that are parameters]
+With a linear bias, an MLP returns the bias of its last linear layer beside its output, for a fused kernel to add. The reentrant
+function hands such an output to autograd as its own: the Parameter becomes an output of the function, so that its backward
+runs into itself without end, and where gradients are off (an evaluation) the Parameter loses its `requires_grad` and is never
+trained again. So with gradients off a checkpoint function is a call of what it was given, and the first run of the reentrant
+function returns parameters detached; the recomputation returns the Parameter itself, whose gradient is then added as usual.
+
 Note: [Saved for nothing]
 Inside the reentrant function's first run gradients are off, but Megatron switches them on again around bias-dropout-add. What
 is saved there is dropped at the end of the block, and must not travel.

@@ -1,8 +1,9 @@
 """From the events of a pipeline schedule to calls on the runtime.
 
 Note: [Order]
-Every schedule of Megatron begins a step with the forward of microbatch 0 on chunk 0, and its order depends on nothing but
-the layout and the number of microbatches. So the order of a step is known from the step before with as many microbatches:
+A schedule runs each microbatch on each chunk once in a step, and a step always begins with the same forward. So a forward that
+comes when no step is under way, or a second time, begins a step; what number a chunk has, in which order `attach` was given
+them, does not matter. The order of a step depends on nothing but the layout and the number of microbatches. So the order of a step is known from the step before with as many microbatches:
 which backward comes next, and which forward is followed by its own backward. While it is not known (the first step, a new
 number of microbatches) nothing is hinted, and each backward starts its own loads. An event that is not the expected one
 (a step that raised) ends the hints until the next step.
@@ -103,6 +104,7 @@ class Schedule:
         self._chunks = chunks
         self._open = False
         self._left = 0  # backwards until the step is complete
+        self._forwards: set[Key] = set()  # that the step had
         self._alive: set[Key] = set()
         self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], Key]] = {}
 
@@ -113,8 +115,9 @@ class Schedule:
             What `call` returned. Tell `produced` the output whose backward will come.
         """
         event = Event(False, chunk, microbatch)
-        if event.key == (0, 0):
+        if not self._open or event.key in self._forwards:
             self._begin(count)
+        self._forwards.add(event.key)
         self.order.happens(event)
         following = self.order.follows()
         at_once = following == Event(True, chunk, microbatch)
@@ -165,6 +168,7 @@ class Schedule:
 
     def _clear(self) -> None:
         self._open = False
+        self._forwards.clear()
         self._alive.clear()
         self._outputs.clear()
         self.runtime.next_backward()

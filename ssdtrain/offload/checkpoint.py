@@ -17,7 +17,23 @@ from torch.utils.checkpoint import noop_context_fn
 
 from ssdtrain.config import CheckpointConfig
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "detach_leaves"]
+
+
+def detach_leaves(outputs: Any) -> Any:
+    """What the first run of a reentrant checkpoint may return: `outputs` with every leaf that requires a gradient detached.
+
+    An autograd function makes what its forward returns its own. A Parameter that a block returns (a bias that is added later)
+    would no longer be a leaf, and with gradients off it would lose its `requires_grad`.
+
+    Args:
+        outputs: of a block: a tensor, or a tuple or list of tensors and other objects, which are kept.
+    """
+    if isinstance(outputs, torch.Tensor):
+        return outputs.detach() if outputs.is_leaf and outputs.requires_grad else outputs
+    if type(outputs) in (tuple, list):
+        return type(outputs)(detach_leaves(output) for output in outputs)
+    return outputs
 
 
 class RandomState(NamedTuple):
@@ -83,7 +99,7 @@ class Checkpoint:
         preserve = config.preserve_rng_state if preserve_rng_state is None else preserve_rng_state
         states = tuple(self._random.values()) if preserve else ()
         if reentrant:
-            replay = _Replay(function, (), states)
+            replay = _Replay(function, (), states, reentrant=True)
             return torch.utils.checkpoint.checkpoint(
                 replay,
                 *args,
@@ -113,12 +129,24 @@ class Checkpoint:
 
 
 class _Replay:
-    """Runs a function; every run after the first begins with the generators as they were at the first."""
+    """Runs a function; every run after the first begins with the generators as they were at the first.
+
+    Args:
+        names: of the last arguments, which the function takes by name.
+        states: generators beside torch's.
+        reentrant: the first run is the forward of an autograd function.
+    """
 
     def __init__(
-        self, function: Callable[..., Any], names: tuple[str, ...], states: tuple[RandomState, ...]
+        self,
+        function: Callable[..., Any],
+        names: tuple[str, ...],
+        states: tuple[RandomState, ...],
+        *,
+        reentrant: bool = False,
     ) -> None:
         self._function = function
+        self._reentrant = reentrant
         self._names = names
         self._states = states
         self._first: list[Any] | None = None
@@ -128,7 +156,8 @@ class _Replay:
         kwargs = dict(zip(self._names, args[count:], strict=True))
         if self._first is None:
             self._first = [state.read() for state in self._states]
-            return self._function(*args[:count], **kwargs)
+            outputs = self._function(*args[:count], **kwargs)
+            return detach_leaves(outputs) if self._reentrant else outputs
         present = [state.read() for state in self._states]
         try:
             for state, value in zip(self._states, self._first, strict=True):

@@ -6,6 +6,7 @@ torchrun would make.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import logging
@@ -49,9 +50,22 @@ def auxiliary_losses() -> dict[str, list[float]]:
     return found
 
 
+def train(trainer: Trainer) -> list[tuple[str | None, str]]:
+    """Losses and norms of the steps, and of an evaluation after each where the row has them."""
+    found = []
+    for number in range(STEPS):
+        found.append(trainer.step(number))
+        if trainer.row.evaluated:
+            with torch.no_grad():
+                found.append(trainer.step(number, forward_only=True))
+    return found
+
+
 def plain_run(row: Row) -> dict[str, Any]:
+    if row.reference is not None:
+        row = dataclasses.replace(row, options=row.reference)
     trainer = Trainer(row)
-    steps = [trainer.step(number) for number in range(STEPS)]
+    steps = train(trainer)
     weights, auxiliary = trainer.weights(), auxiliary_losses()
     # Counting takes hooks of its own, below which some of Megatron's functions go wrong: what it trains is not looked at.
     trainer = Trainer(row)
@@ -77,9 +91,10 @@ def offloaded_run(row: Row, directory: str) -> dict[str, Any]:
         "checkpoint": row.checkpoint,
     }
     before = schedules.forward_step
-    with ssdtrain_megatron.attach(trainer.chunks, config) as attachment:
+    chunks = trainer.chunks[::-1] if row.reversed else trainer.chunks
+    with ssdtrain_megatron.attach(chunks, config) as attachment:
         replaced = schedules.forward_step is not before
-        steps = [trainer.step(number) for number in range(STEPS)]
+        steps = train(trainer)
         weights = trainer.weights()
         gc.collect()
         found = attachment.statistics()

@@ -15,6 +15,9 @@ class Row:
         ddp: of DistributedDataParallelConfig.
         offload: keys of the offload section, beside the directories.
         counted: what autograd saves is counted in a run of its own. That takes hooks, which some options do not stand.
+        reversed: attach gets the chunks in the reverse order.
+        evaluated: an evaluation follows each step.
+        reference: options of the run without offload, where Megatron alone does not train with the row's.
     """
 
     name: str
@@ -32,6 +35,9 @@ class Row:
     offload: dict[str, Any] = field(default_factory=dict)
     checkpoint: dict[str, Any] = field(default_factory=dict)
     counted: bool = True
+    reversed: bool = False
+    evaluated: bool = False
+    reference: dict[str, Any] | None = None
 
     @property
     def dp(self) -> int:
@@ -59,6 +65,10 @@ def selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
+BIAS: dict[str, Any] = {"evaluated": True, "reference": {}, "counted": False}
+"""Where a recomputed MLP returns its bias: Megatron's own function recurses in the first backward, so that the run without
+offload recomputes nothing, which changes no bit."""
+
 ROWS = [
     Row("one process"),
     Row("dropout", dropout=0.1),
@@ -72,9 +82,18 @@ ROWS = [
     Row("recompute core_attn", options=selective("core_attn")),
     Row("recompute layernorm", options=selective("layernorm")),
     Row("recompute layernorm, mlp", options={"add_bias_linear": False, **selective("layernorm", "mlp")}),
+    Row("recompute mlp with bias", options=selective("mlp"), **BIAS),
+    Row(
+        "recompute mlp with bias, reentrant",
+        options=selective("mlp"),
+        checkpoint={"use_reentrant": True},
+        **BIAS,
+    ),
+    Row("recompute full, evaluations", dropout=0.1, options=FULL, evaluated=True),
     Row("moe", model="moe", options=MOE),
     Row("moe, recompute full", model="moe", options={**MOE, **FULL}),
     Row("moe, recompute moe", model="moe", options={**MOE, **selective("moe")}),
+    Row("moe, recompute moe, evaluations", model="moe", options={**MOE, **selective("moe")}, evaluated=True),
     Row("moe, auxiliary losses, recompute full", model="moe", options={**MOE, **LOGGED, **FULL}),
     Row("bert", model="bert"),
     Row("t5", model="t5"),
@@ -88,8 +107,13 @@ ROWS = [
     Row("pp2, one microbatch", 2, pp=2, microbatches=1),
     Row("pp2, deallocate", 2, pp=2, options=DEALLOCATE),
     Row("pp2, recompute full, deallocate", 2, pp=2, options={**FULL, **DEALLOCATE}),
+    Row("pp2, recompute mlp with bias", 2, pp=2, options=selective("mlp"), **BIAS),
+    Row(
+        "tp2, recompute full, distributed, evaluations", 2, tp=2, dropout=0.1, options=SPREAD, evaluated=True
+    ),
     Row("pp2, bert", 2, pp=2, model="bert"),
     Row("pp2 vp2", 2, pp=2, vp=2, options=INTERLEAVED),
+    Row("pp2 vp2, chunks in reverse", 2, pp=2, vp=2, options=INTERLEAVED, reversed=True),
     Row("pp2 vp2, deallocate", 2, pp=2, vp=2, options={**INTERLEAVED, **DEALLOCATE}),
     Row("dp2", 2),
     Row("dp2, overlap", 2, ddp={"overlap_grad_reduce": True}),

@@ -67,6 +67,27 @@ def test_a_patch_is_found_applied_and_taken_out_again(checkout: Path) -> None:
     assert apply(checkout, "--reverse") == (1, f"no patch is applied in {checkout}\n")
 
 
+def test_a_checkout_that_has_a_gpt_script_only_has_a_patch_of_its_own(tmp_path: Path) -> None:
+    """As from 0.18 on. That patch fits a checkout of 0.16 too, which must get the one of all three scripts."""
+    script = tmp_path / "pretrain_gpt.py"
+    head = "    # Timestamp right after entering __main__ block (after all imports/library setup)\n"
+    text = f'x = 1\n\n\nif __name__ == "__main__":\n{head}    x = 2\n'
+    script.write_text(text)
+    assert "0.18" in apply(tmp_path, "--check")[1]
+    assert apply(tmp_path)[0] == 0
+    assert script.read_text().splitlines()[4].strip() == LINE
+    assert apply(tmp_path, "--reverse")[0] == 0
+    assert script.read_text() == text
+
+    for name in ("pretrain_bert.py", "pretrain_t5.py"):
+        (tmp_path / name).write_text('x = 1\n\nif __name__ == "__main__":\n\n    x = 2\n')
+    assert "0.16" in apply(tmp_path)[1]
+    assert all(LINE in (tmp_path / name).read_text() for name in SCRIPTS)
+    assert "0.16" in apply(tmp_path)[1]
+    assert "0.16" in apply(tmp_path, "--reverse")[1]
+    assert not any(LINE in (tmp_path / name).read_text() for name in SCRIPTS)
+
+
 def test_where_no_patch_fits_it_says_what_git_says(checkout: Path) -> None:
     (checkout / "pretrain_t5.py").write_text("something else\n")
     status, said = apply(checkout)

@@ -132,6 +132,25 @@ def test_a_tape_whose_backward_follows_at_once_is_kept_beside_others() -> None:
     assert kept == {(1, 0), (1, 1)}
 
 
+def test_the_order_in_which_chunks_are_given_changes_nothing() -> None:
+    """Given in the reverse order, the step begins on chunk 1."""
+    order = "F00 F01 F10 B10 F11 B11 B00 B01"
+    events = [Event(text[0] == "B", int(text[1]), int(text[2])) for text in order.split()]
+    swapped = [Event(backward, 1 - chunk, microbatch) for backward, chunk, microbatch in events]
+    one, other = Rank(chunks=2), Rank(chunks=2)
+
+    def renamed(entry: Any) -> Any:
+        """An entry of what was told, with the chunks' numbers swapped."""
+        if isinstance(entry, tuple) and len(entry) == 2 and all(type(part) is int for part in entry):
+            return 1 - entry[0], entry[1]
+        return tuple(map(renamed, entry)) if isinstance(entry, tuple) else entry
+
+    for _ in range(3):
+        told = one.play(events, 2)
+        assert other.play(swapped, 2) == list(map(renamed, told))
+    assert [entry for entry in told if entry[0] in ("begin", "end")] == [("begin",), ("end",)]
+
+
 def test_another_number_of_microbatches_is_another_order() -> None:
     rank = Rank()
     rank.play(one_f_one_b(3, 0, 4), 4)

@@ -100,6 +100,30 @@ def test_registered_generators_repeat_in_the_recomputation(reentrant: bool) -> N
     assert drawn[0] != drawn[1]
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_block_may_return_a_parameter(reentrant: bool) -> None:
+    """As an MLP does that leaves the addition of its bias to a fused kernel. Torch's own reentrant function takes the Parameter
+    for an output of its own: backward recurses, and with gradients off it loses its requires_grad."""
+    bias = torch.nn.Parameter(torch.ones(8))
+
+    def block(x: torch.Tensor) -> tuple[torch.Tensor, torch.nn.Parameter]:
+        return x.square(), bias
+
+    def gradients(around: Any) -> list[torch.Tensor | None]:
+        x = torch.arange(8.0, requires_grad=True)
+        bias.grad = None
+        with torch.no_grad():
+            around(x)
+        y, added = around(x)
+        (y * added).sum().backward()
+        return [x.grad, bias.grad]
+
+    expected = gradients(block)
+    found = gradients(lambda x: Checkpoint()(block, x, use_reentrant=reentrant))
+    assert bias.is_leaf and bias.requires_grad
+    assert same(found, expected)
+
+
 def test_recomputation_stops_early_unless_told_not_to() -> None:
     calls = []
 
