@@ -1,12 +1,12 @@
 """From the events of a pipeline schedule to calls on the runtime.
 
 Note: [Order]
-A schedule runs each microbatch on each chunk once in a step, and a step always begins with the same forward. So a forward that
-comes when no step is under way, or a second time, begins a step; what number a chunk has, in which order `attach` was given
-them, does not matter. The order of a step depends on nothing but the layout and the number of microbatches. So the order of a step is known from the step before with as many microbatches:
-which backward comes next, and which forward is followed by its own backward. While it is not known (the first step, a new
-number of microbatches) nothing is hinted, and each backward starts its own loads. An event that is not the expected one
-(a step that raised) ends the hints until the next step.
+A schedule runs each microbatch on each chunk once in a step. So a forward that comes when no step is under way, or that this
+step had already, begins a step, and it does not matter which chunk is the first in the list that `attach` was given. The order
+of a step depends on nothing but the layout and the number of microbatches. So it is known from the step before with as many
+microbatches: which backward comes next, and which forward is followed by its own backward. While it is not known (the first
+step, a new number of microbatches) nothing is hinted, and each backward starts its own loads. An event that is not the expected
+one (a step that raised) ends the hints until the next step.
 
 Note: [Kept tapes]
 Where the backward of a tape follows its forward at once while other tapes of this rank are alive (interleaving: the last
