@@ -66,24 +66,40 @@ INLINE float asymmetric_scale(float zero, float high, float codes, float cap) {
     return spread < 0x1p-125f ? 0x1p-125f : spread;
 }
 
+/* Note: [Time to compile]
+ * What encode_group and decode_group do once for a group, whatever its block and kind, stands in functions of its own:
+ * inlined into each of the 40 pairs of block and kind, three times for the kinds of CPU, it takes minutes to compile. */
+
 /* The values of a group in `values` or, where they need no work, in the tensor itself. */
-INLINE const float *group_values(const block_job *f, int block, int64_t at, int blocks, float *restrict values) {
-    int count = (int)least(f->numel - at, blocks * block), padded = blocks * block;
+EVERY_CPU static const float *group_values(const block_job *f, int64_t at, int padded, float *values) {
+    int count = (int)least(f->numel - at, padded);
     if (f->dtype == FLOAT32 && count == padded && !f->signs) return (const float *)f->x + at;
     load(values, f->x, f->dtype, at, count, padded);
     if (f->signs) {
         for (int i = count; i < padded; i++) values[i] = 0.0f;
-        rotate_all(values, padded, f->signs, block, f->unit);
+        rotate_all(values, padded, f->signs, f->block, f->unit);
     }
     return values;
+}
+
+/* Random words of a group: word j of counter i at words[j * GROUP_VALUES / 4 + i]. */
+EVERY_CPU static void group_words(uint32_t *words, int64_t at, const random_key *key) {
+    philox(words, (uint32_t)(at / 4), GROUP_VALUES / 4, key);
+}
+
+/* `values` of a group, rotated back, to the tensor unless they are there already. */
+EVERY_CPU static void store_group(const block_job *f, int64_t at, int padded, float *values, int in_place) {
+    if (f->signs) unrotate_all(values, padded, f->signs, f->block, f->unit);
+    if (!in_place) store(values, f->out, f->dtype, at, (int)least(f->numel - at, padded), f->accumulate);
 }
 
 INLINE int encode_group(const block_job *f, int block, int kind, int stochastic, int64_t first, int blocks) {
     float values[GROUP_VALUES], low[GROUP_MAX], high[GROUP_MAX], scale[GROUP_MAX], zero[GROUP_MAX];
     uint32_t largest[GROUP_MAX], words[GROUP_VALUES], most = 0;
     uint8_t codes[BLOCK_MAX];
-    float reach = largest_code(kind, f->bits);
-    const float *v = group_values(f, block, first * block, blocks, values);
+    int bits = kind == E4M3 || kind == E5M2 ? 8 : f->bits;
+    float reach = largest_code(kind, bits);
+    const float *v = group_values(f, first * block, blocks * block, values);
     for (int b = 0; b < blocks; b++) {
         largest[b] = largest_bits(v + b * block, block);
         if (kind == ASYMMETRIC) extremes(v + b * block, block, &low[b], &high[b]);
@@ -102,16 +118,16 @@ INLINE int encode_group(const block_job *f, int block, int kind, int stochastic,
         f->scales[first + b] = (uint16_t)((bits_of(scale[b]) >> 16 & ~nan) | (0x7fc0u & nan));
     }
     int quarter = block / 4, counters = GROUP_VALUES / 4;
-    if (stochastic) philox(words, (uint32_t)(first * quarter), counters, &f->key);
+    if (stochastic) group_words(words, first * block, &f->key);
     for (int b = 0; b < blocks; b++) {
         uint32_t drawn[BLOCK_MAX];
         for (int part = 0; part < 4 && stochastic; part++)
             memcpy(drawn + part * quarter, words + part * counters + b * quarter, 4 * (size_t)quarter);
         if (largest[b] >= INF_BITS)
-            memset(codes, code_of_zero(kind, f->bits), (size_t)block);
+            memset(codes, code_of_zero(kind, bits), (size_t)block);
         else
-            quantise(codes, v + b * block, block, kind, f->bits, scale[b], zero[b], stochastic ? drawn : 0);
-        pack(f->data + (first + b) * (block * f->bits / 8), codes, block, f->bits);
+            quantise(codes, v + b * block, block, kind, bits, scale[b], zero[b], stochastic ? drawn : 0);
+        pack(f->data + (first + b) * (block * bits / 8), codes, block, bits);
     }
     return most < INF_BITS;
 }
@@ -130,14 +146,14 @@ INLINE void decode_group(const block_job *f, int block, int kind, int64_t first,
     int64_t at = first * block;
     int padded = blocks * block, count = (int)least(f->numel - at, padded);
     int in_place = count == padded && f->dtype == FLOAT32 && !f->accumulate;
+    int bits = kind == E4M3 || kind == E5M2 ? 8 : f->bits;
     float *v = in_place ? (float *)f->out + at : values;
     for (int b = 0; b < blocks; b++) {
         float scale = from_bfloat16(f->scales[first + b]);
         float zero = kind == ASYMMETRIC ? from_bfloat16(f->zeros[first + b]) : 0.0f;
-        unpack(v + b * block, f->data + (first + b) * (block * f->bits / 8), block, kind, f->bits, scale, zero);
+        unpack(v + b * block, f->data + (first + b) * (block * bits / 8), block, kind, bits, scale, zero);
     }
-    if (f->signs) unrotate_all(v, padded, f->signs, block, f->unit);
-    if (!in_place) store(values, f->out, f->dtype, at, count, f->accumulate);
+    store_group(f, at, padded, v, in_place);
 }
 
 INLINE void decode_groups(const block_job *f, int block, int kind, int64_t first, int64_t last) {
@@ -179,36 +195,45 @@ INLINE void decode_kind(const block_job *f, int block, int64_t first, int64_t la
     }
 }
 
-EVERY_CPU static int block_encode_slice(const void *job, int64_t first, int64_t last) {
-    const block_job *f = job;
-    switch (f->block) {
+/* A function for each block: optimising one function takes longer than optimising its parts. */
+#define OF_BLOCK(block)                                                                                      \
+    EVERY_CPU static int encode_slice_##block(const void *job, int64_t first, int64_t last) {                \
+        return encode_kind(job, block, first, last);                                                         \
+    }                                                                                                        \
+    EVERY_CPU static int decode_slice_##block(const void *job, int64_t first, int64_t last) {                \
+        decode_kind(job, block, first, last);                                                                \
+        return 1;                                                                                            \
+    }
+OF_BLOCK(32)
+OF_BLOCK(64)
+OF_BLOCK(128)
+OF_BLOCK(256)
+#undef OF_BLOCK
+
+static int block_encode_slice(const void *job, int64_t first, int64_t last) {
+    switch (((const block_job *)job)->block) {
     case 32:
-        return encode_kind(f, 32, first, last);
+        return encode_slice_32(job, first, last);
     case 64:
-        return encode_kind(f, 64, first, last);
+        return encode_slice_64(job, first, last);
     case 128:
-        return encode_kind(f, 128, first, last);
+        return encode_slice_128(job, first, last);
     default:
-        return encode_kind(f, 256, first, last);
+        return encode_slice_256(job, first, last);
     }
 }
 
-EVERY_CPU static int block_decode_slice(const void *job, int64_t first, int64_t last) {
-    const block_job *f = job;
-    switch (f->block) {
+static int block_decode_slice(const void *job, int64_t first, int64_t last) {
+    switch (((const block_job *)job)->block) {
     case 32:
-        decode_kind(f, 32, first, last);
-        break;
+        return decode_slice_32(job, first, last);
     case 64:
-        decode_kind(f, 64, first, last);
-        break;
+        return decode_slice_64(job, first, last);
     case 128:
-        decode_kind(f, 128, first, last);
-        break;
+        return decode_slice_128(job, first, last);
     default:
-        decode_kind(f, 256, first, last);
+        return decode_slice_256(job, first, last);
     }
-    return 1;
 }
 
 static int64_t block_groups(const block_job *f) { return (f->numel + GROUP_VALUES - 1) / GROUP_VALUES; }
