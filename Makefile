@@ -5,14 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard ssdtrain/storage/*.[ch] ssdtrain/codecs/*.[ch])
 
-.PHONY: install demo demo-megatron test test-long lint docs bench clean
+.PHONY: install demo demo-megatron test test-all test-long lint docs bench clean
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py requirements-dev.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-compile -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	touch $(STAMP)
 
@@ -28,21 +27,25 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A test that hangs where no signal is heard, inside of C, is ended with the stack of every thread.
-WATCHDOG = -o faulthandler_exit_on_timeout=true -o faulthandler_timeout
+# A test that hangs where no signal is heard, inside of C, is ended with the stack of every thread. A file's tests run in one
+# of two processes, and each process of a test computes with one thread.
+PYTEST = OMP_NUM_THREADS=1 SSDTRAIN_POISON=1 $(BIN)/python -m pytest -o faulthandler_exit_on_timeout=true
+TWO_WORKERS = -n 2 --dist loadgroup --no-loadscope-reorder -o faulthandler_timeout=960
 
-# The offload tests collect garbage after each test, which is slow in a process that has imported every framework: they get a
-# process of their own. `make test TESTS=tests/storage` runs a part.
+# Where TESTS names a part, a tier may have no test of it, with which pytest ends with 5.
+NONE_OF_PART = || { [ $$? = 5 ] && [ -n "$(TESTS)" ] && echo "$@: $(TESTS) has no test of this tier"; }
+
+# Lint, all tests that are not slow and one row of each layout: 6 minutes on two cores. `make test TESTS=tests/storage` runs a
+# part.
 test: lint
-ifdef TESTS
-	SSDTRAIN_POISON=1 $(BIN)/python -m pytest $(WATCHDOG)=960 -m "not long" $(TESTS)
-else
-	SSDTRAIN_POISON=1 $(BIN)/python -m pytest $(WATCHDOG)=360 -m "not long" tests/offload
-	SSDTRAIN_POISON=1 $(BIN)/python -m pytest $(WATCHDOG)=960 -m "not long" --ignore=tests/offload
-endif
+	$(PYTEST) $(TWO_WORKERS) -m "not slow and not long" $(TESTS) $(NONE_OF_PART)
+
+# That, and the slow tests.
+test-all: test
+	$(PYTEST) $(TWO_WORKERS) -m "slow and not long" $(TESTS) $(NONE_OF_PART)
 
 test-long: $(STAMP)
-	SSDTRAIN_POISON=1 $(BIN)/python -m pytest $(WATCHDOG)=3700 -m long $(TESTS)
+	$(PYTEST) -o faulthandler_timeout=3700 -m long $(TESTS)
 
 docs: $(STAMP)
 	$(BIN)/python -m ssdtrain.config.document docs/config.md

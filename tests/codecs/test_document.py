@@ -10,6 +10,8 @@ from torch import Tensor
 from benchmarks.codec_errors import INTRODUCTION, SPECS, document, rows, tensors
 from benchmarks.codecs import measure
 
+pytestmark = pytest.mark.slow  # a GPT is trained for the tensors
+
 PAGE = Path(__file__).parents[2] / "docs" / "codecs.md"
 
 # Relative L2 errors on the gradient and the residual stream of another small GPT, and how far ours may be from them.

@@ -28,6 +28,7 @@ def _run(arguments: list[str], **environment: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_give_the_bytes_of_the_reference() -> None:
     _run(
         ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/codecs/interpreted_kernels.py"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ROWS", "Row", "rows_for"]
+__all__ = ["QUICK", "ROWS", "Row", "rows_for"]
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -165,6 +165,21 @@ def _other_rows() -> list[Row]:
     rows.append(Row("compiled-inductor", 1, zero(1), compile="inductor", counted=False, long=True))
     return rows
 
+
+QUICK = (
+    "zero2-bf16",
+    "compiled-zero1",
+    "checkpoint-deepspeed",
+    "zero1-overlap",
+    "zero3-bf16-accumulate",
+    "zero3-init",
+    "pipeline2",
+    "dualpipev2",
+    "tensor2-partitioned",
+    "autotp-zero1",
+    "pipeline2-tensor2",
+)
+"""One row of each kind of layout: these are trained by `make test`, the others by `make test-all`."""
 
 ROWS: list[Row] = [*_zero_rows(), *_pipeline_rows(), *_checkpoint_rows(), *_other_rows()]
 

@@ -9,7 +9,7 @@ from tests.deepspeed.conftest import Results
 from tests.deepspeed.rows import ROWS, Row
 from tests.deepspeed.test_matrix import parameters
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900), pytest.mark.xdist_group("deepspeed rows")]
 
 SEVERAL = [row for row in ROWS if row.ranks > 1]
 

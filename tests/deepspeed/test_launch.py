@@ -93,6 +93,7 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_python_m_and_the_plain_script_give_the_same_losses(config: Path) -> None:
     (plain,) = results_of([sys.executable, str(SCRIPT), str(config)])
@@ -119,6 +120,7 @@ def test_torchrun_m_runs_a_script_on_every_rank(config: Path) -> None:
     assert all(result["saved_bytes"] > 0 and result["ranks"] == 2 for result in found)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_deepspeeds_launcher_runs_the_module_and_its_local_rank_reaches_the_script(config: Path) -> None:
     launcher = [
@@ -178,6 +180,7 @@ def test_an_interpreter_starts_without_torch(interpreter: Path) -> None:
     assert said(interpreter, "-c", look, SSDTRAIN_DS="0").strip() == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_with_the_variable_importing_deepspeed_is_enough(interpreter: Path, config: Path) -> None:
     """Also after somebody asked whether deepspeed exists, as accelerate does."""
@@ -193,6 +196,7 @@ def test_with_the_variable_importing_deepspeed_is_enough(interpreter: Path, conf
     assert on["losses"] == off["losses"]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_accelerate_launch_needs_only_the_variable(interpreter: Path, config: Path) -> None:
     pytest.importorskip("accelerate", reason="it is among requirements-dev.txt")

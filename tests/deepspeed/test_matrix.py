@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 
 from tests.deepspeed.conftest import Results
-from tests.deepspeed.rows import ROWS, Row
+from tests.deepspeed.rows import QUICK, ROWS, Row
 from tests.deepspeed.upstream import needs
 
 # The first test of a group size waits for all its rows.
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900), pytest.mark.xdist_group("deepspeed rows")]
+
+
+def tier(row: Row) -> list[pytest.MarkDecorator]:
+    if row.long:
+        return [pytest.mark.long]
+    return [] if row.name in QUICK else [pytest.mark.slow]
 
 
 def parameters(rows: list[Row]) -> list[Any]:
@@ -20,10 +26,14 @@ def parameters(rows: list[Row]) -> list[Any]:
         pytest.param(
             row,
             id=f"{row.ranks}-{row.name}",
-            marks=[*needs(*row.needs), *([pytest.mark.long] if row.long else [])],
+            marks=[*needs(*row.needs), *tier(row)],
         )
         for row in rows
     ]
+
+
+def test_the_rows_of_the_quick_tests_are_rows() -> None:
+    assert set(QUICK) <= {row.name for row in ROWS if not row.long}
 
 
 @pytest.mark.parametrize("row", parameters(ROWS))

@@ -25,6 +25,10 @@ EXACT = ("raw", "raw, offload", "lossless", "all too small")
 """Ways that change no bit."""
 
 
+QUICK = ("tp2 sp", "pp2 vp2, deallocate", "dp2", "dp2, distributed optimizer", "moe ep2")
+"""One row of each kind of traffic: these are trained by `make test`, the others by `make test-all`."""
+
+
 @dataclass(frozen=True)
 class CommRow:
     """A layout and the ways it is run in."""

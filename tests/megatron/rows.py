@@ -61,6 +61,23 @@ FUSED = {"gradient_accumulation_fusion": True}
 """The weight's gradient is added to its sum inside of backward; with an overlapped reduction the weight is marked for it."""
 
 
+QUICK = (
+    "one process",
+    "recompute full, dropout",
+    "moe",
+    "bert",
+    "t5",
+    "tp2 sp",
+    "pp2, deallocate",
+    "pp2 vp2",
+    "dp2, overlap",
+    "dp2, distributed optimizer",
+    "moe ep2",
+    "tp2 pp2",
+)
+"""One row of each kind of layout and model: these are trained by `make test`, the others by `make test-all`."""
+
+
 def selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.megatron.processes import start
-from tests.megatron.rows import ROWS, Row
+from tests.megatron.rows import QUICK, ROWS, Row
 
 pytestmark = [
     pytest.mark.distributed,
@@ -26,13 +26,16 @@ STEPS = 3
 
 Results = dict[str, list[dict[str, Any]]]
 
+SELECTED: set[str] = set()
+"""Names of the rows whose tests were selected; filled by conftest.py."""
+
 
 @functools.cache
 def outcome(world: int) -> Results | str:
-    """All rows of `world` processes, or why there are none: a failure is not tried again for each test."""
+    """The selected rows of `world` processes, or why there are none: a failure is not tried again for each test."""
     with tempfile.TemporaryDirectory(prefix="ssdtrain-matrix-") as directory:
         try:
-            start(world, ["-m", "tests.megatron.matrix", directory])
+            start(world, ["-m", "tests.megatron.matrix", directory, *sorted(SELECTED)])
         except AssertionError as error:
             return str(error)
         ranks = [json.loads(Path(directory, f"{world}-{rank}.json").read_text()) for rank in range(world)]
@@ -40,13 +43,22 @@ def outcome(world: int) -> Results | str:
 
 
 def results(world: int) -> Results:
-    """All rows of `world` processes: by name, one result per rank."""
+    """The selected rows of `world` processes: by name, one result per rank."""
     found = outcome(world)
     assert not isinstance(found, str), found
     return found
 
 
-all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.world}: {row.name}")
+def parameters(rows: list[Row]) -> list[Any]:
+    return [
+        pytest.param(
+            row, id=f"{row.world}: {row.name}", marks=[] if row.name in QUICK else [pytest.mark.slow]
+        )
+        for row in rows
+    ]
+
+
+all_rows = pytest.mark.parametrize("row", parameters(ROWS))
 
 
 def runs(row: Row) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -69,6 +81,10 @@ def test_losses_norms_and_weights_are_equal_to_the_bit(row: Row) -> None:
     assert with_loss == row.world // row.pp
 
 
+def test_the_rows_of_the_quick_tests_are_rows() -> None:
+    assert set(QUICK) <= {row.name for row in ROWS}
+
+
 @all_rows
 def test_nothing_is_alive_at_the_end(row: Row) -> None:
     for _, offloaded in runs(row):
@@ -76,7 +92,7 @@ def test_nothing_is_alive_at_the_end(row: Row) -> None:
         assert offloaded["counted_steps"] == STEPS
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.counted], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", parameters([row for row in ROWS if row.counted]))
 def test_every_byte_that_autograd_holds_is_spilled_or_kept_by_plan(row: Row) -> None:
     for plain, offloaded in runs(row):
         counted = sum(nbytes for _, _, nbytes in plain["saved"])
@@ -90,7 +106,7 @@ def test_every_byte_that_autograd_holds_is_spilled_or_kept_by_plan(row: Row) -> 
             assert offloaded["kept"] == 0
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.vp is not None], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", parameters([row for row in ROWS if row.vp is not None]))
 def test_with_interleaving_only_tapes_whose_backward_follows_at_once_stay(row: Row) -> None:
     for rank, (plain, offloaded) in enumerate(runs(row)):
         calls = plain["saved"]

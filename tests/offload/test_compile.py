@@ -17,7 +17,7 @@ def fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("outside", [True, False], ids=["compiled before", "compiled inside"])
 def test_a_compiled_model_gives_the_same_bits(backend: str, outside: bool, make_runtime: MakeRuntime) -> None:
     runtime = make_runtime()

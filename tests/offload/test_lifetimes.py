@@ -305,7 +305,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("engine", ["c", "python"])
+@pytest.mark.parametrize("engine", ["c", pytest.param("python", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_interpreter_ends_cleanly(ending: str, engine: str, tmp_path: Path) -> None:
     code = textwrap.dedent(SCRIPT).format(

@@ -111,7 +111,9 @@ def any_program(variant: Variant, **how: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "variant", [VARIANTS[0], VARIANTS[3], VARIANTS[2], VARIANTS[4]], ids=lambda v: v.name
+    "variant",
+    [VARIANTS[0], *(pytest.param(VARIANTS[index], marks=pytest.mark.slow) for index in (3, 2, 4))],
+    ids=lambda v: v.name,
 )
 def test_any_program_on_any_drive(variant: Variant) -> None:
     any_program(variant, max_examples=40, derandomize=True)
