@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -54,10 +55,43 @@ def test_the_deepspeed_block_is_a_config() -> None:
     assert config.active and config.offload is not None
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "demo-megatron"])
-def test_the_makefile_has_the_targets(target: str) -> None:
+def recipe(target: str) -> str:
+    """The commands that make would run for a target in an installed checkout."""
+    done = subprocess.run(
+        ["make", "--dry-run", "--old-file=.venv/.installed", "TESTS=", target],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("target", "runs"),
+    [("demo", "ssdtrain demo"), ("demo-megatron", "python -m"), ("test", "python -m pytest")],
+)
+def test_make_runs_what_is_there(target: str, runs: str) -> None:
     assert f"make {target}" in README
-    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = recipe(target)
+    assert runs in commands
+    for module in re.findall(r"python -m ([\w.]+)", commands):
+        assert importlib.util.find_spec(module) is not None, module
+
+
+def test_every_test_is_in_one_tier() -> None:
+    """`make test-all` is `make test` and the slow tests; long ones have a target of their own."""
+    expressions = re.findall(
+        r'-m "?([a-z ]*(?:slow|long)[a-z ]*?)"?(?: |$)', recipe("test-all") + recipe("test-long"), re.M
+    )
+    assert len(expressions) == 3
+    assert expressions[:1] == re.findall(r'-m "([^"]*)"', recipe("test"))
+    for slow in (False, True):
+        for long in (False, True):
+            tiers = [eval(expression, {"slow": slow, "long": long}) for expression in expressions]
+            assert tiers.count(True) == 1, (slow, long, expressions)
+    assert "make test-all" in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
 def test_the_deepspeed_commands_run_a_script(tmp_path: Path) -> None:
@@ -81,7 +115,10 @@ def test_the_deepspeed_commands_run_a_script(tmp_path: Path) -> None:
 
 
 def test_every_page_and_module_it_names_is_there() -> None:
-    for path in re.findall(r"\]\((docs/[^)]*)\)", README):
+    pages = re.findall(r"\]\((docs/[^)#]*)[^)]*\)", README)
+    modules = re.findall(r"python -m (benchmarks\.\w+)", README)
+    assert len(pages) >= 5 and modules
+    for path in pages:
         assert (ROOT / path).exists(), path
-    for module in re.findall(r"python -m (benchmarks\.\w+)", README):
+    for module in modules:
         assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module

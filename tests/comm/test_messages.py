@@ -19,6 +19,7 @@ from ssdtrain.codecs.zfp import Zfp
 from ssdtrain.comm import Bucket
 from tests.comm.ranks import on_ranks
 from tests.comm.test_collectives import make, values
+from tests.support.tensors import all_equal
 
 
 def passed_on(rank: int, codec: str, error: float, dtype: torch.dtype) -> Any:
@@ -175,12 +176,12 @@ def test_plain_pytorch_trains_with_compressed_gradients(how: str) -> None:
     lossy = on_ranks(2, trained, how, {"dp": "int4:hadamard", "dp_gather": "int8", "feedback": "int8"})
     for rank in range(2):
         assert same[rank][0] == plain[rank][0]
-        assert all(map(torch.equal, same[rank][1], plain[rank][1]))
+        assert all_equal(same[rank][1], plain[rank][1])
         figures = lossy[rank][2]["dp"]
         assert figures.compressed and not figures.fallbacks
         assert figures.wire_bytes < 0.5 * figures.raw_bytes
         assert lossy[rank][0] == pytest.approx(plain[rank][0], rel=0.05)
-    assert all(map(torch.equal, lossy[0][1], lossy[1][1]))
+    assert all_equal(lossy[0][1], lossy[1][1])
 
 
 def abandoned(rank: int) -> Any:

@@ -22,6 +22,7 @@ from ssdtrain_ds import _compat
 from tests.deepspeed import models
 from tests.deepspeed.conftest import MakeEngine, train
 from tests.deepspeed.upstream import LACKS
+from tests.support.tensors import all_equal
 
 METHODS = (
     "forward",
@@ -173,7 +174,7 @@ def test_an_engine_can_be_made_again_after_destroy(make_engine: MakeEngine) -> N
     losses = train(first)
     first.destroy()
     again = make_engine()
-    assert all(map(torch.equal, losses, train(again)))
+    assert all_equal(losses, train(again))
 
 
 def test_two_engines_have_a_runtime_each(make_engine: MakeEngine) -> None:
@@ -189,7 +190,7 @@ def test_two_engines_have_a_runtime_each(make_engine: MakeEngine) -> None:
             engine.step()
             kept.append(loss.detach().clone())
     for kept in losses:
-        assert all(map(torch.equal, alone, kept))
+        assert all_equal(alone, kept)
     found = [runtime.statistics() for runtime in runtimes if runtime is not None]
     assert found[0] is not None and found[1] is not None
     assert found[0].offload.saved_bytes == found[1].offload.saved_bytes > 0
@@ -231,7 +232,7 @@ def test_evaluation_offloads_nothing_and_changes_nothing(make_engine: MakeEngine
         evaluated.append(engine(ids, labels).detach())  # with gradients that nobody asks for
         engine.train()
         found.append([*evaluated, *train(engine)])
-    assert all(map(torch.equal, *found))
+    assert all_equal(*found)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -252,7 +253,7 @@ def test_a_run_resumes_exactly_with_or_without_the_block(
         assert path is not None
         assert resumed.global_steps == 2
         losses += _run(resumed, data[2:])
-        assert all(map(torch.equal, whole, losses))
+        assert all_equal(whole, losses)
 
 
 def _run(engine: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
@@ -302,7 +303,7 @@ def test_loss_may_go_backward_by_itself(make_engine: MakeEngine) -> None:
             engine.step()
             losses.append(loss.detach().clone())
         found.append(losses)
-    assert all(map(torch.equal, *found))
+    assert all_equal(*found)
 
 
 def test_each_missing_name_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +349,7 @@ def test_an_engine_is_driven_as_megatron_deepspeed_drives_it(make_engine: MakeEn
             losses.append(loss.detach().clone())
         assert engine.lr_scheduler.samples == 16
         found.append(losses)
-    assert all(map(torch.equal, *found))
+    assert all_equal(*found)
 
 
 class _SampleScheduler:

@@ -20,6 +20,7 @@ import ssdtrain_ds
 from ssdtrain_ds import _compat
 from tests.deepspeed import models
 from tests.deepspeed.conftest import MakeEngine, train
+from tests.support.tensors import all_equal
 
 CHECKPOINT = deepspeed.checkpointing.checkpoint
 NON_REENTRANT = deepspeed.checkpointing.non_reentrant_checkpoint
@@ -98,6 +99,7 @@ def test_without_an_engine_that_offloads_the_inputs_stay(make_engine: MakeEngine
     ids, labels = next(models.batches(1, 1))
     loss = engine(ids, labels)
     gc.collect()
+    assert len(storages) == models.LAYERS
     assert all(storage() is not None for storage in storages)
     engine.backward(loss)
     engine.step()
@@ -137,7 +139,7 @@ def test_recomputation_draws_from_the_tracker_what_the_forward_drew(function: An
         (plain, state), (recomputed, after) = gradients(lambda block, x: block(x)), gradients(function)
     finally:
         tracker.reset()
-    assert all(map(torch.equal, plain, recomputed))
+    assert all_equal(plain, recomputed)
     assert torch.equal(state, after)
 
 
@@ -202,7 +204,7 @@ def test_cpu_checkpointing_goes_to_the_tiers_where_deepspeed_has_no_engine_for_i
     upstreams = {name: getattr(deepspeed.checkpointing, name) for name in BEFORE_0_19}
     engine = make_engine(model=model())
     assert all(getattr(deepspeed.checkpointing, name) is not upstreams[name] for name in BEFORE_0_19)
-    assert all(map(torch.equal, plain, train(engine)))
+    assert all_equal(plain, train(engine))
     runtime = ssdtrain_ds.runtime_of(engine)
     assert runtime is not None
     found = runtime.statistics()
@@ -286,7 +288,7 @@ def test_an_input_made_under_inference_mode_stays(
     for keys in ({}, {"checkpoint_in_cpu": True}):
         configured(**keys)
         engine = make_engine(model=model())
-        assert all(map(torch.equal, plain, train(engine)))
+        assert all_equal(plain, train(engine))
         runtime = ssdtrain_ds.runtime_of(engine)
         assert runtime is not None
         found = runtime.statistics()
@@ -305,7 +307,7 @@ def test_an_input_that_is_written_after_its_block_is_refused_with_a_way_out(
     given = Biased(lambda run, x, bias: function(run, x, bias.clone()), torch.ones_like, torch.Tensor.zero_)
     plain = train(make_engine(None, model=given), 2)
     again = Biased(given.checkpoint, torch.ones_like, torch.Tensor.zero_)
-    assert all(map(torch.equal, plain, train(make_engine(model=again), 2)))
+    assert all_equal(plain, train(make_engine(model=again), 2))
 
 
 def test_deepspeeds_autograd_function_may_be_derived_from_while_an_engine_offloads(
@@ -327,7 +329,7 @@ def test_deepspeeds_autograd_function_may_be_derived_from_while_an_engine_offloa
         pass
 
     assert issubclass(Derived, plain_function)
-    assert all(map(torch.equal, plain, train(engine)))
+    assert all_equal(plain, train(engine))
     assert {type(node).__name__ for node in nodes} == {"DerivedBackward"}
     nodes.clear()
     runtime = ssdtrain_ds.runtime_of(engine)
@@ -335,4 +337,4 @@ def test_deepspeeds_autograd_function_may_be_derived_from_while_an_engine_offloa
     found = runtime.statistics()
     assert found is not None and found.offload.saved_bytes > 0
     engine.destroy()
-    assert all(map(torch.equal, plain, train(other)))
+    assert all_equal(plain, train(other))

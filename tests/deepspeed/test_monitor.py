@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ssdtrain_ds
 from tests.deepspeed import models
 from tests.deepspeed.conftest import MakeEngine, train
+from tests.support.tensors import all_equal
 
 
 def rows_of(file: Path) -> list[list[str]]:
@@ -192,4 +193,4 @@ def test_hooks_inside_the_model_may_take_sparse_tensors(
         return found
 
     plain = train(make_engine(None, model=model()), 4)
-    assert all(map(torch.equal, plain, train(make_engine(model=model()), 4)))
+    assert all_equal(plain, train(make_engine(model=model()), 4))

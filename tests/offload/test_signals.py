@@ -50,6 +50,8 @@ class Moment:
         self.count = 0
 
     def __enter__(self) -> Moment:
+        # Python 3.12 reports opcodes only where some frame asked for them before the trace was set.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._call)
         return self
 

@@ -32,6 +32,7 @@ from ssdtrain_megatron.discarding import read_inputs_once
 from tests.megatron import training
 from tests.megatron.rows import FUSED, MOE, Row, selective
 from tests.megatron.training import Trainer
+from tests.support.tensors import all_equal
 
 MLA = {
     "multi_latent_attention": True,
@@ -127,10 +128,7 @@ def _run(trainer: Trainer, count: int = 2) -> list[Any]:
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:
-    return all(
-        a == b if isinstance(a, tuple) else all(map(torch.equal, a, b))
-        for a, b in zip(one, other, strict=True)
-    )
+    return all(a == b if isinstance(a, tuple) else all_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 FREEING = [
