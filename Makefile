@@ -30,7 +30,7 @@ lint: $(STAMP)
 # A test that hangs where no signal is heard, inside of C, is ended with the stack of every thread. A file's tests run in one
 # of two processes, and each process of a test computes with one thread.
 PYTEST = OMP_NUM_THREADS=1 SSDTRAIN_POISON=1 $(BIN)/python -m pytest -o faulthandler_exit_on_timeout=true
-TWO_WORKERS = -n 2 --dist loadgroup --no-loadscope-reorder -o faulthandler_timeout=960
+TWO_WORKERS = -n 2 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=960
 
 # Where TESTS names a part, a tier may have no test of it, with which pytest ends with 5.
 NONE_OF_PART = || { [ $$? = 5 ] && [ -n "$(TESTS)" ] && echo "$@: $(TESTS) has no test of this tier"; }

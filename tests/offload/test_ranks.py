@@ -82,6 +82,7 @@ def test_a_full_or_failing_drive_on_one_rank_changes_no_bit_on_any(start: Start)
             assert rank == SICK or ours["loaded"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "error"),
     [("failing reads", "IOFailure: read of"), ("raise when full", "StoreFull: no room")],
