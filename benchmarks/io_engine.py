@@ -10,8 +10,10 @@ import functools
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -207,6 +209,10 @@ def main() -> None:
     arguments.add_argument("--size", type=int, default=512, help="MiB moved per run")
     arguments.add_argument("--repeats", type=int, default=7)
     options = arguments.parse_args()
+    if shutil.which("fio") is None:
+        sys.exit(
+            "benchmarks.io_engine compares with fio, which is not on the PATH: install it (apt install fio)"
+        )
     total = options.size * MiB
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         directory = Path(name)

@@ -27,7 +27,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -40,12 +39,12 @@ from ssdtrain.device import device_for, warn_of_untested_torch
 from ssdtrain.offload.amount import AmountPlan
 from ssdtrain.offload.attached import AttachedForward
 from ssdtrain.offload.claims import claim
-from ssdtrain.offload.coding import check_codec
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.hooks import Recording
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.tape import Tape
+from ssdtrain.preflight import check_start, make_directories
 from ssdtrain.storage import Faults, SpillStore, check_host_budget, defer_signals
 from ssdtrain.telemetry.journal import Journal
 from ssdtrain.telemetry.totals import NOTHING_STORED, RuntimeMetrics
@@ -73,7 +72,7 @@ class Runtime:
         logs: write log lines every `report.interval` steps; an adapter that writes its framework's own says False.
 
     Raises:
-        ConfigError: a directory cannot be what the config says.
+        ConfigError: see `check_start`; or a directory cannot be made.
         OSError: a directory cannot be used; names the path and the remedy.
     """
 
@@ -103,6 +102,13 @@ class Runtime:
         self._only_keeps: bool | None = None  # every forward so far was asked to keep; None: there was none
         self._attached: list[Callable[[], None]] = []
         self._journal: Journal | None = None
+        check_start(
+            config,
+            device=self.device,
+            rank=rank,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+        )
         if config.active:
             report = config.report
             interval = report.interval if logs else 0
@@ -134,11 +140,9 @@ class Runtime:
         timeline: bool,
     ) -> None:
         directories = offload.expand(rank=rank, local_rank=local_rank)
-        for directory in directories:
-            Path(directory).mkdir(parents=True, exist_ok=True)
+        make_directories(directories)
         warn_of_untested_torch()
         layer = device_for(self.device)
-        check_codec(offload, layer.kind)
         buffer = offload.buffer
         in_flight, prefetch = offload.in_flight, offload.prefetch
         in_place = layer.kind == "cpu" and not staged

@@ -24,6 +24,7 @@ from ssdtrain import ranks
 from ssdtrain.config import Config, ConfigError, Problem, load_config
 from ssdtrain.offload.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.preflight import check_start
 from ssdtrain.runtime import FIRST_STEPS, Runtime
 from ssdtrain_ds import _compat, _compat_comm, checkpointing, schedule
 from ssdtrain_ds.comm import CommAttachment
@@ -65,7 +66,14 @@ def install() -> None:
             config = load_config(written[BLOCK], path=BLOCK) if BLOCK in written else None
             if config is not None and config.active and config.offload is not None:
                 _refuse_foreign_instructions(type(self), written[BLOCK])
-        except ConfigError:
+            if config is not None:
+                check_start(
+                    config,
+                    rank=ranks.global_rank(),
+                    local_rank=ranks.local_rank(),
+                    local_world_size=ranks.local_world_size(),
+                )
+        except BaseException:
             # Nothing of the engine was made yet, and the __del__ of some versions recurses without end where that is so.
             self.__class__ = torch.nn.Module
             raise

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ssdtrain import ranks
 from ssdtrain_megatron.flags import add_arguments, config_from_args
 
 if TYPE_CHECKING:
@@ -88,6 +89,15 @@ def _attaching(training: Any, plain: Function) -> Function:
         global _attachment
         # A mistake in the flags is found before the model is built.
         config = config_from_args(training.get_args())
+        if config is not None:
+            from ssdtrain.preflight import check_start
+
+            check_start(
+                config,
+                rank=ranks.global_rank(),
+                local_rank=ranks.local_rank(),
+                local_world_size=ranks.local_world_size(),
+            )
         result = plain(*args, **kwargs)
         if config is None or not config.active:
             uninstall_pretrain()

@@ -23,6 +23,7 @@ FLOOR = {
     "compact": 4,
     "telemetry": 5,
     "planner": 6,
+    "preflight": 6,
     "ranks": 7,
     "runtime": 7,
     "api": 8,

@@ -13,8 +13,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ssdtrain import __version__
+from ssdtrain import __version__, ranks
 from ssdtrain.cli.versions import OLDEST, TESTED, installed, too_old
+from ssdtrain.config.errors import Refusal
+from ssdtrain.config.paths import (
+    WRITABLE_ALLOWED,
+    expand_path,
+    nearest_existing,
+    parse_directory,
+    problem_with_directory,
+    problem_with_writing,
+)
 from ssdtrain.storage import drive_of
 from ssdtrain.storage.memory import HUGE_PAGES
 from ssdtrain.storage.slab import open_nameless, refuses_direct
@@ -131,15 +140,30 @@ def devices() -> Iterator[Finding]:
 
 
 def drive(directory: Path) -> Iterator[Finding]:
-    """What a spill directory is, found by making a nameless file in it as training would."""
+    """What a spill directory is, found by making a nameless file in it as training would, or in the parent that training
+    would make it in. `directory` may be what the config says, with ~ and placeholders."""
     subject = str(directory)
+    try:
+        directory = expand_path(
+            parse_directory(subject), rank=ranks.global_rank(), local_rank=ranks.local_rank()
+        )
+    except Refusal as refusal:
+        yield Finding(subject, refusal.why, BROKEN, f"give {refusal.allowed}")
+        return
+    why = problem_with_directory(directory) or problem_with_writing(directory)
+    if why is not None:
+        yield Finding(subject, why, BROKEN, f"give {WRITABLE_ALLOWED}")
+        return
+    if not directory.exists():
+        directory = nearest_existing(directory)
+        yield Finding(
+            subject, f"does not exist; what follows is about {directory}", NOTE, "training makes it"
+        )
     try:
         behind = drive_of(directory)
         descriptor = open_nameless(directory)
     except OSError as error:
-        yield Finding(
-            subject, error.strerror or str(error), BROKEN, "give a directory that exists and can be written"
-        )
+        yield Finding(subject, error.strerror or str(error), BROKEN, f"give {WRITABLE_ALLOWED}")
         return
     try:
         reason = refuses_direct(descriptor)

@@ -24,6 +24,10 @@ LONGEST_PATH, LONGEST_NAME = 4095, 255
 """Bytes of a path and of one name in it, on Linux."""
 MOST_DIRECTORIES = 64
 """That one rank stripes over."""
+KERNEL_FILE_SYSTEMS = frozenset(
+    {"proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs"}
+)
+WRITABLE_ALLOWED = "a directory that this user can write to, or a new one below such a directory"
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 
@@ -146,6 +150,33 @@ def problem_with_directory(path: Path) -> str | None:
     except OSError as error:
         return f"cannot be looked at ({error.strerror})"
     return None
+
+
+def nearest_existing(path: Path) -> Path:
+    """`path`, or the first of its parents that exists.
+
+    Raises:
+        OSError: a parent cannot be searched.
+    """
+    return next(place for place in (path, *path.parents) if place == place.parent or place.exists())
+
+
+def problem_with_writing(path: Path) -> str | None:
+    """Why this process cannot write files in `path`, made with its parents if it does not exist, or None. Makes nothing."""
+    try:
+        place = nearest_existing(path)
+        writable = os.access(place, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
+    except OSError as error:
+        return f"cannot be looked at ({error.strerror})"
+    kind = file_system_of(place)
+    if kind in KERNEL_FILE_SYSTEMS:
+        return f"lies on {kind}, where only the kernel makes files"
+    if writable:
+        return None
+    who = f"for user {_user()} (read-only, or no permission)"
+    if place == path:
+        return f"is not writable {who}"
+    return f'does not exist, and cannot be made, because "{place}" is not writable {who}'
 
 
 def check_directories(paths: tuple[Path, ...], key: str) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from ssdtrain.codecs import Codec, Key, VariableSizeCodec, make_codec
 from ssdtrain.config import ConfigError, OffloadConfig, Problem
+from ssdtrain.config.codecs import OFFLOAD_ALLOWED
 from ssdtrain.offload.region import Region
 
 __all__ = ["Coding", "check_codec"]
@@ -72,20 +73,19 @@ def _values(region: Region, base: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def check_codec(offload: OffloadConfig, device: str) -> None:
-    """Refuse a codec that does not exist or cannot encode on this device.
+    """Checks that the codec of a config, which exists, can be used here.
 
     Raises:
-        ConfigError: names the key, the value and what there is.
+        ConfigError: a package that it needs is not installed, or it cannot encode on this device.
     """
     if offload.codec is None:
         return
     try:
         codec = make_codec(offload.codec)
-    except ValueError as error:
-        problem = Problem(
-            "ssdtrain.offload.codec", offload.codec, f"is no codec: {error}", "see docs/codecs.md"
-        )
-        raise ConfigError([problem]) from None
+    except RuntimeError as error:
+        raise ConfigError(
+            [Problem("ssdtrain.offload.codec", offload.codec, f"cannot be used: {error}", OFFLOAD_ALLOWED)]
+        ) from None
     if device != "cpu" and isinstance(codec, VariableSizeCodec):
         why = f"encodes in host memory and is not in this version for tensors of a {device} device"
         raise ConfigError(

@@ -43,12 +43,23 @@ def test_it_leaves_nothing_in_the_directory(tmp_path: Path, capsys: pytest.Captu
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_a_directory_that_is_missing_or_none_is_broken(
+def test_a_directory_that_training_would_make_is_sound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for below in ("missing", "missing/deeper/{rank}"):
+        path = tmp_path / below
+        status, found = findings(capsys, path)
+        assert status == 0
+        assert found[str(path)]["verdict"] == "-"
+        assert str(tmp_path) in found[str(path)]["found"]
+        assert found[f"{path}: file system"]["verdict"] in ("ok", "warning")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file"
     file.touch()
-    for path in (tmp_path / "missing", file):
+    for path in (file, file / "below", Path("/proc/ssdtrain"), Path("~nosuchuser/x"), tmp_path / "{gpu}"):
         status, found = findings(capsys, path)
         assert status == 1
         assert found[str(path)]["verdict"] == "broken"

@@ -74,7 +74,9 @@ def test_the_classes_keep_their_methods_when_an_engine_has_the_block(make_engine
     ("block", "key"),
     [
         ({"offload": {"directories": "/tmp", "prefetsch": 1}}, "ssdtrain.offload.prefetsch"),
-        ({"offload": {"directories": "/tmp", "amount": "auto"}}, "ssdtrain.offload.amount"),
+        ({"offload": {"directories": "/tmp", "amount": 7}}, "ssdtrain.offload.amount"),
+        ({"offload": {"directories": "/tmp", "codec": "mask"}}, "ssdtrain.offload.codec"),
+        ({"offload": {"directories": "/proc/ssdtrain"}}, "ssdtrain.offload.directories[0]"),
         ({"compact": {}}, "ssdtrain.compact"),
         ("on", "ssdtrain"),
     ],

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ssdtrain
+from ssdtrain.config import ConfigError
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import StoreMetrics
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
@@ -156,7 +157,7 @@ def test_a_directory_removed_between_forward_and_backward_does_not_hurt(
 
 def test_a_read_only_file_system_is_named_at_start(small_filesystem: Mount) -> None:
     mount = small_filesystem(8 * MiB, ",ro")
-    with pytest.raises(OSError, match="Read-only file system") as caught:
+    with pytest.raises(ConfigError, match=r"ssdtrain\.offload\.directories\[0\].*read-only") as caught:
         ssdtrain.offload(mount)
     assert str(mount) in str(caught.value)
 

@@ -168,6 +168,8 @@ def test_a_mistake_in_the_flags_is_found_before_the_model_is_built(loop: Loop) -
     ssdtrain_megatron.install_pretrain()
     with pytest.raises(ConfigError, match=r"ssdtrain\.offload\.directories"):
         loop.pretrain("--ssdtrain-offload-threads", "2")
+    with pytest.raises(ConfigError, match=r"ssdtrain\.offload\.directories\[0\]: '/proc/ssdtrain'"):
+        loop.pretrain("--ssdtrain-offload-directories", "/proc/ssdtrain")
     assert built == []
 
 

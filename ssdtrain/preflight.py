@@ -1,0 +1,111 @@
+"""What a config asks of this machine, checked before a model is built: directories, packages, memory.
+
+`load_config` checks what is written; what depends on the machine and the rank is checked here. Adapters call it where they read
+the config, and `Runtime` once more, which also knows the device. Nothing is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from ssdtrain.comm import Policy
+from ssdtrain.comm.policy import OFF, codec_of
+from ssdtrain.config import CommConfig, Config, ConfigError, OffloadConfig, Problem
+from ssdtrain.config.paths import WRITABLE_ALLOWED, problem_with_writing
+from ssdtrain.offload.coding import check_codec
+from ssdtrain.storage import check_host_budget
+
+__all__ = ["check_start", "make_directories"]
+
+_DIRECTORIES = "ssdtrain.offload.directories"
+
+
+def check_start(
+    config: Config,
+    *,
+    device: torch.device | None = None,
+    rank: int = 0,
+    local_rank: int = 0,
+    local_world_size: int = 1,
+) -> None:
+    """Checks that this rank can start with `config`. A config that is not active is fine.
+
+    Args:
+        device: of the activations; None where it is not known yet, which leaves out what depends on it.
+        rank, local_rank: fill the placeholders of directories.
+        local_world_size: ranks that share this node's memory.
+
+    Raises:
+        ConfigError: a directory that exists is not writable, or a new one could not be made; a package that a codec needs is not
+            installed; a codec that does not run on this device; the C engine is asked for and was not built. Names each key.
+        HostBudgetExceeded: host memory that the ranks of this node ask for together.
+    """
+    if not config.active:
+        return
+    problems: list[Problem] = []
+    report = config.report.expand(rank=rank, local_rank=local_rank)
+    if report is not None and (why := problem_with_writing(report)) is not None:
+        problems.append(Problem("ssdtrain.report.path", str(report), why, WRITABLE_ALLOWED))
+    if config.offload is not None:
+        problems += _of_offload(config.offload, config.offload.expand(rank=rank, local_rank=local_rank))
+    if config.comm is not None and config.compresses:
+        problems += _of_comm(config.comm)
+    if problems:
+        raise ConfigError(problems)
+    if config.offload is not None:
+        check_codec(config.offload, "cpu" if device is None else device.type)
+        check_host_budget(config.offload.host + (config.offload.buffer or 0), local_world_size)
+
+
+def _of_offload(offload: OffloadConfig, directories: Sequence[Path]) -> Iterator[Problem]:
+    for index, directory in enumerate(directories):
+        why = problem_with_writing(directory)
+        if why is not None:
+            yield Problem(f"{_DIRECTORIES}[{index}]", str(directory), why, WRITABLE_ALLOWED)
+    if offload.engine == "c" and importlib.util.find_spec("ssdtrain.storage._iopool") is None:
+        why = "asks for the C engine, which was not built"
+        allowed = '"auto" or "python", or reinstalling ssdtrain where a C compiler is'
+        yield Problem("ssdtrain.offload.engine", "c", why, allowed)
+
+
+def _of_comm(comm: CommConfig) -> Iterator[Problem]:
+    for dimension, rule in Policy.from_config(comm).rules.items():
+        for spec in {rule.inside, rule.between} - {OFF}:
+            try:
+                codec_of(spec)
+            except RuntimeError as error:  # a package is not installed
+                written = getattr(comm, dimension) or comm.preset
+                allowed = "installing the package, or another codec"
+                yield Problem(f"ssdtrain.comm.{dimension}", written, f"cannot be used: {error}", allowed)
+
+
+def make_directories(directories: Sequence[Path]) -> None:
+    """Makes those that do not exist, with their parents; all or none.
+
+    Raises:
+        ConfigError: the system refused one although it looked writable (a quota, a network file system).
+    """
+    made: list[Path] = []
+    for index, directory in enumerate(directories):
+        missing = [place for place in (directory, *directory.parents) if not place.exists()]
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            for place in (*missing, *made):
+                _remove_if_empty(place)
+            why = f"cannot be made ({error.strerror})"
+            raise ConfigError(
+                [Problem(f"{_DIRECTORIES}[{index}]", str(directory), why, WRITABLE_ALLOWED)]
+            ) from error
+        made = missing + made  # the deepest first
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with contextlib.suppress(OSError):  # it was not made, or another rank uses it by now
+        os.rmdir(directory)
