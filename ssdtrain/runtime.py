@@ -124,7 +124,10 @@ class Runtime:
             logger.warning("comm does nothing: torch.distributed is not initialised when the runtime is made")
             return None
         if torch.distributed.get_world_size() == 1:
-            logger.info("comm does nothing: there is one rank")
+            logger.warning(
+                "ssdtrain.comm does nothing: there is one rank, and no message to compress; start several ranks, or leave the "
+                "comm section out"
+            )
             return None
         warn_of_untested_torch()
         return Communicator(policy, self.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,7 @@ __all__ = [
     "read_step",
     "replaceable",
     "saved_checkpoint",
+    "training_args",
 ]
 
 logger = logging.getLogger("ssdtrain")
@@ -146,6 +148,11 @@ def check_training() -> tuple[ModuleType, ModuleType]:
             f"this Megatron-LM lacks {', '.join(missing)}: ssdtrain_megatron was run with {', '.join(TESTED)}"
         )
     return arguments, training
+
+
+def training_args() -> Any:
+    """The parsed command line of Megatron-LM's training loop; None where there is none, or it is not parsed yet."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
 class Step(NamedTuple):

@@ -2,13 +2,17 @@
 
 import argparse
 
-from ssdtrain.config import Config
-from ssdtrain.config.flags import add_flags, config_from_namespace
+from ssdtrain.config import Config, ConfigError, Problem
+from ssdtrain.config.flags import add_flags, check_unknown_flags, config_from_namespace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the group "ssdtrain" to `parser` and returns it, as Megatron's `extra_args_provider` does."""
+    """Adds the group "ssdtrain" to `parser` and returns it, as Megatron's `extra_args_provider` does.
+
+    A misspelled --ssdtrain flag is an error from then on, also with Megatron's --ignore-unknown-args.
+    """
     add_flags(parser.add_argument_group(title="ssdtrain"))
+    check_unknown_flags(parser)
     return parser
 
 
@@ -16,6 +20,14 @@ def config_from_args(args: argparse.Namespace) -> Config | None:
     """The config that the parsed flags ask for; None where no --ssdtrain-* flag was given.
 
     Raises:
-        ConfigError: keys or values are refused, in the flags or in the file of --ssdtrain-config.
+        ConfigError: keys or values are refused, in the flags or in the file of --ssdtrain-config, or a report is to be written
+            and nothing is enabled that it would be about.
     """
-    return config_from_namespace(args)
+    config = config_from_namespace(args)
+    if config is not None and config.enabled and not config.active and config.report.path is not None:
+        why = "would get no report: neither offloading nor compression is enabled"
+        allowed = "together with --ssdtrain-offload-directories or --ssdtrain-comm-preset, or leaving it out"
+        raise ConfigError(
+            [Problem("ssdtrain.report.path (--ssdtrain-report-path)", config.report.path, why, allowed)]
+        )
+    return config

@@ -131,12 +131,15 @@ def _logging(training: Any, attachment: Attachment, plain: Function) -> Function
 
     figures = Figures(attachment)
     signature = inspect.signature(plain)
+    report = attachment.runtime.config.report
+    own_interval = report.interval if "interval" in report.model_fields_set else None
 
     @functools.wraps(plain)
     def training_log(*args: Any, **kwargs: Any) -> Any:
         result = plain(*args, **kwargs)
         iteration = signature.bind(*args, **kwargs).arguments["iteration"]
-        if iteration % training.get_args().log_interval == 0:
+        interval = training.get_args().log_interval if own_interval is None else own_interval
+        if interval and iteration % interval == 0:
             figures.gather()
             training.print_rank_last(f" [ssdtrain] iteration {iteration} | {figures.line()}")
             writer, wandb = training.get_tensorboard_writer(), training.get_wandb_writer()

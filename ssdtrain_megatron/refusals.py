@@ -10,7 +10,7 @@ from torch import nn
 from ssdtrain.config import ConfigError, Problem
 from ssdtrain_megatron import _compat
 
-__all__ = ["refuse"]
+__all__ = ["option_problems", "refuse"]
 
 _WITHOUT = "leaving it out, or --no-ssdtrain-enabled"
 
@@ -67,13 +67,17 @@ def refuse(chunks: Sequence[nn.Module]) -> None:
         raise ConfigError(problems)
 
 
-def _problems(chunk: nn.Module) -> Iterator[Problem]:
-    config = _compat.model_config(chunk)
+def option_problems(options: Any) -> Iterator[Problem]:
+    """What is in the way among the options of a TransformerConfig, or of Megatron-LM's parsed command line."""
     for option, fine, why in _OPTIONS:
-        value = getattr(config, option, fine)
+        value = getattr(options, option, fine)
         if value not in (fine, None):
             flag = "--" + option.replace("_", "-")
             yield Problem(f"Megatron's {flag}", value, f"together with ssdtrain.offload {why}", _WITHOUT)
+
+
+def _problems(chunk: nn.Module) -> Iterator[Problem]:
+    yield from option_problems(_compat.model_config(chunk))
     for module in chunk.modules():
         name = _WRAPPERS.get(type(module).__name__)
         if name is not None:

@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,9 +44,10 @@ from ssdtrain.runtime import Runtime
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.attachment import new_runtime
 from ssdtrain_megatron.discarding import read_inputs_once
+from ssdtrain_megatron.flags import config_from_args
 from ssdtrain_megatron.identity import remembering, reminded
 from ssdtrain_megatron.installation import installation
-from ssdtrain_megatron.refusals import refuse
+from ssdtrain_megatron.refusals import option_problems, refuse
 
 __all__ = ["OffloadedTransformerLayer", "default_spec", "layer_spec", "offloaded"]
 
@@ -100,26 +101,77 @@ _recorder: _Recorder | None = None
 def _the_recorder(layer: torch.nn.Module) -> _Recorder:
     global _recorder
     if _recorder is None:
-        file = os.environ.get(CONFIG)
-        if not file:
-            raise RuntimeError(
-                f"ssdtrain_megatron.spec needs the environment variable {CONFIG}: the path of a YAML or JSON file"
-            )
-        config = load_config(file)
+        config = _read_config()
         _refuse(layer, config)
         _recorder = _Recorder(new_runtime([layer], config))
         atexit.register(_recorder.close)
     return _recorder
 
 
+def _read_config() -> Config:
+    """The config of the file that SSDTRAIN_CONFIG names.
+
+    Raises:
+        ConfigError: the variable is not set, or the file or what it says is refused.
+    """
+    file = os.environ.get(CONFIG)
+    if not file:
+        why = "names no file, and the layers of ssdtrain_megatron.spec (--spec) have their config in the file that it names"
+        allowed = (
+            "the path of a YAML or JSON file in this environment variable, or the --ssdtrain-* flags with the launcher "
+            "(-m ssdtrain_megatron.run)"
+        )
+        raise ConfigError([Problem(f"environment variable {CONFIG}", file, why, allowed)])
+    return load_config(file)
+
+
+def _check_command_line() -> None:
+    """Check all that needs no model when Megatron's builder imports this module for --spec, before the model is built.
+
+    Raises:
+        ConfigError: as `_read_config`, or an option of Megatron's excludes what the file asks for.
+    """
+    args = _compat.training_args()
+    if (getattr(args, "spec", None) or [None])[0] != __name__:
+        return  # imported for something else
+    flags = config_from_args(args)
+    if flags is not None and flags.active:
+        return  # the launcher attaches, and checks
+    config = _read_config()
+    if not config.active:
+        return
+    dense = not getattr(args, "num_experts", None)
+    problems = [*_comm_problems(config), *option_problems(args), *(_bias_problems(args) if dense else ())]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _comm_problems(config: Config) -> Iterator[Problem]:
+    if config.compresses:
+        why = "compresses collectives, which a transformer layer has no part in"
+        allowed = "no comm section with --spec; the launcher (-m ssdtrain_megatron.run) and attach compress"
+        yield Problem("ssdtrain.comm", config.comm, why, allowed)
+
+
+def _bias_problems(options: Any) -> Iterator[Problem]:
+    """See Note: [Outputs that are parameters] in `recompute`; with --spec the checkpoint function is Megatron's own."""
+    modules = getattr(options, "recompute_modules", None) or ()
+    selective = getattr(options, "recompute_granularity", None) == "selective"
+    if selective and "mlp" in modules and getattr(options, "add_bias_linear", False):
+        why = "with a linear bias recurses without end in the first backward: Megatron's checkpoint function takes the bias"
+        allowed = "--disable-bias-linear, leaving mlp out, or the launcher (-m ssdtrain_megatron.run) instead of --spec"
+        yield Problem("Megatron's --recompute-modules", list(modules), why + " for its own output", allowed)
+
+
 def _refuse(layer: torch.nn.Module, config: Config) -> None:
     if not config.active:
         return
     _compat.check()
-    if config.compresses:
-        why = "compresses collectives, which a transformer layer has no part in"
-        allowed = "no comm section with --spec; the launcher and attach compress"
-        raise ConfigError([Problem("ssdtrain.comm", config.comm, why, allowed)])
+    problems = list(_comm_problems(config))
+    if getattr(layer, "recompute_mlp", False):
+        problems += _bias_problems(_compat.model_config(layer))
+    if problems:
+        raise ConfigError(problems)
     refuse([layer])
 
 
@@ -132,8 +184,8 @@ class OffloadedTransformerLayer(TransformerLayer):  # type: ignore[misc]
         """As TransformerLayer's: (hidden states of [sequence, batch, hidden], context).
 
         Raises:
-            RuntimeError: SSDTRAIN_CONFIG is not set.
-            ConfigError, OSError: what it names cannot be used, or not with an option of Megatron's.
+            ConfigError, OSError: SSDTRAIN_CONFIG is not set, or what it names cannot be used, or not with an option of
+                Megatron's.
             ImportError: this megatron-core lacks a name that is needed.
         """
         if not torch.is_grad_enabled() or installation.in_force:
@@ -230,3 +282,5 @@ def default_spec() -> ModuleSpec:
 
 layer_spec = dataclasses.replace(offloaded(default_spec()), module=_ConfiguredLayer)
 """For --spec, with a GPT. See Note: [The model of --spec]."""
+
+_check_command_line()

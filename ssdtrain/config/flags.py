@@ -5,6 +5,8 @@ file of --ssdtrain-config.
 """
 
 import argparse
+import difflib
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -100,6 +102,33 @@ def add_flags(parser: argparse._ActionsContainer) -> None:
     )
     for flag in flags():
         flag.add_to(parser)
+
+
+def check_unknown_flags(parser: argparse.ArgumentParser) -> None:
+    """Make `parser` end with an error for a flag that is not known and was probably meant for SSDTrain, and name the flag that
+    is like it. A parser that is told to ignore unknown flags (`parse_known_args`) would else train without what was asked for.
+    """
+    known = [FILE_FLAG]
+    for flag in flags():
+        known += [flag.name, flag.name.replace("--", "--no-", 1)] if flag.boolean else [flag.name]
+    plain = parser.parse_known_args
+
+    @functools.wraps(plain)
+    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+        namespace, unknown = plain(*args, **kwargs)
+        for text in unknown:
+            name = text.partition("=")[0]
+            ours = name.startswith((f"--{KEY}", f"--no-{KEY}"))
+            near = difflib.get_close_matches(
+                name.lower().replace("_", "-"), known, n=1, cutoff=0.6 if ours else 0.85
+            )
+            if name.startswith("-") and (ours or near):
+                parser.error(
+                    f"unrecognized arguments: {name}" + (f" (did you mean {near[0]}?)" if near else "")
+                )
+        return namespace, unknown
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
 
 def from_namespace(args: argparse.Namespace) -> dict[str, Any] | None:

@@ -145,6 +145,39 @@ def test_an_unknown_flag_is_refused(flag: str, capsys: pytest.CaptureFixture[str
     assert "unrecognized arguments" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--ssdtrain-offload-direcotries", "--ssdtrain-offload-directories"),
+        ("--ssdtrian-offload-directories=/nvme", "--ssdtrain-offload-directories"),
+        ("--ssdtrain_offload_host", "--ssdtrain-offload-host"),
+        ("--no-ssdtrain-enable", "--no-ssdtrain-enabled"),
+        ("-ssdtrain-comm-preset", "--ssdtrain-comm-preset"),
+    ],
+)
+def test_a_misspelled_flag_names_the_one_that_was_meant(
+    given: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where Megatron is told to ignore unknown flags: the run would train without what was asked for."""
+    for parse in (parser().parse_args, parser().parse_known_args):
+        with pytest.raises(SystemExit):
+            parse([given])
+        assert f"{given.partition('=')[0]} (did you mean {meant}?)" in capsys.readouterr().err
+
+
+def test_unknown_flags_of_others_are_left_to_others() -> None:
+    unknown = ["--train-offload", "--save-interval", "3", "/nvme/ssdtrain"]
+    assert parser().parse_known_args(["--bf16", *unknown])[1] == unknown
+
+
+def test_a_report_about_nothing_is_refused() -> None:
+    args = ["--ssdtrain-report-path", "runs"]
+    with pytest.raises(ConfigError, match=r"--ssdtrain-report-path.*runs.*--ssdtrain-offload-directories"):
+        config_from_args(parser().parse_args(args))
+    assert config_from_args(parser().parse_args([*args, "--no-ssdtrain-enabled"])) is not None
+    assert config_from_args(parser().parse_args([*args, "--ssdtrain-offload-directories", "/a"])) is not None
+
+
 def test_the_namespace_holds_only_what_a_framework_can_print_and_save() -> None:
     args = parser().parse_args(
         ["--ssdtrain-offload-directories", "/a", "--ssdtrain-offload-amount", "512MiB"]

@@ -107,7 +107,7 @@ def test_flags_are_enough_to_offload_and_to_be_told(
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
     assert "step 1" not in caplog.text  # the loop's own lines say it
     assert [line.split("|")[0].strip() for line in loop.lines] == [
-        f"[ssdtrain] iteration {n}" for n in (2, 4)
+        f"[ssdtrain] iteration {n}" for n in (1, 2, 3, 4)
     ]
     assert "written/step: " in loop.lines[0] and "activation peak (most): " in loop.lines[0]
     for writer in (loop.tensorboard, loop.wandb):
@@ -118,6 +118,25 @@ def test_flags_are_enough_to_offload_and_to_be_told(
         assert writer.scalars["ssdtrain/activation_peak_bytes", 2] > 0
     ssdtrain_megatron.uninstall_pretrain()
     assert loop.functions() == before
+
+
+def test_the_interval_of_the_report_wins_over_the_interval_of_the_log(
+    loop: Loop, config: dict[str, Any]
+) -> None:
+    ssdtrain_megatron.install_pretrain()
+    flags = ["--ssdtrain-offload-directories", config["offload"]["directories"]]
+    for interval, expected in (("3", [3]), ("0", [])):
+        loop.lines.clear()
+        loop.pretrain(*flags, "--ssdtrain-report-interval", interval)
+        found = [line.split("|")[0].strip() for line in loop.lines]
+        assert found == [f"[ssdtrain] iteration {n}" for n in expected]
+
+
+def test_one_rank_with_nothing_to_compress_is_said(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    ssdtrain_megatron.install_pretrain()
+    with caplog.at_level(logging.WARNING, logger="ssdtrain"):
+        loop.pretrain("--ssdtrain-comm-preset", "safe")
+    assert [line for line in caplog.messages if "comm does nothing: there is one rank" in line]
 
 
 def test_a_second_model_is_logged_once_and_all_is_put_back(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gc
 import json
+import runpy
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,18 +296,59 @@ def test_steps_are_told_and_reported(
     [
         ({"comm": {"preset": "safe"}}, None, r"ssdtrain\.comm.*attach compress"),
         ({}, "cpu_offloading", "--cpu-offloading"),
+        ({}, "recompute_mlp", r"--recompute-modules.*bias.*--disable-bias-linear"),
     ],
 )
 def test_what_cannot_be_had_is_refused_at_the_first_forward(
     runtime_file: Path, config: dict[str, Any], section: dict[str, Any], option: str | None, said: str
 ) -> None:
     runtime_file.write_text(yaml.safe_dump({**config, **section}))
-    trainer = _trainer(Row(""), lambda: spec.layer_spec)
+    options = selective("mlp") if option == "recompute_mlp" else {}
+    trainer = _trainer(Row("", options=options), lambda: spec.layer_spec)
     if option is not None:
         setattr(trainer.config, option, True)
     with pytest.raises(ConfigError, match=said):
         trainer.step(0)
     assert spec._recorder is None
+
+
+def _imported_for(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Import the module as Megatron's builder does for --spec, with these options on the command line."""
+    args = argparse.Namespace(spec=["ssdtrain_megatron.spec", "layer_spec"], **options)
+    module = types.SimpleNamespace(_GLOBAL_ARGS=args)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)  # type: ignore[arg-type]
+    runpy.run_module("ssdtrain_megatron.spec")
+
+
+def test_without_its_variable_the_module_of_spec_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(spec.CONFIG, raising=False)
+    with pytest.raises(ConfigError, match=r"SSDTRAIN_CONFIG: None names no file.*the path of a YAML"):
+        _imported_for(monkeypatch)
+    # The launcher attaches.
+    _imported_for(monkeypatch, ssdtrain_offload_directories=["/tmp"])
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "said"),
+    [
+        ({"comm": {"preset": "safe"}}, {}, r"ssdtrain\.comm.*the launcher"),
+        ({"offload": {"directory": "/a"}}, {}, r"ssdtrain\.offload\.directory: .*did you mean"),
+        ({}, {"cpu_offloading": True}, "--cpu-offloading"),
+        ({}, {**selective("mlp"), "add_bias_linear": True}, "--recompute-modules.*--disable-bias-linear"),
+    ],
+)
+def test_what_cannot_be_had_with_spec_is_refused_before_the_model_is_built(
+    runtime_file: Path,
+    config: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    section: dict[str, Any],
+    options: dict[str, Any],
+    said: str,
+) -> None:
+    _imported_for(monkeypatch, **{**selective("mlp"), "add_bias_linear": False})
+    runtime_file.write_text(yaml.safe_dump({**config, **section}))
+    with pytest.raises(ConfigError, match=said):
+        _imported_for(monkeypatch, **options)
 
 
 def test_a_fused_gradient_is_marked_on_the_weight_itself(runtime_file: Path) -> None:
@@ -321,7 +366,7 @@ def test_evaluation_needs_no_config(trainer: Trainer, monkeypatch: pytest.Monkey
     monkeypatch.setattr(spec, "_recorder", None)
     with torch.no_grad():
         trainer.step(0, forward_only=True)
-    with pytest.raises(RuntimeError, match="SSDTRAIN_CONFIG"):
+    with pytest.raises(ConfigError, match="SSDTRAIN_CONFIG"):
         trainer.step(0)
 
 
