@@ -1,11 +1,12 @@
-"""Side by side on one GPT: no plugin, megatron-core's own fine-grained activation offloading, SSDTrain.
+"""Side by side on one GPT: no plugin, full recomputation, megatron-core's own fine-grained activation offloading, SSDTrain.
 
 ```
 torchrun --nproc-per-node 1 -m tests.megatron.cpu -m tests.megatron.upstream [directory]
 ```
 
-Prints a line for each, and a JSON object at the end: bytes moved per step, and the peak of activation bytes that are not moved
-(saved storages and reloaded tensors alive, the same count for all three). On the CPU both sides of upstream's copies are in
+Prints a line for each, and a JSON object at the end: bytes moved per step, the peak of activation bytes that are not moved
+(saved storages and reloaded tensors alive, the same count for all), and the CPU seconds of a step (all threads, median). On the
+CPU both sides of upstream's copies are in
 host memory; what it copied to counts as moved, not as alive.
 """
 
@@ -15,8 +16,10 @@ import functools
 import gc
 import json
 import logging
+import statistics
 import sys
 import tempfile
+import time
 import types
 import warnings
 from collections.abc import Callable
@@ -28,25 +31,50 @@ from examples.support.activation_meter import SavedTensorMeter
 from ssdtrain.telemetry.text import size_text
 from ssdtrain_megatron.attachment import attach
 from tests.megatron import training
-from tests.megatron.rows import Row
+from tests.megatron.rows import FULL, Row
 from tests.megatron.training import Trainer, layout
 
 MODULES = ["attn_norm", "core_attn", "attn_proj", "qkv_linear", "mlp_norm"]
-STEPS = 4
+STEPS = 8
+# As small a window of transfers as upstream's, which moves one group of a layer at a time.
+SMALL = {"min_bytes": 1, "in_flight": "1MiB", "prefetch": "256KiB"}
 SHAPE = {"num_layers": 8, "hidden_size": 128}
 
 Found = dict[str, Any]
 
 
-def without() -> Found:
-    trainer = Trainer(Row("keep"), **SHAPE)
+class Clock:
+    """CPU seconds of steps, of all threads of this process."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+
+    def step(self, trainer: Trainer, number: int) -> Any:
+        began = time.process_time()
+        result = trainer.step(number)
+        self._seconds.append(time.process_time() - began)
+        return result
+
+    def median(self) -> float:
+        """Without the first step, which prepares what the others use."""
+        return statistics.median(self._seconds[1:])
+
+
+def without(**options: Any) -> Found:
+    trainer = Trainer(Row("keep"), **SHAPE, **options)
     meter = meter_of(trainer)
+    clock = Clock()
     losses, peak = [], 0
     for number in range(STEPS):
         with meter.step() as record:
-            losses.append(trainer.step(number))
+            losses.append(clock.step(trainer, number))
         peak = record.peak_bytes
-    return {"steps": losses, "peak_bytes": peak, "moved_bytes_per_step": 0}
+    return {
+        "steps": losses,
+        "peak_bytes": peak,
+        "moved_bytes_per_step": 0,
+        "cpu_seconds": clock.median(),
+    }
 
 
 def meter_of(trainer: Trainer) -> SavedTensorMeter:
@@ -101,25 +129,31 @@ def upstream() -> Found:
     manager, handler = theirs.PipelineOffloadManager, theirs.ChunkOffloadHandler
     manager.on_save_for_backward = saving(manager.on_save_for_backward)
     handler.offload, handler.reload = offloading(handler.offload), reloading(handler.reload)
+    clock = Clock()
     losses, peak = [], 0
     for number in range(STEPS):
         moved = 0
         with meter.step() as record:
-            losses.append(trainer.step(number))
+            losses.append(clock.step(trainer, number))
         peak = record.peak_bytes
-    return {"steps": losses, "peak_bytes": peak, "moved_bytes_per_step": moved}
+    return {
+        "steps": losses,
+        "peak_bytes": peak,
+        "moved_bytes_per_step": moved,
+        "cpu_seconds": clock.median(),
+    }
 
 
-def ours(directory: str) -> Found:
+def ours(directory: str, settings: dict[str, Any]) -> Found:
     trainer = Trainer(Row("SSDTrain"), **SHAPE)
-    # As small a window of transfers as upstream's, which moves one group of a layer at a time.
-    offload = {"directories": directory, "min_bytes": 1, "in_flight": "1MiB", "prefetch": "256KiB"}
+    offload = {"directories": directory, **settings}
+    clock = Clock()
     losses = []
     with attach(trainer.chunks, {"offload": offload}) as attachment:
         for number in range(STEPS):
             before = attachment.statistics()
             attachment.runtime.reset_peak()
-            losses.append(trainer.step(number))
+            losses.append(clock.step(trainer, number))
             after = attachment.statistics()
             assert before is not None and after is not None
         moved = after.offload.offloaded_bytes + after.offload.cancelled_bytes
@@ -128,6 +162,7 @@ def ours(directory: str) -> Found:
             "steps": losses,
             "peak_bytes": after.offload.activation_peak_bytes,
             "moved_bytes_per_step": moved,
+            "cpu_seconds": clock.median(),
         }
 
 
@@ -141,14 +176,19 @@ def main() -> int:
         where = sys.argv[1] if len(sys.argv) > 1 else directory
         found["none"] = without()
         gc.collect()
-        found["ssdtrain"] = ours(where)
+        found["recompute"] = without(**FULL)
+        gc.collect()
+        found["ssdtrain, defaults"] = ours(where, {})
+        gc.collect()
+        found["ssdtrain, small window"] = ours(where, SMALL)
         gc.collect()
         found["upstream"] = upstream()
     for name, figures in found.items():
         same = "equal to the bit" if figures["steps"] == found["none"]["steps"] else "NOT EQUAL"
         print(
-            f"{name:<10} moved per step {size_text(figures['moved_bytes_per_step'])}, activation peak "
-            f"{size_text(figures['peak_bytes'])} (x{figures['peak_bytes'] / found['none']['peak_bytes']:.2f}), losses {same}"
+            f"{name:<22} moved per step {size_text(figures['moved_bytes_per_step'])}, activation peak "
+            f"{size_text(figures['peak_bytes'])} (x{figures['peak_bytes'] / found['none']['peak_bytes']:.2f}), CPU per step "
+            f"{figures['cpu_seconds']:.3f} s (x{figures['cpu_seconds'] / found['none']['cpu_seconds']:.2f}), losses {same}"
         )
     print(json.dumps(found))
     dist.destroy_process_group()
