@@ -171,9 +171,11 @@ def test_only_one_thread_is_inside_and_no_exception_of_a_storm_of_signals_comes_
             change()
 
     def storm() -> None:
-        for _ in range(500):
+        sent = 0
+        while sent < 500 or (raised <= 20 and sent < 100_000):  # a busy machine hears many of them as one
             signal.pthread_kill(main, signal.SIGUSR1)
             time.sleep(0.0002)
+            sent += 1
         stop.set()
 
     main = threading.get_ident()
