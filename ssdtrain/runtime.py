@@ -45,9 +45,11 @@ from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.tape import Tape
 from ssdtrain.preflight import check_start, make_directories
-from ssdtrain.storage import Faults, SpillStore, check_host_budget, defer_signals
+from ssdtrain.storage import Endurance, Faults, SpillStore, check_host_budget, defer_signals
 from ssdtrain.telemetry.journal import Journal
-from ssdtrain.telemetry.totals import NOTHING_STORED, RuntimeMetrics
+from ssdtrain.telemetry.messages import report
+from ssdtrain.telemetry.summary import end_of_run, start_of_run
+from ssdtrain.telemetry.totals import RuntimeMetrics, StepMetrics
 
 __all__ = ["Runtime", "RuntimeMetrics"]
 
@@ -109,15 +111,20 @@ class Runtime:
             local_rank=local_rank,
             local_world_size=local_world_size,
         )
+        self._endurance = Endurance(())
+        self._says = rank == 0 and bool(config.report.interval)
         if config.active:
-            report = config.report
-            interval = report.interval if logs else 0
-            if interval or report.path is not None:
-                self._journal = Journal(report.expand(rank=rank, local_rank=local_rank), interval, rank)
+            interval = config.report.interval if logs else 0
+            if interval or config.report.path is not None:
+                self._journal = Journal(
+                    config.report.expand(rank=rank, local_rank=local_rank), interval, rank
+                )
         if config.compresses and config.comm is not None:
             self.comm = self._communicator(Policy.from_config(config.comm))
         if config.active and config.offload is not None:
             self._build(config.offload, rank, local_rank, local_world_size, faults, staged, timeline)
+        if self._says and self.enabled:
+            report(start_of_run(config, self._store, self.comm.policy if self.comm is not None else None))
 
     def _communicator(self, policy: Policy) -> Communicator | None:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -185,6 +192,11 @@ class Runtime:
         except BaseException:
             store.close()  # what is raised holds this frame, and with it the file and the threads
             raise
+        first = rank - local_rank
+        others = [r for r in range(local_world_size) if r != local_rank]
+        self._endurance = Endurance(
+            directories, [offload.expand(rank=first + r, local_rank=r) for r in others]
+        )
         # A graph may outlive the runtime, and needs the engine (through its hooks) as long as it lives. The store goes with
         # the engine, and at interpreter exit.
         self._finalizer = weakref.finalize(self.engine, store.close)
@@ -237,11 +249,12 @@ class Runtime:
         if self.engine is not None:
             self.engine.eligible.refresh()
 
-    def step_end(self, skipped: bool = False) -> None:
-        """Count the step, and say so if something is on and has done nothing.
+    def step_end(self, skipped: bool = False, number: int | None = None) -> None:
+        """Count the step, write its metrics, and warn if something is on and has done nothing.
 
         Args:
             skipped: its gradients overflowed and were dropped.
+            number: of the step, for the log and the file; None: the steps of this runtime are counted.
         """
         seconds = time.perf_counter() - self._began if self._began else 0.0
         self._step_seconds += seconds
@@ -253,14 +266,8 @@ class Runtime:
             self.engine.drain()
         if self.comm is not None:
             self.comm.step_end(skipped)
-        if self._journal is not None:
-            self._journal.step(
-                self.steps,
-                seconds,
-                self.engine.snapshot() if self.engine is not None else None,
-                self._store.stats if self._store is not None else None,
-                self.comm.figures() if self.comm is not None else {},
-            )
+        if self._journal is not None and (now := self.statistics()) is not None:
+            self._journal.step(self.steps if number is None else number, now)
         if self.steps == FIRST_STEPS and self.engine is not None:
             self._complain_of_idleness(self.engine.snapshot())
 
@@ -332,18 +339,20 @@ class Runtime:
             self._tapes.pop((chunk, microbatch), None)
         return tape
 
-    # Figures
+    # Metrics
 
     def statistics(self) -> RuntimeMetrics | None:
-        """The figures so far; None where nothing is enabled."""
+        """The metrics so far, which `print` shows as a table; None where nothing is enabled."""
         if not self.enabled:
             return None
+        store = self._store.stats if self._store is not None else None
+        written = {drive.path: drive.bytes_written for drive in store.drives} if store is not None else {}
         return RuntimeMetrics(
-            self.engine.snapshot() if self.engine is not None else OffloadMetrics(),
-            self._store.stats if self._store is not None else NOTHING_STORED,
-            self.comm.figures() if self.comm is not None else {},
             self.steps,
-            self._step_seconds,
+            StepMetrics(self._step_seconds, self._endurance.life(written, self._step_seconds)),
+            self.engine.snapshot() if self.engine is not None else None,
+            store,
+            self.comm.figures() if self.comm is not None else {},
         )
 
     def reset_peak(self) -> None:
@@ -353,6 +362,9 @@ class Runtime:
 
     def close(self) -> None:
         """Detach from models, wait for what is in flight, close files and buffers. Idempotent."""
+        forked = self.engine is not None and self.engine.forked
+        found = self.statistics() if self._says and self.steps and not forked else None
+        self._says = False
         while self._attached:
             self._attached.pop()()
         if self.engine is not None:
@@ -360,6 +372,8 @@ class Runtime:
             self._finalizer()
         if self._journal is not None:
             self._journal.close()
+        if found is not None:
+            report(end_of_run(found))
 
     def __enter__(self) -> Runtime:
         return self

@@ -6,8 +6,8 @@ Run with the versions in `TESTED`. Others are tried with a warning; a missing na
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import deepspeed
@@ -42,7 +42,6 @@ __all__ = [
     "is_with_an_engine",
     "is_zero_parameter",
     "let_hold",
-    "log_on_rank_0",
     "names_replaced",
     "parameter_dict",
     "partition_of",
@@ -67,8 +66,6 @@ _NEEDED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
             "backward",
             "step",
             "destroy",
-            "steps_per_print",
-            "wall_clock_breakdown",
             "zero_optimization_stage",
         ),
     ),
@@ -284,7 +281,7 @@ def set_partition(tensor: Any, data: Any) -> None:
     tensor.saved_data = data
 
 
-def log_on_rank_0(message: str) -> None:
-    """One line in DeepSpeed's own log."""
-    utils: ModuleType = deepspeed.utils
-    utils.log_dist(message, ranks=[0])
+def trainer_class() -> Any:
+    """Hugging Face's Trainer, or None where nobody has imported it."""
+    module = sys.modules.get("transformers.trainer")
+    return getattr(module, "Trainer", None)

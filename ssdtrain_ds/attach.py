@@ -26,7 +26,7 @@ from ssdtrain.offload.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.preflight import check_start
 from ssdtrain.runtime import FIRST_STEPS, Runtime
-from ssdtrain_ds import _compat, _compat_comm, checkpointing, schedule
+from ssdtrain_ds import _compat, _compat_comm, checkpointing, schedule, trainer
 from ssdtrain_ds.comm import CommAttachment
 from ssdtrain_ds.coverage import InnerHooks
 from ssdtrain_ds.monitor import Monitor
@@ -164,7 +164,6 @@ class _Attachment:
             rank=ranks.global_rank(),
             local_rank=ranks.local_rank(),
             local_world_size=ranks.local_world_size(),
-            logs=False,  # the monitor writes DeepSpeed's own lines, every steps_per_print
         )
         self._undo.callback(self.runtime.close)
         self.offload = self.runtime.engine
@@ -172,6 +171,7 @@ class _Attachment:
             self._prepare_offload(self.offload)
         self.checkpoint = checkpointing.function_for(config.checkpoint)
         self.monitor = Monitor(engine, self.runtime)
+        self._undo.callback(trainer.follow(engine, self.runtime))
         self._note_skips()
         if _compat.is_pipeline(engine):
             own = schedule.follow(engine, self.runtime, self.recording, self.step_over)
@@ -264,7 +264,8 @@ class _Attachment:
 
     def step_over(self) -> None:
         """The optimizer has made a step."""
-        self.runtime.step_end(skipped=_compat_comm.skipped_steps(self.engine) != self.skipped)
+        skipped = _compat_comm.skipped_steps(self.engine) != self.skipped
+        self.runtime.step_end(skipped, self.engine.global_steps)
         self.monitor.step()
         self.steps += 1
         if self.steps == 1:

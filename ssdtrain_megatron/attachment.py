@@ -167,7 +167,7 @@ def attach(
         device: of the activations; by default the model's.
         rank: global rank; by default torch.distributed's.
         local_rank, local_world_size: within the node; by default what torchrun, srun or mpirun say.
-        logs: write a log line every `report.interval` steps; a loop that writes `Figures` at its own interval says False.
+        logs: write a log line every `report.interval` steps; a loop that writes `GatheredMetrics` at its own interval says False.
 
     Raises:
         ConfigError: names the key, or the option of Megatron that excludes what is asked for.

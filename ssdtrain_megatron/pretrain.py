@@ -127,9 +127,9 @@ def _attaching(training: Any, plain: Function) -> Function:
 
 
 def _logging(training: Any, attachment: Attachment, plain: Function) -> Function:
-    from ssdtrain_megatron.figures import Figures
+    from ssdtrain_megatron.metrics import GatheredMetrics
 
-    figures = Figures(attachment)
+    figures = GatheredMetrics(attachment)
     signature = inspect.signature(plain)
     report = attachment.runtime.config.report
     own_interval = report.interval if "interval" in report.model_fields_set else None

@@ -33,8 +33,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from examples.megatron_gpt.options import parser
 from examples.megatron_gpt.text import ByteTokenizer, library_text
 from ssdtrain_megatron.attachment import Attachment, attach
-from ssdtrain_megatron.figures import Figures
 from ssdtrain_megatron.flags import config_from_args
+from ssdtrain_megatron.metrics import GatheredMetrics
 from ssdtrain_megatron.spec import default_spec
 
 __all__ = ["Trainer", "initialize", "main", "training_set"]
@@ -260,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
     trainer = Trainer(options, training_set(options))
     last = dist.get_rank() == dist.get_world_size() - 1
     with trainer.attach() as attachment:
-        figures = Figures(attachment) if attachment.statistics() is not None else None
+        figures = GatheredMetrics(attachment) if attachment.statistics() is not None else None
         for iteration in range(1, options.train_iters + 1):
             began = time.perf_counter()
             loss = trainer.gradients()

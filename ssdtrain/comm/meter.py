@@ -6,26 +6,28 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from ssdtrain.telemetry.registry import MetricSet, Over, Unit, counter
+
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
 
 
 @dataclass
-class CommMetrics:
+class CommMetrics(MetricSet):
     """One dimension's traffic, on this rank, since the start."""
 
-    calls: int = 0
-    raw_bytes: int = 0
+    calls: int = counter(Unit.COUNT)
+    wire_bytes: int = counter(Unit.BYTES, "sent")
+    """What was sent from this rank, fallbacks included; protocol headers below the tensors are not."""
+    raw_bytes: int = counter(Unit.BYTES, "without compression")
     """What the framework's own algorithm sends from this rank, in the dtype that it sends: for a ring of N ranks and S bytes
     2(N-1)/N S for an all-reduce and (N-1)/N S for each half of one."""
-    wire_bytes: int = 0
-    """What was sent from this rank, fallbacks included; protocol headers below the tensors are not."""
-    codec_seconds: float = 0.0
-    """Encoding, decoding and summing, on the host; on a GPU `seconds` holds all."""
-    wait_seconds: float = 0.0
+    codec_seconds: float = counter(Unit.SECONDS, "codec", ranks=Over.MAX)
+    """Encoding, decoding and summing, on the host; on a GPU `device_seconds` holds all."""
+    wait_seconds: float = counter(Unit.SECONDS, "waited", ranks=Over.MAX)
     """Waiting for messages that were under way."""
-    device_seconds: float = 0.0
+    device_seconds: float = counter(Unit.SECONDS, ranks=Over.MAX)
     """From the start to the end of compressed calls on the communication stream."""
-    compressed: int = 0
+    compressed: int = counter(Unit.COUNT)
     """Calls that were compressed."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Reason -> calls that went uncompressed."""

@@ -38,6 +38,12 @@ class Buffers:
         return self._arena.capacity if self._arena is not None else 0
 
     @property
+    def counted_bytes(self) -> int:
+        """Bytes of all arenas, where they are of the memory that activations take; else 0."""
+        arenas = [*self._outgrown, *([self._arena] if self._arena is not None else [])]
+        return sum(arena.capacity for arena in arenas) if self._meter is not None else 0
+
+    @property
     def allocated(self) -> int:
         """Bytes handed out and not yet returned, outgrown arenas included."""
         arenas = [*self._outgrown, *([self._arena] if self._arena is not None else [])]

@@ -79,9 +79,11 @@ class OffloadEngine:
         staged = device.kind != "cpu" if options.staged is None else options.staged
         transfer: Transfer
         if staged:
-            transfer = StagedTransfer(store, self.buffers, self.meter.see, self.coding, device, torch_device)
+            transfer = StagedTransfer(
+                store, self.buffers, self.meter.see_own, self.coding, device, torch_device
+            )
         else:
-            transfer = DirectTransfer(store, self.buffers, self.meter.see, self.coding)
+            transfer = DirectTransfer(store, self.buffers, self.meter.see_own, self.coding)
         self._staged = staged
         self.mover = Mover(store, transfer, self.statistics, raise_when_full=options.raise_when_full)
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
@@ -114,7 +116,7 @@ class OffloadEngine:
         with self._lock:
             self._drain()
             self.statistics.saved_tensors += 1
-            self.meter.see(storage)
+            seen = self.meter.see(storage)
             if tensor.nbytes < self.eligible.min_bytes or self._refused(tensor, storage):
                 return Kept(tensor)
             extent = Extent.of(tensor, storage)
@@ -128,9 +130,11 @@ class OffloadEngine:
             region = self._regions.make(tensor, storage, extent, tape, self._released)
             self.statistics.saved_bytes += region.nbytes
             self.statistics.live_regions += 1
+            region.seen = seen
+            seen.regions += 1
             if region.packed is not None:
                 self.statistics.packed_bytes += region.nbytes
-                self.meter.see(region.tensor.untyped_storage())
+                self.meter.see_own(region.tensor.untyped_storage())
             if region.nbytes > self.prefetcher.largest:
                 self.prefetcher.largest = region.nbytes
                 self.mover.together = min(TOGETHER, self.options.in_flight // 4, region.nbytes)
@@ -245,7 +249,7 @@ class OffloadEngine:
                 raise RuntimeError(
                     "a saved tensor is needed after the offload engine was closed: close it after backward"
                 )
-            self.prefetcher.size()
+            self.prefetcher.fit()
             self.mover.begin_load(region, asked=True)
         if region.state is State.LOADING:
             assert region.operation is not None
@@ -347,6 +351,8 @@ class OffloadEngine:
             if region.handles == 0:
                 self._regions.forget(region)
                 self.mover.release(region)
+                assert region.seen is not None
+                self.meter.release(region.seen)
                 self.statistics.live_regions -= 1
 
     def _note_ends(self) -> None:
@@ -365,6 +371,8 @@ class OffloadEngine:
             statistics.in_flight_bytes = self.mover.in_flight
             statistics.activation_bytes = self.meter.live_bytes
             statistics.activation_peak_bytes = self.meter.peak_bytes
+            statistics.unoffloaded_peak_bytes = self.meter.unoffloaded_peak_bytes
+            statistics.buffer_bytes = self.buffers.counted_bytes
             return statistics
 
     def reset_peak(self) -> None:

@@ -2,7 +2,10 @@
 
 Counted are the whole storages of saved tensors, each once however many views of it were saved, for as long as the storage
 really lives: also while somebody else holds it, since its bytes are in memory all the same. Parameters and buffers are not
-counted. `adjust` adds what is not a saved storage: the arena, restore buffers outside it.
+counted. `adjust` adds what is not a saved storage: the arena.
+
+Beside that stands what would be alive if nothing left memory: a saved storage until it has died and the last region over it was
+released.
 
 torch keeps the Python object of a storage as long as the storage itself, so a weak reference to it dies exactly when the
 memory goes. That may be anywhere, in the middle of a cyclic collection too: C code puts the reference into a queue, and no Python
@@ -17,16 +20,20 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-__all__ = ["ActivationMeter"]
+__all__ = ["ActivationMeter", "Seen"]
 
 
-class _Seen(weakref.ref[torch.UntypedStorage]):
-    """A storage that is counted: under which key, and with how many bytes."""
+class Seen(weakref.ref[torch.UntypedStorage]):
+    """A storage that is counted: under which key, with how many bytes, and how many regions over it autograd still needs."""
 
-    __slots__ = ("key", "nbytes")
+    __slots__ = ("dead", "key", "nbytes", "own", "regions")
 
     key: int
     nbytes: int
+    regions: int
+    dead: bool
+    own: bool
+    """A buffer of the engine, which would not be there if nothing left memory."""
 
 
 class ActivationMeter:
@@ -39,25 +46,48 @@ class ActivationMeter:
     def __init__(self, *, timeline: bool = False) -> None:
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.unoffloaded_bytes = 0
+        """Bytes that would be alive for backward now if nothing had left memory."""
+        self.unoffloaded_peak_bytes = 0
         self.record = timeline
         self.timeline: list[tuple[float, int]] = []
-        self._seen: dict[int, _Seen] = {}
-        self._dead: SimpleQueue[_Seen] = SimpleQueue()
+        self._seen: dict[int, Seen] = {}
+        self._dead: SimpleQueue[Seen] = SimpleQueue()
         self.settled = self._dead.empty
         """`settled()`: nothing has died that `drain` would take off."""
 
-    def see(self, storage: torch.UntypedStorage) -> None:
-        """Count `storage` from now until it dies, if it is not counted already."""
+    def see(self, storage: torch.UntypedStorage, *, own: bool = False) -> Seen:
+        """Count `storage` from now until it dies, if it is not counted already.
+
+        Args:
+            own: a buffer of the engine, not what autograd saved.
+        """
         key = id(storage)
         known = self._seen.get(key)
         if known is not None:
             if known() is storage:
-                return
+                return known
             # A dead storage's key, reused before its death was drained.
             self.drain()
-        seen = self._seen[key] = _Seen(storage, self._dead.put)
+        seen = self._seen[key] = Seen(storage, self._dead.put)
         seen.key, seen.nbytes = key, storage.nbytes()
+        seen.regions, seen.dead, seen.own = 0, False, own
+        if not own:
+            self.unoffloaded_bytes = without = self.unoffloaded_bytes + seen.nbytes
+            if without > self.unoffloaded_peak_bytes:
+                self.unoffloaded_peak_bytes = without
         self.adjust(seen.nbytes)
+        return seen
+
+    def see_own(self, storage: torch.UntypedStorage) -> None:
+        """Count a buffer of the engine until it dies."""
+        self.see(storage, own=True)
+
+    def release(self, seen: Seen) -> None:
+        """Autograd needs a region over this storage no more."""
+        seen.regions -= 1
+        if seen.dead and seen.regions == 0 and not seen.own:
+            self.unoffloaded_bytes -= seen.nbytes
 
     def adjust(self, nbytes: int) -> None:
         """Add `nbytes` (negative: subtract) that are alive for backward but are no saved storage."""
@@ -78,9 +108,13 @@ class ActivationMeter:
             if self._seen.get(seen.key) is seen:
                 del self._seen[seen.key]
                 self.adjust(-seen.nbytes)
+                seen.dead = True
+                if seen.regions == 0 and not seen.own:
+                    self.unoffloaded_bytes -= seen.nbytes
 
     def reset_peak(self) -> None:
         """Start a new peak and a new timeline from what is alive now."""
         self.drain()
         self.peak_bytes = self.live_bytes
+        self.unoffloaded_peak_bytes = self.unoffloaded_bytes
         self.timeline = [(time.perf_counter(), self.live_bytes)] if self.record else []

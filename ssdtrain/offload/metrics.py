@@ -1,60 +1,67 @@
-"""What offloading did and what training paid for it."""
+"""What offloading did and what training paid for it, as metrics."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from ssdtrain.telemetry.registry import MetricSet, Over, Unit, counter, gauge
+
 __all__ = ["OffloadMetrics"]
 
 
 @dataclass
-class OffloadMetrics:
+class OffloadMetrics(MetricSet):
     """Counters since the engine was made. Bytes are those of the saved tensors' storages; seconds are of the host's clock."""
 
-    saved_tensors: int = 0
+    saved_tensors: int = counter(Unit.COUNT)
     """Pack hooks answered, whatever the answer."""
-    saved_bytes: int = 0
+    saved_bytes: int = counter(Unit.BYTES, "saved for backward")
     """Bytes of all regions: what could have moved, each byte once."""
-    offloaded_bytes: int = 0
+    offloaded_bytes: int = counter(Unit.BYTES, "offloaded")
     """Bytes handed to a tier."""
-    kept_bytes: int = 0
+    kept_bytes: int = counter(Unit.BYTES, "kept")
     """Bytes of regions that stayed in memory: by plan, for want of room, or past the deadline."""
-    kept_full_bytes: int = 0
+    kept_full_bytes: int = counter(Unit.BYTES, "kept as tiers are full")
     """Of these, because every tier was full or had failed."""
-    kept_late_bytes: int = 0
+    kept_late_bytes: int = counter(Unit.BYTES, "kept as stores are late")
     """Of these, because the stores in flight did not end within `offload.deadline`."""
-    shared_tensors: int = 0
+    shared_tensors: int = counter(Unit.COUNT)
     """Saved tensors that joined a region which another had made."""
-    packed_bytes: int = 0
+    packed_bytes: int = counter(Unit.BYTES)
     """Bytes of small strided views that were copied together before they left."""
-    encoded_bytes: int = 0
+    encoded_bytes: int = counter(Unit.BYTES)
     """Bytes of regions that left through a codec; what was written of them is in the store's figures."""
-    cancelled_bytes: int = 0
+    cancelled_bytes: int = counter(Unit.BYTES, "writes avoided")
     """Bytes whose store was cancelled before it began: SSD writes avoided."""
-    forwarded_bytes: int = 0
+    forwarded_bytes: int = counter(Unit.BYTES)
     """Bytes handed back from memory while their store was still in flight."""
-    loaded_bytes: int = 0
+    loaded_bytes: int = counter(Unit.BYTES)
     """Bytes read back."""
-    evicted_bytes: int = 0
+    evicted_bytes: int = counter(Unit.BYTES)
     """Bytes prefetched and dropped again to make room."""
-    outside_bytes: int = 0
+    outside_bytes: int = counter(Unit.BYTES)
     """Bytes loaded into buffers outside of the arena because it was full."""
-    failed_stores: int = 0
+    failed_stores: int = counter(Unit.COUNT, "failed stores")
     """Writes that failed and were done again on another tier, or kept in memory."""
-    store_wait_seconds: float = 0.0
+    store_wait_seconds: float = counter(Unit.SECONDS, "waited for stores", ranks=Over.MAX)
     """Time that forward waited for stores in flight."""
-    load_wait_seconds: float = 0.0
+    load_wait_seconds: float = counter(Unit.SECONDS, "waited for loads", ranks=Over.MAX)
     """Time that backward waited for loads."""
     load_waits: dict[tuple[int, int], float] = field(default_factory=dict)
     """The same by (chunk, index of the region on its tape): whose load backward waited for."""
-    in_flight_bytes: int = 0
+    in_flight_bytes: int = gauge(Unit.BYTES, ranks=Over.SUM)
     """Bytes of stores in flight now."""
-    live_regions: int = 0
+    live_regions: int = gauge(Unit.COUNT, ranks=Over.SUM)
     """Regions that a handle of autograd's still needs now."""
-    activation_bytes: int = 0
+    activation_bytes: int = gauge(Unit.BYTES)
     """Bytes alive for backward now: saved storages, the arena, loads outside of it."""
-    activation_peak_bytes: int = 0
-    """The most of these since the last `reset_peak`."""
+    unoffloaded_peak_bytes: int = gauge(Unit.BYTES, "activation peak without SSDTrain")
+    """The most bytes that would have been alive for backward had nothing left memory, since the last `reset_peak`: each saved
+    storage counts until it is dead and the last saved tensor over it is released."""
+    activation_peak_bytes: int = gauge(Unit.BYTES, "with it")
+    """The most `activation_bytes` since the last `reset_peak`."""
+    buffer_bytes: int = gauge(Unit.BYTES, "of which buffers")
+    """Bytes of the arena of reusable buffers now. 0 on a GPU: there it is pinned host memory, which activations do not take."""
 
     @property
     def stall_seconds(self) -> float:

@@ -36,18 +36,33 @@ class Prefetcher:
         self._mover = mover
         self._buffers = buffers
         self._options = options
+        self._wanted = 0  # the most that a tape wanted loaded ahead so far
 
-    def size(self) -> None:
-        """Choose how far to read ahead and how large the arena has to be, where the config does not say."""
+    def size(self, tape: Tape) -> None:
+        """Choose how far to read ahead of the backward of `tape`, where the config does not say.
+
+        Three of the largest regions or 24 MiB, which keep a drive busy, but no more than a quarter of what `tape` has in the
+        tiers: larger buffers would take the memory that offloading it saves.
+        """
         if self._options.prefetch is None:
             free = self._buffers.capacity // 2 if self._options.buffer is not None else 1024 * MiB
-            self.limit = min(max(3 * self.largest, 24 * MiB), free)
+            away = sum(
+                region.nbytes
+                for region in tape.regions
+                if region is not None and region.state not in (State.RESIDENT, State.RELEASED)
+            )
+            quarter = max(away // 4, self.largest)
+            self._wanted = max(self._wanted, min(max(3 * self.largest, 24 * MiB), quarter))
+            self.limit = min(self._wanted, free)
+
+    def fit(self) -> None:
+        """A load is about to begin: have an arena for what is ahead and what backward holds, unless the config gives its size."""
         self._buffers.fit(self.limit + 2 * self.largest)
 
     def begin(self, tape: Tape) -> None:
         """The backward of `tape` begins. Called with the engine's lock held, as `run`."""
         if not self.closed:
-            self.size()
+            self.size(tape)
         self.run(tape)
 
     def run(self, tape: Tape) -> None:
@@ -84,6 +99,7 @@ class Prefetcher:
             if region.state is State.STORED:
                 if mover.ahead and mover.ahead + region.nbytes > self.limit:
                     return 0
+                self.fit()
                 if not mover.begin_load(region, asked=False):
                     return 0
             elif region.state is State.STORING and not mover.stop_store(region):

@@ -15,6 +15,7 @@ from ssdtrain.offload.geometry import Geometry
 if TYPE_CHECKING:
     from ssdtrain.codecs import Codec
     from ssdtrain.device import Event
+    from ssdtrain.offload.meter import Seen
     from ssdtrain.offload.tape import Tape
     from ssdtrain.storage import Lease, Operation, Slot
 
@@ -89,6 +90,7 @@ class Region:
         "pointer",
         "probe",
         "releases",
+        "seen",
         "shared",
         "slot",
         "start",
@@ -117,6 +119,7 @@ class Region:
         self.tape = tape
         self.releases = releases
         self.version = probe._version
+        self.seen: Seen | None = None  # its storage, as the meter counts it
         self.index = -1  # place on the tape
         self.key = 0  # of its storage, among the regions that can be joined
         self.packed: tuple[int, ...] | None = None  # shape of the packed copy, if it is one

@@ -9,7 +9,7 @@ no space on a drive after its process ends.
 from ssdtrain.storage.arena import Arena, Lease
 from ssdtrain.storage.budget import HostBudget, check_host_budget
 from ssdtrain.storage.drive import Drive, SmartLog, drive_of
-from ssdtrain.storage.endurance import projected_life, rated_bytes
+from ssdtrain.storage.endurance import Endurance, projected_life, rated_bytes
 from ssdtrain.storage.errors import HostBudgetExceeded, IOCancelled, IOFailure, StoreClosed, StoreFull
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
@@ -22,6 +22,7 @@ __all__ = [
     "ALIGNMENT",
     "Arena",
     "Drive",
+    "Endurance",
     "Faults",
     "HostBudget",
     "HostBudgetExceeded",

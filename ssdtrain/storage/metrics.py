@@ -1,10 +1,12 @@
-"""The figures of a store."""
+"""What the tiers of a store moved and hold, as metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from ssdtrain.telemetry.registry import MetricSet, Over, Unit, counter, gauge
 
 if TYPE_CHECKING:
     from ssdtrain.storage.arena import Arena
@@ -34,21 +36,29 @@ class TierMetrics:
 
 
 @dataclass(frozen=True)
-class StoreMetrics:
-    """A store since it was made. The totals cover the drives and the host tier."""
+class StoreMetrics(MetricSet):
+    """A store since it was made. Bytes are what really passes: after a codec, before a cancelled write."""
 
-    engine: str
-    bytes_written: int
-    bytes_read: int
-    bytes_cancelled: int
+    engine: str = "none"
+    host_bytes_written: int = counter(Unit.BYTES, "to host memory")
+    ssd_bytes_written: int = counter(Unit.BYTES, "to SSD")
+    host_bytes_read: int = counter(Unit.BYTES, "from host memory")
+    ssd_bytes_read: int = counter(Unit.BYTES, "from SSD")
+    bytes_cancelled: int = counter(Unit.BYTES)
     """Bytes of operations, both ways, that were cancelled before they began."""
-    live_slots: int
-    live_bytes: int
-    capacity: int
-    write_seconds: float
-    read_seconds: float
-    drives: tuple[TierMetrics, ...]
-    host: TierMetrics | None
+    write_seconds: float = counter(Unit.SECONDS, ranks=Over.MAX)
+    """Of all tiers, with at least one write under way."""
+    read_seconds: float = counter(Unit.SECONDS, ranks=Over.MAX)
+    host_bytes: int = gauge(Unit.BYTES, "in host memory", ranks=Over.SUM)
+    """Bytes of the host tier in use now."""
+    ssd_bytes: int = gauge(Unit.BYTES, "on drives", ranks=Over.SUM)
+    """Bytes that the spill files take on the drives: they are reused and never shrink."""
+    live_slots: int = gauge(Unit.COUNT, ranks=Over.SUM)
+    live_bytes: int = gauge(Unit.BYTES, ranks=Over.SUM)
+    capacity: int = gauge(Unit.BYTES, ranks=Over.SUM)
+    """Bytes that all tiers may hold."""
+    drives: tuple[TierMetrics, ...] = ()
+    host: TierMetrics | None = None
 
     @classmethod
     def of(
@@ -74,22 +84,28 @@ class StoreMetrics:
         tiers = [*drives, *([host] if host else [])]
         return cls(
             engine=engine,
-            bytes_written=sum(tier.bytes_written for tier in tiers),
-            bytes_read=sum(tier.bytes_read for tier in tiers),
+            host_bytes_written=host.bytes_written if host else 0,
+            ssd_bytes_written=sum(drive.bytes_written for drive in drives),
+            host_bytes_read=host.bytes_read if host else 0,
+            ssd_bytes_read=sum(drive.bytes_read for drive in drives),
             bytes_cancelled=cancelled,
+            write_seconds=sum(tier.write_seconds for tier in tiers),
+            read_seconds=sum(tier.read_seconds for tier in tiers),
+            host_bytes=host.used if host else 0,
+            ssd_bytes=sum(drive.allocated for drive in drives),
             live_slots=live_slots,
             live_bytes=live_bytes,
             capacity=sum(tier.capacity for tier in tiers),
-            write_seconds=sum(tier.write_seconds for tier in tiers),
-            read_seconds=sum(tier.read_seconds for tier in tiers),
             drives=drives,
             host=host,
         )
 
     @property
-    def ssd_bytes_written(self) -> int:
-        return sum(drive.bytes_written for drive in self.drives)
+    def bytes_written(self) -> int:
+        """To all tiers."""
+        return self.host_bytes_written + self.ssd_bytes_written
 
     @property
-    def ssd_bytes_read(self) -> int:
-        return sum(drive.bytes_read for drive in self.drives)
+    def bytes_read(self) -> int:
+        """From all tiers."""
+        return self.host_bytes_read + self.ssd_bytes_read

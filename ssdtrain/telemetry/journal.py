@@ -9,31 +9,15 @@ import weakref
 from pathlib import Path
 from typing import Any, TextIO
 
-from ssdtrain.comm import CommMetrics
-from ssdtrain.offload.metrics import OffloadMetrics
-from ssdtrain.storage import StoreMetrics
 from ssdtrain.telemetry.lines import write_line
-from ssdtrain.telemetry.text import duration_text, size_text
+from ssdtrain.telemetry.messages import report
+from ssdtrain.telemetry.registry import line
+from ssdtrain.telemetry.totals import Interval, RuntimeMetrics
 
 __all__ = ["Journal"]
 
 logger = logging.getLogger("ssdtrain")
 
-# Counters of which a line has what the step added.
-_COUNTED = (
-    "saved_bytes",
-    "offloaded_bytes",
-    "kept_bytes",
-    "cancelled_bytes",
-    "forwarded_bytes",
-    "loaded_bytes",
-    "outside_bytes",
-    "failed_stores",
-    "store_wait_seconds",
-    "load_wait_seconds",
-)
-_LOGGED = ("seconds", "saved_bytes", "ssd_bytes_written", "store_wait_seconds", "load_wait_seconds")
-_COMM = ("calls", "compressed", "raw_bytes", "wire_bytes", "codec_seconds", "wait_seconds", "device_seconds")
 # How many of the regions that backward waited for most a line names.
 _WORST = 3
 
@@ -69,97 +53,28 @@ class Journal:
             self._stream = file.open("a")
             self.file = file
             _journals.add(self)
-        self._last = OffloadMetrics()
-        self._last_written = self._last_read = 0
-        self._last_comm: dict[str, CommMetrics] = {}
-        self._logged: dict[str, Any] = {}
-        self._logged_steps = 0
+        self._step, self._logged = Interval(), Interval()
+        self._load_waits: dict[tuple[int, int], float] = {}
 
-    def step(
-        self,
-        step: int,
-        seconds: float,
-        offload: OffloadMetrics | None,
-        store: StoreMetrics | None,
-        comm: dict[str, CommMetrics],
-    ) -> None:
-        """Step number `step` is over and took `seconds`; the statistics are totals, the line has the differences.
-
-        What is not enabled is None, or has no dimension, and the line does not speak of it.
-        """
-        record: dict[str, Any] = {"step": step, "seconds": seconds}
-        if offload is not None and store is not None:
-            self._offload(record, offload, store)
-        if comm:
-            record["comm"] = self._comm(comm)
+    def step(self, number: int, metrics: RuntimeMetrics) -> None:
+        """Step `number` is over. `metrics` are totals; the file's line has what the step added, the log line means per step."""
         if self._stream is not None:
+            record = {"step": number, **self._step.end(metrics), "load_waits": self._worst_waits(metrics)}
             try:
                 write_line(self._stream, record)
             except OSError as error:
                 self._drop(error)
-        if self._interval:
-            present = [name for name in _LOGGED if name in record]
-            for name in present:
-                self._logged[name] = self._logged.get(name, 0) + record[name]
-            for found in record.get("comm", {}).values():
-                for name in ("raw_bytes", "wire_bytes"):
-                    self._logged[name] = self._logged.get(name, 0) + found[name]
-            self._logged_steps += 1
-            if step % self._interval == 0:
-                self._log(step, offload)
+        if self._interval and number % self._interval == 0:
+            report(f"step {number} | {line(metrics.declared(), self._logged.end(metrics))}")
 
-    def _offload(self, record: dict[str, Any], offload: OffloadMetrics, store: StoreMetrics) -> None:
-        for name in _COUNTED:
-            record[name] = getattr(offload, name) - getattr(self._last, name)
-        record["ssd_bytes_written"] = store.ssd_bytes_written - self._last_written
-        record["ssd_bytes_read"] = store.ssd_bytes_read - self._last_read
-        record["activation_peak_bytes"] = offload.activation_peak_bytes
-        record["load_waits"] = self._worst_waits(offload)
-        self._last, self._last_written, self._last_read = (
-            offload,
-            store.ssd_bytes_written,
-            store.ssd_bytes_read,
-        )
-
-    def _comm(self, comm: dict[str, CommMetrics]) -> dict[str, dict[str, float]]:
-        found = {}
-        for dimension, now in comm.items():
-            before = self._last_comm.get(dimension, CommMetrics())
-            found[dimension] = {name: getattr(now, name) - getattr(before, name) for name in _COMM}
-        self._last_comm = comm
-        return found
-
-    def _worst_waits(self, offload: OffloadMetrics) -> list[dict[str, Any]]:
-        waits = {
-            key: total - self._last.load_waits.get(key, 0.0) for key, total in offload.load_waits.items()
-        }
-        worst = sorted(((seconds, key) for key, seconds in waits.items() if seconds > 0), reverse=True)[
-            :_WORST
+    def _worst_waits(self, metrics: RuntimeMetrics) -> list[dict[str, Any]]:
+        before, self._load_waits = self._load_waits, metrics.offload.load_waits
+        waits = {key: total - before.get(key, 0.0) for key, total in self._load_waits.items()}
+        worst = sorted(((seconds, key) for key, seconds in waits.items() if seconds > 0), reverse=True)
+        return [
+            {"chunk": chunk, "region": region, "seconds": seconds}
+            for seconds, (chunk, region) in worst[:_WORST]
         ]
-        return [{"chunk": chunk, "region": region, "seconds": seconds} for seconds, (chunk, region) in worst]
-
-    def _log(self, step: int, offload: OffloadMetrics | None) -> None:
-        mean = {name: total / self._logged_steps for name, total in self._logged.items()}
-        parts = []
-        if offload is not None:
-            parts.append(
-                f"{size_text(mean['saved_bytes'])} saved for backward, {size_text(mean['ssd_bytes_written'])} written to SSD, "
-                f"activation peak {size_text(offload.activation_peak_bytes)}, waited "
-                f"{duration_text(mean['store_wait_seconds'])} for stores and {duration_text(mean['load_wait_seconds'])} for loads"
-            )
-        if "wire_bytes" in mean:
-            parts.append(
-                f"{size_text(mean['wire_bytes'])} sent to other ranks instead of {size_text(mean['raw_bytes'])}"
-            )
-        logger.info(
-            "step %d: %s of %s (means over %d steps)",
-            step,
-            ", ".join(parts),
-            duration_text(mean["seconds"]),
-            self._logged_steps,
-        )
-        self._logged.clear()
-        self._logged_steps = 0
 
     def _drop(self, error: OSError) -> None:
         """The weights have moved when a line is written: an exception here would end a run for the sake of its report."""

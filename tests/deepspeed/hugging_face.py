@@ -82,6 +82,7 @@ class Look(TrainerCallback):
 
 
 trainer_of: list[Any] = []
+PLAIN_LOG = Trainer.log
 
 
 def train(name: str, directory: Path, *, block: bool) -> dict[str, Any]:
@@ -119,9 +120,12 @@ def train(name: str, directory: Path, *, block: bool) -> dict[str, Any]:
     trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=[look])
     trainer_of[:] = [trainer]
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    losses = [entry["loss"] for entry in logged]
+    look.found["logged"] = [sorted(key for key in entry if "ssdtrain" in key) for entry in logged]
     trainer.model_wrapped.destroy()
     trainer_of.clear()
+    look.found["log_is_plain"] = Trainer.log is PLAIN_LOG
     return {**look.found, "losses": losses}
 
 

@@ -41,3 +41,13 @@ def test_activations_of_the_model_left_and_nothing_is_there_any_more(
     assert "saved_bytes" not in found[name]["plain"]
     assert found[name]["offloaded"]["saved_bytes"] > 0
     assert found[name]["offloaded"]["live_slots"] == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_trainers_own_log_has_the_metrics_of_offloading(name: str, found: dict[str, Any]) -> None:
+    assert found[name]["plain"]["logged"] == [[], []]
+    for keys in found[name]["offloaded"]["logged"]:
+        assert {"ssdtrain/saved_bytes", "ssdtrain/unoffloaded_peak_bytes", "ssdtrain/step_seconds"} <= set(
+            keys
+        )
+    assert found[name]["plain"]["log_is_plain"] and found[name]["offloaded"]["log_is_plain"]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ssdtrain.storage import Drive, drive_of, projected_life, rated_bytes
-from ssdtrain.storage.drive import parse_smart, read_smart
+from ssdtrain.storage import Drive, Endurance, drive_of, projected_life, rated_bytes
+from ssdtrain.storage.drive import SmartLog, parse_smart, read_smart
 
 
 @pytest.fixture
@@ -85,3 +85,35 @@ def test_life_is_rated_bytes_over_bytes_per_second() -> None:
     assert projected_life(1.0, 0, 1.0) == float("inf")
     with pytest.raises(ValueError, match="takes time"):
         projected_life(1.0, 1.0, 0.0)
+
+
+def worn(monkeypatch: pytest.MonkeyPatch, smart: SmartLog | None, device: str = "nvme0n1") -> None:
+    drive = Drive("", "/", "ext4", device, "model", 10**12, False)
+    monkeypatch.setattr("ssdtrain.storage.endurance.drive_of", lambda _: drive)
+    monkeypatch.setattr(Drive, "smart", lambda _: smart)
+
+
+def test_a_run_wears_the_drives_of_its_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rated, one, two = rated_bytes(10**12), tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    written = {str(one): 10**9, str(two): 10**9, "host memory": 10**12}
+    worn(monkeypatch, None)
+    # Two directories on one drive, where nothing of another place counts.
+    assert Endurance([one, two]).life(written, 10.0) == pytest.approx(rated / 2e9 * 10)
+    # Another rank of the node writes there too, to a directory that is not yet made.
+    shared = Endurance([one, two], [[tmp_path / "three" / "four"], [Path("/proc/self")]])
+    assert shared.life(written, 10.0) == pytest.approx(rated / 4e9 * 10)
+    worn(monkeypatch, SmartLog(75, 10**15))
+    assert Endurance([one]).life(written, 10.0) == pytest.approx(rated / 4 / 1e9 * 10)
+
+
+def test_a_life_is_unknown_without_a_disk_a_write_or_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worn(monkeypatch, None)
+    endurance = Endurance([tmp_path])
+    assert endurance.life({str(tmp_path): 0}, 1.0) is None
+    assert endurance.life({str(tmp_path): 1}, 0.0) is None
+    worn(monkeypatch, None, device="")
+    assert Endurance([tmp_path]).life({str(tmp_path): 1}, 1.0) is None

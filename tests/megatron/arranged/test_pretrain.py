@@ -109,11 +109,9 @@ def test_flags_are_enough_to_offload_and_to_be_told(
     assert [line.split("|")[0].strip() for line in loop.lines] == [
         f"[ssdtrain] iteration {n}" for n in (1, 2, 3, 4)
     ]
-    assert "written/step: " in loop.lines[0] and "activation peak (most): " in loop.lines[0]
+    assert "offloaded/step: " in loop.lines[0] and "activation peak without SSDTrain: " in loop.lines[0]
     for writer in (loop.tensorboard, loop.wandb):
-        moved = (
-            writer.scalars["ssdtrain/written_bytes", 4] + writer.scalars["ssdtrain/avoided_write_bytes", 4]
-        )
+        moved = writer.scalars["ssdtrain/offloaded_bytes", 4] + writer.scalars["ssdtrain/cancelled_bytes", 4]
         assert moved > 2**20
         assert writer.scalars["ssdtrain/activation_peak_bytes", 2] > 0
     ssdtrain_megatron.uninstall_pretrain()

@@ -284,7 +284,7 @@ def test_steps_are_told_and_reported(
                 trainer.step(number, forward_only=True)
     assert spec._recorder is not None
     assert spec._recorder.runtime.steps == 3
-    assert len([line for line in caplog.messages if line.startswith("step 2:")]) == 1
+    assert len([line for line in caplog.messages if line.startswith("[ssdtrain] step 2 |")]) == 1
     spec._recorder.close()
     lines = [json.loads(line) for line in (tmp_path / "report" / "rank-0.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
