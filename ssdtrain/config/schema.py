@@ -105,8 +105,9 @@ class OffloadConfig(Section):
     `buffer`."""
 
     prefetch: Size | None = None
-    """Bytes of loads issued ahead of backward; 0 loads when backward asks. By default chosen from measured
-    bandwidth and the free part of `buffer`."""
+    """Bytes of loads issued ahead of backward; 0 loads when backward asks. By default three of the largest
+    saved tensors or 24MiB, whichever is more, but at most a quarter of what one forward offloads, and at most
+    half of `buffer` where that is given."""
 
     deadline: Seconds = 10.0
     """How long saving a tensor waits for stores under way before it takes the next tier, or keeps the
@@ -212,7 +213,7 @@ class ReportConfig(Section):
     """What is said about a run while it goes on."""
 
     interval: Annotated[int, Field(ge=0)] = 100
-    """Steps between log lines; 0 logs none."""
+    """Steps between log lines; 0 logs none, and neither the line at start nor the table at the end."""
 
     path: Directory | None = None
     """A directory that gets one JSON-lines file per rank, a line for each step. {rank}, {local_rank}, {host},

@@ -86,8 +86,9 @@ class RuntimeMetrics:
 
     def __str__(self) -> str:
         values = self.values()
-        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
-        table = Table("metric", f"in {steps}", "per step", box=box.SIMPLE_HEAD, title_justify="left")
+        steps = "step" if self.steps == 1 else "steps"
+        total = f"in {self.steps} {steps}" if self.steps else "total"
+        table = Table("metric", total, "per step", box=box.SIMPLE_HEAD, title_justify="left")
         for column in table.columns[1:]:
             column.justify = "right"
         for metric in self.declared():
