@@ -5,7 +5,6 @@ file of --ssdtrain-config.
 """
 
 import argparse
-import difflib
 import functools
 import json
 from collections.abc import Iterator
@@ -15,8 +14,9 @@ from typing import Any
 from ssdtrain.config.errors import Refusal
 from ssdtrain.config.files import KEY, read_block
 from ssdtrain.config.kinds import Kind, kind_of
-from ssdtrain.config.load import config_from_dict, section_of
+from ssdtrain.config.load import AUTO, config_from_dict, section_of
 from ssdtrain.config.schema import Config, Section
+from ssdtrain.config.similar import closest, resembles
 
 FILE_FLAG = f"--{KEY}-config"
 FILE_DEST = f"{KEY}_config"
@@ -37,6 +37,11 @@ class Flag:
     help: str
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What can be written: the flag, and its opposite where it is a boolean."""
+        return (self.name, self.name.replace("--", "--no-", 1)) if self.boolean else (self.name,)
+
+    @property
     def path(self) -> str:
         """The full key, as in "ssdtrain.offload.directories"."""
         return ".".join((KEY, *self.keys))
@@ -49,7 +54,7 @@ class Flag:
             parser.add_argument(self.name, action=argparse.BooleanOptionalAction, **common)
             return
         if self.kind.choices:
-            common["choices"] = self.kind.choices
+            common["choices"] = tuple(dict.fromkeys((*self.kind.choices, AUTO)))
         else:
             common["metavar"] = self.kind.name.upper()
         if self.kind.many:
@@ -61,6 +66,8 @@ class Flag:
 
         Frameworks print their namespace and save it in checkpoints, so it holds text and numbers only.
         """
+        if text == AUTO:
+            return text
         try:
             value = self.kind.text(text)
             self.kind.parse([value] if self.kind.many else value)
@@ -91,6 +98,36 @@ def flags(section: type[Section] = Config, keys: tuple[str, ...] = ()) -> Iterat
         )
 
 
+def check_unknown_flags(parser: argparse.ArgumentParser) -> None:
+    """Make `parser` end with an error for a flag that is not known and was probably meant for SSDTrain, and name the flag that
+    is like it. A parser that is told to ignore unknown flags (`parse_known_args`) would else train without what was asked for.
+    """
+    known = [FILE_FLAG, *(name for flag in flags() for name in flag.names)]
+    plain = parser.parse_known_args
+
+    @functools.wraps(plain)
+    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+        namespace, unknown = plain(*args, **kwargs)
+        for argument in unknown:
+            name = argument.partition("=")[0]
+            if _is_meant_for(name):
+                near = closest(name, known)
+                parser.error(
+                    f"unrecognized arguments: {name[:80]}" + (f" (did you mean {near}?)" if near else "")
+                )
+        return namespace, unknown
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+
+
+def _is_meant_for(name: str) -> bool:
+    """Whether the first word of a flag (after "--" or "--no-") is the plugin's name or that name misspelled."""
+    if not name.startswith("-"):
+        return False
+    word = name.lstrip("-").replace("_", "-").removeprefix("no-").partition("-")[0]
+    return word == KEY or resembles(word, KEY)
+
+
 def add_flags(parser: argparse._ActionsContainer) -> None:
     """Adds --ssdtrain-config and a flag for every key to a parser or to a group of one."""
     parser.add_argument(
@@ -102,33 +139,6 @@ def add_flags(parser: argparse._ActionsContainer) -> None:
     )
     for flag in flags():
         flag.add_to(parser)
-
-
-def check_unknown_flags(parser: argparse.ArgumentParser) -> None:
-    """Make `parser` end with an error for a flag that is not known and was probably meant for SSDTrain, and name the flag that
-    is like it. A parser that is told to ignore unknown flags (`parse_known_args`) would else train without what was asked for.
-    """
-    known = [FILE_FLAG]
-    for flag in flags():
-        known += [flag.name, flag.name.replace("--", "--no-", 1)] if flag.boolean else [flag.name]
-    plain = parser.parse_known_args
-
-    @functools.wraps(plain)
-    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
-        namespace, unknown = plain(*args, **kwargs)
-        for text in unknown:
-            name = text.partition("=")[0]
-            ours = name.startswith((f"--{KEY}", f"--no-{KEY}"))
-            near = difflib.get_close_matches(
-                name.lower().replace("_", "-"), known, n=1, cutoff=0.6 if ours else 0.85
-            )
-            if name.startswith("-") and (ours or near):
-                parser.error(
-                    f"unrecognized arguments: {name}" + (f" (did you mean {near[0]}?)" if near else "")
-                )
-        return namespace, unknown
-
-    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
 
 def from_namespace(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -152,7 +162,8 @@ def from_namespace(args: argparse.Namespace) -> dict[str, Any] | None:
             # A section that the file wrote as something else is left for config_from_dict to refuse.
             place = place.setdefault(key, {}) if isinstance(place, dict) else place
         if isinstance(place, dict):
-            place[flag.keys[-1]] = value
+            # A flag that takes several values gives a list.
+            place[flag.keys[-1]] = AUTO if value == [AUTO] else value
     return block
 
 

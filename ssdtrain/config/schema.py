@@ -1,7 +1,7 @@
 """The schema: every key that this version knows, its default and its meaning.
 
 Strict (no value is converted into another type behind the reader's back), frozen, and closed to unknown keys.
-A default is what leaving the key out means; no key needs a value such as "auto" to be written.
+A default is what leaving the key out means, and so does the value "auto", which `load_config` leaves out.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,7 @@
 """Which known name a misspelled one was probably meant to be."""
 
 import difflib
+import os
 from collections.abc import Iterable
 
 _LONGEST = 64  # characters; comparing costs the product of both lengths
@@ -12,8 +13,14 @@ def closest(word: str, candidates: Iterable[str]) -> str | None:
     if len(word) > _LONGEST:
         return None
     reduced = {_reduced(candidate): candidate for candidate in candidates}
-    near = difflib.get_close_matches(_reduced(word), list(reduced), n=1)
-    return reduced[near[0]] if near else None
+    written = _reduced(word)
+    near = difflib.get_close_matches(written, list(reduced))
+    if not near:
+        return None
+    ratios = {found: difflib.SequenceMatcher(None, found, written).ratio() for found in near}
+    # "directory" is as much like "direct" as like "directories", and begins as the latter does.
+    best = [found for found in near if ratios[found] > max(ratios.values()) - 0.03]
+    return reduced[max(best, key=lambda found: len(os.path.commonprefix([found, written])))]  # noqa: RUF071
 
 
 def resembles(word: str, name: str) -> bool:

@@ -1,0 +1,102 @@
+"""The value "auto" is a key left out, and misspelled keys and flags say which was probably meant."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssdtrain.config import ConfigError, load_config
+from ssdtrain.config.flags import Flag, add_flags, check_unknown_flags, config_from_namespace, flags
+from ssdtrain.config.similar import resembles
+
+MINIMUM: dict[str, Any] = {"offload": {"directories": ["/nvme0"], "host": "1GiB"}, "comm": {}}
+
+
+def parser(**options: Any) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(**options)
+    add_flags(made.add_argument_group("ssdtrain"))
+    check_unknown_flags(made)
+    return made
+
+
+@pytest.mark.parametrize("flag", list(flags()), ids=lambda flag: flag.path)
+def test_auto_is_a_key_left_out(flag: Flag) -> None:
+    with_auto: dict[str, Any] = {key: dict(section) for key, section in MINIMUM.items()}
+    without: dict[str, Any] = {key: dict(section) for key, section in MINIMUM.items()}
+    place, other = with_auto, without
+    for key in flag.keys[:-1]:
+        place, other = place.setdefault(key, {}), other.setdefault(key, {})
+    place[flag.keys[-1]] = "auto"
+    other.pop(flag.keys[-1], None)
+    assert load_config(with_auto) == load_config(without)
+
+
+@pytest.mark.parametrize("flag", [flag for flag in flags() if not flag.boolean], ids=lambda flag: flag.path)
+def test_a_flag_of_auto_wins_over_the_file(flag: Flag, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("offload: {directories: [/a], host: 1GiB, threads: 9}\ncomm: {preset: safe, seed: 4}\n")
+    given = config_from_namespace(parser().parse_args(["--ssdtrain-config", str(file), flag.name, "auto"]))
+    expected = load_config(file).to_dict()
+    place = expected
+    for key in flag.keys[:-1]:
+        place = place.get(key, {})
+    place.pop(flag.keys[-1], None)
+    assert given == load_config(expected)
+
+
+def test_auto_for_what_must_be_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no place to offload to"):
+        load_config({"offload": {"directories": "auto"}})
+    with pytest.raises(ConfigError, match=r"ssdtrain\.offload: 'auto' is no block of keys"):
+        load_config({"offload": "auto"})
+
+
+@pytest.mark.parametrize(
+    ("argument", "meant"),
+    [
+        ("--ssdtrain-offload-directory", "--ssdtrain-offload-directories"),
+        ("--ssdtrian-offload-codec=int8", "--ssdtrain-offload-codec"),
+        ("--ssdtrain_offload_codec", "--ssdtrain-offload-codec"),
+        ("--ssdtrain-ofload-host=1GiB", "--ssdtrain-offload-host"),
+        ("--no-ssdtrain-comm-prob", "--no-ssdtrain-comm-probe"),
+        ("-ssdtrain-offload-codec", "--ssdtrain-offload-codec"),
+        ("--sdtrain-config", "--ssdtrain-config"),
+        ("--ssdtrain-zzzzzz", ""),
+    ],
+)
+@pytest.mark.parametrize("method", ["parse_args", "parse_known_args"])
+def test_a_misspelled_flag_says_which_was_probably_meant(
+    argument: str, meant: str, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        getattr(parser(allow_abbrev=False), method)([argument])
+    said = capsys.readouterr().err
+    assert f"unrecognized arguments: {argument.partition('=')[0]}" in said
+    assert f"did you mean {meant}?" in said or not meant
+
+
+def test_unknown_flags_of_others_stay_unknown() -> None:
+    arguments = ["--train-iters", "5", "--seed=3", "ssdtrian", "-x"]
+    assert parser().parse_known_args(arguments)[1] == arguments
+
+
+@pytest.mark.parametrize("word", ["ssdtrian", "sdtrain", "SSDTrain", "ssd_train", "ssdtrain_config"])
+def test_a_file_with_a_misspelled_block_says_so(word: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"train_batch_size: 4\n{word}: {{offload: {{directories: /a}}}}\n")
+    with pytest.raises(ConfigError, match=f"{word}: .* did you mean ssdtrain".replace(" did", r" \(did")):
+        load_config(file)
+    assert resembles(word, "ssdtrain") and not resembles("train", "ssdtrain")
+
+
+def test_the_likelier_of_two_near_keys_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean ssdtrain\.offload\.directories\?"):
+        load_config({"offload": {"directory": "/a", "host": "1GiB"}})
+
+
+def test_a_block_one_level_too_deep_says_so() -> None:
+    with pytest.raises(
+        ConfigError, match=r"ssdtrain\.ssdtrain: .*did you mean ssdtrain, which is one level up"
+    ):
+        load_config({"ssdtrain": {"offload": {"directories": "/a"}}})
