@@ -5,7 +5,7 @@ They are apart from `_compat` because an engine without `comm` needs none of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -34,12 +34,12 @@ __all__ = [
     "GATHER_PARAMETERS",
     "REDUCE_AND_PARTITION",
     "SUM",
-    "WRITES_WEIGHTS",
     "TorchBackend",
     "bypasses",
     "check",
     "coordinator_of",
     "expert_functions",
+    "loss_scale",
     "modules_that_gather",
     "parameters_of_bucket",
     "parameters_of_zero_3_bucket",
@@ -60,8 +60,6 @@ REDUCE_AND_PARTITION = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg
 FETCH = "fetch_sub_module"
 # On each parameter of ZeRO-3.
 GATHER_PARAMETERS = "all_gather_coalesced"
-# Functions of ZeRO-1 and 2 that write weights outside of a step.
-WRITES_WEIGHTS = ("refresh_fp32_params", "update_lp_params", "load_state_dict", "_restore_from_bit16_weights")
 # Looked up in their modules by the optimizers, and replaced there.
 GATHER_GROUPS = "all_gather_dp_groups"
 
@@ -216,6 +214,14 @@ def expert_functions() -> tuple[type, ...]:
 def skipped_steps(engine: Any) -> int:
     """Steps whose gradients overflowed."""
     return int(getattr(engine, "skipped_steps", 0))
+
+
+def loss_scale(engine: Any) -> Callable[[], float] | None:
+    """What gives the factor of this step's gradients; None where the optimizer scales nothing."""
+    optimizer = engine.optimizer
+    if getattr(optimizer, "loss_scale", None) is None:
+        return None
+    return lambda: float(optimizer.loss_scale)
 
 
 def bypasses(engine: Any) -> list[str]:

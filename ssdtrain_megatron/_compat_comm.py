@@ -6,7 +6,7 @@ The part of `_compat` about communication; nothing else touches these names.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -150,6 +150,15 @@ def buckets(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         for number, buffer in enumerate(found):
             for bucket in buffer.buckets:
                 yield f"{kind}{number}.{bucket.bucket_id}", bucket
+
+
+def loss_scale(optimizer: Any) -> Callable[[], float] | None:
+    """What gives the factor of this step's gradients; None where they are not scaled."""
+    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        if getattr(part, "grad_scaler", None) is not None:
+            read = part.get_loss_scale
+            return lambda: float(read())
+    return None
 
 
 def params_are_master(optimizer: Any) -> bool:

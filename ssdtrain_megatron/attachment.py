@@ -92,6 +92,7 @@ class Attachment:
         assert self.runtime.comm is not None
         hooks = Hooks(self.runtime.comm, self.chunks, _compat_comm.params_are_master(optimizer))
         hooks.install()
+        self.runtime.comm.loss_scale = _compat_comm.loss_scale(optimizer)
         self._hooks = hooks
         self._undo += [hooks.remove, follow(optimizer, self._stepped)]
         self.runtime.step_begin()

@@ -15,6 +15,6 @@ global random generator, start a thread.
 from ssdtrain.comm.communicator import Bucket, Communicator
 from ssdtrain.comm.meter import CommMetrics
 from ssdtrain.comm.policy import Policy
-from ssdtrain.comm.work import Pending
+from ssdtrain.comm.work import ChainedWork, CompressedWork
 
-__all__ = ["Bucket", "CommMetrics", "Communicator", "Pending", "Policy"]
+__all__ = ["Bucket", "ChainedWork", "Communicator", "CompressedWork", "CommMetrics", "Policy"]

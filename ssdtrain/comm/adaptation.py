@@ -1,13 +1,14 @@
 """Bits of each gradient bucket chosen by the error they make (after GraVAC, arXiv 2305.12201).
 
-With error feedback a bucket bears a relative error that would ruin a plain compression, but not any. Every few steps all ranks
-take the largest error that any of them measured for a bucket: above the target it gets more bits, and where a codec with fewer
-bits is expected to stay below the target, fewer.
+With error feedback a bucket tolerates a relative error that would ruin a plain compression, but not any. Every few steps all
+ranks take the largest error that any of them measured for a bucket: above the target it gets more bits, and where a codec with
+fewer bits is expected to stay below the target, fewer.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,56 +16,67 @@ from torch import Tensor
 
 logger = logging.getLogger("ssdtrain")
 
-LADDER = ("int2:block=32,asymmetric,hadamard=32", "int4:block=128,hadamard", "int8:block=128")
+LEVELS = ("int2:block=32,asymmetric,hadamard=32", "int4:block=128,hadamard", "int8:block=128")
 INTERVAL = 50
-# One rung down multiplies the error of a uniform quantiser by about this.
-_PER_RUNG = 20.0
+# One level down multiplies the error of a uniform quantiser by about this.
+_ERROR_PER_LEVEL = 20.0
 
 _all_reduce = dist.all_reduce
 
 
-class Adaptation:
-    """The rung of each bucket.
+class _Bucket(NamedTuple):
+    """A bucket of one group."""
+
+    group: dist.ProcessGroup
+    name: str
+
+
+class AdaptiveBitWidth:
+    """The level of each bucket: one of `LEVELS`.
 
     Args:
         target: largest relative error |lost| / |sent| of a bucket.
-        start: codec that buckets begin with, if it is on the ladder.
+        start: codec that buckets begin with, if it is among the levels.
     """
 
     def __init__(self, target: float, start: str) -> None:
         self.target = target
-        self._start = LADDER.index(start) if start in LADDER else 1
-        self._rungs: dict[str, int] = {}
-        self._worst: dict[str, Tensor] = {}
+        self._start = LEVELS.index(start) if start in LEVELS else 1
+        self._levels: dict[_Bucket, int] = {}
+        self._worst: dict[_Bucket, Tensor] = {}
 
-    def codec(self, bucket: str) -> str:
-        return LADDER[self._rungs.get(bucket, self._start)]
+    def codec(self, group: dist.ProcessGroup, bucket: str) -> str:
+        return LEVELS[self._levels.get(_Bucket(group, bucket), self._start)]
 
-    def measured(self, bucket: str, errors: list[Tensor]) -> None:
+    def measured(self, group: dist.ProcessGroup, bucket: str, errors: list[Tensor]) -> None:
         """What the pieces of a bucket lost in this step."""
-        if not errors:
-            return
         # A piece of zeros has lost nothing of nothing; an overflow says nothing about the codec.
         worst = torch.stack(errors).nan_to_num_(nan=0.0, posinf=0.0).max()
-        before = self._worst.get(bucket)
-        self._worst[bucket] = worst if before is None else torch.maximum(before, worst)
+        before = self._worst.get(key := _Bucket(group, bucket))
+        self._worst[key] = worst if before is None else torch.maximum(before, worst)
 
-    def decide(self, step: int, group: dist.ProcessGroup) -> None:
-        """Every `INTERVAL` steps, together with all ranks of `group`: buckets go up or down."""
+    def decide(self, step: int) -> None:
+        """Every `INTERVAL` steps, together with all ranks: buckets go up or down."""
         if not self._worst or step % INTERVAL:
             return
-        names = sorted(self._worst)
-        worst = torch.stack([self._worst[name] for name in names])
-        _all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+        # Groups in the order of their first call, which all their ranks share.
+        for group in dict.fromkeys(bucket.group for bucket in self._worst):
+            buckets = sorted((b for b in self._worst if b.group is group), key=lambda bucket: bucket.name)
+            worst = torch.stack([self._worst[bucket] for bucket in buckets])
+            _all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+            for bucket, error in zip(buckets, worst.tolist(), strict=True):
+                self._decide(bucket, error)
         self._worst.clear()
-        for name, error in zip(names, worst.tolist(), strict=True):
-            rung = self._rungs.get(name, self._start)
-            if error > self.target and rung + 1 < len(LADDER):
-                self._rungs[name] = rung + 1
-            elif error * _PER_RUNG < self.target and rung > 0:
-                self._rungs[name] = rung - 1
-            if self._rungs.get(name, rung) != rung:
-                logger.info(
-                    "comm.adapt: bucket %s had a relative error of %.3f (target %.3f): from %s to %s",
-                    name, error, self.target, LADDER[rung], LADDER[self._rungs[name]],
-                )  # fmt: skip
+
+    def _decide(self, bucket: _Bucket, error: float) -> None:
+        before = level = self._levels.get(bucket, self._start)
+        if error > self.target and level + 1 < len(LEVELS):
+            level += 1
+        elif error * _ERROR_PER_LEVEL < self.target and level > 0:
+            level -= 1
+        if level != before:
+            self._levels[bucket] = level
+            logger.info(
+                "comm.adapt: bucket %s had a relative error of %.3f (target %.3f): from %s to %s",
+                bucket.name, error, self.target, LEVELS[before], LEVELS[level],
+            )  # fmt: skip

@@ -46,6 +46,8 @@ class Piece(NamedTuple):
     """Flat [numel], a view."""
     exact: Ranges = ()
     """Elements that no codec touches, counted from the piece's start."""
+    reference: Tensor | None = None
+    """Flat [numel]: the codec is applied to the difference from it."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,6 @@ class Call:
     """Names the residuals and the random numbers; the same in every step for the same gradients."""
     key: Key
     average: bool = False
-    added: bool = False
-    """What is gathered is added to what is there, which is float32."""
     feedback: Feedback | None = None
     measured: bool = False
     errors: list[Tensor] = field(default_factory=list)
@@ -81,8 +81,8 @@ class Call:
         """The payload of `piece` into `out`, with feedback where there is one and the codec loses anything."""
         name = f"{self.name}|{what}"
         key = self.key._replace(tensor=zlib.crc32(name.encode()))
-        if self.feedback is None or coder.codec is None or piece.values.numel() == 0:
-            coder.encode(piece.values, piece.exact, self.dtype, out, key)
+        if self.feedback is None or not coder.encodes(piece.values.numel(), piece.exact, self.dtype):
+            coder.encode(piece.values, piece.exact, self.dtype, out, key, piece.reference)
             return
         error = self.feedback.encode(
             name, coder, piece.values, piece.exact, self.dtype, out, key, self.measured
@@ -112,7 +112,7 @@ def reduce_scatter(call: Call, shards: Sequence[Piece], part: str) -> Generator[
         )  # fmt: skip
         for payloads in arrived:
             for payload, piece, total in zip(payloads, column, sums, strict=True):
-                call.scatter.inside.decode(payload, total, piece.exact, call.dtype, accumulate=True)
+                call.scatter.inside.accumulate(payload, total, piece.exact, call.dtype)
     total = sums[where.node]
     if where.between is not None:
         mine = column[where.node]
@@ -122,7 +122,7 @@ def reduce_scatter(call: Call, shards: Sequence[Piece], part: str) -> Generator[
             [[f"{part}|out|{row[where.place]}"] for row in where.grid],
         )  # fmt: skip
         for (payload,) in arrived:
-            call.scatter.between.decode(payload, total, mine.exact, call.dtype, accumulate=True)
+            call.scatter.between.accumulate(payload, total, mine.exact, call.dtype)
     return total.div_(where.size) if call.average else total
 
 
@@ -130,7 +130,8 @@ def all_gather(call: Call, mine: Piece, outs: Sequence[Piece], part: str) -> Ste
     """Every rank's piece into `outs` [by group rank], this one's included.
 
     Args:
-        mine: what this rank contributes; may share memory with its place in `outs`.
+        mine: what this rank contributes; may share memory with its place in `outs`. With a reference, that is what others have
+            in this rank's place.
     """
     where, coder = call.topology, call.gather
     sizes = [call.nbytes(coder, piece) for piece in outs]
@@ -149,10 +150,13 @@ def all_gather(call: Call, mine: Piece, outs: Sequence[Piece], part: str) -> Ste
             call, packed, [sum(found) for found in by_place], where.place, where.inside
         )
         rows = {place: list(found.split(by_place[place])) for place, found in enumerate(arrived)}
+    decode = coder.decode if mine.reference is None else coder.apply_difference
+    if mine.reference is not None:
+        outs[where.rank].values.copy_(mine.reference)
     for place, payloads in rows.items():
         for row, found in zip(where.grid, payloads, strict=True):
             out = outs[row[place]]
-            coder.decode(found, out.values, out.exact, call.dtype, accumulate=call.added)
+            decode(found, out.values, out.exact, call.dtype)
 
 
 def all_reduce(call: Call, shards: Sequence[Piece], part: str) -> Steps:
@@ -210,6 +214,61 @@ def all_to_all(
             by[i].decode(place, incoming[i], (), call.dtype)
 
 
+def reduce_scatter_bytes(where: Topology, inside: Sequence[int], between: Sequence[int]) -> list[int]:
+    """What each group rank sends in `reduce_scatter`.
+
+    Args:
+        inside: payload bytes of each rank's shard on the hop inside nodes.
+        between: the same, between nodes.
+    """
+    sent = [0] * where.size
+    width = len(where.grid[0])
+    columns = [[row[place] for row in where.grid] for place in range(width)]
+    if width > 1:
+        of_places = [sum(inside[rank] for rank in column) for column in columns]
+        for place, column in enumerate(columns):
+            for rank in column:
+                sent[rank] += sum(of_places) - of_places[place]
+    if len(where.grid) > 1:
+        for column in columns:
+            total = sum(between[rank] for rank in column)
+            for rank in column:
+                sent[rank] += total - between[rank]
+    return sent
+
+
+def all_gather_bytes(where: Topology, sizes: Sequence[int]) -> list[int]:
+    """What each group rank sends in `all_gather`.
+
+    Args:
+        sizes: payload bytes of each rank's piece.
+    """
+    sent = [0] * where.size
+    width = len(where.grid[0])
+    columns = [[row[place] for row in where.grid] for place in range(width)]
+    if len(where.grid) > 1:
+        for column in columns:
+            for rank, nbytes in zip(column, _gather_bytes([sizes[rank] for rank in column]), strict=True):
+                sent[rank] += nbytes
+    if width > 1:
+        found = _gather_bytes([sum(sizes[rank] for rank in column) for column in columns])
+        for column, nbytes in zip(columns, found, strict=True):
+            for rank in column:
+                sent[rank] += nbytes
+    return sent
+
+
+def _gather_bytes(sizes: Sequence[int]) -> list[int]:
+    """What each rank sends in `_gather`."""
+    if _is_padded(sizes):
+        return [max(sizes) * (len(sizes) - 1)] * len(sizes)
+    return [size * (len(sizes) - 1) for size in sizes]
+
+
+def _is_padded(sizes: Sequence[int]) -> bool:
+    return max(sizes) * len(sizes) <= _PADDING * sum(sizes)
+
+
 def _exchange(
     call: Call,
     coder: Coder,
@@ -245,7 +304,9 @@ def _gather(
 ) -> Generator[Any, None, list[Tensor]]:
     """The payloads of all ranks of `group`."""
     count, largest = len(sizes), max(sizes)
-    if largest * count <= _PADDING * sum(sizes):
+    if largest == 0:
+        return [mine] * count
+    if _is_padded(sizes):
         if mine.numel() < largest:
             padded = torch.zeros(largest, dtype=torch.uint8, device=mine.device)
             padded[: mine.numel()].copy_(mine)

@@ -3,6 +3,10 @@
 Note: [Exact elements]
     Gradients of norms, biases and embeddings lie in the same buckets as all others. Within a piece they are ranges, known to all
     ranks: what is between goes through the codec as one tensor, they follow as they are, in one message.
+
+Note: [No payload larger than its piece]
+    A codec's header and scales may outweigh what it saves on a few elements. Such a piece travels as it is. Sender and receiver
+    know its size, its excluded ranges and its dtype, so both decide alike before anything is sent.
 """
 
 from __future__ import annotations
@@ -39,63 +43,130 @@ def _padded(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Coder:
-    """A codec for pieces. Without a codec all elements are exact."""
+    """A codec for pieces. Without a codec all elements are exact.
+
+    Arguments of all methods: `exact`, the excluded elements of the piece; `dtype`, of the tensor that the piece is of: exact
+    elements travel in it.
+    """
 
     codec: FixedSizeCodec | None
 
-    def nbytes(self, numel: int, exact: Ranges, dtype: torch.dtype) -> int:
-        """Size of a piece's payload, a multiple of 16.
+    def encodes(self, numel: int, exact: Ranges, dtype: torch.dtype) -> bool:
+        """Whether the codec is applied to a piece of this size. See Note: [No payload larger than its piece]."""
+        return (
+            self.codec is not None and self._coded_bytes(numel, _count(exact), dtype) < numel * dtype.itemsize
+        )
 
-        Args:
-            dtype: of the tensor that the piece is of; exact elements travel in it.
-        """
-        if self.codec is None:
-            return _padded(numel * dtype.itemsize)
-        kept = _count(exact)
+    def nbytes(self, numel: int, exact: Ranges, dtype: torch.dtype) -> int:
+        """Size of a piece's payload, at most that of the piece; a multiple of 16 where the codec is applied."""
+        raw = numel * dtype.itemsize
+        return raw if self.codec is None else min(raw, self._coded_bytes(numel, _count(exact), dtype))
+
+    def _coded_bytes(self, numel: int, kept: int, dtype: torch.dtype) -> int:
+        assert self.codec is not None
         return self.codec.payload_bytes(numel - kept, torch.float32) + _padded(kept * dtype.itemsize)
 
-    def encode(self, x: Tensor, exact: Ranges, dtype: torch.dtype, out: Tensor, key: Key) -> None:
-        """Write the payload of the flat piece `x` [numel] to `out`, uint8 [nbytes]."""
-        if self.codec is None:
+    def encode(
+        self,
+        x: Tensor,
+        exact: Ranges,
+        dtype: torch.dtype,
+        out: Tensor,
+        key: Key,
+        reference: Tensor | None = None,
+    ) -> None:
+        """Write the payload of the flat piece `x` [numel] to `out`, uint8 [nbytes].
+
+        Args:
+            reference: [numel]; the codec is applied to the difference `x - reference`, in float32. Exact elements are those of
+                `x`, whatever the reference is.
+        """
+        if self.codec is None or not self.encodes(x.numel(), exact, dtype):
             _write(out, [x], dtype)
             return
-        if not exact:
-            self.codec.encode(self._input(x), out, key)
-            return
-        lossy = [x[a:b] for a, b in _others(exact, x.numel())]
-        size = self.codec.payload_bytes(x.numel() - _count(exact), torch.float32)
-        self.codec.encode(self._input(torch.cat(lossy) if lossy else x[:0]), out[:size], key)
-        _write(out[size:], [x[a:b] for a, b in exact], dtype)
+        lossy, size = self._input(_select(x, exact)), out.numel()
+        if reference is not None:
+            lossy = lossy.float() - _select(reference, exact).float()
+        if exact:
+            size = self.codec.payload_bytes(lossy.numel(), torch.float32)
+            _write(out[size:], [x[a:b] for a, b in exact], dtype)
+        payload = out[:size]
+        # Behind a message that is sent as it is, of any length.
+        aligned = payload if payload.data_ptr() % ALIGNMENT == 0 else torch.empty_like(payload)
+        self.codec.encode(lossy, aligned, key)
+        if aligned is not payload:
+            payload.copy_(aligned)
 
-    def decode(
-        self, payload: Tensor, out: Tensor, exact: Ranges, dtype: torch.dtype, accumulate: bool = False
-    ) -> None:
-        """Decode into the flat piece `out` [numel], or add to it; `out` is float32 then."""
-        if self.codec is None:
-            values = _read(payload, out.numel(), dtype)
-            if accumulate:
-                out.add_(values)
-            else:
-                out.copy_(values)
+    def decode(self, payload: Tensor, out: Tensor, exact: Ranges, dtype: torch.dtype) -> None:
+        """Decode into the flat piece `out` [numel]."""
+        if not self.encodes(out.numel(), exact, dtype):
+            out.copy_(_read(payload, out.numel(), dtype))
+        elif not exact:
+            self._decode(payload, out)
+        else:
+            lossy = torch.empty(out.numel() - _count(exact), dtype=out.dtype, device=out.device)
+            kept = self._decode_both(payload, lossy, exact, dtype)
+            for place, values in _places(out, _others(exact, out.numel()), lossy):
+                place.copy_(values)
+            for place, values in _places(out, exact, kept):
+                place.copy_(values)
+
+    def accumulate(self, payload: Tensor, out: Tensor, exact: Ranges, dtype: torch.dtype) -> None:
+        """Add the decoded piece to the flat float32 `out` [numel]."""
+        if not self.encodes(out.numel(), exact, dtype):
+            out.add_(_read(payload, out.numel(), dtype))
+        elif not exact:
+            self._decode(payload, out, accumulate=True)
+        else:
+            lossy = torch.empty(out.numel() - _count(exact), dtype=out.dtype, device=out.device)
+            kept = self._decode_both(payload, lossy, exact, dtype)
+            for place, values in _places(out, _others(exact, out.numel()), lossy):
+                place.add_(values)
+            for place, values in _places(out, exact, kept):
+                place.add_(values)
+
+    def apply_difference(self, payload: Tensor, out: Tensor, exact: Ranges, dtype: torch.dtype) -> None:
+        """Turn the reference in `out` [numel], of any dtype, into what was encoded with that reference: differences are added
+        in float32 and the sum is rounded once, exact elements replace what is there."""
+        if not self.encodes(out.numel(), exact, dtype):
+            out.copy_(_read(payload, out.numel(), dtype))
             return
-        if not exact:
-            self.codec.decode(payload, out, accumulate)
-            return
-        others = _others(exact, out.numel())
-        count = _count(others)
-        lossy = torch.empty(count, dtype=out.dtype, device=out.device)
-        self.codec.decode(payload, lossy)
-        kept = _read(payload[self.codec.payload_bytes(count, torch.float32) :], _count(exact), dtype)
-        for ranges, values in ((others, lossy), (exact, kept)):
-            for (a, b), part in zip(ranges, values.split([b - a for a, b in ranges]), strict=True):
-                if accumulate:
-                    out[a:b].add_(part)
-                else:
-                    out[a:b].copy_(part)
+        change = torch.empty(out.numel() - _count(exact), dtype=torch.float32, device=out.device)
+        kept = self._decode_both(payload, change, exact, dtype)
+        for place, values in _places(out, _others(exact, out.numel()), change):
+            place.copy_(place.float() + values)
+        for place, values in _places(out, exact, kept):
+            place.copy_(values)
+
+    def _decode_both(self, payload: Tensor, lossy: Tensor, exact: Ranges, dtype: torch.dtype) -> Tensor:
+        """Decode what the codec was applied to into `lossy`; returns the exact elements."""
+        assert self.codec is not None
+        self._decode(payload, lossy)
+        size = self.codec.payload_bytes(lossy.numel(), torch.float32)
+        return _read(payload[size:], _count(exact), dtype)
+
+    def _decode(self, payload: Tensor, out: Tensor, accumulate: bool = False) -> None:
+        assert self.codec is not None
+        aligned = payload if payload.data_ptr() % ALIGNMENT == 0 else payload.clone()
+        self.codec.decode(aligned, out, accumulate)
 
     def _input(self, x: Tensor) -> Tensor:
         assert self.codec is not None
         return x if x.dtype in self.codec.inputs else x.float()
+
+
+def _select(x: Tensor, exact: Ranges) -> Tensor:
+    """The elements of flat `x` that are not exact, in order."""
+    if not exact:
+        return x
+    parts = [x[a:b] for a, b in _others(exact, x.numel())]
+    return torch.cat(parts) if parts else x[:0]
+
+
+def _places(out: Tensor, ranges: Ranges, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each of `ranges` of `out`, with its part of `values`, which lie one behind the other."""
+    for (a, b), part in zip(ranges, values.split([b - a for a, b in ranges]), strict=True):
+        yield out[a:b], part
 
 
 def _write(out: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ else:
 comm.step_end()
 ```
 
-Every verb returns a `Pending`, or None where the call goes uncompressed: then the caller does what it would have done without the
+Every verb returns a handle, or None where the call goes uncompressed: then the caller does what it would have done without the
 plugin. Either way the call is counted.
 """
 
@@ -25,23 +25,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssdtrain.codecs import Key
-from ssdtrain.comm import algorithms, operations
-from ssdtrain.comm.adaptation import Adaptation
+from ssdtrain.comm.adaptation import AdaptiveBitWidth
 from ssdtrain.comm.agreement import agreed_hosts
 from ssdtrain.comm.algorithms import Call, Coders
 from ssdtrain.comm.coding import Ranges
-from ssdtrain.comm.difference import Differences
+from ssdtrain.comm.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    DeltaAllGather,
+    ReduceScatter,
+    Sharded,
+)
 from ssdtrain.comm.feedback import Feedback
-from ssdtrain.comm.meter import CommMetrics, Meter, ring_bytes
+from ssdtrain.comm.meter import CommMetrics, Meter
+from ssdtrain.comm.notices import FIRST_STEPS, Notices
 from ssdtrain.comm.point_to_point import PointToPoint
 from ssdtrain.comm.policy import Policy
-from ssdtrain.comm.routing import Route, Router
-from ssdtrain.comm.work import Pending
+from ssdtrain.comm.references import References
+from ssdtrain.comm.routing import CHANGED, IN_FULL, NO_FEWER_BYTES, Route, Router
+from ssdtrain.comm.work import ChainedWork, CompressedWork
 
 logger = logging.getLogger("ssdtrain")
-
-# Steps after which a dimension that was asked for must have done something.
-FIRST_STEPS = 3
 
 
 class Bucket(NamedTuple):
@@ -60,6 +66,7 @@ class Communicator:
 
     Raises:
         RuntimeError: ranks differ in policy or in the version of the codecs; names them.
+        ConfigError: `two_hop` is "on", and the job's nodes do not have two hops.
     """
 
     def __init__(self, policy: Policy, device: torch.device | str = "cpu") -> None:
@@ -67,12 +74,18 @@ class Communicator:
         self.device = torch.device(device)
         self.meter = Meter()
         self.rank = dist.get_rank()
-        self.router = Router(policy, agreed_hosts(policy), self.meter, self.device)
+        self.notices = Notices()
+        self.router = Router(policy, agreed_hosts(policy), self.meter, self.notices, self.device)
         self.point_to_point = PointToPoint(self.router, self.key)
         self.feedback = None if policy.feedback == "off" else Feedback(policy.feedback)
-        self.differences = Differences()
+        self.references = References()
         self.steps = 0
-        self._adaptations: dict[dist.ProcessGroup, Adaptation] = {}
+        self.loss_scale: Callable[[], float] | None = None
+        """The factor by which the gradients of this step are multiplied, read once a step: of float16 training. None: 1."""
+        self._scaled_at = -1
+        self.bit_widths: AdaptiveBitWidth | None = None
+        if policy.adapt is not None:
+            self.bit_widths = AdaptiveBitWidth(policy.adapt, policy.rules["dp"].between)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def key(self) -> Key:
@@ -88,7 +101,7 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         op: Any = dist.ReduceOp.SUM,
         bucket: Bucket | None = None,
-    ) -> Pending | None:
+    ) -> CompressedWork | None:
         """Sum `tensor`, any shape, over ranks, in place; all ranks end with the same bits.
 
         Args:
@@ -97,12 +110,9 @@ class Communicator:
             bucket: for gradients, named: error feedback belongs to it.
         """
         flat = tensor.detach().reshape(-1)
-        after = (
-            None
-            if flat.data_ptr() == tensor.data_ptr()
-            else lambda: tensor.detach().copy_(flat.view(tensor.shape))
-        )
-        return self._start("all_reduce", dimension, flat, flat, group, op, bucket, after)
+        copied = flat.data_ptr() != tensor.data_ptr()
+        then = (lambda: tensor.detach().copy_(flat.view(tensor.shape))) if copied else None
+        return self._start(AllReduce(flat, flat, _exact(bucket), op), dimension, group, bucket, then)
 
     def reduce_scatter(
         self,
@@ -112,13 +122,13 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         op: Any = dist.ReduceOp.SUM,
         bucket: Bucket | None = None,
-    ) -> Pending | None:
+    ) -> CompressedWork | None:
         """Sum the contiguous `tensor` over ranks; each gets its share of it in `out`, as torch's reduce_scatter_tensor.
 
         `out` may be a part of `tensor`. Sums are in float32.
         """
-        values, into = tensor.detach().view(-1), out.detach().view(-1)
-        return self._start("reduce_scatter", dimension, values, into, group, op, bucket)
+        collective = ReduceScatter(tensor.detach().view(-1), out.detach().view(-1), _exact(bucket), op)
+        return self._start(collective, dimension, group, bucket)
 
     # Gathers
 
@@ -129,121 +139,133 @@ class Communicator:
         dimension: str,
         group: dist.ProcessGroup | None = None,
         bucket: Bucket | None = None,
-    ) -> Pending | None:
+    ) -> CompressedWork | None:
         """Every rank's `tensor` into the contiguous `out`, this rank's own decoded like the others, as torch's
         all_gather_into_tensor.
 
         `tensor` may be a part of `out`.
         """
-        values, into = tensor.detach().reshape(-1), out.detach().view(-1)
-        return self._start("all_gather", dimension, values, into, group, None, bucket)
+        collective = AllGather(tensor.detach().reshape(-1), out.detach().view(-1), _exact(bucket))
+        return self._start(collective, dimension, group, bucket)
 
     def gather_weights(
         self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup | None, bucket: Bucket
-    ) -> Pending | None:
+    ) -> CompressedWork | ChainedWork | None:
         """`all_gather` of updated weights, by their difference from what all ranks have in `out`.
 
-        `out` [ranks x n] holds what this gave the last time (the first time: what is gathered as it is), except for this rank's
-        part, which may be anything. `tensor` [n] are this rank's updated weights; it may be its part of `out`. See
-        `difference`.
+        `out` [ranks x n] holds what this gave the last time, except for this rank's part, which may be anything. The first gather
+        and that of weights that somebody else changed meanwhile, on any rank, are in full. See `references`.
+
+        Args:
+            tensor: [n]; this rank's updated weights. It may be its part of `out`.
         """
         group = _world_if_none(group)
-        route = self.router.route("all_gather", ("zero_gather", "zero_gather"), out.nbytes, out.dtype, group)
-        if route is None:
-            return None
         flat, mine = out.detach().view(-1), tensor.detach().reshape(-1)
-        if all(self.policy.is_identity(spec, out.dtype) for spec in route.specs):
-            return self._start("all_gather", "zero_gather", mine, flat, group, None, bucket)
-        if self.policy.probe:
-            found = self._probed("all_gather", "zero_gather", route, mine, flat, None)
-            if found is None:
-                return None
-            route = found
-        if not self.differences.known(bucket.name, tensor):
-            # The caller gathers it as it is, and all ranks then have the same.
-            self.differences.remember(bucket.name, tensor)
-            raw = ring_bytes("all_gather", out.nbytes, route.topology.size)
-            self.router.fell_back("zero_gather", "the first gather of a bucket, in full", raw)
+        plain = AllGather(mine, flat, bucket.exact)
+        route = self._route(plain, "zero_gather", group)
+        if route is None:
+            # What comes as it is leaves nothing to take a difference from.
+            self.references.forget(bucket.name)
             return None
-        change = self.differences.start(bucket.name, flat, mine, route.topology.rank)
-        figures = self._count("zero_gather", ring_bytes("all_gather", out.nbytes, route.topology.size))
-        call = self._call("zero_gather", route, torch.float32, figures, bucket)
-        call.added = True
-        steps = operations.pieces(
-            "all_gather", call, change.sent, change.into, bucket.exact, self.policy.chunk
+        if self.router.is_identity(route, out.dtype):
+            return self._launch(plain, "zero_gather", route, bucket)
+        start = route.topology.rank * mine.numel()
+
+        def gathered() -> None:
+            self.references.gathered(bucket.name, flat, start)
+
+        changed = self.references.verify(group, self.steps)
+        reference = self.references.find(bucket.name, mine)
+        if reference is not None:
+            return self._launch(
+                DeltaAllGather(mine, flat, bucket.exact, reference), "zero_gather", route, bucket, gathered
+            )
+        self.router.fell_back(
+            "zero_gather",
+            CHANGED if bucket.name in changed else IN_FULL,
+            plain.raw_bytes(route.topology.size),
         )
-        return Pending(
-            steps, figures, self.meter, self._stream, (out, change.sent, change.into), change.finish
-        )
+        self.references.remember(bucket.name, mine, group)
+        return ChainedWork(plain.issue(group), gathered, (flat, mine))
 
     def _start(
         self,
-        kind: str,
+        collective: Sharded,
         dimension: str,
-        values: Tensor,
-        into: Tensor,
         group: dist.ProcessGroup | None,
-        op: Any,
         bucket: Bucket | None,
-        after: Callable[[], Any] | None = None,
-    ) -> Pending | None:
+        then: Callable[[], Any] | None = None,
+    ) -> CompressedWork | None:
+        """Look up, probe, launch."""
         group = _world_if_none(group)
-        second = "dp_gather" if (kind, dimension) == ("all_reduce", "dp") else dimension
-        whole = into if kind == "all_gather" else values
-        route = self.router.route(kind, (dimension, second), whole.nbytes, whole.dtype, group, op or "SUM")
+        route = self._route(collective, dimension, group, bucket)
         if route is None:
             return None
-        route = self._adapted(route, dimension, bucket)
-        if self.policy.probe:
-            found = self._probed(kind, dimension, route, values, into, op)
-            if found is None:
-                return None
-            route = found
-        figures = self._count(dimension, ring_bytes(kind, whole.nbytes, route.topology.size))
-        call = self._call(dimension, route, whole.dtype, figures, bucket)
-        call.average = op == dist.ReduceOp.AVG
-        call.feedback = self.feedback if bucket is not None and dimension == "dp" else None
-        call.measured = self.policy.adapt is not None
+        return self._launch(collective, dimension, route, bucket, then)
+
+    def _route(
+        self, collective: Sharded, dimension: str, group: dist.ProcessGroup, bucket: Bucket | None = None
+    ) -> Route | None:
+        """How the call goes; None: as the framework does, and counted so."""
+        second = "dp_gather" if dimension == "dp" and collective.gathers else dimension
+        planned = self.router.route(collective, (dimension, second), group)
+        if planned is None:
+            return None
+        planned = self._adapted(planned, dimension, bucket)
+        warming_up = self.steps < self.policy.warmup_steps
+        milder = None if warming_up or not self.policy.probe else self.router.milder(planned)
+        routes, calls = [], []
+        for route in (planned, milder):
+            if route is None:
+                continue
+            call = self._call(dimension, route, collective.dtype, CommMetrics(), Bucket("probe"))
+            if self.router.sends_fewer(collective, call, route, warming_up):
+                routes.append(route)
+                calls.append(call)
+        if not routes:
+            self.router.fell_back(dimension, NO_FEWER_BYTES, collective.raw_bytes(planned.topology.size))
+            return None
+        if not self.policy.probe:
+            return routes[0]
+        feedback = self._feedback_of(dimension)
+        trial = None if feedback is None else Feedback(feedback.kind)
+
+        def run(sample: Sharded, route: Route) -> None:
+            call = self._call(dimension, route, sample.dtype, CommMetrics(), Bucket("probe"))
+            call.feedback = trial
+            CompressedWork(
+                sample.steps(call, self.policy.chunk), call.figures, self.meter, self._stream
+            ).wait()
+
+        return self.router.probed(collective, dimension, routes, calls[0], warming_up, run)
+
+    def _launch(
+        self,
+        collective: Collective,
+        dimension: str,
+        route: Route,
+        bucket: Bucket | None = None,
+        then: Callable[[], Any] | None = None,
+    ) -> CompressedWork:
+        figures = self.meter.of(dimension)
+        figures.calls += 1
+        figures.compressed += 1
+        figures.raw_bytes += collective.raw_bytes(route.topology.size)
+        call = self._call(dimension, route, collective.dtype, figures, bucket)
+        call.average = collective.op == dist.ReduceOp.AVG
+        call.feedback = self._feedback_of(dimension) if bucket is not None else None
+        call.measured = self.bit_widths is not None
 
         def finished() -> None:
-            if after is not None:
-                after()
-            if call.feedback is not None and bucket is not None and self.policy.adapt is not None:
+            if then is not None:
+                then()
+            if call.feedback is not None and bucket is not None and self.bit_widths is not None:
                 # All ranks have the same buckets, even where one had nothing to encode.
-                errors = call.errors or [torch.zeros((), device=values.device)]
-                self._adaptation(group, dimension).measured(bucket.name, errors)
+                errors = call.errors or [torch.zeros((), device=collective.tensors[0].device)]
+                self.bit_widths.measured(route.topology.group, bucket.name, errors)
 
-        steps = operations.pieces(kind, call, values, into, bucket.exact if bucket else (), self.policy.chunk)
-        return Pending(steps, figures, self.meter, self._stream, (values, into), finished)
-
-    def _probed(
-        self, kind: str, dimension: str, route: Route, values: Tensor, into: Tensor, op: Any
-    ) -> Route | None:
-        """The route that pays on this network; None: the framework's own does."""
-        warming_up = self.steps < self.policy.warmup_steps
-        milder = None if warming_up else self.router.milder(route)
-        routes = [route] if milder is None else [route, milder]
-        where = route.topology
-
-        def ways() -> list[Callable[[], None]]:
-            a, b = operations.samples(kind, values, into, where.size)
-            feedback = None if self.feedback is None or dimension != "dp" else Feedback(self.feedback.kind)
-
-            def coded(one: Route) -> Callable[[], None]:
-                def way() -> None:
-                    call = self._call(dimension, one, values.dtype, CommMetrics(), Bucket("probe"))
-                    call.feedback = feedback
-                    steps = operations.pieces(kind, call, a, b, (), self.policy.chunk)
-                    Pending(steps, call.figures, self.meter, self._stream).wait()
-
-                return way
-
-            return [*map(coded, routes), lambda: operations.plain(kind, a, b, where.group, op)]
-
-        nbytes = (into if kind == "all_gather" else values).nbytes
-        raw = ring_bytes(kind, nbytes, where.size)
-        way = self.router.probed(kind, dimension, route, nbytes, raw, warming_up, ways)
-        return None if way is None else routes[way]
+        steps = collective.steps(call, self.policy.chunk)
+        return CompressedWork(steps, figures, self.meter, self._stream, collective.tensors, finished)
 
     # Exchanges
 
@@ -255,7 +277,7 @@ class Communicator:
         out_splits: Sequence[int] | None = None,
         in_splits: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
-    ) -> Pending | None:
+    ) -> CompressedWork | None:
         """As torch's all_to_all_single: `tensor` [rows, ...] split by rows, one part for each rank.
 
         Ranks may send different numbers of rows, so whether a message is worth coding is decided for each pair.
@@ -263,26 +285,16 @@ class Communicator:
         group = _world_if_none(group)
         ranks = dist.get_world_size(group)
         row = tensor.shape[1:].numel()
-        sends = [found * row for found in (in_splits or [tensor.shape[0] // ranks] * ranks)]
-        receives = [found * row for found in (out_splits or [out.shape[0] // ranks] * ranks)]
-        raw = (sum(sends) - sends[dist.get_rank(group)]) * tensor.element_size()
-        route = self.router.route(
-            "all_to_all", (dimension, dimension), None, tensor.dtype, group, raw_bytes=raw
+        outgoing, incoming = (
+            whole.detach()
+            .reshape(-1)
+            .split([count * row for count in splits or [whole.shape[0] // ranks] * ranks])
+            for whole, splits in ((tensor, in_splits), (out, out_splits))
         )
-        if route is None:
-            return None
-        where = route.topology
-        own = where.rank
         minimum = self.policy.rules[dimension].min_bytes
-        figures = self._count(dimension, raw)
-        call = self._call(dimension, route, tensor.dtype, figures, None)
-        inside, between = call.scatter.inside, call.scatter.between
-        peers = [inside if where.nodes[i] == where.nodes[own] else between for i in range(ranks)]
-        incoming = list(out.detach().view(-1).split(receives))
-        flat = tensor.detach().reshape(-1)
-        outgoing = list(flat.split(sends))
-        steps = algorithms.all_to_all(call, incoming, outgoing, peers, minimum, "0")
-        return Pending([steps], figures, self.meter, self._stream, (out, flat))
+        collective = AllToAll(incoming, outgoing, dist.get_rank(group), minimum)
+        route = self.router.route(collective, (dimension, dimension), group)
+        return None if route is None else self._launch(collective, dimension, route)
 
     # The loop
 
@@ -300,18 +312,18 @@ class Communicator:
                 logger.info("comm: the step was skipped, its residuals are dropped")
             elif stale:
                 logger.info("comm: buckets have been rebuilt, %d residuals are dropped", stale)
-        for group, adaptation in self._adaptations.items():
-            adaptation.decide(self.steps, group)
+        if self.bit_widths is not None:
+            self.bit_widths.decide(self.steps)
         if self.steps == FIRST_STEPS:
-            self._complain_of_idleness()
+            self._warn_if_inactive()
+        self.notices.step_end(self.steps, self.policy.warmup_steps)
 
-    def _complain_of_idleness(self) -> None:
+    def _warn_if_inactive(self) -> None:
         for dimension, found in self.figures().items():
             if found.calls and not found.compressed and not self.policy.rules[dimension].off:
                 reasons = ", ".join(f"{reason} ({count})" for reason, count in found.fallbacks.items())
-                logger.warning(
-                    "comm.%s compressed nothing in the first %d steps: %s", dimension, FIRST_STEPS, reasons
-                )
+                text = f"comm.{dimension} compressed nothing in the first {FIRST_STEPS} steps: {reasons}"
+                self.notices.add(f"{dimension} inactive", text)
 
     def figures(self) -> dict[str, CommMetrics]:
         """Traffic of this rank by dimension, since the start."""
@@ -330,7 +342,8 @@ class Communicator:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` of the same rank gave. Residuals of another policy or number of ranks are dropped, loudly."""
         self.steps = int(state["steps"])
-        self.differences.clear()
+        self._scaled_at = -1
+        self.forget_weights()
         if self.feedback is None or state["feedback"] is None:
             return
         ranks = dist.get_world_size()
@@ -345,17 +358,11 @@ class Communicator:
         self.feedback.load_state_dict(state["feedback"], self.device)
 
     def forget_weights(self) -> None:
-        """Weights have changed otherwise than by a step (a checkpoint was loaded): gather them in full once."""
-        self.differences.clear()
+        """Gather weights in full once, and free what is kept of them. All ranks call it together. Weights that change otherwise
+        than by a step (a checkpoint is loaded, code writes in place) are found without it."""
+        self.references.clear()
 
     # Parts
-
-    def _count(self, dimension: str, raw_bytes: int) -> CommMetrics:
-        figures = self.meter.of(dimension)
-        figures.calls += 1
-        figures.compressed += 1
-        figures.raw_bytes += raw_bytes
-        return figures
 
     def _call(
         self, dimension: str, route: Route, dtype: torch.dtype, figures: CommMetrics, bucket: Bucket | None
@@ -367,18 +374,24 @@ class Communicator:
         name = bucket.name if bucket is not None else f"{dimension}#{figures.calls}"
         return Call(where, Coders(inside, between), gather, dtype, figures, f"{dimension}|{name}", self.key())
 
-    def _adaptation(self, group: dist.ProcessGroup, dimension: str) -> Adaptation:
-        if group not in self._adaptations:
-            assert self.policy.adapt is not None
-            self._adaptations[group] = Adaptation(self.policy.adapt, self.policy.rules[dimension].between)
-        return self._adaptations[group]
+    def _feedback_of(self, dimension: str) -> Feedback | None:
+        if self.feedback is None or dimension != "dp":
+            return None
+        if self.loss_scale is not None and self._scaled_at != self.steps:
+            self._scaled_at = self.steps
+            self.feedback.scale = float(self.loss_scale())
+        return self.feedback
 
     def _adapted(self, route: Route, dimension: str, bucket: Bucket | None) -> Route:
-        if self.policy.adapt is None or bucket is None or dimension != "dp":
+        if self.bit_widths is None or bucket is None or dimension != "dp":
             return route
-        spec = self._adaptation(route.topology.group, dimension).codec(bucket.name)
+        spec = self.bit_widths.codec(route.topology.group, bucket.name)
         inside = spec if route.topology.between is None else route.scatter[0]
         return Route(route.topology, (inside, spec), route.gather)
+
+
+def _exact(bucket: Bucket | None) -> Ranges:
+    return () if bucket is None else bucket.exact
 
 
 def _world_if_none(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

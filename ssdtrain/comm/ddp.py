@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ssdtrain.comm.communicator import Bucket, Communicator
 from ssdtrain.comm.exclusion import excluded, ranges_of
-from ssdtrain.comm.work import Pending
+from ssdtrain.comm.work import CompressedWork
 
 _all_reduce = dist.all_reduce
 
@@ -30,7 +30,7 @@ class _Hook:
         self._exact = excluded(model.module, comm.policy.exclude)
         self._parameters = {parameter.data_ptr(): parameter for parameter in model.module.parameters()}
         self._numbers = {id(parameter): n for n, parameter in enumerate(model.module.parameters())}
-        self._waiting: list[tuple[Pending, Tensor, torch.futures.Future[Tensor]]] = []
+        self._waiting: list[tuple[CompressedWork, Tensor, torch.futures.Future[Tensor]]] = []
 
     # DDP reads the annotations: they have to be the classes themselves.
     def reduce(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -2,6 +2,10 @@
 
 Sources: Seide et al., 1-bit SGD (Interspeech 2014); Karimireddy et al., arXiv 1901.09847. The residual at the sender, of the full
 gradient, is what matters; the owner of a shard has one too where the summed shard is quantised again.
+
+Note: [Loss scale]
+    Gradients of float16 training are multiplied by a loss scale, and so is what compression loses of them. When the scale grows
+    after a series of good steps, what was kept is multiplied by the ratio before it is added to gradients of the new scale.
 """
 
 from __future__ import annotations
@@ -33,7 +37,10 @@ class Feedback:
         self.kind = kind
         self._kept: dict[str, Tensor] = {}
         self._numel: dict[str, int] = {}
+        self._scales: dict[str, float] = {}
         self._used: set[str] = set()
+        self.scale = 1.0
+        """Loss scale of the gradients that are encoded now. See Note: [Loss scale]."""
         self.rebuilt = 0
         """Residuals dropped because their piece changed its size (a bucket was rebuilt)."""
 
@@ -86,13 +93,15 @@ class Feedback:
         if kept is None:
             return wanted
         if self._numel[name] != x.numel() or kept.device != x.device:
-            del self._kept[name], self._numel[name]
+            self._drop(name)
             self.rebuilt += 1
             return wanted
+        ratio = self.scale / self._scales[name]
         if self.kind == "fp32":
-            return wanted.add_(kept)
-        _INT8.decode(kept, wanted, accumulate=True)
-        return wanted
+            return wanted.add_(kept, alpha=ratio)
+        if ratio == 1.0:
+            return _INT8.decode(kept, wanted, accumulate=True)
+        return wanted.add_(_INT8.decode(kept, torch.empty_like(wanted)), alpha=ratio)
 
     def residual(self, name: str) -> Tensor | None:
         """What is kept under `name`, as float32 [numel]."""
@@ -103,6 +112,7 @@ class Feedback:
 
     def _keep(self, name: str, lost: Tensor) -> None:
         self._numel[name] = lost.numel()
+        self._scales[name] = self.scale
         if self.kind == "fp32":
             self._kept[name] = lost
             return
@@ -112,11 +122,14 @@ class Feedback:
             kept = self._kept[name] = torch.empty(size, dtype=torch.uint8, device=lost.device)
         _INT8.encode(lost, kept, Key(0))
 
+    def _drop(self, name: str) -> None:
+        del self._kept[name], self._numel[name], self._scales[name]
+
     def step_end(self) -> int:
         """Drop residuals that this step had no use for: their buckets have been rebuilt. Returns how many."""
         stale = [name for name in self._kept if name not in self._used]
         for name in stale:
-            del self._kept[name], self._numel[name]
+            self._drop(name)
         self._used.clear()
         self.rebuilt += len(stale)
         return len(stale)
@@ -126,6 +139,7 @@ class Feedback:
         count = len(self._kept)
         self._kept.clear()
         self._numel.clear()
+        self._scales.clear()
         return count
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,6 +149,7 @@ class Feedback:
             "pieces": {
                 name: (kept.to("cpu", copy=True), self._numel[name]) for name, kept in self._kept.items()
             },
+            "scales": dict(self._scales),
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
@@ -149,3 +164,5 @@ class Feedback:
         for name, (kept, numel) in state["pieces"].items():
             self._kept[name] = kept.to(device, copy=True)
             self._numel[name] = numel
+            # Checkpoints of earlier versions do not have it.
+            self._scales[name] = state.get("scales", {}).get(name, self.scale)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ssdtrain.comm.collectives import ReduceScatter
 from ssdtrain.comm.communicator import Bucket, Communicator
 from ssdtrain.comm.exclusion import excluded, ranges_in_order
-from ssdtrain.comm.meter import ring_bytes
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -61,7 +61,7 @@ class _ReduceScatter:
         work = None
         if bucket is None:
             reason = f"{self._name} did not get gradients for all of its parameters"
-            raw = ring_bytes("reduce_scatter", input_tensor.nbytes, dist.get_world_size(group))
+            raw = ReduceScatter.ring_bytes(input_tensor.nbytes, dist.get_world_size(group))
             self._comm.router.fell_back("dp", reason, raw)
         else:
             work = self._comm.reduce_scatter(output_tensor, input_tensor, "dp", group, op, bucket)

@@ -8,9 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from ssdtrain.telemetry.registry import MetricSet, Over, Unit, counter
 
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
-
-
 @dataclass
 class CommMetrics(MetricSet):
     """One dimension's traffic, on this rank, since the start."""
@@ -79,17 +76,3 @@ class Meter:
             else:
                 figures.device_seconds += found
         self._unread = waiting
-
-
-def ring_bytes(kind: str, nbytes: int, ranks: int) -> int:
-    """Bytes that one rank sends for a tensor of `nbytes`, whole, with the usual algorithm of `kind`.
-
-    Args:
-        kind: one of `KINDS`.
-        nbytes: of the whole tensor: the input of a reduce-scatter, the output of an all-gather.
-        ranks: of the group.
-    """
-    if kind == "send":
-        return nbytes
-    halves = 2 if kind == "all_reduce" else 1
-    return halves * (ranks - 1) * nbytes // ranks

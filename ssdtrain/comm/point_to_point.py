@@ -5,7 +5,8 @@ Note: [Both sides decide alike]
     scalars always go as they are, and so does everything smaller than the dimension's `min_bytes`.
 
 Note: [Frames]
-    A payload of a lossless codec has a size of its own. It follows a message of 8 bytes that says which. The receiver asks for
+    A payload of a lossless codec has a size of its own. It follows a message of 8 bytes that says which; a tensor that does not
+    shrink follows as it is, so these 8 bytes are all that such a message may cost more than the plain one. The receiver asks for
     the payload only when it waits; two neighbours that send to each other and wait for their sends first would wait for ever. So
     the wait of a framed send returns at once (the message is a copy), and what is under way is waited for at the step's end.
 """
@@ -24,10 +25,12 @@ from torch import Tensor
 from ssdtrain.codecs import Codec, FixedSizeCodec, Key
 from ssdtrain.comm.policy import OFF, codec_of
 from ssdtrain.comm.routing import DTYPES, NOTHING_SAVED, Router
-from ssdtrain.comm.work import After
+from ssdtrain.comm.work import ChainedWork
 
 # Framed messages under way, before the oldest is waited for.
 MOST_OUTSTANDING = 64
+# In a frame: the tensor follows without a codec.
+_AS_IT_IS = 0
 
 Issue = Callable[[Tensor], Any]
 """Sends or receives one tensor: returns what has a `wait()`, or None if it has waited."""
@@ -43,9 +46,9 @@ class PointToPoint:
     def __init__(self, router: Router, key: Callable[[], Key]) -> None:
         self._router = router
         self._key = key
-        self._outstanding: deque[After] = deque()
+        self._outstanding: deque[ChainedWork] = deque()
 
-    def send(self, tensor: Tensor, dimension: str, peer: int, issue: Issue) -> After | None:
+    def send(self, tensor: Tensor, dimension: str, peer: int, issue: Issue) -> ChainedWork | None:
         """Send `tensor` to global rank `peer` by `issue`, coded; None: not coded, and not sent.
 
         `tensor` may change as soon as this returns; the message is held by what is returned until it has been waited for.
@@ -63,18 +66,23 @@ class PointToPoint:
         )
         size = codec.encode(tensor.detach(), payload, self._key()._replace(tensor=figures.calls & 0xFFFFFFFF))
         figures.codec_seconds += time.perf_counter() - begun
-        figures.wire_bytes += size
         if isinstance(codec, FixedSizeCodec):
-            return After(issue(payload), held=(payload,))
-        frame = torch.tensor([size], dtype=torch.int64)
-        figures.wire_bytes += frame.numel() * frame.element_size()
-        for message in (frame, payload[:size]):
-            self._outstanding.append(After(issue(message), held=(message,)))
+            figures.wire_bytes += size
+            return ChainedWork(issue(payload), held=(payload,))
+        message, frame = payload[:size], torch.tensor([size], dtype=torch.int64)
+        if size >= tensor.nbytes:
+            message, frame = (
+                tensor.detach().clone().contiguous(),
+                torch.tensor([_AS_IT_IS], dtype=torch.int64),
+            )
+        figures.wire_bytes += frame.nbytes + message.nbytes
+        for part in (frame, message):
+            self._outstanding.append(ChainedWork(issue(part), held=(part,)))
         while len(self._outstanding) > MOST_OUTSTANDING:
             self._outstanding.popleft().wait()
-        return After(None)
+        return ChainedWork(None)
 
-    def receive(self, tensor: Tensor, dimension: str, peer: int, issue: Issue) -> After | None:
+    def receive(self, tensor: Tensor, dimension: str, peer: int, issue: Issue) -> ChainedWork | None:
         """Receive into `tensor` from global rank `peer` by `issue`; there once waited for. None: it comes as it is, and nothing
         was received."""
         codec = self._codec(tensor, dimension, peer, sending=False)
@@ -84,22 +92,27 @@ class PointToPoint:
         target = tensor.detach()
         if isinstance(codec, FixedSizeCodec):
             payload = torch.empty(size, dtype=torch.uint8, device=tensor.device)
-            return After(
+            return ChainedWork(
                 issue(payload), lambda: self._decode(codec, payload, target, dimension), held=(payload,)
             )
         frame = torch.zeros(1, dtype=torch.int64)
 
         def rest() -> None:
             found = int(frame.item())
-            if not 0 < found <= size:
+            if not 0 <= found <= size:
                 raise RuntimeError(
                     f"comm.{dimension}: a message from rank {peer} says it has {found} bytes of at most {size}"
                 )
+            if found == _AS_IT_IS:
+                values = torch.empty(target.shape, dtype=target.dtype)
+                ChainedWork(issue(values)).wait()
+                target.copy_(values)
+                return
             payload = torch.empty(found, dtype=torch.uint8)
-            After(issue(payload)).wait()
+            ChainedWork(issue(payload)).wait()
             self._decode(codec, payload, target, dimension)
 
-        return After(issue(frame), rest, held=(frame,))
+        return ChainedWork(issue(frame), rest, held=(frame,))
 
     def settle(self) -> None:
         """Wait for framed messages that are still under way: their peers have asked for them, or will without us."""

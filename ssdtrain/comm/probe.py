@@ -1,18 +1,31 @@
-"""Whether a codec earns its time on this network: measured once for each kind of call, and agreed upon by all its ranks."""
+"""Whether a codec earns its time on this network: measured at the first call of a kind, and agreed upon by all its ranks.
+
+Note: [Stable verdicts]
+    Times of single calls vary by tens of percent on a busy machine or network, so one comparison contradicts the next. Ways are
+    timed in turn, and each round gives the ratios of neighbours in time, of the slowest rank. The plain collective is chosen only
+    where it is clearly faster: the median of the ratios is outside of `BAND`, and so are most of them. While that is open,
+    rounds are added; where it stays open, what was chosen before stays, and at the first time what sends fewer bytes.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-ROUNDS = 3
-# A codec has to win by this much, or uncertainty and its error decide for the framework's own collective.
-MARGIN = 0.97
+BATCH = 3
+"""Rounds between two looks at what was measured."""
+MOST_BATCHES = 4
+BAND = 1.10
+"""Ratios of times up to this, either way, are none."""
+CLEAR = 2.0
+"""A ratio that needs no more rounds."""
+_AGREEING = 0.75
+"""Share of the rounds that have to say the same."""
 
 _all_reduce = dist.all_reduce
 
@@ -24,31 +37,74 @@ class Verdict(NamedTuple):
     """Index of the way to go."""
     seconds: tuple[float, ...]
     """Median of each, of the slowest rank."""
+    rounds: int
 
 
-def choose(ways: Sequence[Callable[[], None]], group: dist.ProcessGroup, device: torch.device) -> Verdict:
-    """Try each way in turn, several times. All ranks of `group` call it together.
+def choose(
+    ways: Sequence[Callable[[], None]], group: dist.ProcessGroup, device: torch.device, before: int = 0
+) -> Verdict:
+    """Try each way in turn, several times. All ranks of `group` call it together. See Note: [Stable verdicts].
 
     Args:
-        ways: from the most wanted to the last resort; each runs one collective to its end. A later one is chosen if those
-            before are slower than `MARGIN` times the last.
+        ways: from the most wanted to the last resort, the plain one; each runs one collective to its end.
+        before: the index that stands where times do not say otherwise.
     """
     for way in ways:
         way()
-    taken: list[list[float]] = [[] for _ in ways]
-    for _ in range(ROUNDS):
-        for found, way in zip(taken, ways, strict=True):
-            _settle(device)
-            begun = time.perf_counter()
-            way()
-            _settle(device)
-            found.append(time.perf_counter() - begun)
-    medians = torch.tensor([statistics.median(found) for found in taken], device=device)
-    _all_reduce(medians, op=dist.ReduceOp.MAX, group=group)
-    seconds = tuple(medians.tolist())
-    limit = MARGIN * seconds[-1]
-    chosen = next((i for i, found in enumerate(seconds[:-1]) if found <= limit), len(seconds) - 1)
-    return Verdict(chosen, seconds)
+    rounds: list[list[float]] = []
+    chosen: int | None = None
+    for batch in range(MOST_BATCHES):
+        taken = [_round(ways, device, len(rounds) + n) for n in range(BATCH)]
+        agreed = torch.tensor(taken, device=device)
+        _all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+        rounds += agreed.tolist()
+        chosen = decide(rounds, before, last=batch == MOST_BATCHES - 1)
+        if chosen is not None:
+            break
+    assert chosen is not None
+    medians = tuple(statistics.median(found) for found in zip(*rounds, strict=True))
+    return Verdict(chosen, medians, len(rounds))
+
+
+def decide(rounds: Sequence[Sequence[float]], before: int, last: bool) -> int | None:
+    """The way to go after these rounds; None: more are needed.
+
+    Args:
+        rounds: seconds of each way, the plain one last, by round.
+        before: what stands where this is open.
+        last: there will be no more rounds.
+    """
+    plain = len(rounds[0]) - 1
+    for way in range(plain):
+        ratios = [found[way] / found[plain] for found in rounds]
+        middle = statistics.median(ratios)
+        slower = middle > BAND and _share(ratio > BAND for ratio in ratios) >= _AGREEING
+        faster = middle < 1 / BAND and _share(ratio < 1 / BAND for ratio in ratios) >= _AGREEING
+        clear = max(middle, 1 / middle) > CLEAR or len(rounds) > BATCH
+        if slower and clear:
+            continue
+        if faster and clear:
+            return way
+        return max(before, way) if last else None
+    return plain
+
+
+def _share(found: Iterable[bool]) -> float:
+    flags = list(found)
+    return sum(flags) / len(flags)
+
+
+def _round(ways: Sequence[Callable[[], None]], device: torch.device, number: int) -> list[float]:
+    """Seconds of each way. Who begins alternates, so that no way always runs in another's wake."""
+    taken = [0.0] * len(ways)
+    order = range(len(ways)) if number % 2 == 0 else reversed(range(len(ways)))
+    for index in order:
+        _settle(device)
+        begun = time.perf_counter()
+        ways[index]()
+        _settle(device)
+        taken[index] = time.perf_counter() - begun
+    return taken
 
 
 def _settle(device: torch.device) -> None:

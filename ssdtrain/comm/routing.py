@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from ssdtrain.comm import probe
+from ssdtrain.comm.algorithms import Call
 from ssdtrain.comm.coding import Coder
-from ssdtrain.comm.meter import Meter, ring_bytes
+from ssdtrain.comm.collectives import Collective, Sharded
+from ssdtrain.comm.meter import Meter
+from ssdtrain.comm.notices import Notices
 from ssdtrain.comm.policy import OFF, WARMUP_CODEC, Policy, Rule, codec_of
-from ssdtrain.comm.topology import Topology, find_topology
+from ssdtrain.comm.topology import Topology, check_two_hop, find_topology
 
-logger = logging.getLogger("ssdtrain")
-
+# Calls of different sizes whose bytes are remembered.
+MOST_SIZES = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SUMS = ("SUM", "AVG")
 NOTHING_SAVED = "the codec has no fewer bits than the tensor"
+NO_FEWER_BYTES = "compressed, it would be no smaller"
+IN_FULL = "the first gather of a bucket, in full"
+CHANGED = "weights changed since their last gather, in full"
 # Reasons that the user asked for: they are counted, and not worth a warning.
 ASKED = (
     "off in the config",
     "smaller than min_bytes",
     "off inside a node",
     NOTHING_SAVED,
-    "the first gather of a bucket, in full",
+    NO_FEWER_BYTES,
+    IN_FULL,
+    CHANGED,
 )
 
 Specs = tuple[str, str]
@@ -65,15 +73,25 @@ class Router:
 
     Args:
         hosts: the node of each global rank.
+
+    Raises:
+        ConfigError: the config wants two hops and the job's nodes do not have them.
     """
 
-    def __init__(self, policy: Policy, hosts: Sequence[str], meter: Meter, device: torch.device) -> None:
+    def __init__(
+        self, policy: Policy, hosts: Sequence[str], meter: Meter, notices: Notices, device: torch.device
+    ) -> None:
+        if policy.two_hop == "on":
+            check_two_hop(hosts)
         self.policy = policy
         self.hosts = hosts
         self.meter = meter
+        self.notices = notices
         self.device = device
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
+        self._fewer: dict[tuple[object, ...], bool] = {}
         self._verdicts: dict[tuple[object, ...], int] = {}
+        self._last: dict[tuple[object, ...], int] = {}
 
     def topology(self, group: dist.ProcessGroup) -> Topology:
         """The grid of `group`; its ranks ask for the first time together."""
@@ -83,61 +101,52 @@ class Router:
         return found
 
     def route(
-        self,
-        kind: str,
-        dimensions: tuple[str, str],
-        nbytes: int | None,
-        dtype: torch.dtype,
-        group: dist.ProcessGroup,
-        op: object = "SUM",
-        raw_bytes: int | None = None,
+        self, collective: Collective, dimensions: tuple[str, str], group: dist.ProcessGroup
     ) -> Route | None:
-        """The way of a call on tensors of `nbytes` in all; None: as the framework does, and counted so.
+        """The way of a call; None: as the framework does, and counted so.
 
         Args:
             dimensions: of the reduction and of the gather; the same twice for calls that are only one of them.
-            nbytes: None where the sizes of messages differ and their minimum is looked at one by one.
-            raw_bytes: what this rank would send, where no formula tells.
         """
         ranks = dist.get_world_size(group)
         if ranks == 1:
             return None
         rules = [self.policy.rules[name] for name in dimensions]
-        reason = self._refusal(rules, nbytes, dtype, op)
+        reason = self._reason_against(collective, rules)
         if reason is None:
             topology = self.topology(group)
             scatter, gather = ((rule.inside, rule.between) for rule in rules)
             found = Route(topology, scatter, gather)
-            sums = kind in ("all_reduce", "reduce_scatter")
-            saved = [spec for spec in found.specs if not self.policy.is_identity(spec, dtype)]
             if all(spec == OFF for spec in found.specs):
                 reason = "off inside a node"
-            elif sums and not saved:
+            elif collective.scatters and self.is_identity(found, collective.dtype):
                 reason = NOTHING_SAVED
             else:
                 return found
-        self.fell_back(
-            dimensions[0], reason, ring_bytes(kind, nbytes or 0, ranks) if raw_bytes is None else raw_bytes
-        )
+        self.fell_back(dimensions[0], reason, collective.raw_bytes(ranks))
         return None
 
-    def _refusal(
-        self, rules: Sequence[Rule], nbytes: int | None, dtype: torch.dtype, op: object
-    ) -> str | None:
+    def is_identity(self, route: Route, dtype: torch.dtype) -> bool:
+        """Whether no codec of `route` has fewer bits than `dtype`."""
+        return all(self.policy.is_identity(spec, dtype) for spec in route.specs)
+
+    def _reason_against(self, collective: Collective, rules: Sequence[Rule]) -> str | None:
         if all(rule.off for rule in rules):
             return "off in the config"
-        if dtype not in DTYPES:
-            return f"dtype {str(dtype).removeprefix('torch.')}"
-        if op_name(op) not in SUMS:
-            return f"reduction {op_name(op)}"
-        if nbytes is not None and nbytes < min(rule.min_bytes for rule in rules if not rule.off):
+        if collective.dtype not in DTYPES:
+            return f"dtype {str(collective.dtype).removeprefix('torch.')}"
+        if op_name(collective.op) not in SUMS:
+            return f"reduction {op_name(collective.op)}"
+        smallest = min(rule.min_bytes for rule in rules if not rule.off)
+        if collective.nbytes is not None and collective.nbytes < smallest:
             return "smaller than min_bytes"
         return None
 
     def fell_back(self, dimension: str, reason: str, raw_bytes: int) -> None:
-        """Count a call that goes uncompressed, and say why once."""
+        """Count a call that goes uncompressed; the reason is written once."""
         if self.meter.fell_back(dimension, reason, raw_bytes) and reason not in ASKED:
-            logger.warning("comm.%s: some messages go uncompressed: %s", dimension, reason)
+            text = f"comm.{dimension}: some messages go uncompressed: {reason}"
+            self.notices.add(f"{dimension}: {reason}", text)
 
     def coder(self, spec: str, dtype: torch.dtype, step: int) -> Coder:
         """What codes tensors of `dtype` with `spec` in this step."""
@@ -152,35 +161,78 @@ class Router:
         found = Route(route.topology, scatter, gather)
         return found if found != route else None
 
+    def sends_fewer(self, collective: Sharded, call: Call, route: Route, warming_up: bool) -> bool:
+        """Whether no rank sends more than the plain collective would, and all together fewer bytes; all ranks find the same,
+        from sizes alone. Where the config says "raw", the same number of bytes is enough."""
+        key = (*collective.sizes, route.topology.group, route.scatter, route.gather, warming_up)
+        found = self._fewer.get(key)
+        if found is None:
+            sent = collective.wire_bytes(call, self.policy.chunk)
+            plain = collective.raw_bytes(len(sent))
+            fewer = sum(sent) < plain * len(sent) or self.is_identity(route, collective.dtype)
+            found = max(sent) <= plain and fewer
+            if len(self._fewer) >= MOST_SIZES:
+                self._fewer.clear()
+            self._fewer[key] = found
+        return found
+
     def probed(
         self,
-        kind: str,
+        collective: Sharded,
         dimension: str,
-        route: Route,
-        nbytes: int,
-        raw_bytes: int,
+        routes: Sequence[Route],
+        call: Call,
         warming_up: bool,
-        ways: Callable[[], list[Callable[[], None]]],
-    ) -> int | None:
-        """Which of `ways` to go, measured at the first call of its like: 0 as planned, the last as the framework does (None)."""
-        key = (kind, dimension, route.topology.group, route.specs, warming_up, nbytes.bit_length() // 2)
+        run: Callable[[Sharded, Route], None],
+    ) -> Route | None:
+        """Which of `routes` to go, measured at the first call of its like; None: as the framework does, and counted so.
+
+        Args:
+            routes: most wanted first.
+            call: by the first of them.
+            run: a sample of the collective to its end, by a route.
+        """
+        where = routes[0].topology
+        raw = collective.raw_bytes(where.size)
+        like = (collective.name, dimension, where.group)
+        key = (*like, routes[0].specs, warming_up, collective.nbytes.bit_length() // 2)
         if key not in self._verdicts:
-            tried = ways()
-            verdict = probe.choose(tried, route.topology.group, self.device)
-            self._verdicts[key] = -1 if verdict.chosen == len(tried) - 1 else verdict.chosen
+            sample = collective.sample(where.size)
+            ways = [partial(run, sample, route) for route in routes]
+            before = min(self._last.get(like, 0), len(routes))
+            verdict = probe.choose(
+                [*ways, lambda: sample.plain(where.group)], where.group, self.device, before
+            )
+            self._verdicts[key] = self._last[like] = verdict.chosen
             if verdict.chosen:
-                instead = "as the framework sends them" if self._verdicts[key] < 0 else f"with {WARMUP_CODEC}"
-                logger.warning(
-                    "comm.%s: %s of %.1f MiB took %.1f ms with %s and %.1f ms without: such messages go %s "
-                    "(comm.probe: false would compress them all the same)",
-                    dimension, kind, nbytes / 2**20, verdict.seconds[0] * 1e3, "+".join(route.specs),
-                    verdict.seconds[-1] * 1e3, instead,
-                )  # fmt: skip
+                sent = max(sample.wire_bytes(call, self.policy.chunk))
+                self._write(sample, dimension, routes, verdict, sent)
         chosen = self._verdicts[key]
-        if chosen < 0:
-            self.meter.fell_back(dimension, "the codec costs more time than it saves", raw_bytes)
+        if chosen == len(routes):
+            self.meter.fell_back(dimension, "the codec costs more time than it saves", raw)
             return None
-        return chosen
+        return routes[chosen]
+
+    def _write(
+        self,
+        collective: Sharded,
+        dimension: str,
+        routes: Sequence[Route],
+        verdict: probe.Verdict,
+        wire_bytes: int,
+    ) -> None:
+        """What a probe found, where the first route does not win."""
+        plain = verdict.chosen == len(routes)
+        instead = "as the framework sends them" if plain else f"with {WARMUP_CODEC}"
+        seconds, raw_bytes = verdict.seconds, collective.raw_bytes(routes[0].topology.size)
+        text = (
+            f"comm.{dimension}: {collective.name} of {collective.nbytes / 2**20:.1f} MiB: "
+            f"{'+'.join(routes[0].specs)} sends {wire_bytes / 1e6:.2f} instead of {raw_bytes / 1e6:.2f} MB from each rank and "
+            f"takes {seconds[0] * 1e3:.1f} ms, without it takes {seconds[-1] * 1e3:.1f} ms "
+            f"({raw_bytes / max(seconds[-1], 1e-9) / 1e9:.2f} GB/s; medians of {verdict.rounds}): "
+            f"such messages go {instead} (comm.probe: false would compress them all the same)"
+        )
+        self.notices.add(f"{dimension}, {collective.name}, {instead}", text)
 
 
 def _at_least_8_bits(spec: str) -> str:

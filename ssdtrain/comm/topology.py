@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+
+from ssdtrain.config import ConfigError, Problem
 
 NODE = "SSDTRAIN_NODE"
 
@@ -84,6 +87,35 @@ def grid_of(nodes: Sequence[str], two_hop: bool) -> tuple[tuple[int, ...], ...] 
     return rows if regular else None
 
 
+def check_two_hop(hosts: Sequence[str]) -> None:
+    """Whether `two_hop: "on"` can be had in this job. All ranks find the same.
+
+    Args:
+        hosts: the node of each global rank.
+
+    Raises:
+        ConfigError: there is one node, one rank on each, or other numbers or another order of ranks on some.
+    """
+    grid = grid_of(hosts, True)
+    if grid is None or min(len(grid), len(grid[0])) == 1:
+        raise _no_two_hops(range(len(hosts)), hosts)
+
+
+def _no_two_hops(ranks: Sequence[int], nodes: Sequence[str]) -> ConfigError:
+    counts = ", ".join(f"{count} on {node}" for node, count in Counter(nodes).items())
+    why = (
+        f"needs the same number of ranks, at least two, in the same order on each of several nodes; the {len(ranks)} ranks "
+        f"{_shortened(ranks)} are {counts} ({NODE} in the environment names a node)"
+    )
+    return ConfigError(
+        [Problem("ssdtrain.comm.two_hop", "on", why, '"auto", which takes two hops where they can be had')]
+    )
+
+
+def _shortened(ranks: Sequence[int]) -> str:
+    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 8 else ", ".join(map(str, ranks))
+
+
 def find_topology(group: dist.ProcessGroup, hosts: Sequence[str], two_hop: str) -> Topology:
     """The grid of `group`, and the subgroups of two hops where there are two. All ranks of the group call it together.
 
@@ -92,7 +124,8 @@ def find_topology(group: dist.ProcessGroup, hosts: Sequence[str], two_hop: str) 
         two_hop: "auto", "on" or "off".
 
     Raises:
-        ValueError: two_hop is "on" and the nodes hold different numbers of ranks.
+        ConfigError: two_hop is "on", the group lies on several nodes with several ranks on some, and it cannot be split by
+            node. Groups inside a node, or with one rank on each, have one hop anyway.
     """
     ranks = dist.get_process_group_ranks(group)
     nodes = tuple(hosts[rank] for rank in ranks)
@@ -101,10 +134,7 @@ def find_topology(group: dist.ProcessGroup, hosts: Sequence[str], two_hop: str) 
         grid = None
     if grid is None:
         if two_hop == "on":
-            raise ValueError(
-                f"ssdtrain.comm.two_hop is on, but the group of ranks {ranks} lies on nodes {list(nodes)}: the same number of "
-                'ranks on each, in the same order, is needed, or "auto"'
-            )
+            raise _no_two_hops(ranks, nodes)
         grid = grid_of(nodes, False)
         assert grid is not None
     me = dist.get_rank(group)

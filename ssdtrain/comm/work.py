@@ -26,7 +26,7 @@ Steps = Generator[Any, None, None]
 """Yields what has a `wait()`."""
 
 
-class Pending:
+class CompressedWork:
     """A collective under way; what `async_op=True` returns. The interface of torch's Work that frameworks use."""
 
     __slots__ = ("_after", "_done", "_event", "_figures", "_held", "_waiting")
@@ -114,8 +114,8 @@ class Pending:
         return future
 
 
-class After:
-    """A message of somebody else's, and what to do when it has come."""
+class ChainedWork:
+    """Another handle, and what runs when it has been waited for."""
 
     __slots__ = ("_held", "_then", "_work")
 

@@ -49,8 +49,9 @@ class CommAttachment:
         for holder, name, value in changes:
             self._own.append((holder, name, value, holder.__dict__.get(name)))
             holder.__dict__[name] = value
+        comm.loss_scale = _compat_comm.loss_scale(engine)
         for reason in _compat_comm.bypasses(engine):
-            logger.warning("comm: %s", reason)
+            comm.notices.add(reason, f"comm: {reason}")
 
     def _file(self, directory: str | Path, tag: str) -> Path:
         return Path(directory) / tag / f"ssdtrain_comm_rank_{self.comm.rank}.pt"
@@ -108,3 +109,4 @@ class CommAttachment:
         layers.remove(self.comm)
         weights.remove()
         roles.remove()
+        self.comm.forget_weights()

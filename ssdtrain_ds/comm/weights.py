@@ -47,11 +47,7 @@ def wrap_weights(
             ),
         ]
     if stage in (1, 2):
-        found = [(optimizer, "step", _gathering(optimizer, comm, exact))]
-        for name in _compat_comm.WRITES_WEIGHTS:
-            if hasattr(optimizer, name):
-                found.append((optimizer, name, _forgetting(getattr(optimizer, name), comm)))
-        return [*found, (engine.module, "load_state_dict", _forgetting(engine.module.load_state_dict, comm))]
+        return [(optimizer, "step", _gathering(optimizer, comm, exact))]
     return []
 
 
@@ -88,19 +84,6 @@ def _gathering_some(parameter: torch.nn.Parameter, excluded: set[int]) -> Callab
             return plain(params, *args, **kwargs)
 
     return all_gather_coalesced
-
-
-def _forgetting(plain: Callable[..., Any], comm: Communicator) -> Callable[..., Any]:
-    """Something else than a step writes weights: what the others have is not known any more."""
-
-    @functools.wraps(plain)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            comm.forget_weights()
-
-    return function
 
 
 def _gathering(optimizer: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> Callable[..., Any]:

@@ -29,14 +29,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ssdtrain.comm import Bucket, Communicator, Pending
+from ssdtrain.comm import Bucket, ChainedWork, Communicator, CompressedWork
+from ssdtrain.comm.collectives import AllGather, AllReduce
 from ssdtrain.comm.exclusion import excluded, ranges_of
-from ssdtrain.comm.meter import ring_bytes
 from ssdtrain_megatron import _compat_comm
 
 __all__ = ["Coalesced", "DataParallel"]
 
 Function = Callable[..., Any]
+Work = CompressedWork | ChainedWork
 
 logger = logging.getLogger("ssdtrain")
 
@@ -46,14 +47,12 @@ class Operation:
 
     __slots__ = ("_compressed", "_plain", "_waits")
 
-    def __init__(
-        self, compressed: Callable[[], Pending | None], plain: Callable[[], Any], waits: bool
-    ) -> None:
+    def __init__(self, compressed: Callable[[], Work | None], plain: Callable[[], Any], waits: bool) -> None:
         self._compressed = compressed
         self._plain = plain
         self._waits = waits
 
-    def compress(self) -> Pending | None:
+    def compress(self) -> Work | None:
         return self._compressed()
 
     def send(self) -> Any:
@@ -161,11 +160,11 @@ class DataParallel:
             if self.open is None:
                 return plain(tensor, op, group, async_op)
 
-            def compressed() -> Pending | None:
+            def compressed() -> CompressedWork | None:
                 if bucket is not None:
                     return self._comm.all_reduce(tensor, "dp", group, op, bucket)
                 if not self._comm.policy.rules["dp"].off:
-                    raw = ring_bytes("all_reduce", tensor.nbytes, dist.get_world_size(group))
+                    raw = AllReduce.ring_bytes(tensor.nbytes, dist.get_world_size(group))
                     # Between instances of the distributed optimizer, or of a model that nothing is attached to.
                     self._comm.router.fell_back("dp", "no whole bucket of the attached model", raw)
                 return None
@@ -192,7 +191,7 @@ class DataParallel:
             if self.open is None:
                 return send()
 
-            def compressed() -> Pending | None:
+            def compressed() -> CompressedWork | None:
                 if bucket is None:
                     return None
                 return self._comm.reduce_scatter(output, input, "dp", group, op, bucket)
@@ -218,7 +217,7 @@ class DataParallel:
 
         return all_gather_into_tensor
 
-    def _gather(self, out: Tensor, mine: Tensor, group: dist.ProcessGroup | None) -> Pending | None:
+    def _gather(self, out: Tensor, mine: Tensor, group: dist.ProcessGroup | None) -> Work | None:
         bucket = self._bucket(out)
         if bucket is None or group is None:
             return None
@@ -231,7 +230,7 @@ class DataParallel:
             reason = "the optimizer stores only the remainders of parameters (store_param_remainders)"
         if reason is None or self._comm.policy.rules["zero_gather"].off:
             return self._comm.gather_weights(out, mine, group, bucket)
-        raw = ring_bytes("all_gather", out.nbytes, dist.get_world_size(group))
+        raw = AllGather.ring_bytes(out.nbytes, dist.get_world_size(group))
         self._comm.router.fell_back("zero_gather", reason, raw)
         return None
 

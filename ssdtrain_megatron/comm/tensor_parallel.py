@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ssdtrain.comm import Communicator, Pending
+from ssdtrain.comm import Communicator, CompressedWork
 
 __all__ = ["TensorParallel", "finish", "is_activation"]
 
@@ -32,7 +32,7 @@ def is_activation(tensor: Tensor) -> bool:
     return tensor.dim() >= 2 and tensor.is_floating_point()
 
 
-def finish(work: Pending, async_op: bool) -> Pending | None:
+def finish(work: CompressedWork, async_op: bool) -> CompressedWork | None:
     """What torch's collectives return: a handle, or None when they have waited."""
     if async_op:
         return work

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ssdtrain.codecs import make_fixed_size_codec
 from ssdtrain.comm import Bucket, Communicator, Policy
-from ssdtrain.comm.meter import ring_bytes
+from ssdtrain.comm.collectives import AllReduce
 from ssdtrain.config import load_config
 from tests.comm.ranks import on_ranks
 
@@ -37,9 +37,11 @@ def summed(
         mine = values(rank, size, dtype)
         exact = mine.float().clone()
         dist.all_reduce(exact)
-        work = comm.all_reduce(mine, "dp")
-        assert work is not None
-        work.wait()
+        if (work := comm.all_reduce(mine, "dp")) is None:
+            assert size < 1000  # where a header outweighs what is saved
+            dist.all_reduce(mine)
+        else:
+            work.wait()
         error = (mine.float() - exact).norm() / exact.norm()
         found.append((error.item(), mine))
     return [found, comm.figures()["dp"]]
@@ -67,7 +69,7 @@ def test_an_all_reduce_is_close_and_the_same_on_all_ranks(
         assert all(torch.equal(found[n][1], results[0][0][n][1]) for found, _ in results)
     for found, figures in results:
         assert all(lost <= error for lost, _ in found[1:]), found
-        assert figures.compressed == len(SIZES)
+        assert figures.compressed >= sum(size >= 1000 for size in SIZES)
 
 
 def reduced_and_gathered(rank: int, codec: str, dtype: torch.dtype) -> None:
@@ -188,11 +190,7 @@ def test_the_meter_agrees_with_the_formula(ranks: int) -> None:
     size = 1 << 20
     codec = make_fixed_size_codec("int8")
     for found in on_ranks(ranks, counted, size):
-        assert (
-            found.raw_bytes
-            == ring_bytes("all_reduce", 4 * size, ranks)
-            == 2 * (ranks - 1) * 4 * size // ranks
-        )
+        assert found.raw_bytes == AllReduce.ring_bytes(4 * size, ranks) == 2 * (ranks - 1) * 4 * size // ranks
         pieces = 4
         shard = codec.payload_bytes(size // pieces // ranks, torch.float32)
         assert found.wire_bytes == pieces * 2 * (ranks - 1) * shard

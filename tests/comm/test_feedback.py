@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ssdtrain.codecs import Key, make_fixed_size_codec
 from ssdtrain.comm import Bucket
@@ -134,8 +135,8 @@ def adapted(rank: int) -> Any:
         easy = torch.randint(-1, 2, (4096,), generator=generator).float()
         comm.all_reduce(easy, "dp", bucket=Bucket("easy")).wait()
         comm.step_end()
-    (adaptation,) = comm._adaptations.values()
-    return [adaptation.codec("hard"), adaptation.codec("easy")]
+    adaptation, group = comm.bit_widths, dist.group.WORLD
+    return [adaptation.codec(group, "hard"), adaptation.codec(group, "easy")]
 
 
 def test_bits_follow_the_error_and_are_the_same_on_all_ranks() -> None:
@@ -145,3 +146,47 @@ def test_bits_follow_the_error_and_are_the_same_on_all_ranks() -> None:
     hard, easy = (order[spec.partition(":")[0]] for spec in first)
     assert hard >= easy
     assert hard == 8
+
+
+@pytest.mark.parametrize("kind", ["fp32", "int8"])
+def test_a_residual_follows_the_loss_scale(kind: str) -> None:
+    """The same gradients, scaled by 4 from the third step on: what is decoded is 4 times what it is without."""
+    results = {}
+    for growth in (1.0, 4.0):
+        feedback, coder = Feedback(kind), Coder(make_fixed_size_codec("int4"))
+        out = torch.empty(coder.nbytes(1024, (), torch.float32), dtype=torch.uint8)
+        for step in range(4):
+            feedback.scale = growth if step >= 2 else 1.0
+            gradient = values(step, 1024) * feedback.scale
+            feedback.encode("piece", coder, gradient, (), torch.float32, out, Key(0, step))
+            feedback.step_end()
+        decoded = torch.empty(1024)
+        coder.decode(out, decoded, (), torch.float32)
+        results[growth] = decoded / growth, feedback.residual("piece") / growth
+    for one, other in zip(results[1.0], results[4.0], strict=True):
+        assert torch.equal(one, other)
+
+
+def scaled(rank: int) -> Any:
+    comm = make(dp="int4", dp_gather="int8", feedback="fp32")
+    scale = [1024.0]
+    comm.loss_scale = lambda: scale[0]
+    for _ in range(2):
+        mine = scale[0] * values(rank, 5000)
+        comm.all_reduce(mine, "dp", bucket=Bucket("b")).wait()
+        comm.step_end()
+        scale[0] *= 2
+    again = make(dp="int4", dp_gather="int8", feedback="fp32")
+    again.load_state_dict(comm.state_dict())
+    found = []
+    for one in (comm, again):
+        one.loss_scale = lambda: 4096.0
+        mine = 4096.0 * values(rank, 5000)
+        one.all_reduce(mine, "dp", bucket=Bucket("b")).wait()
+        found.append(mine)
+    assert torch.equal(*found)
+    return comm.feedback.scale
+
+
+def test_the_loss_scale_is_read_each_step_and_kept_with_a_checkpoint() -> None:
+    assert on_ranks(2, scaled) == [4096.0, 4096.0]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ssdtrain.comm import Policy
-from ssdtrain.comm.meter import KINDS, Meter, ring_bytes
+from ssdtrain.comm.collectives import AllGather, AllReduce, ReduceScatter
+from ssdtrain.comm.meter import Meter
 from ssdtrain.comm.policy import PRESETS, Rule
 from ssdtrain.comm.topology import grid_of
 from ssdtrain.config import DIMENSIONS, ConfigError, load_config
@@ -89,7 +90,7 @@ def test_the_grid_of_a_group(nodes: str, grid: tuple[tuple[int, ...], ...] | Non
 
 
 def test_ring_bytes_and_the_meters_account_of_a_fallback() -> None:
-    assert [ring_bytes(kind, 1200, 4) for kind in KINDS] == [1800, 900, 900, 900, 1200]
+    assert [kind.ring_bytes(1200, 4) for kind in (AllReduce, ReduceScatter, AllGather)] == [1800, 900, 900]
     meter = Meter()
     assert meter.fell_back("dp", "why", 100)
     assert not meter.fell_back("dp", "why", 100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -121,20 +122,36 @@ def gathered(rank: int, stage: int) -> Any:
         whole = [p.detach().clone() for p in parameters]
     before = ssdtrain_ds.runtime_of(engine).comm.figures()["zero_gather"].calls
     norm = engine.get_global_grad_norm()
+    assert norm is not None and norm > 0
     assert ssdtrain_ds.runtime_of(engine).comm.figures()["zero_gather"].calls == before > 0
-    plain = [p.ds_tensor.clone() for p in parameters] if stage == 3 else []
+    if stage == 3:
+        own = [p.ds_tensor.clone() for p in parameters]
+    else:
+        own = [master.detach().clone() for master in engine.optimizer.single_partition_of_fp32_groups]
+        whole += [flat.detach().clone() for flat in engine.optimizer.bit16_groups_flat]
     engine.destroy()
-    return [whole, plain, float(norm)]
+    return [whole, own, float(norm)]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_weights_gathered_for_anything_but_training_come_as_they_are(stage: int) -> None:
+def test_weights_gathered_for_anything_but_training_come_as_they_are() -> None:
     """A checkpoint of ZeRO-3's weights, or what the user gathers, holds the exact ones; norms are the same on all ranks."""
-    first, second = on_ranks(2, gathered, stage)
+    first, second = on_ranks(2, gathered, 3)
     assert all(map(torch.equal, first[0], second[0]))
     assert first[2] == second[2]
-    for whole, *parts in zip(first[0], first[1], second[1], strict=False):
+    assert len(first[0]) == len(first[1]) == len(second[1]) > 0
+    for whole, *parts in zip(first[0], first[1], second[1], strict=True):
         assert torch.equal(whole.flatten(), torch.cat([part.flatten() for part in parts])[: whole.numel()])
+
+
+def test_weights_gathered_by_difference_are_close_to_the_master_copy_and_equal_on_all_ranks() -> None:
+    first, second = on_ranks(2, gathered, 2)
+    assert all(map(torch.equal, first[0], second[0]))
+    assert first[2] == second[2]
+    assert len(first[1]) == len(second[1]) > 0
+    for flat, *masters in zip(first[0][-len(first[1]) :], first[1], second[1], strict=True):
+        exact = torch.cat(masters)
+        assert flat.numel() == exact.numel()
+        assert 0 < (flat - exact).norm() < 0.01 * exact.norm()
 
 
 def detached(rank: int) -> Any:
@@ -202,19 +219,17 @@ def overflowed(rank: int) -> Any:
     for ids, labels in ids_and_labels:
         loss = engine(ids, labels)
         engine.backward(loss * float("nan") if rank == 1 else loss)
-    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    norm = engine.optimizer.scaled_global_norm() if hasattr(engine.optimizer, "scaled_global_norm") else None
-    kept = all(
-        torch.isfinite(comm.feedback.residual(name)).all()
-        for name in list(comm.feedback.state_dict()["pieces"])
-    )
-    del gradients
+    norm = float(engine.optimizer.scaled_global_norm())
+    residuals = [comm.feedback.residual(name) for name in comm.feedback.state_dict()["pieces"]]
     engine.destroy()
-    return [norm is None or not torch.isfinite(torch.as_tensor(norm)), bool(kept)]
+    return norm, residuals
 
 
 def test_a_nan_on_one_rank_is_seen_by_all_and_not_kept() -> None:
-    assert on_ranks(2, overflowed) == [[True, True], [True, True]]
+    for norm, residuals in on_ranks(2, overflowed):
+        assert not math.isfinite(norm)
+        assert any(residual.any() for residual in residuals)
+        assert all(torch.isfinite(residual).all() for residual in residuals)
 
 
 def test_padding_that_nobody_writes_is_outside_of_every_block() -> None:
@@ -243,3 +258,55 @@ def poisoned(rank: int) -> Any:
 def test_uneven_partitions_of_zero_3_meet_no_garbage() -> None:
     for losses, wanted in on_ranks(3, poisoned):
         assert losses == pytest.approx(wanted, rel=0.02)
+
+
+def growing_scale(rank: int) -> Any:
+    """float16 whose loss scale doubles after every second good step."""
+    import ssdtrain_ds
+
+    comm = {**COMM, "zero_gather": "off"}
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1}
+    engine = engine_of(1, comm, fp16=fp16)
+    feedback = ssdtrain_ds.runtime_of(engine).comm.feedback
+    found = []
+    for step in range(5):
+        scale = float(engine.optimizer.loss_scale)
+        train(engine, rank, step, step + 1)
+        found.append((scale, feedback.scale, feedback.nbytes))
+    engine.destroy()
+    return found
+
+
+def test_residuals_know_the_loss_scale_of_their_gradients() -> None:
+    for found in on_ranks(2, growing_scale):
+        assert len({scale for scale, _, _ in found}) > 1, "the loss scale did not grow"
+        assert all(seen == scale and nbytes > 0 for scale, seen, nbytes in found)
+
+
+def written_between_steps(rank: int) -> Any:
+    import ssdtrain_ds
+
+    engine = engine_of(2, {**COMM, "zero_gather": "int8", "exclude": "none"})
+    train(engine, rank, 0, 3)
+    figures = ssdtrain_ds.runtime_of(engine).comm.figures
+    before = figures()["zero_gather"].fallbacks.total()
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.data.add_(0.25)  # as averaging of weights does, past DeepSpeed's own functions
+    train(engine, rank, 3, 4)
+    after = figures()["zero_gather"].fallbacks.total()
+    flat = torch.cat([flat.detach().float().flatten() for flat in engine.optimizer.bit16_groups_flat])
+    masters = torch.cat([part.detach().clone() for part in engine.optimizer.single_partition_of_fp32_groups])
+    train(engine, rank, 4, 5)
+    engine.destroy()
+    return after - before, flat, masters
+
+
+def test_weights_written_between_steps_are_gathered_in_full_without_a_word() -> None:
+    """The step overwrites them from the master copy, on all ranks, as it does without SSDTrain."""
+    (fallbacks, flat, master), (other_fallbacks, other_flat, other_master) = on_ranks(
+        2, written_between_steps
+    )
+    assert fallbacks == other_fallbacks == 1
+    assert torch.equal(flat, other_flat)
+    assert torch.equal(flat, torch.cat([master, other_master]))

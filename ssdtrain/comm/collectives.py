@@ -1,0 +1,284 @@
+"""Collectives as objects: each owns its tensors, cuts them into pieces, and knows what it sends and what the plain one sends.
+
+To add a collective: a class here with its ring bytes, its pieces, its plain form and a sample to measure on; and a verb of
+`Communicator` that makes one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ssdtrain.comm import algorithms
+from ssdtrain.comm.algorithms import Call, Piece
+from ssdtrain.comm.coding import Ranges, clip, spans
+from ssdtrain.comm.work import Steps
+
+# Pieces are cut at multiples of this, so that no block of a codec straddles two.
+GRAIN = 256
+# Bytes of a tensor that stand for all of it where time is measured.
+SAMPLE = 32 << 20
+
+# Taken before anybody replaces the module's attributes.
+_all_reduce = dist.all_reduce
+# Newer torch has other names for these two and warns of these.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+Parts = list[tuple[int, int]]
+"""(start, stop) in the whole tensor of each rank's part of one piece."""
+
+
+class Collective(ABC):
+    """One call: what is sent, and how."""
+
+    name: ClassVar[str]
+    """For messages."""
+    scatters: ClassVar[bool] = False
+    """Whether it has a reduction: then a call without a codec is the framework's own, whose order of summation differs."""
+    op: Any = dist.ReduceOp.SUM
+    dtype: torch.dtype
+    nbytes: int | None
+    """Of the whole tensor; None where ranks send different sizes, and each message is looked at by itself."""
+
+    @abstractmethod
+    def raw_bytes(self, ranks: int) -> int:
+        """What the plain one sends from this rank."""
+
+    @abstractmethod
+    def steps(self, call: Call, chunk: int) -> list[Steps]:
+        """The messages of this call.
+
+        Args:
+            chunk: bytes of the whole tensor that make a piece.
+        """
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What must live until the call is over."""
+
+
+class Sharded(Collective):
+    """A collective on one flat tensor of which each rank owns a part.
+
+    Args:
+        values: flat; what this rank contributes.
+        into: flat; takes the result. May share memory with `values`.
+        exact: elements of the whole tensor that are excluded.
+    """
+
+    gathers: ClassVar[bool] = False
+    """Whether results go from their owners to all ranks."""
+
+    def __init__(self, values: Tensor, into: Tensor, exact: Ranges = (), op: Any = dist.ReduceOp.SUM) -> None:
+        self.values = values
+        self.into = into
+        self.exact = exact
+        self.op = op
+        self.dtype = self.whole.dtype
+        self.nbytes: int = self.whole.nbytes
+
+    @property
+    @abstractmethod
+    def whole(self) -> Tensor:
+        """The one of the two tensors that holds all ranks' parts."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.values, self.into
+
+    @classmethod
+    def ring_bytes(cls, nbytes: int, ranks: int) -> int:
+        """Bytes that one rank sends in a ring of `ranks` for a whole tensor of `nbytes`: (N-1)/N of it in each half."""
+        return (cls.scatters + cls.gathers) * (ranks - 1) * nbytes // ranks
+
+    def raw_bytes(self, ranks: int) -> int:
+        return self.ring_bytes(self.nbytes, ranks)
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """What `wire_bytes` depends on, beside the call."""
+        return type(self), self.whole.numel(), self.dtype, self.exact
+
+    def parts(self, ranks: int, chunk: int) -> Iterator[Parts]:
+        """The parts of each piece, by group rank."""
+        share = self.whole.numel() // ranks
+        for a, b in _spans(share, chunk // self.dtype.itemsize // ranks):
+            yield [(rank * share + a, rank * share + b) for rank in range(ranks)]
+
+    def steps(self, call: Call, chunk: int) -> list[Steps]:
+        pieces = enumerate(self.parts(call.topology.size, chunk))
+        return [self._piece(call, parts, str(n)) for n, parts in pieces]
+
+    @abstractmethod
+    def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
+        """The steps of one piece."""
+
+    def wire_bytes(self, call: Call, chunk: int) -> list[int]:
+        """What each group rank sends in `steps`, known from sizes alone, so that all ranks find the same."""
+        total = [0] * call.topology.size
+        for parts in self.parts(call.topology.size, chunk):
+            sizes = [(b - a, clip(self.exact, a, b)) for a, b in parts]
+            found = []
+            if self.scatters:
+                inside, between = (
+                    [coder.nbytes(count, exact, self.dtype) for count, exact in sizes]
+                    for coder in (call.scatter.inside, call.scatter.between)
+                )
+                found.append(algorithms.reduce_scatter_bytes(call.topology, inside, between))
+            if self.gathers:
+                payloads = [call.gather.nbytes(count, exact, self.dtype) for count, exact in sizes]
+                found.append(algorithms.all_gather_bytes(call.topology, payloads))
+            total = [sum(sent) for sent in zip(total, *found, strict=True)]
+        return total
+
+    @abstractmethod
+    def plain(self, group: dist.ProcessGroup) -> None:
+        """torch's own collective, to its end."""
+
+    @abstractmethod
+    def sample(self, ranks: int) -> Sharded:
+        """The same on copies of the start of the tensors, in proportion."""
+
+    def _pieces(self, parts: Parts) -> list[Piece]:
+        return [Piece(self.whole[a:b], clip(self.exact, a, b)) for a, b in parts]
+
+
+class AllReduce(Sharded):
+    """The sum of `values` over ranks, in place: `into` is the same tensor."""
+
+    name = "all_reduce"
+    scatters = gathers = True
+
+    @property
+    def whole(self) -> Tensor:
+        return self.values
+
+    def parts(self, ranks: int, chunk: int) -> Iterator[Parts]:
+        for start, stop in _spans(self.values.numel(), chunk // self.dtype.itemsize):
+            share = -(-(stop - start) // ranks // GRAIN) * GRAIN
+            yield list(pairwise([min(start + i * share, stop) for i in range(ranks)] + [stop]))
+
+    def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
+        return algorithms.all_reduce(call, self._pieces(parts), part)
+
+    def plain(self, group: dist.ProcessGroup) -> None:
+        _all_reduce(self.values, op=self.op, group=group)
+
+    def sample(self, ranks: int) -> Sharded:
+        copy = self.values[: SAMPLE // self.dtype.itemsize].clone()
+        return AllReduce(copy, copy, (), self.op)
+
+
+class ReduceScatter(Sharded):
+    """The sum of `values` [ranks x n] over ranks; each gets its part of it in `into` [n]."""
+
+    name = "reduce_scatter"
+    scatters = True
+
+    @property
+    def whole(self) -> Tensor:
+        return self.values
+
+    def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
+        a, b = parts[0]
+        return algorithms.reduce_scatter_into(call, self.into[a:b], self._pieces(parts), part)
+
+    def plain(self, group: dist.ProcessGroup) -> None:
+        _reduce_scatter(self.into, self.values, op=self.op, group=group)
+
+    def sample(self, ranks: int) -> Sharded:
+        share = min(self.into.numel(), SAMPLE // self.dtype.itemsize // ranks)
+        copy = self.values[: share * ranks].clone()
+        return ReduceScatter(copy, torch.empty_like(self.into[:share]), (), self.op)
+
+
+class AllGather(Sharded):
+    """Every rank's `values` [n] in `into` [ranks x n]."""
+
+    name = "all_gather"
+    gathers = True
+
+    @property
+    def whole(self) -> Tensor:
+        return self.into
+
+    def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
+        (a, b), outs = parts[0], self._pieces(parts)
+        mine = Piece(self.values[a:b], outs[call.topology.rank].exact)
+        return algorithms.all_gather(call, mine, outs, part)
+
+    def plain(self, group: dist.ProcessGroup) -> None:
+        _all_gather(self.into, self.values, group=group)
+
+    def issue(self, group: dist.ProcessGroup) -> dist.Work | None:
+        """`plain`, to be waited for."""
+        return _all_gather(self.into, self.values, group=group, async_op=True)
+
+    def sample(self, ranks: int) -> Sharded:
+        share = min(self.values.numel(), SAMPLE // self.dtype.itemsize // ranks)
+        copy = self.values[:share].clone()
+        return AllGather(copy, torch.empty_like(self.into[: share * ranks]))
+
+
+class DeltaAllGather(AllGather):
+    """`AllGather` of what changed since the last one. See `references`.
+
+    Args:
+        reference: flat [n]: what all ranks have of this rank's `values`; the new ones at the end of the call.
+    """
+
+    def __init__(self, values: Tensor, into: Tensor, exact: Ranges, reference: Tensor) -> None:
+        super().__init__(values, into, exact)
+        self.reference = reference
+
+    def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
+        (a, b), outs = parts[0], self._pieces(parts)
+        mine = Piece(self.values[a:b], outs[call.topology.rank].exact, self.reference[a:b])
+        return algorithms.all_gather(call, mine, outs, part)
+
+
+class AllToAll(Collective):
+    """Parts of one tensor to each rank, and as many back, of any sizes.
+
+    Args:
+        incoming: flat, by group rank.
+        outgoing: flat, by group rank.
+        min_bytes: smaller messages go as they are.
+    """
+
+    name = "all_to_all"
+    nbytes = None
+
+    def __init__(
+        self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor], own: int, min_bytes: int
+    ) -> None:
+        self.incoming = incoming
+        self.outgoing = outgoing
+        self.own = own
+        self.min_bytes = min_bytes
+        self.dtype = outgoing[own].dtype
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *self.incoming, *self.outgoing
+
+    def raw_bytes(self, ranks: int) -> int:
+        return sum(part.nbytes for rank, part in enumerate(self.outgoing) if rank != self.own)
+
+    def steps(self, call: Call, chunk: int) -> list[Steps]:
+        """One message to each rank: coded where its payload is smaller, which both sides know from its size."""
+        coders, nodes = call.scatter, call.topology.nodes
+        of_peers = [coders.inside if node == nodes[self.own] else coders.between for node in nodes]
+        return [algorithms.all_to_all(call, self.incoming, self.outgoing, of_peers, self.min_bytes, "0")]
+
+
+def _spans(numel: int, step: int) -> Iterator[tuple[int, int]]:
+    return spans(numel, max(GRAIN, step // GRAIN * GRAIN))

@@ -1,0 +1,160 @@
+"""No message is larger than the one it replaces: what the meter says, what is handed to torch, and what the interface counts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ssdtrain.comm import Bucket, Communicator, CommMetrics, algorithms
+from ssdtrain.comm.collectives import AllGather
+from tests.comm.ranks import on_ranks
+from tests.comm.test_collectives import make, values
+
+CASES = 30
+SPECS = ("int8", "int4:hadamard", "bf16", "off/int8", "int8/int4", "zfp:rate=16", "raw", "int8/off")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def ranges(chance: random.Random, numel: int) -> tuple[tuple[int, int], ...]:
+    """Excluded elements: none, few, one large table at either end, nearly all, all."""
+    kind = chance.randrange(6)
+    if kind == 0 or numel == 0:
+        return ()
+    if kind == 1:
+        return ((0, numel),)
+    if kind == 2:
+        return ((0, max(1, numel * 2 // 3)),)
+    if kind == 3:
+        return ((numel // 3, numel),)
+    if kind == 4 and numel > 4:
+        return ((0, numel // 2), (numel // 2 + 1, numel))
+    edges = sorted({chance.randrange(numel + 1) for _ in range(2 * chance.randrange(1, 5))})
+    return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=False))
+
+
+@contextmanager
+def handed_over(sent: list[int]) -> Iterator[None]:
+    """Counts in `sent` what the algorithms hand to torch for other ranks while it lives."""
+    exchange, gather = algorithms._all_to_all, algorithms._all_gather
+
+    def all_to_all(out: Any, packed: Any, receives: Any, sends: Any, **more: Any) -> Any:
+        sent[0] += packed.nbytes
+        return exchange(out, packed, receives, sends, **more)
+
+    def all_gather(out: Any, mine: Any, **more: Any) -> Any:
+        sent[0] += out.nbytes - mine.nbytes
+        return gather(out, mine, **more)
+
+    algorithms._all_to_all, algorithms._all_gather = all_to_all, all_gather
+    try:
+        yield
+    finally:
+        algorithms._all_to_all, algorithms._all_gather = exchange, gather
+
+
+def one_case(comm: Communicator, number: int, rank: int) -> None:
+    """A call with random sizes, the same on all ranks, and its result beside that of the plain collective."""
+    chance = random.Random(number)
+    ranks = dist.get_world_size()
+    dtype = chance.choice(DTYPES)
+    share = chance.choice((1, 3, 40, 255, 1000, 20_001))
+    kind = chance.choice(("all_reduce", "reduce_scatter", "all_gather", "weights", "all_to_all"))
+    bucket = Bucket(f"b{number}", ranges(chance, share * ranks))
+    own = slice(rank * share, (rank + 1) * share)
+    whole = values(rank + number, share * ranks, dtype)
+    if kind == "all_reduce":
+        if (work := comm.all_reduce(whole.clone(), "dp", bucket=bucket)) is not None:
+            work.wait()
+    elif kind == "reduce_scatter":
+        if (
+            work := comm.reduce_scatter(torch.empty(share, dtype=dtype), whole, "dp", bucket=bucket)
+        ) is not None:
+            work.wait()
+    elif kind == "all_gather":
+        if (work := comm.all_gather(whole, whole[own].clone(), "zero_gather", bucket=bucket)) is not None:
+            work.wait()
+    elif kind == "all_to_all":
+        counts = [[chance.randrange(0, 90) for _ in range(ranks)] for _ in range(ranks)]
+        sends, receives = counts[rank], [row[rank] for row in counts]
+        tokens = values(rank, 5 * sum(sends), dtype).view(-1, 5)
+        out = torch.empty(sum(receives), 5, dtype=dtype)
+        if (work := comm.all_to_all(out, tokens, "ep", receives, sends)) is not None:
+            work.wait()
+    else:
+        replica = torch.zeros(share * ranks, dtype=dtype)
+        for step in range(3):
+            mine = values(rank + 7 * step, share, dtype)
+            plain = torch.empty_like(replica)
+            dist.all_gather_into_tensor(plain, mine)
+            replica[own] = mine
+            work = comm.gather_weights(replica, replica[own], None, bucket)
+            if work is None:
+                replica.copy_(plain)
+            else:
+                work.wait()
+            for a, b in bucket.exact:
+                assert torch.equal(replica[a:b], plain[a:b]), "excluded weights come as they are"
+
+
+def cases(rank: int, seed: int) -> int:
+    compressed = 0
+    for spec in SPECS:
+        comm = make(**{name: spec for name in ("dp", "dp_gather", "zero_gather", "ep")}, chunk="16KiB")
+        for number in range(seed, seed + CASES):
+            before, sent = comm.figures(), [0]
+            with handed_over(sent):
+                one_case(comm, number, rank)
+            for dimension, after in comm.figures().items():
+                earlier = before.get(dimension, CommMetrics())
+                raw, wire = after.raw_bytes - earlier.raw_bytes, after.wire_bytes - earlier.wire_bytes
+                assert wire <= raw, (number, spec, dimension, wire, raw)
+                if raw and after.fallbacks == earlier.fallbacks:
+                    assert wire == sent[0], (number, spec, dimension)
+        compressed += sum(found.compressed for found in comm.figures().values())
+    return compressed
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes"),
+    [(2, ["a", "b"]), (3, None), (4, ["a", "a", "b", "b"])],
+    ids=["two nodes", "three ranks", "two hops"],
+)
+def test_no_call_sends_more_than_a_ring(ranks: int, nodes: list[str] | None) -> None:
+    assert min(on_ranks(ranks, cases, 1000 * ranks, nodes=nodes)) > CASES
+
+
+def large_vocabulary(rank: int, dtype: torch.dtype) -> Any:
+    """A table of 16384 x 128 in 3.3 M parameters: it is excluded, and fills the first of two shards."""
+    comm = make(zero_gather="int8")
+    numel, table = 3_300_352, 16384 * 128
+    ranks = dist.get_world_size()
+    share = numel // ranks
+    replica = torch.zeros(numel, dtype=dtype)
+    own = slice(rank * share, (rank + 1) * share)
+    bucket = Bucket("weights", ((0, table),))
+    for step in range(3):
+        replica[own] += 0.01 * values(10 * step + rank, share, dtype)
+        work = comm.gather_weights(replica, replica[own], None, bucket)
+        if work is None:
+            dist.all_gather_into_tensor(replica, replica[own].clone())
+        else:
+            work.wait()
+    found = comm.figures()["zero_gather"]
+    # The first gather is in full.
+    plain = AllGather.ring_bytes(replica.nbytes, ranks)
+    return [found.raw_bytes - plain, found.wire_bytes - plain, found.compressed]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("dtype", "saved"), [(torch.bfloat16, 0.15), (torch.float32, 0.25)], ids=str)
+def test_a_large_vocabulary_is_sent_in_its_own_dtype(ranks: int, dtype: torch.dtype, saved: float) -> None:
+    found = on_ranks(ranks, large_vocabulary, dtype)
+    assert all(wire <= raw and compressed == 2 for raw, wire, compressed in found)
+    raw, wire = (sum(one[n] for one in found) for n in range(2))
+    assert wire < (1 - saved) * raw, (wire, raw)
