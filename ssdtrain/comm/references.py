@@ -122,6 +122,9 @@ def bit_sums(tensors: tuple[Tensor, ...]) -> Tensor:
         raw = tensor.view(torch.uint8)
         head = min(-raw.storage_offset() % 8, raw.numel())
         words = (raw.numel() - head) // 8
+        if words == 0:
+            found.append(raw.long())
+            continue
         body = raw[head : head + 8 * words].view(torch.int64)
         rows = words // _COLUMNS
         square = body[: rows * _COLUMNS].view(rows, _COLUMNS)
