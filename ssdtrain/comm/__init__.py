@@ -17,4 +17,4 @@ from ssdtrain.comm.meter import CommMetrics
 from ssdtrain.comm.policy import Policy
 from ssdtrain.comm.work import ChainedWork, CompressedWork
 
-__all__ = ["Bucket", "ChainedWork", "Communicator", "CompressedWork", "CommMetrics", "Policy"]
+__all__ = ["Bucket", "ChainedWork", "CommMetrics", "Communicator", "CompressedWork", "Policy"]

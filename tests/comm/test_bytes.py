@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ssdtrain.comm import Bucket, Communicator, CommMetrics, algorithms
+from ssdtrain.comm import Bucket, CommMetrics, Communicator, algorithms
 from ssdtrain.comm.collectives import AllGather
 from tests.comm.ranks import on_ranks
 from tests.comm.test_collectives import make, values
