@@ -10,6 +10,9 @@ without them the parts on the network are skipped, with the reason under `skippe
   parallelism are all that is sent. Bytes at the interfaces, headers included, over those of the same run without SSDTrain
   (`dp_wire_ratio`) and over the ring's formula (`dp_wire_ratio_formula`). Embeddings, norms and biases go as they are: of this
   model 0.8%, of one with a large vocabulary much more.
+- layouts: bytes of ZeRO-1, 2 and 3 in float32 and bfloat16, of a GPT of 3.3 M parameters of which a table of 16384 x 128 is
+  excluded (`large`) and of one with a byte vocabulary (`small`), over those of the same run without SSDTrain, by dimension and at
+  the interface. None may be above 1.
 - speed: ZeRO-2 of the GPT with half as many blocks (43 M) at 1 and 10 Gbit/s, nothing overlapped: plain, silent (large messages
   not sent) and every preset alive at once, a step each in turn; ratios are medians over neighbours in time. f = 1 -
   t(silent)/t(plain). Under `best` the same of each variant's fastest step, which says more where the machine has other work.
@@ -35,7 +38,7 @@ from benchmarks.common import finish, hardware, paired_ratio, parser
 from benchmarks.two_nodes.network import Network, network, why_not
 from benchmarks.two_nodes.variants import LAYOUTS, PLAIN, SILENT, Measured, comm_arguments, measure
 
-PARTS = ("wire", "speed", "megatron", "loss")
+PARTS = ("wire", "layouts", "speed", "megatron", "loss")
 PRESETS = ("safe", "balanced", "aggressive", "paper-zhybrid")
 DELAY_MS = 0.1
 AGREEMENT = 0.02
@@ -79,6 +82,51 @@ def wire(on: Network, options: argparse.Namespace, note: Note) -> dict[str, Any]
         else None,
         "wire_parameters": plain.about["parameters"],
         "wire_replicas_equal": all(one.replicas_equal for one in found.values()),
+    }
+
+
+VOCABULARIES = {"small": "256", "large": "16384"}
+
+
+def layouts(on: Network, options: argparse.Namespace, note: Note) -> dict[str, Any]:
+    """Bytes of ZeRO-1 to 3 with `balanced`, by dtype and vocabulary."""
+    on.shape("10gbit", DELAY_MS)
+    compressed = comm_arguments({"preset": "balanced", "warmup_steps": 0, "probe": False, "min_bytes": 0})
+    found: dict[str, Any] = {}
+    for stage in (1, 2, 3):
+        for dtype in ("float32", "bfloat16"):
+            for name, vocabulary in VOCABULARIES.items():
+                extra = [
+                    "--layers",
+                    "4",
+                    "--hidden",
+                    "128",
+                    "--heads",
+                    "4",
+                    "--sequence",
+                    "64",
+                    "--batch",
+                    "1",
+                ]
+                extra += ["--vocabulary", vocabulary, *(["--bf16"] if dtype == "bfloat16" else [])]
+                variants: dict[str, Sequence[str]] = {PLAIN: [], "balanced": compressed}
+                one = measure(
+                    on, LAYOUTS[f"deepspeed_zero{stage}"], variants, steps=3, warmup=2, extra=extra, note=note
+                )
+                balanced, plain = one["balanced"], one[PLAIN]
+                raw: dict[str, int] = {}
+                wire: dict[str, int] = {}
+                for by_name in filter(None, balanced.metered):
+                    for dimension, figures in by_name.items():
+                        raw[dimension] = raw.get(dimension, 0) + figures["raw_bytes"]
+                        wire[dimension] = wire.get(dimension, 0) + figures["wire_bytes"]
+                found[f"zero{stage}, {dtype}, {name} vocabulary"] = {
+                    "interface": balanced.sent_per_step / plain.sent_per_step,
+                    **{name: wire[name] / raw[name] for name in raw if raw[name]},
+                }
+    return {
+        "layouts_wire_ratio": found,
+        "no_layout_sends_more": all(ratio <= 1 for one in found.values() for ratio in one.values()),
     }
 
 
@@ -160,6 +208,8 @@ def run(options: argparse.Namespace, note: Note) -> dict[str, Any]:
                 note(f"this kernel has no netem: no delay of {DELAY_MS} ms is added")
             if "wire" in parts:
                 figures |= wire(on, options, note)
+            if "layouts" in parts:
+                figures |= layouts(on, options, note)
             if "speed" in parts:
                 for name in options.rates:
                     on.shape(RATES[name], DELAY_MS)
@@ -203,7 +253,7 @@ def _headline(details: dict[str, Any]) -> dict[str, Any]:
 def arguments() -> argparse.ArgumentParser:
     made = parser(__doc__ or "")
     made.formatter_class = argparse.RawDescriptionHelpFormatter
-    made.add_argument("--part", nargs="+", choices=PARTS, default=["wire", "speed", "loss"])
+    made.add_argument("--part", nargs="+", choices=PARTS, default=["wire", "layouts", "speed", "loss"])
     made.add_argument(
         "--presets", nargs="*", choices=(*PRESETS, "paper-mzhybrid"), default=list(PRESETS[:3]),
         help="none for the uncompressed figures alone",

@@ -16,9 +16,10 @@ def gpt(
     heads: int = 6,
     sequence: int = 512,
     recomputed_blocks: int = 0,
+    vocabulary: int = 256,
 ) -> GPT:
     """Called with (tokens, targets), int64 of shape (microbatch, sequence), it returns the mean loss."""
-    config = GPTConfig(layers=layers, hidden=hidden, heads=heads, sequence=sequence)
+    config = GPTConfig(layers=layers, hidden=hidden, heads=heads, sequence=sequence, vocabulary=vocabulary)
     return GPT(config, recomputed_blocks=recomputed_blocks)
 
 

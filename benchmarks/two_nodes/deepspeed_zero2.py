@@ -1,6 +1,6 @@
-"""DeepSpeed ZeRO training of a GPT on one rank, fp32, communication not overlapped. Started and stepped by `Ranks`.
+"""DeepSpeed ZeRO training of a GPT on one rank, float32 or bfloat16, communication not overlapped.
 
-The plain run has no `ssdtrain` block and no SSDTrain installed. `--silent` is the same run whose gradients and weights are not
+Started and stepped by `Ranks`. The plain run has no `ssdtrain` block and no SSDTrain installed. `--silent` is the same run whose gradients and weights are not
 sent: collectives of at least 64 KiB return at once, so that everything else takes the time that it takes. Its ranks drift
 apart and its losses mean nothing; its seconds say what communication costs.
 """
@@ -36,6 +36,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", type=int, default=2, help="sequences per rank")
     made.add_argument("--stage", type=int, default=2, help="of ZeRO")
     made.add_argument("--bucket", type=int, default=10_000_000, help="elements of a gradient bucket")
+    made.add_argument("--vocabulary", type=int, default=256, help="rows of the embedding; the data are bytes")
+    made.add_argument("--bf16", action="store_true", help="train in bfloat16 with a float32 master copy")
     made.add_argument("--seed", type=int, default=1234)
     made.add_argument(
         "--comm", type=json.loads, help="the `comm` block as JSON; without it SSDTrain is absent"
@@ -62,6 +64,7 @@ class DeepSpeedGPT(Workload):
                 "allgather_bucket_size": options.bucket,
             },
             "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": options.bf16},
             "steps_per_print": 10**9,
         }
         if options.comm is not None:
@@ -71,7 +74,11 @@ class DeepSpeedGPT(Workload):
             config["ssdtrain"] = {"comm": options.comm, "report": {"interval": 0}}
         torch.manual_seed(options.seed)
         model = gpt(
-            layers=options.layers, hidden=options.hidden, heads=options.heads, sequence=options.sequence
+            layers=options.layers,
+            hidden=options.hidden,
+            heads=options.heads,
+            sequence=options.sequence,
+            vocabulary=options.vocabulary,
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         self.engine, *_ = deepspeed.initialize(

@@ -26,8 +26,12 @@ class Layout:
 
 
 LAYOUTS: dict[str, Layout] = {
-    "deepspeed_zero2": Layout(("-m", "benchmarks.two_nodes.deepspeed_zero2", "--stage", "2")),
-    "deepspeed_zero0": Layout(("-m", "benchmarks.two_nodes.deepspeed_zero2", "--stage", "0")),
+    **{
+        f"deepspeed_zero{stage}": Layout(
+            ("-m", "benchmarks.two_nodes.deepspeed_zero2", "--stage", str(stage))
+        )
+        for stage in range(4)
+    },
     "megatron_tp2_dp2": Layout(
         ("-m", "tests.megatron.cpu", "-m", "benchmarks.two_nodes.megatron_gpt", "--tensor", "2"), 2
     ),
