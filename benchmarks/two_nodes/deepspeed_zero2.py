@@ -1,8 +1,8 @@
 """DeepSpeed ZeRO training of a GPT on one rank, float32 or bfloat16, communication not overlapped.
 
-Started and stepped by `Ranks`. The plain run has no `ssdtrain` block and no SSDTrain installed. `--silent` is the same run whose gradients and weights are not
-sent: collectives of at least 64 KiB return at once, so that everything else takes the time that it takes. Its ranks drift
-apart and its losses mean nothing; its seconds say what communication costs.
+Started and stepped by `Ranks`. The plain run has no `ssdtrain` block and no SSDTrain installed. `--silent` is the same run whose
+gradients and weights are not sent: collectives of at least 64 KiB return at once, so that everything else takes the time that it
+takes. Its ranks drift apart and its losses mean nothing; its seconds say what communication costs.
 """
 
 from __future__ import annotations
