@@ -1,0 +1,75 @@
+"""One of two ranks on two nodes: runs calls plainly or through a communicator, as it is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.two_nodes.ranks import CHANNEL
+from ssdtrain.comm import Bucket
+from tests.comm.test_collectives import make, values
+
+SHARE = 300_000
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Of a table that fills the first shard and a part of the second, of small ones, and of all.
+EXCLUDED = {
+    "none": (),
+    "table": ((0, SHARE + 40_000),),
+    "norms": tuple((at, at + 128) for at in range(0, 2 * SHARE, 20_000)),
+    "all": ((0, 2 * SHARE),),
+}
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "weights")
+
+
+def main() -> None:
+    channel = os.fdopen(int(os.environ[CHANNEL]), "w")
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    comm = make(dp="int8", dp_gather="int8", zero_gather="int8")
+    weights: dict[str, torch.Tensor] = {}
+    for line in sys.stdin:
+        command = json.loads(line)["command"]
+        if command not in ("finish", "ready"):
+            kind, dtype, excluded, way = command.split()
+            bucket = Bucket(command, EXCLUDED[excluded])
+            call(comm if way == "compressed" else None, kind, DTYPES[dtype], bucket, rank, weights)
+        print(json.dumps({}), file=channel, flush=True)
+        if command == "finish":
+            break
+
+
+def call(
+    comm: Any, kind: str, dtype: torch.dtype, bucket: Bucket, rank: int, weights: dict[str, torch.Tensor]
+) -> None:
+    own = slice(rank * SHARE, (rank + 1) * SHARE)
+    whole = weights.setdefault(bucket.name, values(rank, 2 * SHARE, dtype))
+    work = None
+    if kind == "all_reduce":
+        work = comm and comm.all_reduce(whole, "dp", bucket=bucket)
+        if work is None:
+            dist.all_reduce(whole)
+    elif kind == "reduce_scatter":
+        out = torch.empty(SHARE, dtype=dtype)
+        work = comm and comm.reduce_scatter(out, whole, "dp", bucket=bucket)
+        if work is None:
+            dist.reduce_scatter_tensor(out, whole)
+    else:
+        verb = comm and (
+            comm.gather_weights
+            if kind == "weights"
+            else lambda a, b, g, c: comm.all_gather(a, b, "zero_gather", g, c)
+        )
+        work = verb and verb(whole, whole[own], None, bucket)
+        if work is None:
+            dist.all_gather_into_tensor(whole, whole[own].clone())
+    if work is not None:
+        work.wait()
+
+
+if __name__ == "__main__":
+    main()
