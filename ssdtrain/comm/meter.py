@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ssdtrain.telemetry.registry import MetricSet, Over, Unit, counter
 
+
 @dataclass
 class CommMetrics(MetricSet):
     """One dimension's traffic, on this rank, since the start."""
