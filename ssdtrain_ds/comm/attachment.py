@@ -13,7 +13,7 @@ import torch
 from ssdtrain.comm import Communicator
 from ssdtrain.comm.exclusion import excluded
 from ssdtrain_ds import _compat, _compat_comm
-from ssdtrain_ds.comm import gradients, layers, pipeline, roles, weights
+from ssdtrain_ds.comm import gradients, layers, pipeline, traffic, weights
 
 __all__ = ["CommAttachment"]
 
@@ -23,8 +23,8 @@ logger = logging.getLogger("ssdtrain")
 class CommAttachment:
     """What compression changed about one engine and its optimizer, until `detach`.
 
-    The engine gets functions of its own that take a role around its gradients, weights and messages; the class of DeepSpeed's
-    backend and its layers' autograd functions ask for roles as long as something is attached.
+    The engine gets functions of its own that open a traffic scope around its gradients, weights and messages; the class of
+    DeepSpeed's backend and its layers' autograd functions look for one as long as something is attached.
     """
 
     def __init__(self, engine: Any, comm: Communicator) -> None:
@@ -32,7 +32,7 @@ class CommAttachment:
         self.engine = engine
         self.comm = comm
         self._own: list[tuple[Any, str, Any, Any]] = []
-        roles.install()
+        traffic.install()
         weights.install()
         layers.install(comm)
         # A quantised block is coded with its neighbours, which differ from one data-parallel group to another: what several
@@ -108,5 +108,5 @@ class CommAttachment:
         self._own.clear()
         layers.remove(self.comm)
         weights.remove()
-        roles.remove()
+        traffic.remove()
         self.comm.forget_weights()

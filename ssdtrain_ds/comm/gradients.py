@@ -15,7 +15,7 @@ from ssdtrain.comm import Bucket, Communicator
 from ssdtrain.comm.coding import Ranges, clip
 from ssdtrain.comm.exclusion import ranges_in_order
 from ssdtrain_ds import _compat, _compat_comm
-from ssdtrain_ds.comm.roles import Role, taken
+from ssdtrain_ds.comm.traffic import Traffic, traffic_scope
 
 __all__ = ["wrap_gradients"]
 
@@ -40,7 +40,7 @@ def interleaved(tensors: Sequence[Slice], numel: int, ranks: int) -> Ranges:
     return ranges_in_order(slices)
 
 
-class Flow:
+class BucketCursor:
     """Buckets for consecutive collectives over a list of gradients: each takes the next elements.
 
     Args:
@@ -66,7 +66,7 @@ def name_of(what: str, numbers: Iterable[int]) -> str:
 def wrap_gradients(
     engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]
 ) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """(object, attribute, function) of what issues gradient reductions, in the role "dp".
+    """(object, attribute, function) of what issues gradient reductions, in the traffic "dp".
 
     Args:
         exact: excluded parameters.
@@ -100,7 +100,7 @@ class Lists:
         self._step = -1
         self._unknown = 0
 
-    def role(self, what: str, tensors: Sequence[Tensor]) -> Role:
+    def traffic(self, what: str, tensors: Sequence[Tensor]) -> Traffic:
         if self._comm.steps != self._step:
             self._step, self._unknown = self._comm.steps, 0
         known = {
@@ -115,7 +115,7 @@ class Lists:
             self._unknown += 1
             numbers += [self._unknown, *(t.numel() for t in tensors)]
         slices = [(t.numel(), exact) for t, (_, exact) in zip(tensors, found, strict=True)]
-        return Role(self._comm, "dp", Flow(name_of(what, numbers), slices))
+        return Traffic(self._comm, "dp", BucketCursor(name_of(what, numbers), slices))
 
 
 def _of_engine(engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> Callable[..., Any]:
@@ -124,7 +124,7 @@ def _of_engine(engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) 
 
     @functools.wraps(plain)
     def allreduce_bucket(bucket: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        with taken(lists.role("engine", bucket)):
+        with traffic_scope(lists.traffic("engine", bucket)):
             return plain(bucket, *args, **kwargs)
 
     return allreduce_bucket
@@ -133,7 +133,7 @@ def _of_engine(engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) 
 def _of_lists(
     engine: Any, optimizer: Any, comm: Communicator, exact: set[torch.nn.Parameter]
 ) -> Callable[..., Any]:
-    """Of ZeRO-1 and 2 without contiguous gradients, and inside of `average_tensor`, whose role is the better one."""
+    """Of ZeRO-1 and 2 without contiguous gradients, and inside of `average_tensor`, whose traffic is the better one."""
     plain = getattr(optimizer, _compat_comm.ALLREDUCE_BUCKET)
     lists = Lists(engine, comm, exact)
 
@@ -141,7 +141,7 @@ def _of_lists(
     def allreduce_bucket(bucket: list[Tensor], *args: Any, **kwargs: Any) -> Any:
         if optimizer.__dict__.get(_AVERAGING):
             return plain(bucket, *args, **kwargs)
-        with taken(lists.role("list", bucket)):
+        with traffic_scope(lists.traffic("list", bucket)):
             return plain(bucket, *args, **kwargs)
 
     return allreduce_bucket
@@ -158,22 +158,24 @@ def _of_stage_1_and_2(
     @functools.wraps(plain)
     def average_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         parameters = _compat_comm.parameters_of_bucket(optimizer, args)
-        flows: dict[Any, Flow] = {}
+        cursors: dict[Any, BucketCursor] = {}
         groups: dict[Any, list[tuple[int, Slice]]] = {}
         for parameter, group in parameters:
             groups.setdefault(group, []).append(
                 (numbers[id(parameter)], (parameter.numel(), id(parameter) in excluded))
             )
         for group, members in groups.items():
-            flows[group] = Flow(name_of("zero", (n for n, _ in members)), [found for _, found in members])
-        whole = next(iter(flows.values())) if len(flows) == 1 else None
+            cursors[group] = BucketCursor(
+                name_of("zero", (n for n, _ in members)), [found for _, found in members]
+            )
+        whole = next(iter(cursors.values())) if len(cursors) == 1 else None
 
         def bucket(numel: int, group: Any, scattered: bool) -> Bucket:
-            return (whole or flows[group])(numel, group)
+            return (whole or cursors[group])(numel, group)
 
         optimizer.__dict__[_AVERAGING] = True
         try:
-            with taken(Role(comm, "dp", bucket)):
+            with traffic_scope(Traffic(comm, "dp", bucket)):
                 return plain(tensor, *args, **kwargs)
         finally:
             del optimizer.__dict__[_AVERAGING]
@@ -191,7 +193,7 @@ def _of_stage_3(
         as_filled = _compat_comm.parameters_of_zero_3_bucket(optimizer, args)
         by_id = sorted(as_filled, key=_compat_comm.zero_id)
         name = name_of("zero3", (numbers[id(p)] for p in by_id))
-        whole = Flow(name, [(_compat_comm.zero_numel(p), id(p) in excluded) for p in as_filled])
+        whole = BucketCursor(name, [(_compat_comm.zero_numel(p), id(p) in excluded) for p in as_filled])
 
         def bucket(numel: int, group: Any, scattered: bool) -> Bucket:
             if not scattered:
@@ -199,7 +201,7 @@ def _of_stage_3(
             shares = [(_compat_comm.zero_numel(p), id(p) in excluded) for p in by_id]
             return Bucket(name, interleaved(shares, numel, torch.distributed.get_world_size(group)))
 
-        with taken(Role(comm, "dp", bucket)):
+        with traffic_scope(Traffic(comm, "dp", bucket)):
             return plain(*args, **kwargs)
 
     return reduce_and_partition

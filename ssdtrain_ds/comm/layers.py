@@ -12,7 +12,7 @@ from typing import Any
 
 from ssdtrain.comm import Communicator
 from ssdtrain_ds import _compat_comm
-from ssdtrain_ds.comm.roles import Role, taken
+from ssdtrain_ds.comm.traffic import Traffic, traffic_scope
 
 __all__ = ["install", "remove"]
 
@@ -20,10 +20,10 @@ _attached: list[Communicator] = []
 _plain: list[tuple[type, str, Callable[..., Any]]] = []
 
 
-def _in_role(plain: Callable[..., Any], dimension: str) -> Callable[..., Any]:
+def _in_scope(plain: Callable[..., Any], dimension: str) -> Callable[..., Any]:
     @functools.wraps(plain)
     def function(*args: Any, **kwargs: Any) -> Any:
-        with taken(Role(_attached[-1], dimension) if _attached else None):
+        with traffic_scope(Traffic(_attached[-1], dimension) if _attached else None):
             return plain(*args, **kwargs)
 
     return function
@@ -41,7 +41,7 @@ def install(comm: Communicator) -> None:
                 for name in ("forward", "backward"):
                     plain = getattr(function, name)
                     _plain.append((function, name, plain))
-                    setattr(function, name, staticmethod(_in_role(plain, dimension)))
+                    setattr(function, name, staticmethod(_in_scope(plain, dimension)))
 
 
 def remove(comm: Communicator) -> None:

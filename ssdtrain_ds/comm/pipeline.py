@@ -7,13 +7,13 @@ from typing import Any
 
 from ssdtrain.comm import Communicator
 from ssdtrain_ds import _compat
-from ssdtrain_ds.comm.roles import Role, taken
+from ssdtrain_ds.comm.traffic import Traffic, traffic_scope
 
 __all__ = ["instructions"]
 
 
 def instructions(engine: Any, comm: Communicator) -> dict[type, Callable[..., Any]]:
-    """The engine's table of instructions, those that send or receive in their role."""
+    """The engine's table of instructions, those that send or receive in their traffic."""
     table = _compat.instruction_map(engine)
     for names, dimension in (
         (("SendActivation", "RecvActivation"), "pp_forward"),
@@ -22,13 +22,13 @@ def instructions(engine: Any, comm: Communicator) -> dict[type, Callable[..., An
         for name in names:
             kind = getattr(_compat.schedule, name)
             if kind in table:
-                table[kind] = _in_role(table[kind], comm, dimension)
+                table[kind] = _in_scope(table[kind], comm, dimension)
     return table
 
 
-def _in_role(plain: Callable[..., Any], comm: Communicator, dimension: str) -> Callable[..., Any]:
+def _in_scope(plain: Callable[..., Any], comm: Communicator, dimension: str) -> Callable[..., Any]:
     def execute(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        with taken(Role(comm, dimension, first_only=True)):
+        with traffic_scope(Traffic(comm, dimension, first_only=True)):
             return plain(engine, *args, **kwargs)
 
     return execute

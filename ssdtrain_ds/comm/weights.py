@@ -2,7 +2,7 @@
 
 Note: [Only while training]
     ZeRO-3 gathers weights for checkpoints and for the user, too (`GatheredParameters`); those come as they are. Only what the
-    coordinator fetches for a module's forward or backward has the role.
+    coordinator fetches for a module's forward or backward is in a traffic scope.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from ssdtrain.comm import Bucket, Communicator
 from ssdtrain_ds import _compat, _compat_comm
 from ssdtrain_ds.comm.gradients import interleaved
-from ssdtrain_ds.comm.roles import Role, present, taken
+from ssdtrain_ds.comm.traffic import Traffic, current_traffic, traffic_scope
 
 __all__ = ["install", "remove", "wrap_weights"]
 
@@ -57,8 +57,8 @@ def _fetching(coordinator: Any, comm: Communicator) -> Callable[..., Any]:
     @functools.wraps(plain)
     def fetch_sub_module(*args: Any, **kwargs: Any) -> Any:
         # Until it is known what is gathered, it goes as it is.
-        unknown = Role(comm, "zero_gather", lambda numel, group, by_rank: Bucket("weights", ((0, numel),)))
-        with taken(unknown):
+        unknown = Traffic(comm, "zero_gather", lambda numel, group, by_rank: Bucket("weights", ((0, numel),)))
+        with traffic_scope(unknown):
             return plain(*args, **kwargs)
 
     return fetch_sub_module
@@ -69,8 +69,8 @@ def _gathering_some(parameter: torch.nn.Parameter, excluded: set[int]) -> Callab
 
     @functools.wraps(plain)
     def all_gather_coalesced(params: Any, *args: Any, **kwargs: Any) -> Any:
-        role = present()
-        if role is None or role.dimension != "zero_gather":
+        traffic = current_traffic()
+        if traffic is None or traffic.dimension != "zero_gather":
             return plain(params, *args, **kwargs)
         params = list(params)
         shares = [
@@ -80,7 +80,7 @@ def _gathering_some(parameter: torch.nn.Parameter, excluded: set[int]) -> Callab
         def bucket(numel: int, group: Any, by_rank: bool) -> Bucket:
             return Bucket("weights", interleaved(shares, numel, torch.distributed.get_world_size(group)))
 
-        with taken(Role(role.comm, "zero_gather", bucket)):
+        with traffic_scope(Traffic(traffic.comm, "zero_gather", bucket)):
             return plain(params, *args, **kwargs)
 
     return all_gather_coalesced

@@ -1,9 +1,9 @@
-"""What a collective is about: a role, taken around the code that issues it, and the choke point where it counts.
+"""What a collective is about: a scope around the code that issues it, and the choke point where it counts.
 
 Note: [Choke point]
     All of DeepSpeed's collectives pass the methods of one class (`TorchBackend`). While something is attached, those that can be
-    compressed ask for the role of the moment, and without one do what they always did. A role is a context variable: one
-    thread's, and gone when the code around which it was taken ends, so that a norm or an overflow flag never meets a codec.
+    compressed look for the current traffic, and without one do what they always did. It is a context variable: one thread's, and
+    gone at the end of its scope, so that a norm or an overflow flag never meets a codec.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from ssdtrain.comm import Bucket, Communicator
 from ssdtrain_ds import _compat_comm
 
-__all__ = ["Role", "install", "present", "remove", "taken"]
+__all__ = ["Traffic", "current_traffic", "install", "remove", "traffic_scope"]
 
 
-class Role:
+class Traffic:
     """What the collectives issued meanwhile carry.
 
     Args:
@@ -58,22 +58,22 @@ class Role:
         return self.sent == 1
 
 
-_role: ContextVar[Role | None] = ContextVar("ssdtrain_role", default=None)
+_current: ContextVar[Traffic | None] = ContextVar("ssdtrain_traffic", default=None)
 
 
-def present() -> Role | None:
-    """The role of this thread now."""
-    return _role.get()
+def current_traffic() -> Traffic | None:
+    """The traffic of this thread now."""
+    return _current.get()
 
 
 @contextmanager
-def taken(role: Role | None) -> Iterator[None]:
-    """Collectives of this thread have `role` until the end; None: none, whatever is around."""
-    token = _role.set(role)
+def traffic_scope(traffic: Traffic | None) -> Iterator[None]:
+    """Collectives of this thread have `traffic` until the end; None: none, whatever is around."""
+    token = _current.set(traffic)
     try:
         yield
     finally:
-        _role.reset(token)
+        _current.reset(token)
 
 
 def _answer(work: Any, async_op: bool) -> Any:
@@ -88,12 +88,12 @@ def _all_reduce(plain: Callable[..., Any]) -> Callable[..., Any]:
     def all_reduce(
         self: Any, tensor: Tensor, op: Any = _compat_comm.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
-        role = _role.get()
+        traffic = _current.get()
         work = (
             None
-            if role is None
-            else role.comm.all_reduce(
-                tensor, role.dimension, group, _compat_comm.torch_op(op), role.bucket_of(tensor, group)
+            if traffic is None
+            else traffic.comm.all_reduce(
+                tensor, traffic.dimension, group, _compat_comm.torch_op(op), traffic.bucket_of(tensor, group)
             )
         )
         return plain(self, tensor, op, group, async_op) if work is None else _answer(work, async_op)
@@ -104,11 +104,11 @@ def _all_reduce(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _inference_all_reduce(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def inference_all_reduce(self: Any, tensor: Tensor, op: Any, group: Any = None) -> Any:
-        role = _role.get()
+        traffic = _current.get()
         work = (
             None
-            if role is None
-            else role.comm.all_reduce(tensor, role.dimension, group, _compat_comm.torch_op(op))
+            if traffic is None
+            else traffic.comm.all_reduce(tensor, traffic.dimension, group, _compat_comm.torch_op(op))
         )
         if work is None:
             return plain(self, tensor, op, group)
@@ -128,17 +128,17 @@ def _reduce_scatter(plain: Callable[..., Any]) -> Callable[..., Any]:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        role = _role.get()
+        traffic = _current.get()
         work = (
             None
-            if role is None
-            else role.comm.reduce_scatter(
+            if traffic is None
+            else traffic.comm.reduce_scatter(
                 output_tensor,
                 input_tensor,
-                role.dimension,
+                traffic.dimension,
                 group,
                 _compat_comm.torch_op(op),
-                role.bucket_of(input_tensor, group, by_rank=True),
+                traffic.bucket_of(input_tensor, group, by_rank=True),
             )
         )
         if work is None:
@@ -153,16 +153,16 @@ def _all_gather(plain: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather_into_tensor(
         self: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
-        role = _role.get()
+        traffic = _current.get()
         work = (
             None
-            if role is None
-            else role.comm.all_gather(
+            if traffic is None
+            else traffic.comm.all_gather(
                 output_tensor,
                 input_tensor,
-                role.dimension,
+                traffic.dimension,
                 group,
-                role.bucket_of(output_tensor, group, by_rank=True),
+                traffic.bucket_of(output_tensor, group, by_rank=True),
             )
         )
         if work is None:
@@ -183,12 +183,12 @@ def _all_to_all(plain: Callable[..., Any]) -> Callable[..., Any]:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        role = _role.get()
+        traffic = _current.get()
         work = (
             None
-            if role is None
-            else role.comm.all_to_all(
-                output, input, role.dimension, output_split_sizes, input_split_sizes, group
+            if traffic is None
+            else traffic.comm.all_to_all(
+                output, input, traffic.dimension, output_split_sizes, input_split_sizes, group
             )
         )
         if work is None:
@@ -201,10 +201,10 @@ def _all_to_all(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _send(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def send(self: Any, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
-        role = _role.get()
-        if role is not None and role.next_message(tensor):
-            work = role.comm.point_to_point.send(
-                tensor, role.dimension, dst, lambda payload: plain(self, payload, dst, group, tag)
+        traffic = _current.get()
+        if traffic is not None and traffic.next_message(tensor):
+            work = traffic.comm.point_to_point.send(
+                tensor, traffic.dimension, dst, lambda payload: plain(self, payload, dst, group, tag)
             )
             if work is not None:
                 return _answer(work, False)
@@ -216,13 +216,13 @@ def _send(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _recv(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def recv(self: Any, tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
-        role = _role.get()
-        if role is not None and src is not None and role.next_message(tensor):
+        traffic = _current.get()
+        if traffic is not None and src is not None and traffic.next_message(tensor):
 
             def receive(payload: Tensor) -> None:
                 plain(self, payload, src, group, tag)
 
-            work = role.comm.point_to_point.receive(tensor, role.dimension, src, receive)
+            work = traffic.comm.point_to_point.receive(tensor, traffic.dimension, src, receive)
             if work is not None:
                 return _answer(work, False)
         return plain(self, tensor, src, group, tag)
@@ -244,7 +244,7 @@ _users = 0
 
 
 def install() -> None:
-    """Collectives ask for roles, until as many calls of `remove`."""
+    """Collectives ask for traffic, until as many calls of `remove`."""
     global _users
     _users += 1
     if _users == 1:
