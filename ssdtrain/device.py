@@ -76,7 +76,7 @@ class Device(Protocol):
         """A callable (address, nbytes) -> unregister that pins host memory, or None where nothing is to be pinned."""
 
     def event_functions(self) -> dict[str, int]:
-        """`event_wait`, `set_device` (addresses of C functions) and `device`, as the I/O pool takes them; {} for none."""
+        """Addresses of C functions and `device`, as `make_pool` takes them; {} where there are no events."""
 
 
 class CpuDevice:
@@ -139,7 +139,7 @@ class CudaDevice:
         self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream
     ) -> torch.cuda.Event:
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        event = torch.cuda.Event(blocking=True)  # a worker that waits for it sleeps instead of spinning
+        event = torch.cuda.Event(blocking=True)  # who waits for it sleeps instead of spinning
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             event.record(stream)
@@ -171,8 +171,9 @@ class CudaDevice:
     def event_functions(self) -> dict[str, int]:
         runtime = _loaded_cuda_runtime()
         return {
-            "event_wait": _address_of(runtime.cudaEventSynchronize),
+            "event_query": _address_of(runtime.cudaEventQuery),
             "set_device": _address_of(runtime.cudaSetDevice),
+            "exchange_capture_mode": _address_of(runtime.cudaThreadExchangeStreamCaptureMode),
             "device": self.device.index,
         }
 

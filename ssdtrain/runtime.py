@@ -23,6 +23,7 @@ A pipeline calls `forward` and `backward` in its own order with several microbat
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -45,7 +46,14 @@ from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.tape import Tape
 from ssdtrain.preflight import check_start, make_directories
-from ssdtrain.storage import Endurance, Faults, SpillStore, check_host_budget, defer_signals
+from ssdtrain.storage import (
+    Endurance,
+    Faults,
+    SpillStore,
+    check_host_budget,
+    defer_signals,
+    inside_section,
+)
 from ssdtrain.telemetry.journal import Journal
 from ssdtrain.telemetry.messages import report
 from ssdtrain.telemetry.summary import end_of_run, start_of_run
@@ -104,6 +112,7 @@ class Runtime:
         self._only_keeps: bool | None = None  # every forward so far was asked to keep; None: there was none
         self._attached: list[Callable[[], None]] = []
         self._journal: Journal | None = None
+        self._closing: threading.Thread | None = None  # see Note: [Close in a finalizer]
         check_start(
             config,
             device=self.device,
@@ -361,12 +370,27 @@ class Runtime:
             self.engine.reset_peak()
 
     def close(self) -> None:
-        """Detach from models, wait for what is in flight, close files and buffers. Idempotent."""
+        """Detach from models, wait for what is in flight, close files and buffers. Idempotent.
+
+        Note: [Close in a finalizer]
+        Cyclic collection may run a finalizer, and in it this method, at any allocation: also on a thread that holds a lock that
+        closing needs, or that serves the transfers it waits for. There a thread of its own closes, as soon as the lock is free.
+        """
+        while self._attached:
+            self._attached.pop()()
+        if inside_section():
+            if self._closing is None:
+                self._closing = threading.Thread(target=self._close, name="ssdtrain-close")
+                self._closing.start()
+            return
+        if self._closing is not None:
+            self._closing.join()
+        self._close()
+
+    def _close(self) -> None:
         forked = self.engine is not None and self.engine.forked
         found = self.statistics() if self._says and self.steps and not forked else None
         self._says = False
-        while self._attached:
-            self._attached.pop()()
         if self.engine is not None:
             self.engine.close()
             self._finalizer()

@@ -42,4 +42,9 @@ def test_copies_to_and_from_a_device_wait_for_what_made_the_data() -> None:
     target = torch.empty_like(source)
     layer.wait(layer.copy_to_device(host, target))
     assert torch.equal(target, source)
-    assert set(layer.event_functions()) == {"event_wait", "set_device", "device"}
+    assert set(layer.event_functions()) == {
+        "event_query",
+        "set_device",
+        "exchange_capture_mode",
+        "device",
+    }

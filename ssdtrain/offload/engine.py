@@ -27,7 +27,7 @@ from ssdtrain.offload.mover import Mover, wait_quietly
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.prefetch import Prefetcher
 from ssdtrain.offload.reasons import CROWDED, LATE, TOO_LARGE, Reasons
-from ssdtrain.offload.region import Handle, Kept, Region, Releases, State, modified
+from ssdtrain.offload.region import Handle, Kept, Region, Releases, State, after_close, modified
 from ssdtrain.offload.sharing import Extent, Regions
 from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer import DirectTransfer, StagedTransfer, Transfer
@@ -246,9 +246,7 @@ class OffloadEngine:
         tape.reached(region.index, again=handle.unpacked)
         if region.state is State.STORED:
             if self._closed:
-                raise RuntimeError(
-                    "a saved tensor is needed after the offload engine was closed: close it after backward"
-                )
+                raise after_close()
             self.prefetcher.fit()
             self.mover.begin_load(region, asked=True)
         if region.state is State.LOADING:
@@ -384,7 +382,8 @@ class OffloadEngine:
             self.meter.reset_peak()
 
     def close(self) -> None:
-        """Wait for the transfers under way and move nothing any more.
+        """Move nothing any more, and wait for the transfers under way: for stores until the deadline (what has not begun by then
+        stays in memory), for loads as long as they take, with a warning each minute.
 
         Handles still alive become inert: what is in memory can be unpacked, what is in a tier raises.
         """
@@ -396,10 +395,14 @@ class OffloadEngine:
                 return
             self._closed = self.prefetcher.closed = True
             self._drain()
-            busy = [region.operation for region in self.mover.busy()]
-        for operation in busy:
-            if operation is not None:
-                wait_quietly(operation, self.options.deadline)
+            busy = [(region.operation, region.state is State.LOADING) for region in self.mover.busy()]
+        deadline = time.monotonic() + self.options.deadline
+        for operation, loading in busy:
+            if operation is not None and not loading:
+                wait_quietly(operation, max(0.0, deadline - time.monotonic()))
+        for operation, loading in busy:
+            while operation is not None and loading and not wait_quietly(operation, PATIENCE):
+                logger.warning("close has waited %g s for %d bytes to come back", PATIENCE, operation.nbytes)
         with self._lock:
             self._drain()
             self.buffers.close()

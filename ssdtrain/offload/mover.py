@@ -17,9 +17,9 @@ import logging
 from collections import deque
 
 from ssdtrain.offload.metrics import OffloadMetrics
-from ssdtrain.offload.region import Region, State
+from ssdtrain.offload.region import Region, State, after_close, overwritten
 from ssdtrain.offload.transfer import Transfer
-from ssdtrain.storage import IOCancelled, IOFailure, Operation, SpillStore, StoreFull
+from ssdtrain.storage import IOCancelled, IOFailure, Operation, SourceChanged, SpillStore, StoreFull
 
 __all__ = ["Mover", "wait_quietly"]
 
@@ -30,7 +30,7 @@ def wait_quietly(operation: Operation, timeout: float) -> bool:
     """Wait until `operation` is over, well or not: the mover sees to how it ended. False: timeout."""
     try:
         return operation.wait(timeout)
-    except (IOFailure, IOCancelled):
+    except (IOFailure, IOCancelled, SourceChanged):
         return True
 
 
@@ -62,6 +62,7 @@ class Mover:
         self._raise_when_full = raise_when_full
         self._stores: deque[Region] = deque()  # in the order in which they began
         self._ahead: deque[Region] = deque()  # in the order in which backward will ask
+        self._needed: set[Region] = set()  # being loaded, while backward waits for them
         self._leaving: list[Region] = []  # released, but an operation still uses their memory
         self._warned_full = False
 
@@ -139,18 +140,24 @@ class Mover:
         for region in self._stores:
             if region.state is not State.STORING or not self.transfer.departed(region):
                 break
-            region.empty_()
+            if not region.freed():  # else `_end_store` sees to it
+                region.empty_()
 
     def _end_store(self, region: Region) -> None:
         assert region.operation is not None
         error = region.operation.failed()
-        if error is not None and region.state is not State.RELEASED:
-            self._store_failed(region, error)
+        if region.state is not State.RELEASED and error is not None:
+            if isinstance(error, IOFailure):
+                self._store_failed(region, error)
+            else:
+                self._store_cancelled(region)
             return
         self.in_flight -= region.nbytes
         if region.state is State.RELEASED:
             self.transfer.end_store(region)
             region.empty_()
+        elif region.freed():
+            self._leave_to_owner(region)
         elif region.wanted and region.in_tensor:
             # Backward is near and the bytes are still here: they need not come back.
             self.transfer.end_store(region)
@@ -162,6 +169,24 @@ class Mover:
             self.transfer.end_store(region)
             region.empty_()
             region.state = State.STORED
+
+    def _leave_to_owner(self, region: Region) -> None:
+        """Nobody knows which bytes went to the tier. See Note: [Freed under the engine]."""
+        self.statistics.offloaded_bytes -= region.nbytes
+        self.transfer.end_store(region)
+        self._free_slot(region)
+        region.state = State.RESIDENT
+
+    def _store_cancelled(self, region: Region) -> None:
+        """None of its bytes are in the tier: from whatever buffer they are in they become resident again."""
+        self.in_flight -= region.nbytes
+        self.statistics.cancelled_bytes += region.nbytes
+        self.statistics.offloaded_bytes -= region.nbytes
+        if region.loaded is None:
+            self.transfer.recall(region)
+        self.transfer.end_store(region)
+        self._free_slot(region)
+        region.state = State.RESIDENT
 
     def _forward(self, region: Region) -> None:
         self._free_slot(region)
@@ -181,13 +206,11 @@ class Mover:
         # At EFAULT the memory is at fault, and no drive. See Note: [Freed under the engine].
         if error.errno != errno.EFAULT:
             self.store.retire(region.slot, error)
-        self._free_slot(region)
-        if region.lost():
+        if region.freed():
             self.in_flight -= region.nbytes
-            self.statistics.offloaded_bytes -= region.nbytes
-            self.transfer.end_store(region)
-            region.state = State.RESIDENT  # backward raises
+            self._leave_to_owner(region)
             return
+        self._free_slot(region)
         try:
             region.slot = self.store.reserve(region.stored_bytes)
         except StoreFull as full:
@@ -207,14 +230,7 @@ class Mover:
         if region.operation is None or not region.operation.cancel():
             return False
         self._stores.remove(region)
-        self.in_flight -= region.nbytes
-        self.statistics.cancelled_bytes += region.nbytes
-        self.statistics.offloaded_bytes -= region.nbytes
-        if region.loaded is None:
-            self.transfer.recall(region)
-        self.transfer.end_store(region)
-        self._free_slot(region)
-        region.state = State.RESIDENT
+        self._store_cancelled(region)
         return True
 
     def recall(self, region: Region) -> None:
@@ -241,7 +257,9 @@ class Mover:
                 self.transfer.begin_load(region, asked=True, outside=True)
                 self.statistics.outside_bytes += region.nbytes
         region.state = State.LOADING
-        if not asked:
+        if asked:
+            self._needed.add(region)
+        else:
             region.ahead = True
             self.ahead += region.nbytes
             self._ahead.append(region)
@@ -252,13 +270,20 @@ class Mover:
 
         Raises:
             IOFailure: it failed; the region goes back to STORED, and nothing is handed out.
+            RuntimeError: the same, because it was cancelled by the end of the store, or because the tier does not have the bytes
+                that were saved.
         """
         assert region.operation is not None
+        self._needed.discard(region)
         error = region.operation.failed()
         if error is not None:
             self._not_ahead(region)
             self.transfer.abandon_load(region)
             region.state = State.STORED
+            if isinstance(error, IOCancelled):
+                raise after_close() from error
+            if isinstance(error, SourceChanged):
+                raise overwritten(region.dtype, region.tensor.shape) from error
             raise error
         self.transfer.advance_load(region)
         region.state = State.LOADED
@@ -302,6 +327,7 @@ class Mover:
             return
         operation = region.operation
         self._not_ahead(region)
+        self._needed.discard(region)
         region.state = State.RELEASED
         if state is State.STORING:
             assert operation is not None
@@ -338,4 +364,5 @@ class Mover:
 
     def busy(self) -> list[Region]:
         """Regions whose memory an operation uses."""
-        return [*self._stores, *self._leaving, *(r for r in self._ahead if r.state is State.LOADING)]
+        ahead = [region for region in self._ahead if region.state is State.LOADING]
+        return [*self._stores, *self._leaving, *self._needed, *ahead]

@@ -25,8 +25,10 @@ __all__ = [
     "Region",
     "Releases",
     "State",
+    "after_close",
     "lost",
     "modified",
+    "overwritten",
 ]
 
 _NOTHING: dict[torch.device, torch.Tensor] = {}
@@ -59,11 +61,12 @@ class Region:
     overwritten under it. A write is seen on the counter, and the buffer is not handed out again.
 
     Note: [Freed under the engine]
-    `storage.resize_` frees memory that a store may still read, and leaves no trace on the version counter. So a region that
-    was not emptied here says it is lost while its storage is too small for it, and one whose storage is not as it was when the
-    store is over is lost for good: nobody knows which bytes went to the tier. Memory that was freed and filled again by its
-    owner in the meantime is handed out as it is, which is what autograd would do. Storages that are known to be freed do not
-    come this far: see `eligible`.
+    `storage.resize_` frees memory that a store may still read, and leaves no trace on the version counter. A region whose
+    storage has another address or too few bytes when its store is over (`freed`) is not read back from the tier: nobody knows
+    which bytes went there. It stays as its owner leaves it: backward raises while the storage is too small for it (`lost`), and
+    gets what its owner filled in again otherwise, as autograd would give it. Storage of the same address and size at the end may
+    have been freed and used by others in between: then the store took other bytes, as the sample of the write shows when they are
+    read (`overwritten`). Storages that are known to be freed do not come this far: see `eligible`.
     """
 
     __slots__ = (
@@ -73,7 +76,6 @@ class Region:
         "dtype",
         "event",
         "forwarded",
-        "freed",
         "handles",
         "index",
         "key",
@@ -144,7 +146,6 @@ class Region:
         self.loaded: torch.Tensor | None = None
         self.loaded_version = 0
         self.pointer = tensor.untyped_storage().data_ptr()  # 0: `tensor` was emptied
-        self.freed = False  # its storage was freed during the store. See Note: [Freed under the engine]
 
     @property
     def address(self) -> int:
@@ -167,17 +168,20 @@ class Region:
         return self.probe._version != self.version or self.lost()
 
     def lost(self) -> bool:
-        """True if somebody freed the memory of the bytes while it was needed. See Note: [Freed under the engine]."""
-        return self.freed or (self.pointer != 0 and self._too_small())
+        """True while the bytes should be in the tensor and its owner has freed them. See Note: [Freed under the engine]."""
+        return self.pointer != 0 and self._too_small()
+
+    def freed(self) -> bool:
+        """True if the bytes should be in the tensor, and its owner has freed that memory, filled again or not."""
+        storage = self.tensor.untyped_storage()
+        return self.pointer != 0 and (self._too_small() or storage.data_ptr() != self.pointer)
 
     def _too_small(self) -> bool:
         return self.tensor.untyped_storage().nbytes() < self.start + self.nbytes
 
     def empty_(self) -> None:
         """Let go of the bytes and keep the version counter. See Note: [The probe]."""
-        if self.pointer:
-            self.freed = self._too_small() or self.tensor.untyped_storage().data_ptr() != self.pointer
-            self.pointer = 0
+        self.pointer = 0
         self.tensor.data = _nothing(self.tensor.device)
 
 
@@ -296,4 +300,20 @@ def lost(dtype: torch.dtype, size: Sequence[int]) -> RuntimeError:
         f"the memory of a saved tensor [{dtype} {list(size)}] was freed (storage.resize_) before or while it was offloaded, "
         "and its bytes are not known any more. Offloading needs to be told which tensors a framework frees and fills again: "
         "attach by the framework's own adapter, or leave the part of the model that does it outside"
+    )
+
+
+def overwritten(dtype: torch.dtype, size: Sequence[int]) -> RuntimeError:
+    """The error for a saved tensor of which the tier got other bytes. See Note: [Freed under the engine]."""
+    return RuntimeError(
+        f"a saved tensor [{dtype} {list(size)}] was overwritten before it was offloaded, in a way that PyTorch does not see: its "
+        "storage was freed and filled again (storage.resize_), or NumPy, a data loader or another library wrote to its memory. "
+        "Copy such a buffer before the forward uses it, or leave the part of the model that does it outside"
+    )
+
+
+def after_close() -> RuntimeError:
+    """The error for a saved tensor that is in a tier when the engine has been closed."""
+    return RuntimeError(
+        "a saved tensor is needed after the offload engine was closed: close it after backward"
     )

@@ -122,7 +122,9 @@ class DirectTransfer:
         region.payload = None
 
     def rewrite(self, region: Region) -> None:
-        self.begin_store(region, later=False)
+        assert region.slot is not None and region.operation is not None
+        address = region.address if region.payload is None else region.payload.data_ptr()
+        region.operation = self.store.write(region.slot, address, check=region.operation.check)
 
     def recall(self, region: Region) -> bool:
         if region.payload is None:

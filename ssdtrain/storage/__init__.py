@@ -10,13 +10,21 @@ from ssdtrain.storage.arena import Arena, Lease
 from ssdtrain.storage.budget import HostBudget, check_host_budget
 from ssdtrain.storage.drive import Drive, SmartLog, drive_of
 from ssdtrain.storage.endurance import Endurance, projected_life, rated_bytes
-from ssdtrain.storage.errors import HostBudgetExceeded, IOCancelled, IOFailure, StoreClosed, StoreFull
+from ssdtrain.storage.errors import (
+    HostBudgetExceeded,
+    IOCancelled,
+    IOFailure,
+    SourceChanged,
+    StoreClosed,
+    StoreFull,
+)
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.metrics import StoreMetrics, TierMetrics
 from ssdtrain.storage.pool import Operation, Pool, make_pool
-from ssdtrain.storage.section import Section, defer_signals, make_section
-from ssdtrain.storage.store import Slot, SpillStore
+from ssdtrain.storage.section import Section, defer_signals, inside_section, make_section
+from ssdtrain.storage.slot import Slot
+from ssdtrain.storage.store import SpillStore
 
 __all__ = [
     "ALIGNMENT",
@@ -34,6 +42,7 @@ __all__ = [
     "Section",
     "Slot",
     "SmartLog",
+    "SourceChanged",
     "SpillStore",
     "StoreClosed",
     "StoreFull",
@@ -42,6 +51,7 @@ __all__ = [
     "check_host_budget",
     "defer_signals",
     "drive_of",
+    "inside_section",
     "make_pool",
     "make_section",
     "projected_life",

@@ -71,6 +71,9 @@ static PyObject *operation_begun(PyObject *self, PyObject *unused) {
 
 static PyObject *operation_error(OperationObject *o) {
     Operation *op = o->op;
+    if (op->state == CANCELLED)
+        return PyObject_CallFunction(io_cancelled, "N", PyUnicode_FromFormat(
+            "this operation of %zd bytes was cancelled: nothing was transferred", o->nbytes));
     return PyObject_CallFunction(o->pool->make_error, "iiiiLL", op->kind, op->error_queue, op->code, op->detail,
                                  (long long)op->error_offset, (long long)op->error_bytes);
 }
@@ -107,15 +110,13 @@ static PyObject *operation_wait(PyObject *self, PyObject *args, PyObject *keywor
             if (PyErr_CheckSignals()) return NULL;
         }
     }
-    if (op->failed) {
+    if (op->failed || op->state == CANCELLED) {
         PyObject *error = operation_error(o);
         if (!error) return NULL;
         PyErr_SetObject((PyObject *)Py_TYPE(error), error);
         Py_DECREF(error);
         return NULL;
     }
-    if (op->state == CANCELLED)
-        return PyErr_Format(io_cancelled, "this operation of %zd bytes was cancelled: nothing was transferred", o->nbytes);
     Py_RETURN_TRUE;
 }
 
@@ -123,7 +124,13 @@ static PyObject *operation_cancel(PyObject *self, PyObject *unused) {
     (void)unused;
     OperationObject *o = (OperationObject *)self;
     if (check_generation(o->generation, "this operation")) return NULL;
-    return PyBool_FromLong(cancel(o->pool->pool, o->op));
+    int cancelled = cancel(o->pool->pool, o->op);
+    if (atomic_load(&o->pool->pool->queried) == o->op) {
+        Py_BEGIN_ALLOW_THREADS
+        leave_event(o->pool->pool, o->op);
+        Py_END_ALLOW_THREADS
+    }
+    return PyBool_FromLong(cancelled);
 }
 
 static PyObject *operation_failed(PyObject *self, PyObject *unused) {
@@ -133,7 +140,7 @@ static PyObject *operation_failed(PyObject *self, PyObject *unused) {
         if (check_generation(o->generation, "this operation")) return NULL;
         Py_RETURN_NONE;
     }
-    if (o->op->failed) return operation_error(o);
+    if (o->op->failed || o->op->state == CANCELLED) return operation_error(o);
     Py_RETURN_NONE;
 }
 
@@ -149,9 +156,14 @@ static PyMethodDef operation_methods[] = {
     {"wait", (PyCFunction)(void (*)(void))operation_wait, METH_VARARGS | METH_KEYWORDS,
      "wait(timeout=None): wait without the GIL; True when it succeeded, False when time ran out."},
     {"cancel", operation_cancel, METH_NOARGS, "True: none of its bytes was or will be transferred. False: too late."},
-    {"failed", operation_failed, METH_NOARGS, "The error it failed with, or None. Never waits."},
+    {"failed", operation_failed, METH_NOARGS, "What `wait` would raise, or None where it has succeeded or is not done."},
     {NULL, NULL, 0, NULL},
 };
+
+static PyObject *operation_check(PyObject *self, void *unused) {
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(((OperationObject *)self)->op->check);
+}
 
 static PyMemberDef operation_members[] = {
     {"nbytes", T_PYSSIZET, offsetof(OperationObject, nbytes), READONLY, "Size, bytes."},
@@ -160,6 +172,7 @@ static PyMemberDef operation_members[] = {
 
 static PyGetSetDef operation_properties[] = {
     {"seconds", operation_seconds, NULL, "Time from its first piece's beginning to its last one's end, once done.", NULL},
+    {"check", operation_check, NULL, "Sample of the bytes that a write was given; 0: none was taken.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -244,15 +257,19 @@ static Operation *make_operation(int64_t pieces) {
 static PyObject *pool_submit(PyObject *self, PyObject *args) {
     PoolObject *p = (PoolObject *)self;
     int kind, later = 0;
-    unsigned long long address, event = 0;
+    unsigned long long address, event = 0, check = 0;
     long long nbytes, lead;
     PyObject *tuple;
     Extent *extents;
     Py_ssize_t count;
     if (check_generation(p->generation, "this I/O pool")) return NULL;
-    if (!PyArg_ParseTuple(args, "iKLLO|Kp:submit", &kind, &address, &nbytes, &lead, &tuple, &event, &later)) return NULL;
+    if (!PyArg_ParseTuple(args, "iKLLO|KpK:submit", &kind, &address, &nbytes, &lead, &tuple, &event, &later, &check)) return NULL;
     if (kind < WRITE || kind > COPY_OUT || nbytes < 0 || lead < 0 || lead >= ALIGNMENT)
         return PyErr_Format(PyExc_ValueError, "cannot submit kind %d, %lld bytes, lead %lld", kind, nbytes, lead);
+    if (event && !p->pool->event_query) {
+        PyErr_SetString(PyExc_ValueError, "an operation with an event needs a pool with event_query");
+        return NULL;
+    }
     if (parse_extents(tuple, &extents, &count)) return NULL;
     int64_t pieces = nbytes ? cut(p->pool, extents, count, (uint64_t)lead, (uint64_t)nbytes, NULL) : 0;
     if (pieces < 0) {
@@ -277,6 +294,8 @@ static PyObject *pool_submit(PyObject *self, PyObject *args) {
     op->nbytes = (uint64_t)nbytes;
     op->lead = (uint64_t)lead;
     op->event = event;
+    /* Behind an event the bytes are not there yet. */
+    op->check = check || (kind & 1) || event || !nbytes ? check : sample(address, (uint64_t)nbytes);
     o->op = op;
     o->nbytes = (Py_ssize_t)nbytes;
     o->generation = generation;
@@ -304,7 +323,16 @@ static PyObject *fault_hash(PyObject *module, PyObject *args) {
     return PyLong_FromUnsignedLongLong(hashed(v[0], v[1], v[2], v[3], v[4], v[5]));
 }
 
+static PyObject *refuse_direct_reads(PyObject *module, PyObject *argument) {
+    (void)module;
+    int value = PyObject_IsTrue(argument);
+    if (value < 0) return NULL;
+    atomic_store(&refused, value);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+    {"refuse_direct_reads", refuse_direct_reads, METH_O, "Tests: as if process_vm_readv were refused, or not."},
     {"fault_hash", fault_hash, METH_VARARGS, "The hash of faults.py, for the test that both are equal."},
     {NULL, NULL, 0, NULL},
 };

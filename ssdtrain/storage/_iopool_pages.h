@@ -51,8 +51,8 @@ static int due(Pages *pages, uint64_t block, double time) {
     return 1;
 }
 
-/* Put the blocks that [start, end) touches into huge pages. Whoever calls holds those bytes; what else lies in the first and the
- * last block keeps its content too, whoever owns it, and a block that is not all of one map stays as it is. */
+/* Put the blocks that [start, end) touches into huge pages. Every byte in them keeps its content, whoever owns it now: the owner may
+ * have freed the memory meanwhile. A block that is not mapped, or not all of one map, stays as it is: madvise reports an error. */
 static void collapse(Pages *pages, uint64_t start, uint64_t end) {
     if (end - start < HUGE_PAGE) return;
     uint64_t from = 0, to = 0;

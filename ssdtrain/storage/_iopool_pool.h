@@ -50,12 +50,19 @@ static int watch_pages(Pool *pool) {
     return 0;
 }
 
-static void assign_workers(Pool *pool, int threads) {
-    for (int i = 0; i < pool->worker_count; i++) {
-        int queue = i / threads < pool->queue_count - 1 ? i / threads : pool->queue_count - 1;
-        pool->workers[i].pool = pool;
-        pool->workers[i].queue = &pool->queues[queue];
-        pool->workers[i].bounce = pool->bounce + (size_t)i * BOUNCE;
+/* `threads` workers of each drive and `host_threads` of host memory for each direction, and one more, so that reads never wait for
+ * writes. */
+static int count_workers(Pool *pool, int threads, int host_threads) {
+    int drives = pool->queue_count - 1;
+    return drives * (threads + 1) + (host_threads ? host_threads + 1 : 0);
+}
+
+static void assign_workers(Pool *pool, int threads, int host_threads) {
+    for (int i = 0, number = 0; i < pool->queue_count; i++) {
+        Queue *queue = &pool->queues[i];
+        queue->limit = i < pool->queue_count - 1 ? threads : host_threads;
+        for (int worker = 0; queue->limit && worker <= queue->limit; worker++, number++)
+            pool->workers[number] = (Worker){.pool = pool, .queue = queue, .bounce = pool->bounce + (size_t)number * BOUNCE};
     }
 }
 
@@ -73,6 +80,8 @@ static int allocate(Pool *pool) {
         pthread_cond_init(&pool->queues[i].ready, NULL);
     }
     pthread_mutex_init(&pool->submitting, NULL);
+    pthread_mutex_init(&pool->awaiting, NULL);
+    pthread_cond_init(&pool->submitted, NULL);
     pthread_mutex_init(&pool->gate, NULL);
     pthread_mutex_init(&pool->joining, NULL);
     pthread_cond_init(&pool->opened, NULL);
@@ -80,13 +89,14 @@ static int allocate(Pool *pool) {
 }
 
 static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
-    static char *names[] = {"files",      "threads",    "host_threads", "piece",  "make_error",
-                            "event_wait", "set_device", "device",       "faults", "huge_pages", NULL};
+    static char *names[] = {"files",      "threads", "host_threads", "piece",      "make_error",            "event_query",
+                            "set_device", "device",  "faults",       "huge_pages", "exchange_capture_mode", NULL};
     PyObject *files, *make_error, *faults = Py_None;
     int threads, host_threads, device = -1, huge_pages = 0;
-    unsigned long long piece, event_wait = 0, set_device = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O|$iiKOKKiOp:Pool", names, &files, &threads, &host_threads, &piece,
-                                     &make_error, &event_wait, &set_device, &device, &faults, &huge_pages))
+    unsigned long long piece, event_query = 0, set_device = 0, exchange_capture_mode = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O|$iiKOKKiOpK:Pool", names, &files, &threads, &host_threads, &piece,
+                                     &make_error, &event_query, &set_device, &device, &faults, &huge_pages,
+                                     &exchange_capture_mode))
         return NULL;
     Py_ssize_t count = PyList_Size(files);
     if (count < 0) return NULL;
@@ -101,13 +111,14 @@ static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     Py_INCREF(make_error);
     if (!pool) goto no_memory;
     pool->queue_count = (int)count + 1;
-    pool->worker_count = (int)count * threads + host_threads;
+    pool->worker_count = count_workers(pool, threads, host_threads);
     pool->piece = piece;
-    pool->event_wait = (int (*)(void *))(uintptr_t)event_wait;
+    pool->event_query = (int (*)(void *))(uintptr_t)event_query;
+    pool->exchange_capture_mode = (int (*)(int *))(uintptr_t)exchange_capture_mode;
     pool->set_device = (int (*)(int))(uintptr_t)set_device;
     pool->device = device;
     if (allocate(pool) || (huge_pages && watch_pages(pool))) goto no_memory;
-    assign_workers(pool, threads);
+    assign_workers(pool, threads, host_threads);
     if (parse_files(files, pool) || parse_faults(faults, pool)) goto failed;
     int code = start_workers(pool);
     if (code) {
@@ -201,7 +212,7 @@ static PyObject *pool_engine(PyObject *self, void *unused) {
 
 static PyMethodDef pool_methods[] = {
     {"submit", pool_submit, METH_VARARGS,
-     "submit(kind, address, nbytes, lead, extents, event=0): queue one operation; extents is a flat tuple."},
+     "submit(kind, address, nbytes, lead, extents, event=0, later=False, check=0): queue one operation; extents is a flat tuple."},
     {"hold", (PyCFunction)(void (*)(void))pool_hold, METH_VARARGS | METH_KEYWORDS,
      "hold(*, begun=False, writes=True, reads=True): tests: let no operation begin (with begun: transfer)."},
     {"release", pool_release, METH_NOARGS, "Undo every hold."},

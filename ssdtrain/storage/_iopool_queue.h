@@ -1,7 +1,7 @@
 /* Queues, workers, operations' lives. No Python here: a worker never takes the GIL.
  *
- * Locks, in the order in which they are taken: Pool.submitting, Queue.lock, Operation.lock; Pool.gate and Pages.lock alone. A
- * cancel takes none but Operation.lock, to wake waiters. */
+ * Locks, in the order in which they are taken: Pool.submitting, Queue.lock or Pool.awaiting, Operation.lock; Pool.gate and Pages.lock
+ * alone. A cancel takes none but Operation.lock, to wake waiters. */
 #ifndef SSDTRAIN_IOPOOL_QUEUE_H
 #define SSDTRAIN_IOPOOL_QUEUE_H
 
@@ -27,6 +27,7 @@ typedef struct {
     int fd, direct;
     uint64_t waiting[2]; /* bytes of queued pieces */
     int working[2];      /* workers that have taken a piece */
+    int limit;           /* of them in each direction; the queue has one worker more, so that reads never wait for writes */
     uint64_t bytes[2];
     double seconds[2], since[2]; /* time with a transfer under way */
     int active[2];
@@ -38,7 +39,6 @@ typedef struct {
     Pool *pool;
     Queue *queue;
     char *bounce;
-    int number, device_set;
     pthread_t thread;
 } Worker;
 
@@ -50,9 +50,16 @@ struct Pool {
     uint64_t piece;
     Faults *faults;
     Pages *pages; /* NULL: leave them as they are */
-    int (*event_wait)(void *);
+    int (*event_query)(void *); /* NULL: no operation has an event */
     int (*set_device)(int);
+    int (*exchange_capture_mode)(int *);
     int device;
+    Operation *first, *last; /* operations that wait for their event, in order; see _iopool_events.h */
+    _Atomic(Operation *) queried; /* the one whose event is being looked at */
+    pthread_mutex_t awaiting;
+    pthread_cond_t submitted;
+    pthread_t waiter;
+    int waiter_started;
     pthread_mutex_t submitting; /* closed, serials */
     atomic_int closed;
     int joined;
@@ -78,7 +85,8 @@ static void finish(Operation *op) {
     pthread_mutex_unlock(&op->lock);
 }
 
-/* 1 if nothing of it was or will be transferred. Its pieces stay queued until a worker drops them. */
+/* 1 if nothing of it was or will be transferred. Its pieces stay queued until a worker drops them. Its event may be looked at until
+ * `queried` is another. */
 static int cancel(Pool *pool, Operation *op) {
     int expected = QUEUED;
     if (!atomic_compare_exchange_strong(&op->state, &expected, CANCELLED)) return expected == CANCELLED;
@@ -105,11 +113,16 @@ static void fail(Operation *op, const Piece *piece, Failure failure) {
     pthread_mutex_unlock(&op->lock);
 }
 
-/* 1 if one more worker is wanted for what is queued. Under the queue's lock. A direction that nobody works in always gets one:
- * a read does not wait behind a write that waits for its CUDA event. */
+/* 1 if a worker may take a piece in this direction. Under the queue's lock. */
+static int available(const Pool *pool, const Queue *queue, int direction) {
+    if (!queue->head[direction] || queue->working[direction] >= queue->limit) return 0;
+    return !pool->held[direction] || pool->closed;
+}
+
+/* 1 if one more worker is to join for what is queued. Under the queue's lock. A direction that nobody works in always gets one. */
 static int wanted(const Pool *pool, const Queue *queue) {
     for (int direction = 0; direction < 2; direction++) {
-        if (!queue->head[direction] || (pool->held[direction] && !pool->closed)) continue;
+        if (!available(pool, queue, direction)) continue;
         if (!queue->working[direction] || queue->waiting[direction] > BACKLOG * (uint64_t)queue->working[direction]) return 1;
     }
     return 0;
@@ -123,7 +136,7 @@ static Piece *take(Pool *pool, Queue *queue, int done) {
     if (done >= 0) queue->working[done]--;
     while (!piece) {
         for (int direction = 1; direction >= 0 && !piece; direction--) {
-            if (!queue->head[direction] || (pool->held[direction] && !pool->closed)) continue;
+            if (!available(pool, queue, direction)) continue;
             piece = queue->head[direction];
             queue->head[direction] = piece->next;
             queue->waiting[direction] -= piece->end - piece->start;
@@ -138,18 +151,6 @@ static Piece *take(Pool *pool, Queue *queue, int done) {
     return piece;
 }
 
-static int await_event(Worker *w, const Operation *op, const Piece *piece, Failure *failure) {
-    Pool *pool = w->pool;
-    int code = 0;
-    if (pool->set_device && !w->device_set) {
-        code = pool->set_device(pool->device);
-        w->device_set = !code;
-    }
-    if (!code && pool->event_wait) code = pool->event_wait((void *)(uintptr_t)op->event);
-    if (code) *failure = (Failure){code, EVENT, piece->offset};
-    return code;
-}
-
 static void run(Worker *w, Operation *op, Piece *piece) {
     Queue *queue = w->queue;
     Failure failure;
@@ -159,7 +160,6 @@ static void run(Worker *w, Operation *op, Piece *piece) {
         while (w->pool->held_begun[direction]) pthread_cond_wait(&w->pool->opened, &w->pool->gate);
         pthread_mutex_unlock(&w->pool->gate);
     }
-    if (op->event && !op->failed && await_event(w, op, piece, &failure)) fail(op, piece, failure);
     if (w->pool->pages && op->kind == WRITE && queue->direct && !op->failed) {
         uint64_t start = piece->start > op->lead ? piece->start : op->lead;
         collapse(w->pool->pages, op->address + start - op->lead, op->address + piece->end - op->lead);
@@ -181,6 +181,12 @@ static void run(Worker *w, Operation *op, Piece *piece) {
     pthread_mutex_unlock(&queue->lock);
 }
 
+/* A read that did not bring what the write was given has failed: the memory had changed before a worker read it, or the drive errs. */
+static void verify(Operation *op) {
+    if (!(op->kind & 1) || !op->check || op->failed || sample(op->address, op->nbytes) == op->check) return;
+    fail(op, &op->piece[0], (Failure){EIO, CHANGED, op->piece[0].offset});
+}
+
 static void *work(void *argument) {
     Worker *w = argument;
     Piece *piece;
@@ -191,7 +197,10 @@ static void *work(void *argument) {
         int mine = claim(op);
         if (mine) run(w, op, piece);
         if (atomic_fetch_sub(&op->remaining, 1) == 1) {
-            if (mine) finish(op);
+            if (mine) {
+                verify(op);
+                finish(op);
+            }
             forget(op);
         }
     }
@@ -222,8 +231,14 @@ static void kick(Pool *pool) {
     }
 }
 
-/* Queue every piece, in the order of `op->piece`. The caller holds a reference. 0, or -1 when the pool is closed.
- * `later`: wake nobody for it; see `kick`. */
+static void await_event(Pool *pool, Operation *op); /* _iopool_events.h */
+
+static void append_pieces(Pool *pool, Operation *op) {
+    for (int i = 0; i < op->pieces; i++) append(&pool->queues[op->piece[i].queue], &op->piece[i]);
+}
+
+/* Queue an operation: its pieces, in the order of `op->piece`, or behind its event. The caller holds a reference. 0, or -1 when the
+ * pool is closed. `later`: wake nobody for it; see `kick`. */
 static int enqueue(Pool *pool, Operation *op, int later) {
     pthread_mutex_lock(&pool->submitting);
     if (pool->closed) {
@@ -238,11 +253,16 @@ static int enqueue(Pool *pool, Operation *op, int later) {
             op->piece[last] = op->piece[at];
             op->piece[at] = other;
         }
-    for (int i = 0; i < op->pieces; i++) append(&pool->queues[op->piece[i].queue], &op->piece[i]);
-    if (!later) kick(pool);
+    if (op->event && op->pieces) await_event(pool, op);
+    else {
+        append_pieces(pool, op);
+        if (!later) kick(pool);
+    }
     pthread_mutex_unlock(&pool->submitting);
     return 0;
 }
+
+#include "_iopool_events.h"
 
 static void wake(Pool *pool) {
     for (int i = 0; i < pool->queue_count; i++) {
@@ -272,16 +292,19 @@ static void close_pool(Pool *pool) {
         pthread_mutex_unlock(&queue->lock);
     }
     pool->closed = 1;
+    cancel_awaiting(pool);
     pthread_mutex_unlock(&pool->submitting);
     release_held(pool);
     pthread_mutex_lock(&pool->joining);
+    if (!pool->joined && pool->waiter_started) pthread_join(pool->waiter, NULL);
     if (!pool->joined)
         for (int i = 0; i < pool->started; i++) pthread_join(pool->workers[i].thread, NULL);
     pool->joined = 1;
     pthread_mutex_unlock(&pool->joining);
 }
 
-/* Start the workers with every signal blocked: signals are the interpreter's. 0 or an errno. */
+/* Start the workers, and the waiter where operations may have events, with every signal blocked: signals are the interpreter's. 0 or
+ * an errno. */
 static int start_workers(Pool *pool) {
     sigset_t all, before;
     pthread_attr_t attributes;
@@ -299,6 +322,11 @@ static int start_workers(Pool *pool) {
          * whole transfer's work, and a team of compute threads waits with it. A preference: refused is fine. */
         pthread_setschedparam(pool->workers[i].thread, SCHED_BATCH, &batch);
         pool->started++;
+    }
+    if (!code && pool->event_query) {
+        code = pthread_create(&pool->waiter, &attributes, await_events, pool);
+        pool->waiter_started = !code;
+        if (!code) pthread_setname_np(pool->waiter, "ssdtrain-event");
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);

@@ -11,13 +11,14 @@
 #include <unistd.h>
 
 #include "_iopool_faults.h"
+#include "_iopool_memory.h"
 
 #define ALIGNMENT 4096
 #define SECTOR 512 /* what O_DIRECT may stop at */
 #define BOUNCE (1 << 20) /* bytes of a worker's bounce buffer, for reads into a differently aligned address */
 
 enum { WRITE, READ, COPY_IN, COPY_OUT };
-enum { ERRNO, END_OF_FILE, NOTHING_WRITTEN, EVENT };
+enum { ERRNO, END_OF_FILE, NOTHING_WRITTEN, EVENT, CHANGED };
 enum { QUEUED, RUNNING, CANCELLED };
 
 struct Operation;
@@ -37,6 +38,8 @@ typedef struct Operation {
     atomic_int finished, failed, remaining;
     int kind, pieces;
     uint64_t address, nbytes, lead, event;
+    uint64_t check; /* sample of the bytes when the write was submitted; 0: none was taken */
+    struct Operation *next; /* in the list of those that wait for an event */
     int64_t serial;
     int code, detail, error_queue; /* the first failure, under `lock` */
     int64_t error_offset, error_bytes;
@@ -131,7 +134,13 @@ static int transfer_aligned(const Faults *f, const Operation *op, const Piece *p
     if (tail) vector[count++] = (struct iovec){bounce + ALIGNMENT, ALIGNMENT};
     if (op->kind == WRITE && edges) {
         memset(bounce, 0, 2 * ALIGNMENT);
-        for (int i = 0; i < edges; i++) memcpy(edge[i].at, origin + edge[i].from, edge[i].to - edge[i].from);
+        for (int i = 0; i < edges; i++) {
+            int code = copy_checked(edge[i].at, (uintptr_t)origin + edge[i].from, edge[i].to - edge[i].from);
+            if (code) {
+                *failure = (Failure){code, ERRNO, p->offset};
+                return -1;
+            }
+        }
     }
     if (transfer(f, op, p->index, fd, vector, count, p->offset + (int64_t)(first - p->start), ALIGNMENT, failure)) return -1;
     if (op->kind == READ)
@@ -161,8 +170,11 @@ static int transfer_piece(const Faults *f, const Operation *op, const Piece *p, 
     }
     if (op->kind > READ) {
         char *mine = (char *)(uintptr_t)(op->address + p->start), *stored = (char *)(uintptr_t)p->offset;
-        memcpy(op->kind == COPY_IN ? stored : mine, op->kind == COPY_IN ? mine : stored, p->end - p->start);
-        return 0;
+        int code = 0;
+        if (op->kind == COPY_IN) code = copy_checked(stored, (uintptr_t)mine, p->end - p->start);
+        else memcpy(mine, stored, p->end - p->start);
+        if (code) *failure = (Failure){code, ERRNO, p->offset};
+        return code ? -1 : 0;
     }
     uint64_t start = p->start > op->lead ? p->start : op->lead;
     char *source = (char *)(uintptr_t)(op->address + start - op->lead);

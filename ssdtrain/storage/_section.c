@@ -203,7 +203,13 @@ static PyObject *defer(PyObject *module, PyObject *argument) {
     Py_RETURN_TRUE;
 }
 
+static PyObject *inside_any(PyObject *module, PyObject *unused) {
+    (void)module, (void)unused;
+    return PyBool_FromLong(depth > 0);
+}
+
 static PyMethodDef methods[] = {
+    {"inside", inside_any, METH_NOARGS, "inside(): whether this thread is inside of any section."},
     {"defer", defer, METH_O, "defer(signalnum): let this signal, which Python handles, wait for the end of sections. False: nobody handles it, or a library came in "
      "front."},
     {NULL, NULL, 0, NULL},

@@ -9,7 +9,7 @@ ADVICE = {
     codes.EDQUOT: "raise the quota of that file system, lower `capacity`, or add another directory",
     codes.EIO: "the drive or its file system failed (see dmesg and `smartctl -a`): take another directory",
     codes.EINVAL: "the file system refused an aligned O_DIRECT transfer: set `direct` to 'off'",
-    codes.EFAULT: "the buffer was unmapped while in use: it must stay alive until the operation is done",
+    codes.EFAULT: "the memory was freed while it was in use: it must stay alive until the operation is done",
 }
 
 
@@ -19,6 +19,12 @@ def advice(errno: int) -> str:
 
 class IOCancelled(RuntimeError):
     """Raised by `Operation.wait` when the operation was cancelled: none of its bytes were transferred."""
+
+
+class SourceChanged(RuntimeError):
+    """A read brought other bytes than its write was given: they changed in memory before a worker had read them (freed and used
+    again, or written to while the write waited), or the drive returned what was never written. None of them may be used.
+    """
 
 
 class StoreClosed(RuntimeError):

@@ -3,11 +3,16 @@ NUMA node.
 """
 
 import ctypes
+import errno
+import functools
 import logging
 import mmap
 import os
 import platform
+import zlib
 from pathlib import Path
+
+from ssdtrain.storage.faults import mix
 
 logger = logging.getLogger(__name__)
 
@@ -16,11 +21,21 @@ HUGE_PAGE = 2 << 20
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 """The system's switch."""
 
+PIPED = 64 << 10
+"""Bytes for one pass through a pipe."""
+WORD, SAMPLES, STRIDE = 8, 16, 64 << 10
+"""Bytes of a word of a sample, words of it at least, bytes for one word in large ones."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+if hasattr(_libc, "process_vm_readv"):
+    _libc.process_vm_readv.restype = ctypes.c_ssize_t
+    _libc.process_vm_readv.argtypes = [
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong
+    ]  # fmt: skip
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235}
@@ -45,6 +60,79 @@ def view(address: int, nbytes: int) -> memoryview:
 def copy(target: int, source: int, nbytes: int) -> None:
     """memcpy between addresses, with the GIL released."""
     ctypes.memmove(target, source, nbytes)
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+class _Refused:
+    """process_vm_readv does not work here: set by the first call that shows it, and by tests."""
+
+    direct_reads = not hasattr(_libc, "process_vm_readv")
+
+
+def copy_checked(target: int, source: int, nbytes: int) -> int:
+    """Copy memory that its owner may free or unmap at any moment to our own, with the GIL released.
+
+    Returns:
+        0, or an errno: EFAULT for memory that is not mapped, where memcpy would end the process.
+
+    The kernel does the copy: process_vm_readv on this process, or a pipe where that call is refused (seccomp filters of old
+    container runtimes). `_iopool_memory.h` does the same.
+    """
+    while nbytes and not _Refused.direct_reads:
+        to, of = _Vector(target, nbytes), _Vector(source, nbytes)
+        done = _libc.process_vm_readv(os.getpid(), ctypes.byref(to), 1, ctypes.byref(of), 1, 0)
+        code = ctypes.get_errno() if done < 0 else 0
+        if code in (errno.EFAULT, errno.ENOMEM) or done == 0:
+            return code or errno.EFAULT
+        if code == errno.EINTR:
+            continue
+        if code:
+            _Refused.direct_reads = True
+            break
+        target, source, nbytes = target + done, source + done, nbytes - done
+    return _copy_through_pipe(target, source, nbytes) if nbytes else 0
+
+
+def _copy_through_pipe(target: int, source: int, nbytes: int) -> int:
+    ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        while nbytes:
+            filled = os.write(ends[1], view(source, min(nbytes, PIPED)))
+            while filled:
+                taken = os.readv(ends[0], [view(target, filled)])
+                target, source = target + taken, source + taken
+                nbytes, filled = nbytes - taken, filled - taken
+    except OSError as error:
+        return error.errno or errno.EFAULT
+    finally:
+        for end in ends:
+            os.close(end)
+    return 0
+
+
+@functools.lru_cache(256)
+def _sampled(nbytes: int) -> tuple[slice, ...]:
+    """The words of a sample. `_iopool_memory.h` takes the same."""
+    if nbytes < WORD:
+        return (slice(0, nbytes),)
+    stride = max(WORD, min(STRIDE, nbytes // SAMPLES))
+    places = [nbytes - WORD]
+    for at in range(0, nbytes - stride + 1, stride):
+        places.append(at + mix(at + 1) % (stride - WORD + 1))
+    return tuple(slice(place, place + WORD) for place in places)
+
+
+def sample(address: int, nbytes: int) -> int:
+    """A number that depends on some words of the bytes, never 0: at places that no regular pattern meets, and on the last word.
+
+    At least 16 words, or all of fewer; in more than 1 MiB one of each 64 KiB. The caller vouches for the memory.
+    """
+    data = view(address, nbytes)
+    words = b"".join([data[word] for word in _sampled(nbytes)])
+    return zlib.crc32(words) << 32 | zlib.adler32(words, nbytes & 0xFFFF) or 1
 
 
 def fill(address: int, byte: int, nbytes: int) -> None:

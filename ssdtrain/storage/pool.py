@@ -9,11 +9,11 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ssdtrain.storage.errors import IOFailure
+from ssdtrain.storage.errors import IOCancelled, IOFailure, SourceChanged
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.pieces import WRITE
 from ssdtrain.storage.python_engine import PythonPool
-from ssdtrain.storage.python_transfer import END_OF_FILE, EVENT, NOTHING_WRITTEN
+from ssdtrain.storage.python_transfer import CHANGED, END_OF_FILE, EVENT, NOTHING_WRITTEN
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +25,12 @@ class Operation(Protocol):
     """A transfer that was queued. Thread-safe; may be dropped while in flight.
 
     `nbytes` is its size; `seconds`, once it is done, the time from the first piece's beginning to the last
-    one's end.
+    one's end. `check` is a sample of the bytes that a write was given (`memory.sample`), 0 where it was behind an event.
     """
 
     nbytes: int
     seconds: float
+    check: int
 
     def done(self) -> bool:
         """Whether it finished: succeeded, failed or was cancelled."""
@@ -45,6 +46,7 @@ class Operation(Protocol):
         Raises:
             IOFailure: it failed; none of its bytes may be used.
             IOCancelled: it was cancelled.
+            SourceChanged: a read; what was stored is not what the write was given.
             StoreClosed: it belongs to the parent of this process.
         """
         ...
@@ -53,8 +55,11 @@ class Operation(Protocol):
         """True: none of its bytes was or will be transferred, the memory is free again. False: too late."""
         ...
 
-    def failed(self) -> IOFailure | None:
-        """The error it failed with, or None if it has not (yet) failed. Never waits."""
+    def failed(self) -> IOFailure | IOCancelled | SourceChanged | None:
+        """What `wait` would raise: None means that it has succeeded, or is not done. Never waits.
+
+        A cancelled operation has failed too: `done()` and no error is the only way to know that bytes were transferred.
+        """
         ...
 
 
@@ -72,6 +77,7 @@ class Pool(Protocol):
         extents: Sequence[int],
         event: int = 0,
         later: bool = False,
+        check: int = 0,
     ) -> Operation: ...
     def kick(self) -> None: ...
     def hold(self, *, begun: bool = False, writes: bool = True, reads: bool = True) -> None: ...
@@ -81,16 +87,23 @@ class Pool(Protocol):
 
 
 class ErrorMaker:
-    """Turns what a worker saw into an `IOFailure`. Called as (kind, queue, code, detail, offset, nbytes)."""
+    """Turns what a worker saw into an error. Called as (kind, queue, code, detail, offset, nbytes)."""
 
     def __init__(self, directories: Sequence[str]) -> None:
         self._directories = list(directories)
 
-    def __call__(self, kind: int, queue: int, code: int, detail: int, offset: int, nbytes: int) -> IOFailure:
+    def __call__(
+        self, kind: int, queue: int, code: int, detail: int, offset: int, nbytes: int
+    ) -> IOFailure | SourceChanged:
         operation = "read" if kind & 1 else "write"
         directory = self._directories[queue] if queue < len(self._directories) else "host memory"
         if detail == EVENT:
             return IOFailure(errno.EIO, "a CUDA event failed", directory, operation, offset, nbytes, code)
+        if detail == CHANGED:
+            return SourceChanged(
+                f"the bytes read back from {directory} at offset {offset} are not those that were to be stored: their memory"
+                " was freed, used again or written to before the write had read it (or the drive is faulty: see dmesg)"
+            )
         text = {END_OF_FILE: "the file ended early", NOTHING_WRITTEN: "the system wrote 0 bytes"}.get(
             detail, os.strerror(code)
         )
@@ -115,8 +128,9 @@ def make_pool(
     host_threads: int = 0,
     piece: int = PIECE,
     faults: Faults | None = None,
-    event_wait: int = 0,
+    event_query: int = 0,
     set_device: int = 0,
+    exchange_capture_mode: int = 0,
     device: int = -1,
     huge_pages: bool = False,
 ) -> Pool:
@@ -126,14 +140,14 @@ def make_pool(
         files: (descriptor, whether it is open with O_DIRECT) of each drive.
         directories: their directories, for error texts.
         engine: "c", "python", or "auto": C where it was built, else Python with one log line.
-        threads: workers per drive.
+        threads: workers per drive for writes, and as many for reads: one thread more, so that a read never waits for a write.
         host_threads: workers that copy to and from the host tier; 0 without one.
         piece: bytes, a multiple of 4096.
-        event_wait: address of `int f(void *event)`, called by a worker before the first byte of an operation
-            that has an
-            event: cudaEventSynchronize, or another that returns 0 for success.
-        set_device: address of `int f(int device)`, called once by each worker that waits for an event:
-            cudaSetDevice.
+        event_query: address of `int f(void *event)`: 0 when the event has passed, 600 when it has not, else an error code, as
+            cudaEventQuery. One thread calls it, again and again until the event of the oldest operation has passed.
+        set_device: address of `int f(int device)`, called once by that thread before the first event: cudaSetDevice.
+        exchange_capture_mode: address of `int f(int *mode)`, called once by that thread, so that its queries disturb no capture
+            of a CUDA graph: cudaThreadExchangeStreamCaptureMode.
         huge_pages: put the memory that is written from into huge pages, as far as that is worth it: see
             `_iopool_pages.h`. The C engine does; what the Python engine costs lies elsewhere.
 
@@ -154,7 +168,8 @@ def make_pool(
         "piece": piece,
         "make_error": make_error,
     }
-    settings |= {"event_wait": event_wait, "set_device": set_device, "device": device}
+    settings |= {"event_query": event_query, "set_device": set_device, "device": device}
+    settings["exchange_capture_mode"] = exchange_capture_mode
     if engine != "python":
         try:
             return load_extension().Pool(

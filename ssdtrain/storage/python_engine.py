@@ -1,13 +1,10 @@
 """The pure Python I/O engine: the reference, and what runs where no compiler was. Same interface as the C
 pool.
 
-Threads: each drive has its own workers; they share `PythonPool._lock`, held for queue and counter changes
-only, never during a transfer. `cancel` takes no lock, because it may run in a finalizer on a thread that
-holds it: worker and canceller race for one `dict.setdefault`, which is atomic.
+Threads: each drive has its own workers, and one thread waits for events; they share `PythonPool._lock`, held for queue and
+counter changes only, never during a transfer.
 """
 
-import copy
-import ctypes
 import errno
 import logging
 import signal
@@ -15,93 +12,30 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from ssdtrain.storage import faults as fault
-from ssdtrain.storage import forks
-from ssdtrain.storage.errors import IOCancelled, IOFailure, StoreClosed
+from ssdtrain.storage import forks, memory
+from ssdtrain.storage.errors import IOFailure, SourceChanged, StoreClosed
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.pieces import COPY_IN, READ, WRITE, Piece, cut
-from ssdtrain.storage.python_transfer import ERRNO, EVENT, Transfer, TransferError
+from ssdtrain.storage.python_events import EventWaiter
+from ssdtrain.storage.python_operation import PythonOperation
+from ssdtrain.storage.python_transfer import CHANGED, ERRNO, EVENT, Transfer, TransferError
+from ssdtrain.storage.section import make_section, mark_worker
 
 logger = logging.getLogger(__name__)
 
-MakeError = Callable[[int, int, int, int, int, int], IOFailure]
-_WORKER = object()
-
-
-class PythonOperation:
-    """One write, read or copy. Thread-safe; see `ssdtrain.storage.pool.Operation` for the meaning of each
-    method.
-    """
-
-    __slots__ = (
-        "_begun", "_done", "_error", "_generation", "_latch", "_owner", "_pool", "_remaining",
-        "address", "event", "kind", "lead", "nbytes", "pieces", "seconds", "serial",
-    )  # fmt: skip
-
-    def __init__(
-        self, pool: "PythonPool", kind: int, address: int, nbytes: int, lead: int, event: int
-    ) -> None:
-        self.kind, self.address, self.nbytes, self.lead, self.event = kind, address, nbytes, lead, event
-        self.serial = self.pieces = self._remaining = 0
-        self.seconds = 0.0
-        self._begun = 0.0
-        self._pool = pool
-        self._error: IOFailure | None = None
-        self._done = False
-        self._owner: dict[str, object] = {}
-        self._latch = threading.Lock()
-        self._latch.acquire()
-        self._generation = forks.generation()
-
-    def done(self) -> bool:
-        if not self._done:
-            forks.check(self._generation, "this operation")
-        return self._done
-
-    def begun(self) -> bool:
-        return self._owner.get("by") is _WORKER
-
-    def wait(self, timeout: float | None = None) -> bool:
-        if not self._done:
-            forks.check(self._generation, "this operation")
-            self._pool.kick()  # also where it has begun: pieces on another drive may have been queued for later
-            if not self._latch.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-                return False
-            self._latch.release()
-        if self._error is not None:
-            # A copy each time: a raised error holds its traceback, and the operation must not.
-            raise copy.copy(self._error)
-        if self._owner.get("by") is not _WORKER:
-            raise IOCancelled(f"this operation of {self.nbytes} bytes was cancelled: nothing was transferred")
-        return True
-
-    def cancel(self) -> bool:
-        forks.check(self._generation, "this operation")
-        me = object()
-        owner = self._owner.setdefault("by", me)
-        if owner is me:
-            self._pool._cancelled.append((self.kind, self.nbytes))
-            self._finish()
-        return owner is not _WORKER
-
-    def failed(self) -> IOFailure | None:
-        return copy.copy(self._error) if self.done() else None
-
-    def _claim(self) -> bool:
-        """Worker: whether the operation may run, because a worker began it before or begins it now."""
-        return self._owner.setdefault("by", _WORKER) is _WORKER
-
-    def _finish(self) -> None:
-        self._done = True
-        self._latch.release()
+MakeError = Callable[[int, int, int, int, int, int], IOFailure | SourceChanged]
 
 
 class _Queue:
     """Pieces for one drive or for host memory, and what was counted there. Changed under the pool's lock."""
 
-    def __init__(self, lock: threading.Lock, fd: int, direct: bool) -> None:
+    def __init__(self, lock: Any, fd: int, direct: bool, limit: int) -> None:
         self.ready = threading.Condition(lock)
+        self.limit = limit  # pieces at work in each direction; there is one worker more, so that reads never wait for writes
+        self.working = [0, 0]
         self.waiting: tuple[deque[tuple[PythonOperation, int, Piece]], ...] = (deque(), deque())
         self.fd, self.direct = fd, direct
         self.bytes = [0, 0]
@@ -141,17 +75,20 @@ class PythonPool:
         piece: int,
         make_error: MakeError,
         faults: Faults | None = None,
-        event_wait: int = 0,
+        event_query: int = 0,
         set_device: int = 0,
+        exchange_capture_mode: int = 0,
         device: int = -1,
     ) -> None:
         self._piece, self._faults, self._make_error = piece, faults, make_error
-        self._wait_event = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(event_wait) if event_wait else None
-        self._set_device = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(set_device) if set_device else None
-        self._device = device
-        self._lock = threading.Lock()
+        # A section, so that a finalizer that runs while its thread holds it knows: see `inside_section`.
+        self._lock = cast(Any, make_section())
         self._released = threading.Condition(self._lock)
-        self._queues = [_Queue(self._lock, fd, direct) for fd, direct in [*files, (-1, False)]]
+        limits = [threads] * len(files) + [host_threads]
+        self._queues = [
+            _Queue(self._lock, fd, direct, limit)
+            for (fd, direct), limit in zip([*files, (-1, False)], limits, strict=True)
+        ]
         self._cancelled: deque[tuple[int, int]] = deque()
         self._cancelled_bytes = 0
         self._serials = [0, 0, 0, 0]
@@ -159,14 +96,18 @@ class PythonPool:
         self._held_begun = [False, False]
         self._closed = False
         self._generation = forks.generation()
-        counts = [threads] * len(files) + [host_threads]
         self._threads = [
             threading.Thread(target=self._work, args=(queue,), name="ssdtrain-io", daemon=True)
-            for queue, count in enumerate(counts)
-            for _ in range(count)
+            for queue, limit in enumerate(limits)
+            for _ in range(limit + 1 if limit else 0)
         ]
         for thread in self._threads:
             thread.start()
+        self._events = (
+            EventWaiter(event_query, set_device, exchange_capture_mode, device, self._event_passed)
+            if event_query
+            else None
+        )
 
     def submit(
         self,
@@ -177,12 +118,17 @@ class PythonPool:
         extents: Sequence[int],
         event: int = 0,
         later: bool = False,
+        check: int = 0,
     ) -> PythonOperation:
         """Queue an operation. `later`: no worker is woken for it, until the next operation without it, a wait for one,
-        or `kick`; one that is awake takes it all the same.
+        or `kick`; one that is awake takes it all the same. `check`: see `memory.sample`; 0: a write takes it.
         """
         forks.check(self._generation, "this I/O pool")
-        operation = PythonOperation(self, kind, address, nbytes, lead, event)
+        if event and self._events is None:
+            raise ValueError("an operation with an event needs a pool with event_query")
+        if not (check or kind & 1 or event) and nbytes:  # behind an event the bytes are not there yet
+            check = memory.sample(address, nbytes)
+        operation = PythonOperation(self, kind, address, nbytes, lead, event, check)
         pieces = list(enumerate(cut(extents, lead, nbytes, self._piece)))
         operation.pieces = operation._remaining = len(pieces)
         with self._lock:
@@ -192,15 +138,43 @@ class PythonPool:
             self._serials[kind] += 1
             if self._faults is not None and self._faults.torn:
                 self._shuffle(operation, pieces)
-            for index, piece in pieces:
-                queue = self._queues[piece.queue]
-                queue.waiting[kind & 1].append((operation, index, piece))
-                queue.later += 1
-            if not later:
-                self._wake()
+            if event and pieces:
+                assert self._events is not None
+                operation._behind = pieces
+                self._events.submit(operation)
+            else:
+                self._append(operation, pieces)
+                if not later:
+                    self._wake()
         if not pieces and operation._claim():
             operation._finish()
         return operation
+
+    def _append(self, operation: PythonOperation, pieces: list[tuple[int, Piece]]) -> None:
+        for index, piece in pieces:
+            queue = self._queues[piece.queue]
+            queue.waiting[operation.kind & 1].append((operation, index, piece))
+            queue.later += 1
+
+    def _event_passed(self, operation: PythonOperation, code: int) -> None:
+        """Called by the waiter: queue the operation, or let it fail."""
+        with self._lock:
+            if self._closed:
+                operation.cancel()
+            elif not code:
+                self._append(operation, operation._behind)
+                self._wake()
+            elif operation._claim():
+                _, piece = operation._behind[0]
+                operation._error = self._make_error(
+                    operation.kind, piece.queue, code, EVENT, piece.offset, operation.nbytes
+                )
+                operation._finish()
+
+    def leave_event(self, operation: PythonOperation) -> None:
+        """Return when nobody looks at the event of a cancelled operation any more."""
+        if self._events is not None:
+            self._events.leave(operation)
 
     def hold(self, *, begun: bool = False, writes: bool = True, reads: bool = True) -> None:
         """Tests: let no operation begin; with `begun`, let it begin (it can no longer be cancelled) but
@@ -253,6 +227,8 @@ class PythonPool:
             self._release()
             for queue in self._queues:
                 queue.ready.notify_all()
+        if self._events is not None:
+            self._events.close()
         for thread in self._threads:
             thread.join()
 
@@ -276,7 +252,9 @@ class PythonPool:
         """
         while True:
             for direction in (1, 0):
-                if queue.waiting[direction] and not self._held[direction]:
+                if not queue.waiting[direction] or queue.working[direction] >= queue.limit:
+                    continue
+                if not self._held[direction] or self._closed:
                     return queue.waiting[direction].popleft()
             if self._closed:
                 return None
@@ -284,9 +262,9 @@ class PythonPool:
 
     def _work(self, number: int) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        mark_worker()
         queue = self._queues[number]
         transfer = Transfer(self._faults)
-        current_device = False
         try:
             while True:
                 with self._lock:
@@ -298,17 +276,15 @@ class PythonPool:
                     if not operation._claim():
                         continue
                     direction = operation.kind & 1
+                    queue.working[direction] += 1
                     while self._held_begun[direction]:
                         self._released.wait()
                     skip = operation._error is not None
                 error = None
-                if operation.event and not skip:
-                    error = self._await_event(operation, piece, number, current_device)
-                    current_device = True
                 with self._lock:
                     operation._begun = operation._begun or time.perf_counter()
                     queue.begin(direction)
-                if error is None and not skip:
+                if not skip:
                     try:
                         transfer.run(operation, index, piece, queue.fd, queue.direct)
                     except TransferError as failure:
@@ -331,31 +307,35 @@ class PythonPool:
         finally:
             transfer.close()
 
-    def _await_event(
-        self, operation: PythonOperation, piece: Piece, queue: int, current: bool
-    ) -> IOFailure | None:
-        code = 0
-        if self._set_device is not None and not current:
-            code = self._set_device(self._device)
-        if not code and self._wait_event is not None:
-            code = self._wait_event(operation.event)
-        return (
-            self._make_error(operation.kind, queue, code, EVENT, piece.offset, operation.nbytes)
-            if code
-            else None
-        )
-
     def _ended(
-        self, operation: PythonOperation, piece: Piece, queue: _Queue, error: IOFailure | None, skip: bool
+        self,
+        operation: PythonOperation,
+        piece: Piece,
+        queue: _Queue,
+        error: IOFailure | SourceChanged | None,
+        skip: bool,
     ) -> None:
         with self._lock:
+            queue.working[operation.kind & 1] -= 1
             moved = 0 if skip or error is not None else piece.end - max(piece.start, operation.lead)
             queue.end(operation.kind & 1, moved)
             operation._error = operation._error or error
             operation._remaining -= 1
-            if not operation._remaining:
-                operation.seconds = time.perf_counter() - operation._begun
-                operation._finish()
+            last = not operation._remaining
+        if not last:
+            return
+        if operation.kind & 1 and operation.check and operation._error is None:
+            self._verify(operation, piece)
+        with self._lock:
+            operation.seconds = time.perf_counter() - operation._begun
+            operation._finish()
+
+    def _verify(self, operation: PythonOperation, piece: Piece) -> None:
+        """A read that did not bring what the write was given has failed."""
+        if memory.sample(operation.address, operation.nbytes) != operation.check:
+            operation._error = self._make_error(
+                operation.kind, piece.queue, errno.EIO, CHANGED, piece.offset, operation.nbytes
+            )
 
 
 assert (WRITE & 1, READ & 1, COPY_IN & 1) == (0, 1, 0) and ERRNO == 0

@@ -14,7 +14,7 @@ from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.pieces import COPY_IN, READ, WRITE, Piece
 
 if TYPE_CHECKING:
-    from ssdtrain.storage.python_engine import PythonOperation
+    from ssdtrain.storage.python_operation import PythonOperation
 
 SECTOR = 512
 """Bytes: what an O_DIRECT transfer may stop at."""
@@ -22,9 +22,9 @@ SECTOR = 512
 BOUNCE = 1 << 20
 """Bytes of a worker's bounce buffer for reads into a differently aligned address."""
 
-ERRNO, END_OF_FILE, NOTHING_WRITTEN, EVENT = range(4)
-"""What an error code means: an errno, a read beyond the end, a write of 0 bytes, the code of a failed CUDA
-event.
+ERRNO, END_OF_FILE, NOTHING_WRITTEN, EVENT, CHANGED = range(5)
+"""What an error code means: an errno, a read beyond the end, a write of 0 bytes, the code of a failed CUDA event, bytes other
+than the write was given.
 """
 
 
@@ -99,7 +99,9 @@ class Transfer:
     def _copy(self, operation: "PythonOperation", piece: Piece) -> None:
         mine, stored, nbytes = operation.address + piece.start, piece.offset, piece.end - piece.start
         if operation.kind == COPY_IN:
-            memory.copy(stored, mine, nbytes)
+            code = memory.copy_checked(stored, mine, nbytes)
+            if code:
+                raise TransferError(code, ERRNO, piece.offset)
         else:
             memory.copy(mine, stored, nbytes)
 
@@ -121,7 +123,9 @@ class Transfer:
         if writing and edges:
             self._bounce[: 2 * ALIGNMENT] = bytes(2 * ALIGNMENT)
             for a, b, at in edges:
-                self._bounce[at : at + b - a] = memory.view(origin + a, b - a)
+                code = memory.copy_checked(self._map.address + at, origin + a, b - a)
+                if code:
+                    raise TransferError(code, ERRNO, piece.offset)
         vector = []
         if start > first:
             vector.append(self._bounce[:ALIGNMENT])

@@ -14,7 +14,7 @@ import signal
 import threading
 from typing import Any, Protocol, cast
 
-__all__ = ["Section", "defer_signals", "make_section"]
+__all__ = ["Section", "defer_signals", "inside_section", "make_section", "mark_worker"]
 
 
 class Section(Protocol):
@@ -33,13 +33,49 @@ def _extension() -> Any:
         return None
 
 
+class _PlainSection:
+    """A lock that knows whether this thread is inside; signals go their way."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        # Counted before, so that a finalizer in between takes this thread to be inside rather than not.
+        _local.depth = getattr(_local, "depth", 0) + 1
+        if self._lock.acquire(blocking):
+            return True
+        _local.depth -= 1
+        return False
+
+    def release(self) -> None:
+        self._lock.release()
+        _local.depth -= 1
+
+    def __enter__(self) -> Any:
+        self.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+_local = threading.local()
 _native = _extension()
 _SIGNALS = sorted(signal.valid_signals())
 
 
 def make_section() -> Section:
     """A new lock."""
-    return cast(Section, _native.Section() if _native is not None else threading.Lock())
+    return cast(Section, _native.Section() if _native is not None else _PlainSection())
+
+
+def inside_section() -> bool:
+    """True if this thread is inside of any section, or is a worker: so a finalizer on it can wait for no lock and no transfer."""
+    return getattr(_local, "depth", 0) > 0 or (_native is not None and _native.inside())
+
+
+def mark_worker() -> None:
+    """This thread serves transfers: see `inside_section`."""
+    _local.depth = 1
 
 
 def defer_signals() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssdtrain.storage import forks, memory
-from ssdtrain.storage.arena import Arena, Lease
+from ssdtrain.storage.arena import Arena
 from ssdtrain.storage.errors import StoreClosed, StoreFull
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
@@ -23,6 +23,7 @@ from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, READ, WRITE, image_bytes
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
 from ssdtrain.storage.section import make_section
 from ssdtrain.storage.slab import Slab
+from ssdtrain.storage.slot import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -31,30 +32,6 @@ FREED_TOGETHER = 32
 
 SHARE_OF_FREE_SPACE = 0.9
 """How much of a drive's free space the ranks of a node may take when no capacity is given."""
-
-
-class Slot:
-    """A place for `nbytes` bytes in one tier. Opaque but for the attributes without an underscore.
-
-    `tier` is "host" or "ssd"; `drive` the index of the (first) drive; `address` that of the bytes in the host
-    tier, else 0.
-    """
-
-    __slots__ = ("_extents", "_held", "_lead", "_lease", "_operations", "address", "drive", "nbytes", "tier")
-
-    def __init__(self, nbytes: int, extents: tuple[int, ...], lease: Lease | None) -> None:
-        self.nbytes = nbytes
-        self.tier = "ssd" if lease is None else "host"
-        self.drive = extents[0] if lease is None else -1
-        self.address = 0 if lease is None else lease.address
-        self._extents = extents  # flat: queue, offset, length, ...
-        self._lease = lease
-        self._lead = -1  # address % 4096 of what was written; -1: nothing yet
-        self._held = [True]
-        self._operations: tuple[Operation, ...] = ()
-
-    def __repr__(self) -> str:
-        return f"Slot({self.nbytes} bytes, {self.tier}{'' if self.drive < 0 else f' {self.drive}'})"
 
 
 class SpillStore:
@@ -66,7 +43,7 @@ class SpillStore:
             `local_world_size`. host_bytes: size of the host tier in front of the drives, bytes; 0 for none.
             threads: workers per drive. engine: "auto", "c" or "python". direct: "auto", "on" or "off":
             O_DIRECT. faults: injected faults (tests). stripe: bytes above which a slot is spread over several
-            drives. event_wait, set_device, device, huge_pages: see `make_pool`.
+            drives. event_query, set_device, exchange_capture_mode, device, huge_pages: see `make_pool`.
 
     Raises:
         OSError: a directory is missing, read-only or no directory, or refuses O_DIRECT under direct="on";
@@ -85,8 +62,9 @@ class SpillStore:
         local_world_size: int = 1,
         faults: Faults | None = None,
         stripe: int = PIECE,
-        event_wait: int = 0,
+        event_query: int = 0,
         set_device: int = 0,
+        exchange_capture_mode: int = 0,
         device: int = -1,
         huge_pages: bool = False,
     ) -> None:
@@ -127,8 +105,9 @@ class SpillStore:
                 threads=threads,
                 host_threads=threads if host_bytes else 0,
                 faults=faults,
-                event_wait=event_wait,
+                event_query=event_query,
                 set_device=set_device,
+                exchange_capture_mode=exchange_capture_mode,
                 device=device,
                 huge_pages=huge_pages and memory.huge_pages_wanted(),
             )
@@ -170,28 +149,33 @@ class SpillStore:
             self._live_bytes += nbytes
             return slot
 
-    def write(self, slot: Slot, address: int, *, after_event: int = 0, later: bool = False) -> Operation:
+    def write(
+        self, slot: Slot, address: int, *, after_event: int = 0, later: bool = False, check: int = 0
+    ) -> Operation:
         """Queue the store of `slot.nbytes` bytes at `address` (any alignment), which stay alive and unchanged until done.
 
+        Where they do not, that is an error and no crash: memory that is not mapped fails the write (EFAULT), and a sample of
+        the bytes is taken now, by which the read knows others (`SourceChanged`).
+
         Args:
-            after_event: handle of a CUDA event that a worker waits for before the first byte is read; 0: none. It must
-                live until the operation is done.
+            after_event: handle of a CUDA event that has to pass before the first byte is read; 0: none. It must live
+                until the operation is done. No sample is taken: the bytes are not there yet.
             later: wake no worker for it; it begins with the next operation that wakes one, when somebody waits for it, or
                 at `kick`. Waking a worker takes a core from whoever computes, so several small ones wake one together.
+            check: `Operation.check` of an earlier write of the same bytes, which failed; 0: take a sample.
         """
-        return self._submit(slot, WRITE, address, after_event, later)
+        return self._submit(slot, WRITE, address, after_event, later, check)
 
     def read(self, slot: Slot, address: int, *, later: bool = False) -> Operation:
-        """Queue the load of a slot into `address`. The caller has waited for the slot's write.
+        """Queue the load of a slot into `address`, after its write has succeeded.
 
         Any alignment; without a copy where `address % 4096` is that of the write (`Arena.acquire(lead=...)`).
 
         Raises:
-            ValueError: nothing was written to the slot, or it was freed.
+            ValueError: the slot holds nothing that may be read, because its write has not ended, has failed or was cancelled,
+                there was none, or it was freed.
         """
-        if slot._lead < 0:
-            raise ValueError(f"{slot} was never written")
-        return self._submit(slot, READ, address, 0, later)
+        return self._submit(slot, READ, address, 0, later, 0)
 
     def kick(self) -> None:
         """Begin what was queued for later. Does nothing after close, or in a forked child."""
@@ -272,18 +256,21 @@ class SpillStore:
         if self._closed:
             raise StoreClosed("this spill store is closed")
 
-    def _submit(self, slot: Slot, kind: int, address: int, event: int, later: bool) -> Operation:
+    def _submit(self, slot: Slot, kind: int, address: int, event: int, later: bool, check: int) -> Operation:
         forks.check(self._generation, "this store")
         if self._closed:
             self._check_open()
         if not slot._held:
             raise ValueError(f"{slot} was freed")
+        if kind == READ:
+            lead, check = slot.written()
+        else:
+            lead = address % ALIGNMENT if slot._lease is None else 0
         if slot._lease is not None:
-            slot._lead = 0
             kind = COPY_OUT if kind == READ else COPY_IN
-        elif kind == WRITE:
-            slot._lead = address % ALIGNMENT
-        operation = self.pool.submit(kind, address, slot.nbytes, slot._lead, slot._extents, event, later)
+        operation = self.pool.submit(kind, address, slot.nbytes, lead, slot._extents, event, later, check)
+        if not kind & 1:
+            slot.note_write(operation, lead)
         earlier = slot._operations
         if len(earlier) > 1:  # a slot is written once and read once, as a rule
             earlier = tuple([old for old in earlier if not old.done()])

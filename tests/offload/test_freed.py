@@ -19,6 +19,9 @@ from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
 # Small enough that malloc keeps the pages of what is freed: a store may read them.
 SIZE = 64
 
+IN_PLACE = [variant for variant in VARIANTS if variant.name in ("c", "python", "host-tier")]
+"""The pool reads the tensor where it is, at a time of its own."""
+
 
 def engine_of(runtime: Runtime) -> OffloadEngine:
     assert runtime.engine is not None
@@ -73,14 +76,75 @@ def test_what_its_owner_filled_again_in_time_is_right(make_runtime: MakeRuntime,
 
 
 def test_what_was_freed_under_a_store_is_never_read_back(make_runtime: MakeRuntime, variant: Variant) -> None:
+    """It is what its owner makes of it, as without the engine: lost, until it is filled again."""
     runtime = make_runtime(variant)
     with stores_wait(runtime):
         x, y, loss = saved(runtime)
         y.untyped_storage().resize_(0)
     settled(runtime)
+    with pytest.raises(RuntimeError, match="was freed"):
+        loss.backward(retain_graph=True)
+    assert x.grad is None
     with torch.autograd._unsafe_preserve_version_counter(y):
         refill(y, x)
+    loss.backward()
+    assert torch.equal(x.grad, (x * 2).cos() * 2)
+    assert engine_of(runtime).snapshot().loaded_bytes == 0
+
+
+@pytest.mark.parametrize("variant", IN_PLACE, ids=lambda variant: variant.name)
+def test_what_was_freed_and_used_again_at_the_same_address_is_an_error(
+    make_runtime: MakeRuntime, variant: Variant
+) -> None:
+    """At the end of the store address, size and bytes are as they were at its begin: only what was stored is not."""
+    runtime = make_runtime(variant)
+    with stores_wait(runtime):
+        x, y, loss = saved(runtime)
+        kept = y.detach().clone()
+        with torch.autograd._unsafe_preserve_version_counter(y):
+            y.detach().fill_(0.5)  # as who got its memory meanwhile
+    settled(runtime)
+    with torch.autograd._unsafe_preserve_version_counter(y):
+        y.detach().copy_(kept)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="overwritten before it was offloaded"):
+            loss.backward(retain_graph=True)
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("variant", IN_PLACE, ids=lambda variant: variant.name)
+def test_memory_that_is_unmapped_under_a_store_is_an_error(
+    make_runtime: MakeRuntime, variant: Variant
+) -> None:
+    """What malloc gives back to the system at once: a worker that copied it would end the process."""
+    runtime = make_runtime(variant, **({"host": "128MiB"} if "host" in variant.options else {}))
+    x = torch.linspace(0, 3, 10 << 20).requires_grad_()
+    with stores_wait(runtime):
+        with runtime.forward():
+            y = x * 2
+            loss = y.sin().sum()
+        y.untyped_storage().resize_(0)
+    settled(runtime)
     with pytest.raises(RuntimeError, match="was freed"):
+        loss.backward(retain_graph=True)
+    with torch.autograd._unsafe_preserve_version_counter(y):
+        refill(y, x)
+    loss.backward()
+    assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]
+
+
+def test_a_failed_store_is_held_to_the_bytes_of_the_pack(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(Variant("two-drives", drives=2), faults=Faults(fail_writes=frozenset({0})))
+    with stores_wait(runtime):
+        x, y, loss = saved(runtime)
+        kept = y.detach().clone()
+        with torch.autograd._unsafe_preserve_version_counter(y):
+            y.detach().fill_(0.5)
+    settled(runtime)
+    with torch.autograd._unsafe_preserve_version_counter(y):
+        y.detach().copy_(kept)
+    assert engine_of(runtime).snapshot().failed_stores == 1
+    with pytest.raises(RuntimeError, match="overwritten"):
         loss.backward()
     assert x.grad is None
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ssdtrain.storage import ALIGNMENT, Arena, Faults, IOFailure, SpillStore, StoreFull, slab
+from ssdtrain.storage.pieces import COPY_OUT, READ
 from ssdtrain.storage.store import FREED_TOGETHER
 from tests.storage.conftest import contents, filled, free_bytes, payload
 
@@ -381,8 +382,9 @@ def test_freed_slots_are_poisoned_when_asked_for(
     store.free(slot)
     again = store.reserve(MiB)
     assert again._extents[1] == slot._extents[1], "the same place"
-    again._lead = slot._lead
-    assert store.read(again, target.address).wait(30)
+    kind = COPY_OUT if host else READ
+    lead = 0 if host else 64
+    assert store.pool.submit(kind, target.address, MiB, lead, again._extents).wait(30)
     assert bytes(target.view()) == b"\xff" * MiB
     store.free(again)
     source.release()

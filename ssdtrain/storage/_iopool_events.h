@@ -1,0 +1,97 @@
+/* Writes that wait for a CUDA event, part of _iopool_queue.h. One thread, the waiter, looks at their events in order and passes each
+ * operation on to the workers when its event has passed. So no worker waits for a device: reads find one at all times, and a
+ * write can be cancelled until its first byte moves.
+ *
+ * The waiter polls: it can stop at any moment, also where the event never comes (a collective whose peer is gone). */
+#ifndef SSDTRAIN_IOPOOL_EVENTS_H
+#define SSDTRAIN_IOPOOL_EVENTS_H
+
+#define NOT_READY 600 /* cudaErrorNotReady */
+#define RELAXED 2     /* cudaStreamCaptureModeRelaxed: this thread's queries disturb no capture of another's */
+#define SHORTEST 20e-6 /* seconds between two looks at an event, growing by a half each time */
+#define LONGEST 500e-6
+
+/* Under Pool.submitting. */
+static void await_event(Pool *pool, Operation *op) {
+    pthread_mutex_lock(&pool->awaiting);
+    if (pool->first) pool->last->next = op;
+    else pool->first = op;
+    pool->last = op;
+    pthread_cond_signal(&pool->submitted);
+    pthread_mutex_unlock(&pool->awaiting);
+}
+
+/* The pool is closed: drop all, and let the waiter go. Under Pool.submitting. */
+static void cancel_awaiting(Pool *pool) {
+    pthread_mutex_lock(&pool->awaiting);
+    for (Operation *op = pool->first; op; op = op->next) cancel(pool, op);
+    pthread_cond_signal(&pool->submitted);
+    pthread_mutex_unlock(&pool->awaiting);
+}
+
+/* The next operation in order; NULL: the pool is closed and there is none. */
+static Operation *next_awaiting(Pool *pool) {
+    pthread_mutex_lock(&pool->awaiting);
+    while (!pool->first && !pool->closed) pthread_cond_wait(&pool->submitted, &pool->awaiting);
+    Operation *op = pool->first;
+    if (op) pool->first = op->next;
+    pthread_mutex_unlock(&pool->awaiting);
+    return op;
+}
+
+static void pause_for(double seconds) {
+    struct timespec t = {(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
+    nanosleep(&t, NULL);
+}
+
+/* Whoever cancels may destroy the event as soon as this returns. */
+static void leave_event(Pool *pool, const Operation *op) {
+    while (atomic_load(&pool->queried) == op) pause_for(SHORTEST);
+}
+
+/* 1: the event has passed, or failed with `code`. 0: the operation was cancelled. */
+static int poll_event(Pool *pool, Operation *op, int *code) {
+    for (double pause = SHORTEST;; pause = pause * 1.5 < LONGEST ? pause * 1.5 : LONGEST) {
+        if (pool->closed) cancel(pool, op);
+        atomic_store(&pool->queried, op); /* before the look at the state: see `leave_event` */
+        int queued = atomic_load(&op->state) == QUEUED;
+        if (queued) *code = pool->event_query((void *)(uintptr_t)op->event);
+        atomic_store(&pool->queried, NULL);
+        if (!queued || *code != NOT_READY) return queued;
+        pause_for(pause);
+    }
+}
+
+static void fail_event(Operation *op, int code) {
+    if (!claim(op)) return;
+    fail(op, &op->piece[0], (Failure){code, EVENT, op->piece[0].offset});
+    finish(op);
+}
+
+static void *await_events(void *argument) {
+    Pool *pool = argument;
+    Operation *op;
+    int ready = 0;
+    while ((op = next_awaiting(pool))) {
+        int code = 0, mode = RELAXED, queued = 1;
+        if (!ready && pool->set_device) code = pool->set_device(pool->device);
+        if (!ready && !code && pool->exchange_capture_mode) code = pool->exchange_capture_mode(&mode);
+        ready = !code;
+        if (ready) queued = poll_event(pool, op, &code);
+        if (queued && code) fail_event(op, code);
+        if (queued && !code) {
+            pthread_mutex_lock(&pool->submitting); /* nothing is queued in a closed pool: its workers may be gone */
+            if (pool->closed) cancel(pool, op);
+            else {
+                append_pieces(pool, op);
+                kick(pool);
+                op = NULL;
+            }
+            pthread_mutex_unlock(&pool->submitting);
+        }
+        if (op) forget(op);
+    }
+    return NULL;
+}
+
+#endif

@@ -1,0 +1,109 @@
+"""Writes that wait for a CUDA event in the Python engine: one thread looks at the events in order. `_iopool_events.h` does the
+same in C, and says why.
+"""
+
+import ctypes
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ssdtrain.storage.section import mark_worker
+
+if TYPE_CHECKING:
+    from ssdtrain.storage.python_operation import PythonOperation
+
+NOT_READY = 600
+"""cudaErrorNotReady."""
+RELAXED = 2
+"""cudaStreamCaptureModeRelaxed: the queries of this thread disturb no capture of another's."""
+SHORTEST, LONGEST = 20e-6, 500e-6
+"""Seconds between two looks at an event, growing by a half each time."""
+
+
+class EventWaiter:
+    """Passes each operation on when its event has passed.
+
+    Args:
+        event_query, set_device, exchange_capture_mode, device: see `ssdtrain.storage.pool.make_pool`.
+        passed: called with each operation whose event has passed and the code of its failure, or 0.
+    """
+
+    def __init__(
+        self,
+        event_query: int,
+        set_device: int,
+        exchange_capture_mode: int,
+        device: int,
+        passed: "Callable[[PythonOperation, int], None]",
+    ) -> None:
+        self._query = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(event_query)
+        self._set_device = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(set_device) if set_device else None
+        relax = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
+        self._relax = relax(exchange_capture_mode) if exchange_capture_mode else None
+        self._device = device
+        self._passed = passed
+        self._waiting: deque[PythonOperation] = deque()
+        self._ready = threading.Condition()
+        self._queried: PythonOperation | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="ssdtrain-event", daemon=True)
+        self._thread.start()
+
+    def submit(self, operation: "PythonOperation") -> None:
+        with self._ready:
+            self._waiting.append(operation)
+            self._ready.notify()
+
+    def leave(self, operation: "PythonOperation") -> None:
+        """Return when the event of a cancelled operation is not looked at any more, so that it may be destroyed."""
+        while self._queried is operation and threading.get_ident() != self._thread.ident:
+            time.sleep(SHORTEST)
+
+    def close(self) -> None:
+        """Cancel all that waits, and end the thread."""
+        with self._ready:
+            self._closed = True
+            for operation in self._waiting:
+                operation.cancel()
+            self._ready.notify()
+        self._thread.join()
+
+    def _next(self) -> "PythonOperation | None":
+        with self._ready:
+            while not self._waiting and not self._closed:
+                self._ready.wait()
+            return self._waiting.popleft() if self._waiting else None
+
+    def _work(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        mark_worker()
+        prepared = False
+        while (operation := self._next()) is not None:
+            code = 0 if prepared else self._prepare()
+            prepared = not code
+            polled = self._poll(operation) if prepared else code
+            if polled is not None:
+                self._passed(operation, polled)
+
+    def _prepare(self) -> int:
+        code = self._set_device(self._device) if self._set_device is not None else 0
+        if not code and self._relax is not None:
+            code = self._relax(ctypes.byref(ctypes.c_int(RELAXED)))
+        return int(code)
+
+    def _poll(self, operation: "PythonOperation") -> int | None:
+        """The code of the event when it has passed; None: the operation was cancelled."""
+        pause = SHORTEST
+        while True:
+            if self._closed:
+                operation.cancel()
+            self._queried = operation  # before the look at the operation: see `leave`
+            code = None if operation.done() else int(self._query(operation.event))
+            self._queried = None
+            if code != NOT_READY:
+                return code
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST)

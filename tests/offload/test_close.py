@@ -1,0 +1,209 @@
+"""close() with transfers under way, and from where it cannot wait."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ssdtrain.offload import engine as engine_module
+from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.offload.region import State
+from ssdtrain.runtime import Runtime
+from ssdtrain.storage import SpillStore, inside_section, section
+from tests.offload.conftest import MakeRuntime, Variant, stored_forward
+from tests.storage.conftest import eventually
+
+DEPTH = 4
+WAYS = [
+    Variant("c"),
+    Variant("python", {"engine": "python"}),
+    Variant("staged", {"buffer": "64MiB"}, staged=True),
+]
+ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+
+
+def engine_of(runtime: Runtime) -> OffloadEngine:
+    assert runtime.engine is not None
+    return runtime.engine
+
+
+@pytest.fixture
+def closed_runtime(make_runtime: MakeRuntime) -> MakeRuntime:
+    """As `make_runtime`, for runtimes that the test closes: slots that are freed afterwards are not counted any more."""
+
+    def make(*args: Any, **kwargs: Any) -> Runtime:
+        runtime = make_runtime(*args, **kwargs)
+        runtime.expects_live = True  # type: ignore[attr-defined]
+        return runtime
+
+    return make
+
+
+def pool_of(runtime: Runtime) -> Any:
+    assert runtime._store is not None
+    return runtime._store.pool
+
+
+def model() -> tuple[torch.nn.Sequential, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(DEPTH)]), torch.randn(64, 64)
+
+
+def loads_held(runtime: Runtime) -> tuple[torch.nn.Sequential, torch.Tensor]:
+    """A model, and its loss, with loads ahead of backward that do not begin until the pool is released."""
+    layers, x = model()
+    with stored_forward(runtime):
+        loss = layers(x).square().mean()
+    pool_of(runtime).hold(writes=False)
+    engine = engine_of(runtime)
+    engine.prefetch(next(tape for known in runtime._tapes.values() if (tape := known()) is not None))
+    assert sum(region.state is State.LOADING for region in engine.mover.busy()) > 1
+    return layers, loss
+
+
+@ways
+@pytest.mark.parametrize("deadline", ["0s", "1ms", "10s"])
+def test_loads_ahead_are_waited_for_however_short_the_deadline(
+    closed_runtime: MakeRuntime, way: Variant, deadline: str
+) -> None:
+    plain, x = model()
+    plain(x).square().mean().backward()
+    runtime = closed_runtime(way, deadline=deadline, threads=1)
+    layers, loss = loads_held(runtime)
+    slow = threading.Timer(0.2, pool_of(runtime).release)
+    slow.start()
+    runtime.close()
+    slow.join()
+    loss.backward()
+    for one, other in zip(plain.parameters(), layers.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+
+
+@ways
+def test_a_load_that_the_end_of_the_store_cancelled_is_an_error(
+    closed_runtime: MakeRuntime, way: Variant
+) -> None:
+    """The store may end without the engine: at interpreter exit, or by its owner."""
+    runtime = closed_runtime(way)
+    layers, loss = loads_held(runtime)
+    assert runtime._store is not None
+    runtime._store.close()
+    with pytest.raises(RuntimeError, match="close it after backward"):
+        loss.backward()
+    assert all(parameter.grad is None for parameter in layers.parameters())
+
+
+@ways
+def test_a_store_that_close_cancelled_is_in_memory_still(closed_runtime: MakeRuntime, way: Variant) -> None:
+    runtime = closed_runtime(way, deadline="0s", in_flight="64MiB")
+    x = torch.randn(64, 64, requires_grad=True)
+    pool_of(runtime).hold()
+    with runtime.forward():
+        loss = (x * 2).sin().sum()
+    assert engine_of(runtime).snapshot().in_flight_bytes
+    runtime.close()
+    loss.backward()
+    assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]
+    assert engine_of(runtime).snapshot().offloaded_bytes == 0
+
+
+def test_close_says_what_it_waits_for(
+    closed_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = closed_runtime()
+    monkeypatch.setattr(engine_module, "PATIENCE", 0.02)
+    _, loss = loads_held(runtime)
+    with caplog.at_level(logging.WARNING, "ssdtrain"):
+        closing = threading.Thread(target=runtime.close)
+        closing.start()
+        assert eventually(lambda: "bytes to come back" in caplog.text)
+        pool_of(runtime).release()
+        closing.join()
+    loss.backward()
+
+
+class Owner:
+    """Of a runtime, whose finalizer closes it, in a cycle that only the collector ends."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.me = self
+
+    def __del__(self) -> None:
+        OUTCOMES.append(inside_section())
+        try:
+            self.runtime.close()
+        except RuntimeError as error:  # an exception of a finalizer is lost
+            OUTCOMES.append(error)
+
+
+OUTCOMES: list[object] = []
+
+
+def collecting(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        gc.collect()
+        return method(*args, **kwargs)
+
+    return call
+
+
+PLACES: dict[str, tuple[type, str]] = {
+    "the engine's section": (OffloadEngine, "_drain"),
+    "the store's section": (SpillStore, "_drain"),
+}
+
+
+@ways
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
+def test_a_finalizer_may_close_inside_of(
+    closed_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch, way: Variant, place: str, native: bool
+) -> None:
+    """The collector may run at any allocation: here it does inside of a section of the runtime that it closes."""
+    if not native:
+        monkeypatch.setattr(section, "_native", None)
+    OUTCOMES.clear()
+    runtime = closed_runtime(way)
+    x = torch.randn(64, 64, requires_grad=True)
+    with stored_forward(runtime):
+        (x * 2).sin().sum()
+    engine, store = engine_of(runtime), runtime._store
+    assert store is not None
+    Owner(runtime)
+    owner, name = PLACES[place]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, collecting(getattr(owner, name)))
+        if owner is OffloadEngine:
+            engine.drain()
+        else:
+            _ = store.stats
+    assert OUTCOMES == [True], "the finalizer was to run inside of a section, and to raise nothing"
+    runtime.close()
+    assert engine._closed and store._closed
+    assert not any(thread.name == "ssdtrain-close" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
+def test_each_thread_knows_whether_it_is_inside(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    if not native:
+        monkeypatch.setattr(section, "_native", None)
+    one, other = section.make_section(), section.make_section()
+    assert not inside_section()
+    found: list[bool] = []
+    with one:
+        with other:
+            assert inside_section()
+        assert inside_section()
+        thread = threading.Thread(
+            target=lambda: found.append(inside_section() or one.acquire(blocking=False))
+        )
+        thread.start()
+        thread.join()
+    assert found == [False] and not inside_section()
