@@ -45,6 +45,7 @@ class SimulatedOperation:
     ) -> None:
         self.nbytes = nbytes
         self.seconds = 0.0
+        self.check = 0
         self.kind = kind
         self.address = address
         self.extents = tuple(extents)
@@ -61,8 +62,6 @@ class SimulatedOperation:
         self._pool.kick()
         if not self._pool.timeline.wait_for(self.done, timeout):
             return False
-        if self.state == _CANCELLED:
-            raise IOCancelled("the operation was cancelled")
         error = self.failed()
         if error is not None:
             raise error
@@ -74,7 +73,9 @@ class SimulatedOperation:
             return True
         return self.state == _CANCELLED
 
-    def failed(self) -> IOFailure | None:
+    def failed(self) -> IOFailure | IOCancelled | None:
+        if self.state == _CANCELLED:
+            return IOCancelled("the operation was cancelled")
         if self.state != _FAILED:
             return None
         operation = "read" if self.kind & 1 else "write"
@@ -119,6 +120,7 @@ class SimulatedPool:
         extents: Sequence[int],
         event: int = 0,
         later: bool = False,
+        check: int = 0,
     ) -> SimulatedOperation:
         operation = SimulatedOperation(self, kind, address, nbytes, extents)
         if later:

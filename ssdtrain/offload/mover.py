@@ -283,7 +283,7 @@ class Mover:
             if isinstance(error, IOCancelled):
                 raise after_close() from error
             if isinstance(error, SourceChanged):
-                raise overwritten(region.dtype, region.tensor.shape) from error
+                raise overwritten(region.dtype, region.nbytes) from error
             raise error
         self.transfer.advance_load(region)
         region.state = State.LOADED
