@@ -307,7 +307,7 @@ def overwritten(dtype: torch.dtype, nbytes: int) -> RuntimeError:
     """The error for a saved tensor of which the tier got other bytes. See Note: [Freed under the engine]."""
     return RuntimeError(
         f"a saved tensor [{dtype}, {nbytes} bytes] was overwritten before it was offloaded, in a way that PyTorch does not see: "
-        "its storage was freed and filled again (storage.resize_), or NumPy, a data loader or another library wrote to its memory. "
+        "its storage was freed and filled again (storage.resize_), or NumPy, a loader or another library wrote to its memory. "
         "Copy such a buffer before the forward uses it, or leave the part of the model that does it outside"
     )
 
