@@ -44,6 +44,7 @@ from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.hooks import Recording
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
+from ssdtrain.offload.sharded import watch_sharded
 from ssdtrain.offload.tape import Tape
 from ssdtrain.preflight import check_start, make_directories
 from ssdtrain.storage import (
@@ -239,6 +240,10 @@ class Runtime:
         if self.engine is None:
             return
         self.register(model)
+        gathered = watch_sharded(model)
+        if gathered is not None:
+            self._attached.append(gathered.remove)
+            self.engine.eligible.fixed_when(gathered.__contains__)
         self._attached.append(AttachedForward(model, self.forward).detach)
 
     # The loop

@@ -5,6 +5,7 @@ Run with the versions in `TESTED`. Others are tried with a warning; a missing na
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
 __all__ = [
     "CHECKPOINT_FUNCTION",
@@ -45,6 +47,7 @@ __all__ = [
     "names_replaced",
     "parameter_dict",
     "partition_of",
+    "points_of_gathering",
     "rng_tracker",
     "schedule",
     "set_partition",
@@ -238,6 +241,26 @@ def is_zero_parameter(tensor: torch.Tensor) -> bool:
     """True for a parameter that ZeRO-3 partitions, and for a view of one: its gathered storage is DeepSpeed's to free."""
     base = tensor._base
     return hasattr(tensor, "ds_id") or (base is not None and hasattr(base, "ds_id"))
+
+
+def points_of_gathering(model: torch.nn.Module) -> dict[torch.nn.Module, Callable[[], list[torch.Tensor]]]:
+    """The modules before whose forwards ZeRO-3 gathers parameters, each with what returns those: its own, those that were
+    registered as external to it, and all below it where it is a leaf (`set_z3_leaf_modules`)."""
+    return {
+        module: functools.partial(_gathered_for, module)
+        for module in model.modules()
+        if module._parameters or hasattr(module, "ds_external_parameters")
+    }
+
+
+def _gathered_for(module: torch.nn.Module) -> list[torch.Tensor]:
+    owners = module.modules() if z3_leaf_module(module) else (module,)
+    # The values are read past `__getitem__`, which gathers what is not there.
+    found = [
+        parameter for owner in owners for parameter in owner._parameters.values() if parameter is not None
+    ]
+    external = getattr(module, "ds_external_parameters", None)
+    return found if external is None else [*found, *(parameter for _, parameter in external())]
 
 
 def rng_tracker() -> Any:

@@ -24,13 +24,13 @@ from ssdtrain import ranks
 from ssdtrain.config import Config, ConfigError, Problem, load_config
 from ssdtrain.offload.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.offload.gathered import GatheredStorages
 from ssdtrain.preflight import check_start
 from ssdtrain.runtime import FIRST_STEPS, Runtime
 from ssdtrain_ds import _compat, _compat_comm, checkpointing, schedule, trainer
 from ssdtrain_ds.comm import CommAttachment
 from ssdtrain_ds.coverage import InnerHooks
 from ssdtrain_ds.monitor import Monitor
-from ssdtrain_ds.zero import GatheredStorages
 
 __all__ = ["install", "runtime_of", "uninstall"]
 
@@ -190,7 +190,7 @@ class _Attachment:
         self._undo.callback(claim(self.engine.module, f"DeepSpeed's {BLOCK} block"))
         self.runtime.register(self.engine.module)
         if _compat.zero_stage(self.engine) == 3:
-            self.gathered = GatheredStorages(self.engine.module)
+            self.gathered = GatheredStorages(_compat.points_of_gathering(self.engine.module))
             self._undo.callback(self.gathered.remove)
             offload.eligible.fixed_when(self.gathered.__contains__)
         offload.eligible.fixed_when(_compat.is_zero_parameter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,24 @@ class CommAttachment:
         _compat_comm.check()
         self.engine = engine
         self.comm = comm
-        self._own: list[tuple[Any, str, Any, Any]] = []
-        traffic.install()
-        weights.install()
-        layers.install(comm)
+        # What undoes each change, the last first, and all whatever one raises.
+        self._undo = ExitStack()
+        try:
+            self._attach()
+        except BaseException:
+            self.detach()
+            raise
+
+    def _attach(self) -> None:
+        engine, comm = self.engine, self.comm
+        self._undo.callback(comm.forget_weights)
+        for install, remove in (
+            (traffic.install, traffic.remove),
+            (weights.install, weights.remove),
+            (functools.partial(layers.install, comm), functools.partial(layers.remove, comm)),
+        ):
+            install()
+            self._undo.callback(remove)
         # A quantised block is coded with its neighbours, which differ from one data-parallel group to another: what several
         # groups hold alike would drift apart.
         exact = excluded(engine.module, comm.policy.exclude) | _compat_comm.repeated_parameters(engine)
@@ -47,7 +62,7 @@ class CommAttachment:
         if _compat.is_pipeline(engine):
             changes.append((engine, _compat.INSTRUCTION_MAP, pipeline.instructions(engine, comm)))
         for holder, name, value in changes:
-            self._own.append((holder, name, value, holder.__dict__.get(name)))
+            self._undo.callback(_give_back, holder, name, value, holder.__dict__.get(name))
             holder.__dict__[name] = value
         comm.loss_scale = _compat_comm.loss_scale(engine)
         for reason in _compat_comm.bypasses(engine):
@@ -98,15 +113,14 @@ class CommAttachment:
         self.comm.steps = int(self.engine.global_steps)
 
     def detach(self) -> None:
-        """The engine, its optimizer, DeepSpeed's backend and layers are as they were."""
-        for holder, name, value, before in reversed(self._own):
-            if holder.__dict__.get(name) is value:
-                if before is None:
-                    del holder.__dict__[name]
-                else:
-                    holder.__dict__[name] = before
-        self._own.clear()
-        layers.remove(self.comm)
-        weights.remove()
-        traffic.remove()
-        self.comm.forget_weights()
+        """The engine, its optimizer, DeepSpeed's backend and layers are as they were. Idempotent."""
+        self._undo.close()
+
+
+def _give_back(holder: Any, name: str, value: Any, before: Any) -> None:
+    """`holder` gets the attribute of its own that it had before; None: it had none."""
+    if holder.__dict__.get(name) is value:
+        if before is None:
+            del holder.__dict__[name]
+        else:
+            holder.__dict__[name] = before

@@ -32,16 +32,22 @@ def _in_scope(plain: Callable[..., Any], dimension: str) -> Callable[..., Any]:
 def install(comm: Communicator) -> None:
     """Layers use `comm` until `remove`."""
     _attached.append(comm)
-    if len(_attached) == 1:
-        for dimension, functions in (
-            ("tp", _compat_comm.tensor_parallel_functions()),
-            ("ep", _compat_comm.expert_functions()),
-        ):
-            for function in functions:
-                for name in ("forward", "backward"):
-                    plain = getattr(function, name)
-                    _plain.append((function, name, plain))
-                    setattr(function, name, staticmethod(_in_scope(plain, dimension)))
+    try:
+        if len(_attached) == 1:
+            for function in _compat_comm.tensor_parallel_functions():
+                _wrap(function, "tp")
+            for function in _compat_comm.expert_functions():
+                _wrap(function, "ep")
+    except BaseException:
+        remove(comm)
+        raise
+
+
+def _wrap(function: type, dimension: str) -> None:
+    for name in ("forward", "backward"):
+        plain = getattr(function, name)
+        _plain.append((function, name, plain))
+        setattr(function, name, staticmethod(_in_scope(plain, dimension)))
 
 
 def remove(comm: Communicator) -> None:

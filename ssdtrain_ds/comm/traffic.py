@@ -247,10 +247,14 @@ def install() -> None:
     """Collectives ask for traffic, until as many calls of `remove`."""
     global _users
     _users += 1
-    if _users == 1:
-        for name, wrap in _WRAPPERS.items():
-            _plain[name] = getattr(_compat_comm.TorchBackend, name)
-            setattr(_compat_comm.TorchBackend, name, wrap(_plain[name]))
+    try:
+        if _users == 1:
+            for name, wrap in _WRAPPERS.items():
+                _plain[name] = getattr(_compat_comm.TorchBackend, name)
+                setattr(_compat_comm.TorchBackend, name, wrap(_plain[name]))
+    except BaseException:
+        remove()
+        raise
 
 
 def remove() -> None:

@@ -150,10 +150,14 @@ def install() -> None:
     """Gathers inside a step go by difference, until as many calls of `remove`."""
     global _users
     _users += 1
-    if _users == 1:
-        for module in _compat_comm.modules_that_gather():
-            _plain[module] = getattr(module, _compat_comm.GATHER_GROUPS)
-            setattr(module, _compat_comm.GATHER_GROUPS, _all_gather_dp_groups(_plain[module]))
+    try:
+        if _users == 1:
+            for module in _compat_comm.modules_that_gather():
+                _plain[module] = getattr(module, _compat_comm.GATHER_GROUPS)
+                setattr(module, _compat_comm.GATHER_GROUPS, _all_gather_dp_groups(_plain[module]))
+    except BaseException:
+        remove()
+        raise
 
 
 def remove() -> None:

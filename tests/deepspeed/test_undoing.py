@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,10 @@ from torch import nn
 
 import ssdtrain
 import ssdtrain_ds
+from ssdtrain.offload.gathered import GatheredStorages
 from ssdtrain.runtime import Runtime
-from ssdtrain_ds import _compat, attach, checkpointing
-from ssdtrain_ds.zero import GatheredStorages
+from ssdtrain_ds import _compat, _compat_comm, attach, checkpointing
+from ssdtrain_ds.comm import CommAttachment, gradients, layers, traffic, weights
 from tests.deepspeed import models
 from tests.deepspeed.conftest import MakeEngine, train
 from tests.deepspeed.test_attach import METHODS, PLAIN, checkpointing_is_untouched, spill_files
@@ -35,7 +37,11 @@ def fail(*_: Any, **__: Any) -> Any:
 def is_plain(engine: Any, model: nn.Module) -> bool:
     methods = all(getattr(engine, name).__func__ is PLAIN[DeepSpeedEngine, name] for name in METHODS)
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-    ours = [hook for hook in hooks if isinstance(getattr(hook, "__self__", None), GatheredStorages)]
+    ours = [
+        hook
+        for hook in hooks
+        if isinstance(getattr(inspect.unwrap(hook), "__self__", None), GatheredStorages)
+    ]
     return methods and not ours and checkpointing_is_untouched() and ssdtrain_ds.runtime_of(engine) is None
 
 
@@ -130,3 +136,58 @@ def test_a_model_that_an_engine_offloads_is_not_offloaded_call_by_call(
         ssdtrain.attach(model, {"offload": {"directories": str(tmp_path)}})
     engine.destroy()
     ssdtrain.attach(model, {"offload": {"directories": str(tmp_path)}}).close()
+
+
+PLACES: list[tuple[Any, str]] = [
+    (traffic, "install"),
+    (weights, "install"),
+    (layers, "install"),
+    (traffic._WRAPPERS, "recv"),  # half-way in `traffic.install`
+    (weights, "_all_gather_dp_groups"),  # in `weights.install`
+    (_compat_comm, "expert_functions"),  # half-way in `layers.install`
+    (_compat_comm, "repeated_parameters"),
+    (gradients, "wrap_gradients"),
+    (weights, "wrap_weights"),
+    (_compat_comm, "bypasses"),  # the last of all
+]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("where", "name"), PLACES, ids=[name for _, name in PLACES])
+def test_compression_that_fails_half_way_puts_everything_back(
+    where: Any, name: str, stage: int, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(None, zero_optimization={"stage": stage})
+    holders = [engine, engine.optimizer, engine.module, _compat_comm.coordinator_of(engine)]
+    holders += list(engine.module.parameters())
+    holders += [_compat_comm.TorchBackend, *_compat_comm.modules_that_gather()]
+    holders += [*_compat_comm.tensor_parallel_functions(), *_compat_comm.expert_functions()]
+    before = [dict(vars(holder)) for holder in holders if holder is not None]
+    plain = _compat_comm.TorchBackend.all_reduce
+    comm: Any = SimpleNamespace(
+        policy=SimpleNamespace(exclude=()),
+        rank=0,
+        device=engine.device,
+        forget_weights=lambda: None,
+        notices=SimpleNamespace(add=lambda *_: None),
+    )
+    with monkeypatch.context() as patch:
+        (patch.setitem if isinstance(where, dict) else patch.setattr)(where, name, fail)
+        with pytest.raises(Full):
+            CommAttachment(engine, comm)
+    found = [dict(vars(holder)) for holder in holders if holder is not None]
+    for old, new in zip(before, found, strict=True):
+        assert old.keys() == new.keys()
+        assert [
+            key for key, value in old.items() if callable(value) and _bare(new[key]) is not _bare(value)
+        ] == []
+    attached = CommAttachment(engine, comm)  # nothing counts the one that failed
+    assert _compat_comm.TorchBackend.all_reduce is not plain
+    attached.detach()
+    attached.detach()
+    assert _compat_comm.TorchBackend.all_reduce is plain
+
+
+def _bare(value: Any) -> Any:
+    """A static method's function: it is wrapped anew when it is put back."""
+    return getattr(value, "__func__", value) if isinstance(value, staticmethod) else value
