@@ -6,6 +6,7 @@ Run with the versions in `TESTED`. Others are tried with a warning; a missing na
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ __all__ = [
     "check_engine",
     "checkpointing",
     "checkpointing_is_configured",
+    "config_of",
+    "engines_made",
     "exec_schedule",
     "foreign_instructions",
     "held_by",
@@ -206,6 +209,18 @@ def parameter_dict(config_class: Any) -> dict[str, Any]:
     return found
 
 
+def engines_made() -> list[Any]:
+    """The engines of this process that still exist."""
+    # By the class: objects may lie about theirs, or compute it.
+    return [found for found in gc.get_objects() if issubclass(type(found), DeepSpeedEngine)]
+
+
+def config_of(engine: Any) -> dict[str, Any]:
+    """The config that `engine` was made with; empty where it was not made to its end."""
+    config = engine.__dict__.get("_config")
+    return {} if config is None else parameter_dict(config)
+
+
 def is_pipeline(engine: DeepSpeedEngine) -> bool:
     """True for a PipelineEngine, whose schedule bypasses the engine's forward."""
     return isinstance(engine, PipelineEngine)
@@ -256,9 +271,9 @@ def points_of_gathering(model: torch.nn.Module) -> dict[torch.nn.Module, Callabl
 def _gathered_for(module: torch.nn.Module) -> list[torch.Tensor]:
     owners = module.modules() if z3_leaf_module(module) else (module,)
     # The values are read past `__getitem__`, which gathers what is not there.
-    found = [
-        parameter for owner in owners for parameter in owner._parameters.values() if parameter is not None
-    ]
+    found: list[torch.Tensor] = []
+    for owner in owners:
+        found += [parameter for parameter in owner._parameters.values() if parameter is not None]
     external = getattr(module, "ds_external_parameters", None)
     return found if external is None else [*found, *(parameter for _, parameter in external())]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.module_inject import layers
 from deepspeed.moe import sharded_moe
@@ -224,6 +225,11 @@ def loss_scale(engine: Any) -> Callable[[], float] | None:
     return lambda: float(optimizer.loss_scale)
 
 
+def _nodes() -> int:
+    """As DeepSpeed counts them where it decides whether to quantise gradients."""
+    return int(torch.distributed.get_world_size() // max(get_accelerator().device_count(), 1))
+
+
 def bypasses(engine: Any) -> list[str]:
     """What in this engine's config sends messages in a way of its own, past the collectives that can be compressed."""
     found = []
@@ -241,11 +247,16 @@ def bypasses(engine: Any) -> list[str]:
             "use_multi_rank_bucket_allreduce is false in zero_optimization: gradients are reduced to one rank at a time, "
             "uncompressed; leave the key out"
         )
-    for method, key in (("zero_quantized_weights", "weights"), ("zero_quantized_gradients", "gradients")):
-        if getattr(engine, method, None) is not None and getattr(engine, method)():
-            found.append(
-                f"zero_quantized_{key} is on: DeepSpeed quantises these itself, and they are left to it"
-            )
+    if getattr(engine, "zero_quantized_weights", None) is not None and engine.zero_quantized_weights():
+        found.append(
+            "zero_quantized_weights is on: DeepSpeed quantises these itself, and they are left to it"
+        )
+    if getattr(engine, "zero_quantized_gradients", None) is not None and engine.zero_quantized_gradients():
+        if zero_stage(engine) == 3 and _nodes() > 1:
+            what = "DeepSpeed quantises these itself, and they are left to it"
+        else:
+            what = "DeepSpeed quantises on several nodes with ZeRO-3 only; here comm.dp compresses them: leave out the key"
+        found.append(f"zero_quantized_gradients is on: {what}")
     if getattr(engine, "sparse_gradients_enabled", None) is not None and engine.sparse_gradients_enabled():
         found.append("sparse_gradients is on: sparse gradients go uncompressed")
     return found

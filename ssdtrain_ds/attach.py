@@ -22,13 +22,16 @@ import torch
 import ssdtrain.api
 from ssdtrain import ranks
 from ssdtrain.config import Config, ConfigError, Problem, load_config
+from ssdtrain.integration.compatibility import check_conflicts
 from ssdtrain.offload.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.gathered import GatheredStorages
 from ssdtrain.preflight import check_start
 from ssdtrain.runtime import FIRST_STEPS, Runtime
-from ssdtrain_ds import _compat, _compat_comm, checkpointing, schedule, trainer
+from ssdtrain_ds import _compat, _compat_accelerate, _compat_comm, checkpointing, schedule, trainer
+from ssdtrain_ds.block import BLOCK, check_place
 from ssdtrain_ds.comm import CommAttachment
+from ssdtrain_ds.conflicts import CONFLICTS
 from ssdtrain_ds.coverage import InnerHooks
 from ssdtrain_ds.monitor import Monitor
 
@@ -36,10 +39,11 @@ __all__ = ["install", "runtime_of", "uninstall"]
 
 logger = logging.getLogger("ssdtrain")
 
-BLOCK = "ssdtrain"
-
 _PLAIN = "_ssdtrain_plain_init"
 _ATTACHMENT = "ssdtrain_attachment"
+
+# Engines that somebody made after `uninstall` are to train without their block.
+_was_uninstalled = False
 
 
 def install() -> None:
@@ -47,12 +51,15 @@ def install() -> None:
 
     Raises:
         ImportError: this DeepSpeed lacks a name that is needed.
+        ConfigError: there is an engine already whose config has an active block.
     """
     _compat.check()
     cls = _compat.DeepSpeedEngine
     plain = cls.__init__
     if hasattr(plain, _PLAIN):
         return
+    if not _was_uninstalled:
+        _check_not_late()
     signature = inspect.signature(plain)
 
     @functools.wraps(plain)
@@ -62,10 +69,12 @@ def install() -> None:
         written = _compat.parameter_dict(config_class) if config_class is not None else {}
         # A mistake in the block is found before the model is partitioned.
         try:
-            _refuse_misspelled(written)
+            check_place(written)
             config = load_config(written[BLOCK], path=BLOCK) if BLOCK in written else None
             if config is not None and config.active and config.offload is not None:
                 _refuse_foreign_instructions(type(self), written[BLOCK])
+            if config is not None and config.active:
+                check_conflicts(CONFLICTS, config, written)
             if config is not None:
                 check_start(
                     config,
@@ -90,22 +99,20 @@ def install() -> None:
 
     setattr(init, _PLAIN, plain)
     cls.__init__ = init
+    _compat_accelerate.install()
     checkpointing.register_random_state(ssdtrain.api.checkpoint)
 
 
-def _refuse_misspelled(written: dict[str, Any]) -> None:
-    """DeepSpeed ignores keys that it does not know: a misspelled block would switch nothing on without a word."""
-    problems = [
-        Problem(key, value, "is under a key that nobody reads", f"the key {BLOCK!r}")
-        for key, value in written.items()
-        if isinstance(key, str) and key != BLOCK and _reduced(key) in (BLOCK, f"{BLOCK}ds")
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
-def _reduced(key: str) -> str:
-    return key.lower().replace("_", "").replace("-", "")
+def _check_not_late() -> None:
+    """An engine that was made before `install` trains without its block."""
+    for engine in _compat.engines_made():
+        written = _compat.config_of(engine)
+        if BLOCK in written and load_config(written[BLOCK], path=BLOCK).active:
+            why = "is the block of an engine that deepspeed.initialize made before ssdtrain_ds.install() was called"
+            allowed = (
+                "calling ssdtrain_ds.install() before deepspeed.initialize, or python -m ssdtrain_ds SCRIPT"
+            )
+            raise ConfigError([Problem(BLOCK, written[BLOCK], why, allowed)])
 
 
 def _refuse_foreign_instructions(engine_class: type, block: dict[str, Any]) -> None:
@@ -120,9 +127,12 @@ def _refuse_foreign_instructions(engine_class: type, block: dict[str, Any]) -> N
 
 def uninstall() -> None:
     """Undo `install` for engines made from now on. Engines that exist keep their runtime."""
+    global _was_uninstalled
+    _was_uninstalled = True
     plain = getattr(_compat.DeepSpeedEngine.__init__, _PLAIN, None)
     if plain is not None:
         _compat.DeepSpeedEngine.__init__ = plain
+        _compat_accelerate.uninstall()
         checkpointing.unregister_random_state(ssdtrain.api.checkpoint)
 
 
@@ -145,6 +155,7 @@ class _Attachment:
         self.engine = engine
         self.written = written
         self.steps = 0
+        self.forwards = 0
         self.gathered: GatheredStorages | None = None
         self.inner_hooks: InnerHooks | None = None
         self.comm: CommAttachment | None = None
@@ -211,6 +222,7 @@ class _Attachment:
         self, chunk: int = 0, microbatch: int | None = None, *, keep: bool = False
     ) -> Iterator[None]:
         """One forward: autograd's saved tensors and what DeepSpeed's checkpoint functions hold go to a tape."""
+        self.forwards += 1
         with checkpointing.calling(self.checkpoint):
             if self.offload is None:
                 yield
@@ -270,6 +282,7 @@ class _Attachment:
         self.steps += 1
         if self.steps == 1:
             self._warn_of_what_is_ignored()
+            self._warn_if_bypassed()
         if self.steps == FIRST_STEPS and self.inner_hooks is not None:
             found = self.inner_hooks.report(self.steps)
             if found is not None:
@@ -285,6 +298,14 @@ class _Attachment:
                 "activation_checkpointing (%s) is in the DeepSpeed config, and DeepSpeed ignores it until somebody calls "
                 "deepspeed.checkpointing.configure(mpu, deepspeed_config=...)",
                 ", ".join(asked),
+            )
+
+    def _warn_if_bypassed(self) -> None:
+        if self.offload is not None and not self.forwards:
+            logger.warning(
+                "%s.offload is on, and a step was made without a call of the engine: what engine.module(...) saves is not "
+                "offloaded. Call engine(...) in its place",
+                BLOCK,
             )
 
     def _destroy(self, plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,11 +14,11 @@ import importlib.machinery
 import os
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["VARIABLE", "main", "path_of_file", "watch"]
+__all__ = ["VARIABLE", "after_import", "main", "path_of_file", "watch"]
 
 VARIABLE = "SSDTRAIN_DS"
 FILE = "ssdtrain_ds_autoload.pth"
@@ -30,12 +30,16 @@ WATCHED = "deepspeed"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds deepspeed as everybody else does, and installs the plugin once it has been imported."""
+    """Finds the module `watched` as everybody else does, and calls `then` once it has been imported."""
+
+    def __init__(self, watched: str, then: Callable[[], None]) -> None:
+        self.watched = watched
+        self.then = then
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != WATCHED:
+        if name != self.watched:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
@@ -60,22 +64,29 @@ class _Loader(importlib.abc.Loader):
         self._plain.exec_module(module)
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
-        import ssdtrain_ds
-
-        ssdtrain_ds.install()
+        self._finder.then()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._plain, name)  # what tools ask a loader for, such as `get_source`
 
 
+def after_import(name: str, then: Callable[[], None]) -> None:
+    """Call `then` as soon as the module `name` has been imported; at once if it has been."""
+    if name in sys.modules:
+        then()
+    elif not any(isinstance(finder, _Finder) and finder.watched == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(name, then))
+
+
 def watch() -> None:
     """Install the plugin as soon as deepspeed has been imported; at once if it has been."""
-    if WATCHED in sys.modules:
-        import ssdtrain_ds
+    after_import(WATCHED, _install)
 
-        ssdtrain_ds.install()
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+
+def _install() -> None:
+    import ssdtrain_ds
+
+    ssdtrain_ds.install()
 
 
 def path_of_file() -> Path:

@@ -9,12 +9,39 @@ from __future__ import annotations
 
 import os
 import runpy
+import socket
 import sys
+from collections.abc import MutableMapping
 from typing import NamedTuple
 
-__all__ = ["Command", "UsageError", "main", "parse"]
+__all__ = ["Command", "UsageError", "be_one_process", "main", "parse"]
 
 USAGE = "usage: python -m ssdtrain_ds [-m] SCRIPT [ARGUMENTS ...]"
+
+
+HELP = """\
+Runs a training script with SSDTrain installed in DeepSpeed: the "ssdtrain" block of its DeepSpeed config is read.
+
+  python -m ssdtrain_ds train.py ...                          one process
+  torchrun --nproc_per_node 8 -m ssdtrain_ds train.py ...     several
+  deepspeed --module ssdtrain_ds train.py ...
+
+With -m SCRIPT is the name of a module. All ARGUMENTS are the script's."""
+
+# What launchers give each process they start: torchrun and deepspeed, and MPI's and Slurm's, which DeepSpeed asks mpi4py about.
+_OF_A_LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_RANK",
+    "MPI_LOCALRANKID",
+    "PMI_RANK",
+    "PMIX_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "SLURM_PROCID",
+    "AZUREML_EXPERIMENT_ID",
+    "SM_CURRENT_HOST",
+)
 
 
 class UsageError(ValueError):
@@ -35,7 +62,7 @@ def parse(arguments: list[str]) -> Command:
     Raises:
         UsageError: there is no script, or an option that is not known stands in front of it.
     """
-    injected = []
+    injected: list[str] = []
     rest = list(arguments)
     while rest and rest[0].startswith("--local"):
         option = rest.pop(0)
@@ -56,14 +83,32 @@ def parse(arguments: list[str]) -> Command:
     return Command(rest[0], module, injected + rest[1:])
 
 
+def be_one_process(environment: MutableMapping[str, str]) -> None:
+    """Without a launcher DeepSpeed asks mpi4py for the rank: say in `environment` that there is one process."""
+    if any(name in environment for name in _OF_A_LAUNCHER):
+        return
+    environment.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    environment.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in environment:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            environment["MASTER_PORT"] = str(probe.getsockname()[1])
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Install the plugin and run the script as `__main__`, as `python SCRIPT` would have."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given and given[0] in ("-h", "--help"):
+        print(f"{USAGE}\n\n{HELP}")
+        return
     try:
-        command = parse(sys.argv[1:] if arguments is None else arguments)
+        command = parse(given)
     except UsageError as error:
         sys.exit(str(error))
     if not command.module and not os.path.exists(command.name):
         sys.exit(f"ssdtrain_ds: there is no file {command.name}")
+
+    be_one_process(os.environ)
 
     import ssdtrain_ds
 

@@ -8,6 +8,7 @@ run nor checked against its sources.
 from __future__ import annotations
 
 import importlib.util
+from importlib.machinery import EXTENSION_SUFFIXES
 
 __all__ = ["PARTS", "found"]
 
@@ -26,5 +27,11 @@ PARTS: dict[str, tuple[str, str]] = {
 
 
 def found() -> tuple[str, ...]:
-    """The parts of apex that this interpreter could import, by name; () without apex."""
-    return tuple(part for part, (module, _) in PARTS.items() if importlib.util.find_spec(module) is not None)
+    """The parts of apex that this interpreter could import, by name; () without apex. A Python file of an extension module's
+    name is a stub, which stands in for apex where nothing of it is used."""
+    return tuple(part for part, (module, _) in PARTS.items() if _is_extension(module))
+
+
+def _is_extension(module: str) -> bool:
+    spec = importlib.util.find_spec(module)
+    return spec is not None and str(spec.origin).endswith(tuple(EXTENSION_SUFFIXES))

@@ -26,6 +26,7 @@ FLOOR = {
     "preflight": 6,
     "ranks": 7,
     "runtime": 7,
+    "integration": 8,
     "api": 8,
     "__init__": 9,
     "cli": 9,

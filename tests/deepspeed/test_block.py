@@ -6,16 +6,34 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 
 import ssdtrain_ds
 from ssdtrain.config import ConfigError
+from ssdtrain_ds import _compat, attach
 from tests.deepspeed import models
 from tests.deepspeed.conftest import MakeEngine, train
 
 
-@pytest.mark.parametrize("key", ["SSDTrain", "ssd_train", "ssd-train", "ssdtrain_ds", "SSDTrainDS"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "SSDTrain",
+        "ssd_train",
+        "ssd-train",
+        "ssdtrain_ds",
+        "SSDTrainDS",
+        "ssdtrian",
+        "sdtrain",
+        "ssdtran",
+        "ssd_trian",
+        "ssdtrains",
+        "ssdtrain_config",
+    ],
+)
 def test_a_misspelled_block_is_refused_by_the_key(key: str, make_engine: MakeEngine) -> None:
     model = models.GPT()
     with pytest.raises(ConfigError, match="allowed: the key 'ssdtrain'") as error:
@@ -25,7 +43,65 @@ def test_a_misspelled_block_is_refused_by_the_key(key: str, make_engine: MakeEng
 
 
 def test_keys_of_others_are_no_misspelled_block(make_engine: MakeEngine) -> None:
-    make_engine(ssdtrainer={}, ssd_train_and_more=1)
+    make_engine(training_data={"ssdtrain": "a name", "train": {}}, my_train={"ssd": 1})
+
+
+@pytest.mark.parametrize(
+    ("written", "path"),
+    [
+        ({"activation_checkpointing": {"ssdtrain": {"offload": {}}}}, "activation_checkpointing.ssdtrain"),
+        ({"notes": {"ssdtrian": {}}}, "notes.ssdtrian"),
+        ({"deepspeed": {"plugins": {"ssdtrain": {}}}}, "deepspeed.plugins.ssdtrain"),
+    ],
+)
+def test_a_block_inside_of_another_section_is_refused_by_its_full_key(
+    written: dict[str, Any], path: str, make_engine: MakeEngine
+) -> None:
+    with pytest.raises(ConfigError, match="at the top level of the DeepSpeed config") as error:
+        make_engine(None, **written)
+    assert [problem.path for problem in error.value.problems] == [path]
+
+
+def test_install_after_initialize_is_an_error(
+    process_group: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(attach, "_was_uninstalled", False)
+    model = models.GPT()
+    made = []
+    for block in ({"enabled": False}, {"offload": {"directories": str(tmp_path)}}):
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters()),
+            config={"train_micro_batch_size_per_gpu": models.BATCH, "ssdtrain": block},
+        )
+        made.append(engine)
+    # Only those of this test: others may be alive yet.
+    monkeypatch.setattr(_compat, "engines_made", lambda: made[:1])
+    ssdtrain_ds.install()
+    ssdtrain_ds.uninstall()
+    monkeypatch.setattr(attach, "_was_uninstalled", False)
+    monkeypatch.undo()
+    assert all(any(found is engine for found in _compat.engines_made()) for engine in made)
+    monkeypatch.setattr(attach, "_was_uninstalled", False)
+    with pytest.raises(ConfigError, match=r"before ssdtrain_ds.install\(\) was called.*allowed: calling"):
+        ssdtrain_ds.install()
+    assert not hasattr(_compat.DeepSpeedEngine.__init__, attach._PLAIN)
+    for engine in made:
+        engine._config = None
+        engine.destroy()
+
+
+def test_a_step_without_a_call_of_the_engine_says_so(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids, labels = next(models.batches(1, 1))
+    for call, times in ((lambda engine: engine, 0), (lambda engine: engine.module, 1)):
+        engine = make_engine()
+        caplog.clear()
+        engine.backward(call(engine)(ids, labels))
+        engine.step()
+        found = [record.getMessage() for record in caplog.records]
+        assert len([text for text in found if "Call engine(...) in its place" in text]) == times
 
 
 @pytest.mark.parametrize(
@@ -74,9 +150,9 @@ def test_a_step_is_skipped_if_deepspeed_skips_it_and_not_because_another_run_ski
     skipped: list[bool] = []
     step_end = runtime.step_end
 
-    def noted(skipped_: bool = False, **given: bool) -> None:
-        skipped.append(given.get("skipped", skipped_))
-        step_end(**given)
+    def noted(skipped_: bool = False, number: int | None = None) -> None:
+        skipped.append(skipped_)
+        step_end(skipped_, number)
 
     runtime.step_end = noted  # type: ignore[method-assign]
     one_step(engine)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ssdtrain_ds.autoload import FILE, VARIABLE
-from ssdtrain_ds.launch import Command, UsageError, parse
+from ssdtrain_ds.launch import Command, UsageError, be_one_process, main, parse
 from tests.deepspeed import models
 from tests.deepspeed.conftest import ROOT, environment, free_port
 
@@ -55,6 +55,50 @@ def test_the_launcher_runs_what_is_named(arguments: list[str], command: Command)
 def test_a_command_without_a_script_is_refused(arguments: list[str], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         parse(arguments)
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_is_printed_and_nothing_is_installed(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main([option])
+    assert "usage: python -m ssdtrain_ds" in capsys.readouterr().out
+
+
+def test_one_process_without_a_launcher_gets_its_rank() -> None:
+    alone = {"MASTER_ADDR": "10.0.0.1"}
+    be_one_process(alone)
+    assert (alone["RANK"], alone["WORLD_SIZE"], alone["LOCAL_RANK"]) == ("0", "1", "0")
+    assert alone["MASTER_ADDR"] == "10.0.0.1" and int(alone["MASTER_PORT"]) > 0
+    for variable in ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK"):
+        launched = {variable: "1"}
+        be_one_process(launched)
+        assert launched == {variable: "1"}
+
+
+@pytest.mark.distributed
+def test_python_m_needs_no_launcher_and_no_mpi4py(config: Path) -> None:
+    base = {key: value for key, value in environment(0, 1, 1).items() if key not in OF_A_LAUNCHER}
+    done = subprocess.run(
+        [sys.executable, "-m", "ssdtrain_ds", str(SCRIPT), str(config)],
+        cwd=ROOT,
+        env=base,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert '"saved_bytes"' in done.stdout
+
+
+OF_A_LAUNCHER = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    VARIABLE,
+)
 
 
 def results_of(command: list[str], env: dict[str, str] | None = None) -> list[dict[str, Any]]:

@@ -1,0 +1,46 @@
+"""Where the block stands in a DeepSpeed config: DeepSpeed ignores keys that it does not know, and so a block under a misspelled
+name, or one level too deep, would switch nothing on without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ssdtrain.config import ConfigError, Problem
+from ssdtrain.config.similar import resembles
+
+__all__ = ["BLOCK", "check_place"]
+
+BLOCK = "ssdtrain"
+
+_DEEPEST = 16  # levels
+
+
+def check_place(written: Mapping[str, Any]) -> None:
+    """Raises:
+    ConfigError: names every key that was probably meant to be the block, and its value.
+    """
+    problems = [
+        Problem(key, value, "is under a key that nobody reads", f"the key {BLOCK!r}")
+        for key, value in written.items()
+        if isinstance(key, str) and resembles(key, BLOCK)
+    ]
+    for key, value in written.items():
+        if key != BLOCK:
+            problems += _below(value, str(key), 1)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _below(section: Any, path: str, depth: int) -> Iterator[Problem]:
+    """Blocks inside of another section."""
+    if not isinstance(section, Mapping) or depth > _DEEPEST:
+        return
+    for key, value in section.items():
+        full = f"{path}.{key}"
+        named = isinstance(key, str) and (key == BLOCK or resembles(key, BLOCK))
+        if named and isinstance(value, Mapping):
+            why = f"is inside of {path}, where nobody reads it"
+            yield Problem(full, value, why, f"the key {BLOCK!r} at the top level of the DeepSpeed config")
+        else:
+            yield from _below(value, full, depth + 1)

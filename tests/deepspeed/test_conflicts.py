@@ -1,0 +1,114 @@
+"""Settings of DeepSpeed that do not go together with the block are named at start; the docs' table is made of the same rows."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssdtrain.config import ConfigError, load_config
+from ssdtrain.integration.compatibility import check_conflicts, conflict_table
+from ssdtrain_ds import _compat_comm
+from ssdtrain_ds.conflicts import CONFLICTS
+from tests.deepspeed import models
+from tests.deepspeed.conftest import ROOT, MakeEngine
+
+COMM = {"comm": {"preset": "safe"}}
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **keys}}
+
+
+def on_nvme(section: str, path: str) -> dict[str, Any]:
+    return zero(**{section: {"device": "nvme", "nvme_path": path}})
+
+
+def check(block: dict[str, Any], written: dict[str, Any]) -> None:
+    check_conflicts(CONFLICTS, load_config(block), written)
+
+
+@pytest.fixture
+def offload(tmp_path: Path) -> dict[str, Any]:
+    return {"offload": {"directories": str(tmp_path / "ours")}}
+
+
+@pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
+def test_zero_infinity_needs_room_beside_offload(
+    section: str, offload: dict[str, Any], tmp_path: Path
+) -> None:
+    for path in (tmp_path / "ours", tmp_path / "theirs" / "not-there-yet"):
+        with pytest.raises(ConfigError) as error:
+            check(offload, on_nvme(section, str(path)))
+        (problem,) = error.value.problems
+        assert problem.path == f"zero_optimization.{section}.nvme_path"
+        assert problem.value == str(path) and "ssdtrain.offload.capacity" in problem.allowed
+    check({"offload": {**offload["offload"], "capacity": "1GiB"}}, on_nvme(section, str(tmp_path)))
+    check(offload, on_nvme(section, "/proc"))  # another file system
+    check(offload, zero(**{section: {"device": "cpu", "nvme_path": str(tmp_path)}}))
+    check(COMM, on_nvme(section, str(tmp_path)))
+
+
+def test_deepcompile_offloads_activations_or_the_block_does(offload: dict[str, Any]) -> None:
+    both = {"compile": {"deepcompile": True, "offload_activation": True}}
+    with pytest.raises(ConfigError, match=r"compile.offload_activation: True .*allowed: false, or the block"):
+        check(offload, both)
+    check(COMM, both)
+    check(offload, {"compile": {"deepcompile": True}})
+    check(offload, {"compile": {"deepcompile": False, "offload_activation": True}})
+
+
+@pytest.mark.parametrize(
+    ("key", "written"),
+    [
+        ("zero_optimization.zenflow", zero(zenflow={"topk_ratio": 0.1})),
+        (
+            "zero_optimization.offload_optimizer.super_offload",
+            zero(offload_optimizer={"device": "cpu", "super_offload": True}),
+        ),
+    ],
+)
+def test_zenflow_and_superoffload_bar_compression_and_are_named_beside_offload(
+    key: str, written: dict[str, Any], offload: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        check({**offload, **COMM}, written)
+    assert [problem.path for problem in error.value.problems] == [key]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "ssdtrain"):
+        check(offload, written)
+    assert len(caplog.records) == 1 and key in caplog.text and "was never run" in caplog.text
+
+
+def test_they_come_out_of_initialize_before_the_model_is_partitioned(make_engine: MakeEngine) -> None:
+    model = models.GPT()
+    with pytest.raises(ConfigError, match=r"zero_optimization.zenflow"):
+        make_engine(COMM, model=model, **zero(zenflow={"topk_ratio": 0.1}))
+    assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def test_the_docs_have_the_table() -> None:
+    assert conflict_table(CONFLICTS) in (ROOT / "docs" / "deepspeed.md").read_text()
+
+
+class Quantising:
+    """What is asked of an engine of ZeRO-3 with zero_quantized_gradients."""
+
+    optimizer = None
+
+    def zero_optimization_stage(self) -> int:
+        return 3
+
+    def zero_quantized_gradients(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("nodes", "said"), [(1, "here comm.dp compresses"), (2, "left to it")])
+def test_gradients_that_deepspeed_does_not_quantise_are_not_said_to_be_its_own(
+    nodes: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_compat_comm, "_nodes", lambda: nodes)
+    (found,) = _compat_comm.bypasses(Quantising())
+    assert said in found
