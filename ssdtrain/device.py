@@ -69,6 +69,12 @@ class Device(Protocol):
     def wait(self, event: Event | None) -> None:
         """Make the current stream wait for `event`, without blocking the host."""
 
+    def current_stream(self) -> Any | None:
+        """The stream that work is queued on now; None where there are none."""
+
+    def wait_stream(self, stream: Any | None) -> None:
+        """Make the current stream wait for all that `stream` was given so far, if it is another."""
+
     def capturing(self) -> bool:
         """True while the current stream is being captured into a graph."""
 
@@ -99,6 +105,12 @@ class CpuDevice:
         return 0
 
     def wait(self, event: Event | None) -> None:
+        return None
+
+    def current_stream(self) -> None:
+        return None
+
+    def wait_stream(self, stream: Any | None) -> None:
         return None
 
     def capturing(self) -> bool:
@@ -151,6 +163,14 @@ class CudaDevice:
     def wait(self, event: Event | None) -> None:
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def wait_stream(self, stream: Any | None) -> None:
+        current = torch.cuda.current_stream(self.device)
+        if stream is not None and stream != current:
+            current.wait_stream(stream)
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

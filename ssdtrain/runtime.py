@@ -41,7 +41,7 @@ from ssdtrain.offload.amount import AmountPlan
 from ssdtrain.offload.attached import AttachedForward
 from ssdtrain.offload.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.hooks import Recording
+from ssdtrain.offload.hooks import SavedTensorRecorder
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.sharded import watch_sharded
@@ -319,7 +319,7 @@ class Runtime:
         self._only_keeps = keep and self._only_keeps is not False
         tape = Tape(chunk, microbatch, keep=keep)
         self._tapes[chunk, microbatch] = weakref.ref(tape)
-        return Recording(self.engine, tape)
+        return SavedTensorRecorder(self.engine, tape)
 
     @contextmanager
     def backward(self, chunk: int = 0, microbatch: int | None = None) -> Iterator[None]:

@@ -1,9 +1,9 @@
 """Codecs between a region and its tier: fewer bytes on the drive, for time on the device.
 
-Boolean masks are always packed, eight to a byte, which loses nothing. Floating-point tensors are encoded where the user named
-a codec. A lossy codec changes gradients: what backward gets is then the decoded tensor whenever the region was encoded, also
-when its store was cancelled or forwarded, so that the result does not depend on timing. (A region that no tier has room for stays
-as it is.)
+Boolean masks are packed, eight to a byte, which loses nothing. Floating-point tensors are encoded where the user named
+a codec. A region that holds other bytes than those of its one tensor is not encoded: see Note: [Codecs and views]. A lossy codec
+changes gradients: what backward gets is then the decoded tensor whenever the region was encoded, also when its store was
+cancelled or forwarded, so that the result does not depend on timing. (A region that no tier has room for stays as it is.)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from ssdtrain.codecs import Codec, Key, VariableSizeCodec, make_codec
 from ssdtrain.config import ConfigError, OffloadConfig, Problem
 from ssdtrain.config.codecs import OFFLOAD_ALLOWED
 from ssdtrain.offload.region import Region
+from ssdtrain.offload.sharing import Extent, no_overlap
 
 __all__ = ["Coding", "check_codec"]
 
@@ -37,13 +38,24 @@ class Coding:
         self._rank = rank
         self._count = 0
 
-    def choose(self, tensor: torch.Tensor) -> Codec | None:
-        """The codec for a region that `tensor` makes, or None: its plain bytes."""
+    def choose(self, tensor: torch.Tensor, extent: Extent, region: Region) -> Codec | None:
+        """The codec for the region that `tensor`, of `extent`, has made, or None: its plain bytes."""
         if tensor.dtype is torch.bool:
-            return self._masks
-        if self._floats is not None and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16):
-            return self._floats
-        return None
+            codec: Codec | None = self._masks
+        elif tensor.dtype in (torch.float32, torch.float16, torch.bfloat16):
+            codec = self._floats
+        else:
+            codec = None
+        if codec is None or extent.own != region.nbytes:
+            return None
+        return codec if tensor.is_contiguous() or no_overlap(tensor) else None
+
+    def fits(self, region: Region) -> bool:
+        """False if the codec of the region, as it is now, would not give back its bytes: bools that were written as another
+        dtype, with other bytes than 0 and 1. Of device memory this is not asked, since the host would have to wait."""
+        if region.codec is not self._masks or region.tensor.device.type != "cpu":
+            return True
+        return int(_values(region, region.tensor, region.start).view(torch.uint8).max()) <= 1
 
     def encode(self, region: Region) -> None:
         """Fill `region.payload` from the region's tensor."""

@@ -8,7 +8,9 @@ Note: [What must not move]
 - The copy that autocast makes of a parameter: it lives in autocast's cache as long as the region does. Its `grad_fn` (or
   that of its base) is a `ToCopyBackward0` whose next function accumulates into a Parameter.
 - Tensors of classes the engine does not know, and tensors whose bytes alone do not say their value: conjugate or negative
-  bit, sparse, quantised, nested, fake, functional, functorch-wrapped.
+  bit, the zero tangents of forward-mode AD, sparse, quantised, nested, fake, functional, functorch-wrapped.
+- Memory that torch did not allocate, or that it shares with NumPy (`storage.resizable()` is false): its owner holds it anyway,
+  and may write it without a sign on the version counter. Also the outputs of CUDA graphs, which lie in the graph's pool.
 - Storages that a framework frees and fills again by itself (`storage.resize_(0)`): those that an adapter names, the outputs of
   the autograd functions in FREED, and what is free when it is saved. Freed memory must not be read by a store, and nothing
   could be noticed of it later but its size.
@@ -120,6 +122,7 @@ class Eligibility:
             and tensor.device.type == self.device_type
             and not tensor.is_conj()
             and not tensor.is_neg()
+            and not tensor._is_zerotensor()
             and not tensor.is_quantized
             and not tensor.is_nested
             and not _is_functional(tensor)
@@ -132,7 +135,7 @@ class Eligibility:
             known = self._left.get(id(storage))
             if known is not None and known() is storage:
                 return True
-        if not storage.nbytes():
+        if not storage.nbytes() or not storage.resizable():
             return True
         if _will_be_freed(tensor):
             self.leave(storage)

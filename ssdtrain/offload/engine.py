@@ -14,7 +14,6 @@ import time
 
 import torch
 
-from ssdtrain.config.units import MiB
 from ssdtrain.device import Device
 from ssdtrain.offload.amount import Plan
 from ssdtrain.offload.buffers import Buffers
@@ -26,9 +25,9 @@ from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.mover import Mover, wait_quietly
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.prefetch import Prefetcher
-from ssdtrain.offload.reasons import CROWDED, LATE, TOO_LARGE, Reasons
 from ssdtrain.offload.region import Handle, Kept, Region, Releases, State, after_close, modified
 from ssdtrain.offload.sharing import Extent, Regions
+from ssdtrain.offload.starter import StoreStarter
 from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer import DirectTransfer, StagedTransfer, Transfer
 from ssdtrain.storage import SpillStore, forks, make_section
@@ -38,8 +37,14 @@ __all__ = ["OffloadEngine"]
 logger = logging.getLogger("ssdtrain")
 
 _graph_task = torch._C._current_graph_task_id
+_modes = torch._C._len_torch_dispatch_stack
+_without_modes = torch._C._DisableTorchDispatch
 
-TOGETHER = 16 * MiB  # stores of the CPU that begin together, at most
+
+def _tracing() -> bool:
+    """True while `make_fx` records what is called: what is saved then belongs to the graph that it builds."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
 
 PATIENCE = 60.0  # seconds of waiting for one load between warnings
 
@@ -84,13 +89,20 @@ class OffloadEngine:
             )
         else:
             transfer = DirectTransfer(store, self.buffers, self.meter.see_own, self.coding)
-        self._staged = staged
         self.mover = Mover(store, transfer, self.statistics, raise_when_full=options.raise_when_full)
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
         self._regions = Regions()
         self._released = Releases()
         self._lock = make_section()
-        self._reasons = Reasons()
+        self._starter = StoreStarter(
+            self.mover,
+            self.statistics,
+            self.meter,
+            self.buffers if staged else None,
+            device,
+            options,
+            self._lock,
+        )
         self._closed = False
         self.forked = False
         """True in a forked child: files and buffers are the parent's, and its threads may have held the lock. All is inert."""
@@ -108,48 +120,56 @@ class OffloadEngine:
         Raises:
             StoreFull: no tier has room, and the config says to raise.
         """
-        if self._closed or self.forked:
+        if self._closed or self.forked or (_modes() and _tracing()):
             return Kept(tensor)
         if self.eligible.is_fixed(tensor) or not self.eligible.is_plain(tensor):
             return Kept(tensor)
+        if _modes():
+            with _without_modes():  # what the engine does with the tensor is not the program's
+                return self._pack(tape, tensor)
+        return self._pack(tape, tensor)
+
+    def _pack(self, tape: Tape, tensor: torch.Tensor) -> Handle | Kept:
         storage = tensor.untyped_storage()
         with self._lock:
-            self._drain()
-            self.statistics.saved_tensors += 1
-            seen = self.meter.see(storage)
-            if tensor.nbytes < self.eligible.min_bytes or self._refused(tensor, storage):
+            if self._closed:  # meanwhile, by another thread
                 return Kept(tensor)
-            extent = Extent.of(tensor, storage)
-            if extent.end - extent.start < self.eligible.min_bytes:
-                return Kept(tensor)  # an expanded tensor looks larger than it is
-            region = self._regions.find(tensor, storage, extent)
-            if region is not None:
-                self.statistics.shared_tensors += 1
-                region.shared = True
-                return self._handle(region, tensor, extent)
-            region = self._regions.make(tensor, storage, extent, tape, self._released)
-            self.statistics.saved_bytes += region.nbytes
-            self.statistics.live_regions += 1
-            region.seen = seen
-            seen.regions += 1
-            if region.packed is not None:
-                self.statistics.packed_bytes += region.nbytes
-                self.meter.see_own(region.tensor.untyped_storage())
-            if region.nbytes > self.prefetcher.largest:
-                self.prefetcher.largest = region.nbytes
-                self.mover.together = min(TOGETHER, self.options.in_flight // 4, region.nbytes)
-            if region.nbytes % tensor.itemsize == 0 and region.start % tensor.itemsize == 0:
-                region.codec = self.coding.choose(tensor)
-            leaves = not tape.keep and self.plan.offload(tape, region.nbytes)
-            tape.append(region)
-            handle = self._handle(region, tensor, extent)
-            if not leaves:
-                self.mover.keep(region)
-                return handle
-            if self._has_room(region, self.mover.oldest_store()) and self.mover.begin_store(region):
-                return handle
-        self._store(region)
-        return handle
+            self._drain()
+            crowded = self._starter.begin(tape) if tape.unstored else None
+            held = self._save(tape, tensor, storage)
+        if crowded:
+            for region in crowded:
+                self._starter.wait(region)
+        return held
+
+    def _save(self, tape: Tape, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Handle | Kept:
+        self.statistics.saved_tensors += 1
+        seen = self.meter.see(storage)
+        if tensor.nbytes < self.eligible.min_bytes or self._refused(tensor, storage):
+            return Kept(tensor)
+        extent = Extent.of(tensor, storage)
+        if extent.end - extent.start < self.eligible.min_bytes:
+            return Kept(tensor)  # an expanded tensor looks larger than it is
+        region = self._regions.find(tensor, storage, extent, tape)
+        if region is not None:
+            self.statistics.shared_tensors += 1
+            region.shared = True
+            return self._handle(region, tensor, extent)
+        region = self._regions.make(tensor, storage, extent, tape, self._released)
+        self.statistics.saved_bytes += region.nbytes
+        self.statistics.live_regions += 1
+        region.seen = seen
+        seen.regions += 1
+        if region.nbytes > self.prefetcher.largest:
+            self.prefetcher.largest = region.nbytes
+        region.codec = self.coding.choose(tensor, extent, region)
+        leaves = not tape.keep and self.plan.offload(tape, region.nbytes)
+        tape.append(region)
+        if leaves:
+            self._starter.add(tape, region)
+        else:
+            self.mover.keep(region)
+        return self._handle(region, tensor, extent)
 
     def _refused(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         # What is saved while a backward runs (recomputation, double backward) is needed at once.
@@ -159,47 +179,8 @@ class OffloadEngine:
     def _handle(self, region: Region, tensor: torch.Tensor, extent: Extent) -> Handle:
         region.handles += 1
         region.waiting += 1
-        offset = 0 if region.packed is not None else (extent.start - region.start) // tensor.itemsize
+        offset = 0 if region.origin is not None else (extent.start - region.start) // tensor.itemsize
         return Handle(region, (tensor.dtype, tensor.shape, tensor.stride(), offset))
-
-    def _has_room(self, region: Region, oldest: Region | None) -> bool:
-        return oldest is None or self.mover.in_flight + region.nbytes <= self.options.in_flight
-
-    def _store(self, region: Region) -> None:
-        """Begin the store of `region` as soon as the stores in flight leave room, or keep it past the deadline."""
-        deadline: float | None = None
-        full = False  # no staging buffer: one store at least has to end first
-        while True:
-            with self._lock:
-                self.mover.reap()
-                oldest = self.mover.oldest_store()
-                if self._has_room(region, oldest) and not (full and oldest is not None):
-                    if self.mover.begin_store(region):
-                        return
-                    full = True
-                size, limit = region.stored_bytes, self.buffers.capacity
-                # How large an encoded one is is known when its store was tried.
-                large = self._staged and size > limit and (full or not region.codec)
-                if large or (full and oldest is None):
-                    self._keep_late(region, TOO_LARGE if large else CROWDED, size, limit)
-                    return
-                assert oldest is not None
-                operation = oldest.operation
-            assert operation is not None
-            now = time.monotonic()
-            deadline = now + self.options.deadline if deadline is None else deadline
-            ended = now < deadline and wait_quietly(operation, deadline - now)
-            with self._lock:
-                self.statistics.store_wait_seconds += time.monotonic() - now
-                full = False
-                if not ended:
-                    self._keep_late(region, LATE, self.options.deadline, region.nbytes)
-                    return
-
-    def _keep_late(self, region: Region, why: str, *figures: float) -> None:
-        self._reasons.tell(why, *figures)
-        self.statistics.kept_late_bytes += region.nbytes
-        self.mover.keep(region)
 
     # Backward
 
@@ -214,6 +195,12 @@ class OffloadEngine:
             return held.unchanged()
         if self.forked:
             raise RuntimeError("a saved tensor that was offloaded cannot be used in a forked process")
+        if _modes():
+            with _without_modes():
+                return self._unpack(held)
+        return self._unpack(held)
+
+    def _unpack(self, held: Handle) -> torch.Tensor:
         region = held.region
         waited = 0.0
         while True:
@@ -291,6 +278,8 @@ class OffloadEngine:
             base, start = region.tensor, region.start
         assert base is not None
         if region.packed is None:
+            if region.origin is not None:  # a thin view that was not copied
+                return view_of(base, 0, region.origin)
             alone = last and not region.shared
             return tensor_over(base, handle.geometry) if alone else view_of(base, start, handle.geometry)
         dense = base if base.dtype != torch.uint8 else base.view(handle.geometry[0]).view(region.packed)
@@ -305,9 +294,14 @@ class OffloadEngine:
         with self._lock:
             # What the drive has finished is not noted: if backward comes next, it is still in memory.
             self._drain_deaths()
+            crowded = []
             if complete:
                 self.plan.finished(tape)
+                crowded = self._starter.begin(tape, ended=True)
+            tape.unstored.clear()
             self._regions.forget_dead()
+        for region in crowded:
+            self._starter.wait(region)
 
     def prefetch(self, tape: Tape) -> None:
         """The backward of `tape` is about to begin: start its loads."""
@@ -393,7 +387,7 @@ class OffloadEngine:
         with self._lock:
             if self._closed:
                 return
-            self._closed = self.prefetcher.closed = True
+            self._closed = self.prefetcher.closed = self._starter.closed = True
             self._drain()
             busy = [(region.operation, region.state is State.LOADING) for region in self.mover.busy()]
         deadline = time.monotonic() + self.options.deadline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Geometry", "densest", "restride", "same_version_counter", "tensor_over", "view_of"]
+__all__ = ["Geometry", "densest", "restride", "tensor_over", "view_of"]
 
 # dtype, sizes, strides and storage offset (in elements of dtype) from the start of the region.
 Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
@@ -48,16 +48,3 @@ def _own_elements(tensor: torch.Tensor) -> torch.Tensor:
         if stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
-
-
-def same_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if an in-place write to one is seen on the other. `.data` makes aliases with a counter of their own.
-
-    torch does not show a counter's identity, so this one is moved and put back.
-    """
-    version = one._version
-    if other._version != version:
-        return False
-    with torch.autograd._unsafe_preserve_version_counter(one):
-        torch.autograd.graph.increment_version(one)
-        return other._version != version

@@ -2,51 +2,48 @@
 
 from __future__ import annotations
 
-import logging
-from functools import partial
 from types import TracebackType
 
 import torch
 
 from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.offload.functorch import PackHook, StepAside, warn_once
 from ssdtrain.offload.tape import Tape
 
-__all__ = ["Recording"]
+__all__ = ["SavedTensorRecorder"]
 
-logger = logging.getLogger("ssdtrain")
-
-REFUSED_BY_TORCH = "support saved tensor hooks"
-"""Of the error that torch.func.grad, vjp, jacrev and hessian raise where there are any."""
-WAY_OUT = (
-    "The saved-tensor hooks are those of ssdtrain, which offloads this forward. torch.autograd.grad(..., create_graph=True) and "
-    "torch.autograd.functional do the same and are offloaded; or leave out of what is offloaded the part of the model that "
-    "uses torch.func (ssdtrain.attach on other modules)."
-)
+_disabled_because = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
 
-class Recording:
+class SavedTensorRecorder:
     """A context manager: what is saved for backward inside goes to `tape`.
 
     Hooks are installed for the thread that enters. Hooks that somebody installs inside win, as autograd has it: only the
-    innermost pair is called.
+    innermost pair is called. Where torch allows none (inside of torch.func.grad, vjp, jacrev, hessian) none are installed, and
+    the tape stays empty; where one of these begins inside, the hooks step aside for as long as it runs.
     """
 
     def __init__(self, engine: OffloadEngine, tape: Tape) -> None:
         self.engine = engine
         self.tape = tape
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(partial(engine.pack, tape), engine.unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(PackHook(engine.pack, tape), engine.unpack)
+        self._aside = StepAside()
+        self._installed = False
 
     def __enter__(self) -> Tape:
-        self._hooks.__enter__()
+        if _disabled_because() is None:
+            self._aside.__enter__()
+            self._hooks.__enter__()
+            self._installed = True
+        else:
+            warn_once()
         return self.tape
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+        if self._installed:
+            self._installed = False
+            self._hooks.__exit__(kind, error, trace)
+            self._aside.__exit__(kind, error, trace)
         self.engine.finish_forward(self.tape, complete=kind is None)
-        if isinstance(error, RuntimeError) and REFUSED_BY_TORCH in str(error):
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(WAY_OUT)
-            else:
-                logger.error(WAY_OUT)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ssdtrain.offload.geometry import Geometry
+from ssdtrain.offload.geometry import Geometry, densest
 
 if TYPE_CHECKING:
     from ssdtrain.codecs import Codec
@@ -51,7 +51,7 @@ class Region:
     Note: [The probe]
     `tensor` is a detached alias of the first tensor saved. When the bytes have left memory its storage is taken away
     (`empty_`), but the object remains: it still shares the version counter of the original, so an in-place write to the
-    original is noticed whenever it happens. Regions that hold a packed copy watch the original through `probe`.
+    original is noticed whenever it happens. Regions that hold a packed copy (`capture`) watch the original through `probe`.
 
     Note: [Buffers belong to the tensor]
     `loaded` is the buffer that a load filled. What `unpack` hands out shares its storage and its version counter; where a
@@ -86,6 +86,7 @@ class Region:
         "nbytes",
         "operation",
         "origin",
+        "owner",
         "packed",
         "passed",
         "payload",
@@ -124,8 +125,11 @@ class Region:
         self.seen: Seen | None = None  # its storage, as the meter counts it
         self.index = -1  # place on the tape
         self.key = 0  # of its storage, among the regions that can be joined
-        self.packed: tuple[int, ...] | None = None  # shape of the packed copy, if it is one
-        self.origin: Geometry | None = None  # and where in its storage the original lies
+        self.owner: weakref.ref[torch.Tensor] | None = None  # see Note: [Owners of version counters]
+        self.origin: Geometry | None = (
+            None  # where a thin view lies in its storage, whose bytes are copied together
+        )
+        self.packed: tuple[int, ...] | None = None  # shape of that copy, when it was made
         self.state = State.RESIDENT
         self.handles = 0  # handles alive
         self.shared = False  # there was ever more than one
@@ -178,6 +182,18 @@ class Region:
 
     def _too_small(self) -> bool:
         return self.tensor.untyped_storage().nbytes() < self.start + self.nbytes
+
+    def capture(self) -> bool:
+        """The operator that saved the tensor has ended: its bytes are what will be stored. True if they were copied together."""
+        if self.origin is None:
+            self.pointer = self.tensor.untyped_storage().data_ptr()
+        elif self.packed is None:
+            self.tensor = densest(self.probe)
+            self.pointer = self.tensor.untyped_storage().data_ptr()
+            self.packed = tuple(self.tensor.shape)
+            self.probe.data = _nothing(self.probe.device)  # it only watches the version
+            return True
+        return False
 
     def empty_(self) -> None:
         """Let go of the bytes and keep the version counter. See Note: [The probe]."""

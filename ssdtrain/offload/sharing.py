@@ -2,13 +2,27 @@
 
 Note: [Regions by storage]
 Storages are known by weak reference, never by address: an address is used again as soon as its storage dies. A saved tensor
-joins a region that contains its bytes and watches the same version counter. `.data` makes an alias of the same bytes with a
-counter of its own; writes through one are not seen on the other, so it gets a region of its own.
+joins a region of the same tape that contains its bytes and watches the same version counter.
+
+Note: [Regions of one tape]
+A version counter says nothing of writes by NumPy, a loader in C++, another owner of a DLPack capsule or a kernel that does
+not declare them. A region of an earlier forward is therefore a snapshot that nobody joins: buffers are refilled between
+forwards. Memory that torch did not allocate never comes this far (see `eligible`). What remains is a kernel that writes into
+saved memory in the middle of a forward and hides it from torch.
+
+Note: [Owners of version counters]
+A view has the counter of its base (`_base`), anything else its own: two tensors of one storage have the same counter for certain
+where their owner is the same tensor. `.data` makes an alias with a counter of its own, whose writes are not seen on the other.
+`detach()` makes one that has the counter and does not say whose, so it is stored again. The owner is known by weak reference.
+
+Note: [Codecs and views]
+A region that a codec encodes holds one saved tensor and nothing else, and only tensors of its dtype join: as another dtype its
+bytes would come back changed, also those of a bool mask packed to bits.
 
 Note: [Strided views]
 A view that leaves gaps (Megatron's QKV split: three views, each over 99% of one storage) becomes a region over the whole
 storage where its own bytes are a fair part of it, and the next views join. Where they are a small part, their bytes are copied
-together and the copy is what leaves.
+together when they leave.
 """
 
 from __future__ import annotations
@@ -18,11 +32,11 @@ from typing import NamedTuple
 
 import torch
 
-from ssdtrain.offload.geometry import Geometry, densest, same_version_counter
+from ssdtrain.offload.geometry import Geometry
 from ssdtrain.offload.region import Region, Releases, State
 from ssdtrain.offload.tape import Tape
 
-__all__ = ["Extent", "Regions"]
+__all__ = ["Extent", "Regions", "no_overlap"]
 
 # A view with gaps takes the whole storage along if at least this part of the storage is its own.
 WHOLE_STORAGE = 0.2
@@ -58,8 +72,10 @@ class Regions:
     def __init__(self) -> None:
         self._by_storage: dict[int, tuple[weakref.ref[torch.UntypedStorage], list[Region]]] = {}
 
-    def find(self, tensor: torch.Tensor, storage: torch.UntypedStorage, extent: Extent) -> Region | None:
-        """A region whose bytes contain those of `tensor`, as they are now."""
+    def find(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, extent: Extent, tape: Tape
+    ) -> Region | None:
+        """A region of `tape` whose bytes contain those of `tensor`, as they are now."""
         known = self._by_storage.get(id(storage))
         if known is None:
             return None
@@ -68,10 +84,12 @@ class Regions:
             return None
         for region in known[1]:
             if (
-                _contains(region, tensor, extent)
+                region.tape is tape
+                and _contains(region, tensor, extent)
                 and region.state is not State.RELEASED
                 and not region.changed()
-                and same_version_counter(tensor, region.probe)
+                and region.owner is not None
+                and region.owner() is _owner(tensor)
             ):
                 return region
         return None
@@ -84,19 +102,19 @@ class Regions:
         tape: Tape,
         released: Releases,
     ) -> Region:
-        """A new region for `tensor`: its extent, the whole storage, or a packed copy. See Note: [Strided views]."""
+        """A new region for `tensor`: its extent, the whole storage, or its bytes alone. See Note: [Strided views]."""
         alias = tensor.detach()
         start, nbytes = extent.start, extent.end - extent.start
-        packed = False
+        thin = False
         if extent.own < nbytes:
             if extent.own >= WHOLE_STORAGE * storage.nbytes():
                 start, nbytes = 0, storage.nbytes()
-            else:
-                packed = extent.own < nbytes // 2 and _no_overlap(tensor)
-        if packed:
-            region = _packed(tensor, alias, tape, released)
-        else:
-            region = Region(alias, alias, start, nbytes, tape, released)
+            elif extent.own < nbytes // 2 and no_overlap(tensor):
+                start, nbytes, thin = 0, extent.own, True
+        region = Region(alias, alias, start, nbytes, tape, released)
+        region.owner = weakref.ref(_owner(tensor))
+        if thin:
+            region.origin = _origin(tensor)
         region.key = key = id(storage)
         known = self._by_storage.get(key)
         if known is None or known[0]() is not storage:
@@ -119,13 +137,10 @@ class Regions:
             del self._by_storage[key]
 
 
-def _packed(tensor: torch.Tensor, probe: torch.Tensor, tape: Tape, released: Releases) -> Region:
-    dense = densest(tensor)
-    region = Region(dense, probe, 0, dense.nbytes, tape, released)
-    region.packed = tuple(dense.shape)
-    region.origin = _origin(tensor)
-    probe.data = torch.empty(0, dtype=probe.dtype, device=probe.device)  # it only watches the version
-    return region
+def _owner(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose version counter `tensor` has. See Note: [Owners of version counters]."""
+    base = tensor._base
+    return tensor if base is None else base
 
 
 def _origin(tensor: torch.Tensor) -> Geometry:
@@ -133,8 +148,10 @@ def _origin(tensor: torch.Tensor) -> Geometry:
 
 
 def _contains(region: Region, tensor: torch.Tensor, extent: Extent) -> bool:
-    if region.packed is not None:
+    if region.origin is not None:
         return region.origin == _origin(tensor)
+    if region.codec is not None and region.dtype is not tensor.dtype:
+        return False  # see Note: [Codecs and views]
     itemsize = tensor.itemsize
     return (
         region.start <= extent.start
@@ -144,7 +161,7 @@ def _contains(region: Region, tensor: torch.Tensor, extent: Extent) -> bool:
     )
 
 
-def _no_overlap(tensor: torch.Tensor) -> bool:
+def no_overlap(tensor: torch.Tensor) -> bool:
     """True if no two elements share an address, expanded dimensions aside."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ssdtrain.offload.region import Region
 
 __all__ = ["Tape"]
@@ -24,8 +26,11 @@ class Tape:
         "live",
         "microbatch",
         "nbytes",
+        "operator",
         "pass_number",
         "regions",
+        "stream",
+        "unstored",
     )
 
     def __init__(self, chunk: int = 0, microbatch: int = 0, *, keep: bool = False) -> None:
@@ -37,6 +42,10 @@ class Tape:
         self.cursor: int | None = None  # backward has come down to this index; None: not begun
         self.pass_number = 0  # backward passes begun: retain_graph makes more than one
         self.regions: list[Region | None] = []
+        # See Note: [After the operator]
+        self.unstored: list[Region] = []  # saved, and to be stored when their operator has ended
+        self.operator = -1  # sequence number of that operator
+        self.stream: Any | None = None  # of the device, on which it runs
 
     def append(self, region: Region) -> None:
         region.index = len(self.regions)

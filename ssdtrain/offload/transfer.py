@@ -32,7 +32,8 @@ class Transfer(Protocol):
     """Tensors are copied to a buffer first, so that one may be emptied (`departed`) before its write has ended."""
 
     def prepare(self, region: Region) -> None:
-        """Encode a region, which has a codec: from then on `region.stored_bytes` are what goes to the tier."""
+        """Encode a region that has a codec, which it loses if that does not fit its bytes; `region.stored_bytes` then go to the
+        tier."""
 
     def begin_store(self, region: Region, *, later: bool) -> bool:
         """Queue the write of `region` to `region.slot`, `later` (see `SpillStore.write`) where nothing waits for it. False:
@@ -74,6 +75,9 @@ def _bytes_of(lease: Lease) -> torch.Tensor:
 
 def _encode(coding: Coding, region: Region, seen: Callable[[torch.UntypedStorage], None]) -> None:
     if region.payload is not None:
+        return
+    if not coding.fits(region):
+        region.codec = None
         return
     coding.encode(region)
     assert region.payload is not None

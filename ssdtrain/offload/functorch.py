@@ -1,0 +1,77 @@
+"""Lets torch.func.grad, vjp, jacrev and hessian run inside of an offloaded forward.
+
+They refuse to begin where saved-tensor hooks are installed (`torch.autograd.graph.disable_saved_tensors_hooks` raises). Hooks
+that offload change nothing of what is computed, so they are taken off while such a transform runs, and what it saves stays in
+memory. Somebody else's hooks are left to torch. While no forward is recorded, torch's own function is in its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+__all__ = ["PackHook", "StepAside", "warn_once"]
+
+logger = logging.getLogger("ssdtrain")
+
+_lock = threading.Lock()
+_recorders = 0
+_plain: Any = None
+
+
+class PackHook(partial[Any]):
+    """The pack hook of a recorder, to be told from everybody else's."""
+
+
+@cache
+def warn_once() -> None:
+    """Log that a part of a forward is not offloaded."""
+    logger.warning(
+        "torch.func.grad, vjp, jacrev and hessian allow no saved-tensor hooks: what they save inside of an offloaded forward, "
+        "and what a forward inside of them saves, stays in memory (torch.autograd.grad(..., create_graph=True) is offloaded)"
+    )
+
+
+class StepAside:
+    """A context manager for the time that a recorder's hooks are installed."""
+
+    def __enter__(self) -> None:
+        global _recorders, _plain
+        with _lock:
+            if _recorders == 0:
+                _plain = torch.autograd.graph.disable_saved_tensors_hooks
+                torch.autograd.graph.disable_saved_tensors_hooks = _disable_without_ours
+            _recorders += 1
+
+    def __exit__(self, *_: object) -> None:
+        global _recorders
+        with _lock:
+            _recorders -= 1
+            if _recorders == 0 and torch.autograd.graph.disable_saved_tensors_hooks is _disable_without_ours:
+                torch.autograd.graph.disable_saved_tensors_hooks = _plain
+
+
+@contextmanager
+def _disable_without_ours(error_message: str) -> Iterator[None]:
+    taken = []
+    while (hooks := _top()) is not None and isinstance(hooks[0], PackHook):
+        taken.append(hooks)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    if taken:
+        warn_once()
+    try:
+        with _plain(error_message):
+            yield
+    finally:
+        for pack, unpack in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _top() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -1,0 +1,143 @@
+"""Begins the stores of a forward: after the operator that saved the tensor, and when the stores in flight leave room.
+
+Note: [After the operator]
+Autograd calls the pack hook for some tensors before the operator's kernel has run, and kernels fill some of them afterwards
+without moving a version counter (the noise of `rrelu`). So nothing of a saved tensor is read, copied or encoded while its
+operator may still run: the store begins at the first hook that is called under another sequence number (autograd numbers the
+nodes of a thread, and the kernel of an operator makes none), or at the end of the forward. A tensor whose version has moved
+by then is not stored, since its unpack raises; nor is one that backward had meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+
+import torch
+
+from ssdtrain.config.units import MiB
+from ssdtrain.device import Device
+from ssdtrain.offload.buffers import Buffers
+from ssdtrain.offload.meter import ActivationMeter
+from ssdtrain.offload.metrics import OffloadMetrics
+from ssdtrain.offload.mover import Mover, wait_quietly
+from ssdtrain.offload.options import EngineOptions
+from ssdtrain.offload.reasons import CROWDED, LATE, TOO_LARGE, Reasons
+from ssdtrain.offload.region import Region, State
+from ssdtrain.offload.tape import Tape
+
+__all__ = ["StoreStarter"]
+
+TOGETHER = 16 * MiB  # stores of the CPU that begin together, at most
+
+_sequence_number = torch.autograd._get_sequence_nr
+
+
+class StoreStarter:
+    """Turns the regions of a tape into stores.
+
+    Args:
+        mover: begins them.
+        statistics: counters to keep.
+        meter: sees the copies of thin views.
+        staging: the buffers that stores pass through; None where tensors are stored without.
+        device: whose streams run the operators.
+        options: bytes in flight, deadline.
+        lock: the engine's.
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        statistics: OffloadMetrics,
+        meter: ActivationMeter,
+        staging: Buffers | None,
+        device: Device,
+        options: EngineOptions,
+        lock: AbstractContextManager[object],
+    ) -> None:
+        self.closed = False
+        self._mover = mover
+        self._statistics = statistics
+        self._meter = meter
+        self._staging = staging
+        self._device = device
+        self._options = options
+        self._lock = lock
+        self._reasons = Reasons()
+        self._largest = 0
+
+    # With the lock held
+
+    def add(self, tape: Tape, region: Region) -> None:
+        """Store `region`, which was saved just now, once its operator has ended."""
+        if region.nbytes > self._largest:
+            self._largest = region.nbytes
+            self._mover.together = min(TOGETHER, self._options.in_flight // 4, region.nbytes)
+        tape.unstored.append(region)
+        tape.operator = _sequence_number()
+        tape.stream = self._device.current_stream()
+
+    def begin(self, tape: Tape, *, ended: bool = False) -> list[Region]:
+        """Begin the stores of `tape` whose operators have ended (`ended`: all have). Returns those that find no room now.
+
+        Raises:
+            StoreFull: no tier has room, and the config says to raise.
+        """
+        if not tape.unstored or (not ended and tape.operator == _sequence_number()):
+            return []
+        regions, tape.unstored = tape.unstored, []
+        self._device.wait_stream(tape.stream)
+        return [region for region in regions if not self._begin(region)]
+
+    def _begin(self, region: Region) -> bool:
+        if region.state is not State.RESIDENT:
+            return True  # released
+        if self.closed or region.passed >= 0 or region.changed() or self._device.capturing():
+            self._mover.keep(region)
+            return True
+        if region.capture():
+            self._statistics.packed_bytes += region.nbytes
+            self._meter.see_own(region.tensor.untyped_storage())
+        oldest = self._mover.oldest_store()
+        return self._has_room(region, oldest) and self._mover.begin_store(region)
+
+    def _has_room(self, region: Region, oldest: Region | None) -> bool:
+        return oldest is None or self._mover.in_flight + region.nbytes <= self._options.in_flight
+
+    # Without the lock
+
+    def wait(self, region: Region) -> None:
+        """Begin the store of `region` as soon as the stores in flight leave room, or keep it past the deadline."""
+        deadline: float | None = None
+        full = False  # no staging buffer: one store at least has to end first
+        while True:
+            with self._lock:
+                self._mover.reap()
+                oldest = self._mover.oldest_store()
+                if not (full and oldest is not None) and self._begin(region):
+                    return
+                full = full or self._has_room(region, oldest)
+                size, limit = region.stored_bytes, self._staging.capacity if self._staging is not None else 0
+                # How large an encoded one is is known when its store was tried.
+                large = self._staging is not None and size > limit and (full or not region.codec)
+                if large or (full and oldest is None):
+                    self._keep(region, TOO_LARGE if large else CROWDED, size, limit)
+                    return
+                assert oldest is not None
+                operation = oldest.operation
+            assert operation is not None
+            now = time.monotonic()
+            deadline = now + self._options.deadline if deadline is None else deadline
+            ended = now < deadline and wait_quietly(operation, deadline - now)
+            with self._lock:
+                self._statistics.store_wait_seconds += time.monotonic() - now
+                full = False
+                if not ended:
+                    self._keep(region, LATE, self._options.deadline, region.nbytes)
+                    return
+
+    def _keep(self, region: Region, why: str, *figures: float) -> None:
+        self._reasons.tell(why, *figures)
+        self._statistics.kept_late_bytes += region.nbytes
+        self._mover.keep(region)
