@@ -19,6 +19,7 @@ from ssdtrain.offload.amount import Plan
 from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.eligible import Eligibility
+from ssdtrain.offload.functorch import modes, tracing, without_modes
 from ssdtrain.offload.geometry import restride, tensor_over, view_of
 from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.metrics import OffloadMetrics
@@ -37,15 +38,6 @@ __all__ = ["OffloadEngine"]
 logger = logging.getLogger("ssdtrain")
 
 _graph_task = torch._C._current_graph_task_id
-_modes = torch._C._len_torch_dispatch_stack
-_without_modes = torch._C._DisableTorchDispatch
-
-
-def _tracing() -> bool:
-    """True while `make_fx` records what is called: what is saved then belongs to the graph that it builds."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-
-
 PATIENCE = 60.0  # seconds of waiting for one load between warnings
 
 
@@ -95,13 +87,7 @@ class OffloadEngine:
         self._released = Releases()
         self._lock = make_section()
         self._starter = StoreStarter(
-            self.mover,
-            self.statistics,
-            self.meter,
-            self.buffers if staged else None,
-            device,
-            options,
-            self._lock,
+            self.mover, self.statistics, self.meter, self.buffers if staged else None, device, options
         )
         self._closed = False
         self.forked = False
@@ -120,12 +106,12 @@ class OffloadEngine:
         Raises:
             StoreFull: no tier has room, and the config says to raise.
         """
-        if self._closed or self.forked or (_modes() and _tracing()):
+        if self._closed or self.forked or (modes() and tracing()):
             return Kept(tensor)
         if self.eligible.is_fixed(tensor) or not self.eligible.is_plain(tensor):
             return Kept(tensor)
-        if _modes():
-            with _without_modes():  # what the engine does with the tensor is not the program's
+        if modes():
+            with without_modes():  # what the engine does with the tensor is not the program's
                 return self._pack(tape, tensor)
         return self._pack(tape, tensor)
 
@@ -139,7 +125,7 @@ class OffloadEngine:
             held = self._save(tape, tensor, storage)
         if crowded:
             for region in crowded:
-                self._starter.wait(region)
+                self._starter.wait(region, self._lock)
         return held
 
     def _save(self, tape: Tape, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Handle | Kept:
@@ -195,8 +181,8 @@ class OffloadEngine:
             return held.unchanged()
         if self.forked:
             raise RuntimeError("a saved tensor that was offloaded cannot be used in a forked process")
-        if _modes():
-            with _without_modes():
+        if modes():
+            with without_modes():
                 return self._unpack(held)
         return self._unpack(held)
 
@@ -301,7 +287,7 @@ class OffloadEngine:
             tape.unstored.clear()
             self._regions.forget_dead()
         for region in crowded:
-            self._starter.wait(region)
+            self._starter.wait(region, self._lock)
 
     def prefetch(self, tape: Tape) -> None:
         """The backward of `tape` is about to begin: start its loads."""

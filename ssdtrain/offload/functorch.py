@@ -16,13 +16,23 @@ from typing import Any
 
 import torch
 
-__all__ = ["PackHook", "StepAside", "warn_once"]
+__all__ = ["PackHook", "StepAside", "modes", "tracing", "warn_once", "without_modes"]
 
 logger = logging.getLogger("ssdtrain")
+
+modes = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are active on this thread."""
+without_modes = torch._C._DisableTorchDispatch
+"""A context manager: what is called inside passes by them."""
 
 _lock = threading.Lock()
 _recorders = 0
 _plain: Any = None
+
+
+def tracing() -> bool:
+    """True while `make_fx` records what is called: what is saved then belongs to the graph that it builds."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 class PackHook(partial[Any]):

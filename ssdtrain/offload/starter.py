@@ -43,7 +43,6 @@ class StoreStarter:
         staging: the buffers that stores pass through; None where tensors are stored without.
         device: whose streams run the operators.
         options: bytes in flight, deadline.
-        lock: the engine's.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class StoreStarter:
         staging: Buffers | None,
         device: Device,
         options: EngineOptions,
-        lock: AbstractContextManager[object],
     ) -> None:
         self.closed = False
         self._mover = mover
@@ -63,7 +61,6 @@ class StoreStarter:
         self._staging = staging
         self._device = device
         self._options = options
-        self._lock = lock
         self._reasons = Reasons()
         self._largest = 0
 
@@ -107,12 +104,13 @@ class StoreStarter:
 
     # Without the lock
 
-    def wait(self, region: Region) -> None:
-        """Begin the store of `region` as soon as the stores in flight leave room, or keep it past the deadline."""
+    def wait(self, region: Region, lock: AbstractContextManager[object]) -> None:
+        """Begin the store of `region` as soon as the stores in flight leave room, or keep it past
+        the deadline; `lock` is the engine's."""
         deadline: float | None = None
         full = False  # no staging buffer: one store at least has to end first
         while True:
-            with self._lock:
+            with lock:
                 self._mover.reap()
                 oldest = self._mover.oldest_store()
                 if not (full and oldest is not None) and self._begin(region):
@@ -130,7 +128,7 @@ class StoreStarter:
             now = time.monotonic()
             deadline = now + self._options.deadline if deadline is None else deadline
             ended = now < deadline and wait_quietly(operation, deadline - now)
-            with self._lock:
+            with lock:
                 self._statistics.store_wait_seconds += time.monotonic() - now
                 full = False
                 if not ended:

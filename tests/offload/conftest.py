@@ -157,10 +157,10 @@ def settled(runtime: Runtime) -> None:
 
 
 @contextmanager
-def stored_forward(runtime: Runtime) -> Iterator[None]:
+def stored_forward(runtime: Runtime) -> Iterator[Any]:
     """A forward after which every store has ended: none is cancelled because backward came first."""
-    with runtime.forward():
-        yield
+    with runtime.forward() as tape:
+        yield tape
     settled(runtime)
 
 

@@ -257,29 +257,6 @@ def test_kept_regions_cost_no_io(make_runtime: MakeRuntime) -> None:
     assert found.offload.kept_bytes == found.offload.saved_bytes > 0
 
 
-def test_an_error_about_hooks_names_who_has_them(
-    make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture
-) -> None:
-    runtime = make_runtime()
-    x = torch.randn(64, 64)
-    with pytest.raises(RuntimeError, match="saved tensor hooks") as refused:
-        with runtime.forward():
-            torch.func.grad(lambda y: y.sin().sum())(x)
-    said = refused.value.__notes__ if sys.version_info >= (3, 11) else caplog.messages
-    assert len(said) == 1 and "ssdtrain" in said[0] and "torch.autograd.grad" in said[0]
-    # The way out that it names.
-    x.requires_grad_()
-    with runtime.forward():
-        (gradient,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
-        loss = gradient.square().sum()
-    loss.backward()
-    assert x.grad is not None and torch.allclose(x.grad, -2 * x.cos() * x.sin())
-    with pytest.raises(RuntimeError) as other:
-        with runtime.forward():
-            raise RuntimeError("something else")
-    assert not hasattr(other.value, "__notes__")
-
-
 def test_an_engine_that_cannot_be_made_leaves_no_file_and_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
