@@ -211,6 +211,13 @@ class SimulatedDevice:
         if event is not None:
             self._current.wait(event)
 
+    def current_stream(self) -> Stream:
+        return self._current
+
+    def wait_stream(self, stream: Stream | None) -> None:
+        if stream is not None and stream is not self._current:
+            self._current.wait(stream.record())
+
     def capturing(self) -> bool:
         return self._capturing
 

@@ -2,9 +2,9 @@
 
     python -m tests.offload.operators [--every N] [NAME...]
 
-Each sample of PyTorch's own list (`op_db`) is run forward, backward twice over one graph, and backward through its backward, with and
-without the engine; the bits must be the same, and where autograd raises the engine must. A process of its own: the list imports
-half of PyTorch's test suite. The last line is one JSON object.
+Each sample of PyTorch's own list (`op_db`) is run forward, backward twice over one graph, and backward through its backward,
+with and without the engine; the bits must be the same, and where autograd raises the engine must. A process of its own: the
+list imports half of PyTorch's test suite. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def shown(
         settle()
         if not outs:
             return found
-        for stage in ("backward", "second backward"):
+        for each in ("backward", "second backward"):
+            stage = each
             grads = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
             found += [bits(g) for g in grads]
         stage = "double backward"
@@ -203,7 +204,9 @@ class Sweep:
             ours = shown(call, sample, runtime.forward, lambda runtime=runtime: settle(runtime))  # type: ignore[misc]
             self.counts["runs"] += 1
             if ours != plain:
-                where = next((i for i, (a, b) in enumerate(zip(ours, plain)) if a != b), "length")
+                where = next(
+                    (i for i, (a, b) in enumerate(zip(ours, plain, strict=False)) if a != b), "length"
+                )
                 errors = [each for each in (*ours, *plain) if isinstance(each, str)]
                 self.differ.append(f"{variant}: {name} at {where} {errors}")
 
