@@ -16,7 +16,7 @@ from benchmarks.simulation.timeline import Timeline
 from ssdtrain.config import Amount
 from ssdtrain.offload.amount import AmountPlan
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.hooks import Recording
+from ssdtrain.offload.hooks import SavedTensorRecorder
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.tape import Tape
 from ssdtrain.storage import SpillStore
