@@ -2,8 +2,8 @@
 
     python -m benchmarks.pack_hook --json
 
-Each round calls the hooks directly, in turn, with fresh tensors of the same size: one that is offloaded (and begins the store of
-the one before), one that joins the region of another, one that is refused (a parameter), one that is too small, and the same
+Each round calls the hooks directly, in turn, with fresh tensors of the same size: one that is refused (a parameter), one that is
+too small, one that is offloaded (and begins the store of the one before), one that joins the region of another, and the same
 tensor given to `save_on_cpu`, which on a CPU keeps it as it is. Between rounds the stores end, so that no call waits for the
 drive; what a store costs its I/O threads is not counted here. Figures are medians in microseconds, with the quarters around them.
 """
@@ -69,7 +69,6 @@ def measure(arguments: Any, directory: Path) -> dict[str, Any]:
                 :1
             ].neg()  # another operator: the store of the tensor before is begun by the next call that saves
             held += [timed("offloaded", pack, tensor), timed("joined", pack, tensor)]
-            held += [timed("refused", pack, parameter), timed("small", pack, small)]
             held += [timed("save_on_cpu", on_cpu, tensor)]  # type: ignore[arg-type]
         engine.finish_forward(tape)
         settle(runtime)

@@ -165,7 +165,7 @@ class _Layer(torch.autograd.Function):
         return gradient, None, None
 
 
-class _TimedHooks(Recording):
+class _TimedHooks(SavedTensorRecorder):
     """The engine's hooks, which take the host some time."""
 
     def __init__(self, engine: OffloadEngine, tape: Tape, timeline: Timeline) -> None:
