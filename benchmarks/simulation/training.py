@@ -80,7 +80,9 @@ class Machine:
         self.store = store
         plan = AmountPlan(Amount("all"))
         # The engine sees CPU tensors; to its streams, copies and transfers they are those of the device.
-        return OffloadEngine(store, self.device, torch.device("cpu"), plan, options)
+        engine = OffloadEngine(store, self.device, torch.device("cpu"), plan, options)
+        engine.eligible.moves_foreign_memory = True  # the device's, which torch did not allocate
+        return engine
 
     def close(self) -> None:
         """Close the store, and give the directory back."""

@@ -52,6 +52,8 @@ class Eligibility:
     def __init__(self, min_bytes: int, device_type: str) -> None:
         self.min_bytes = min_bytes
         self.device_type = device_type
+        self.moves_foreign_memory = False
+        """Move also what lies in memory that torch did not allocate: for an allocator of tests."""
         self._modules: list[nn.Module] = []
         self._fixed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._fixed_when: list[Callable[[torch.Tensor], bool]] = []
@@ -135,7 +137,7 @@ class Eligibility:
             known = self._left.get(id(storage))
             if known is not None and known() is storage:
                 return True
-        if not storage.nbytes() or not storage.resizable():
+        if not storage.nbytes() or not (storage.resizable() or self.moves_foreign_memory):
             return True
         if _will_be_freed(tensor):
             self.leave(storage)
