@@ -65,6 +65,7 @@ def measure(arguments: Any, directory: Path) -> dict[str, Any]:
         held = []
         for _ in range(4):
             tensor = torch.randn(numel, device=device)
+            held += [timed("refused", pack, parameter), timed("small", pack, small)]
             parameter[
                 :1
             ].neg()  # another operator: the store of the tensor before is begun by the next call that saves
