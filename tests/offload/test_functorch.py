@@ -82,7 +82,7 @@ def test_one_warning(make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture
         for _ in range(2):
             with runtime.forward():
                 torch.func.grad(lambda y: y.sin().sum())(x)
-    assert len(caplog.messages) == 1 and "torch.func.grad" in caplog.messages[0]
+    assert len([message for message in caplog.messages if "torch.func.grad" in message]) == 1
 
 
 def test_the_hooks_are_back_after_a_transform_that_raised(make_runtime: MakeRuntime) -> None:
