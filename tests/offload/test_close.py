@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -34,15 +34,20 @@ def engine_of(runtime: Runtime) -> OffloadEngine:
 
 
 @pytest.fixture
-def closed_runtime(make_runtime: MakeRuntime) -> MakeRuntime:
+def closed_runtime(make_runtime: MakeRuntime) -> Iterator[MakeRuntime]:
     """As `make_runtime`, for runtimes that the test closes: slots that are freed afterwards are not counted any more."""
+    made: list[Runtime] = []
 
-    def make(*args: Any, **kwargs: Any) -> Runtime:
-        runtime = make_runtime(*args, **kwargs)
+    def make(way: Variant = WAYS[0], **settings: Any) -> Runtime:
+        runtime = make_runtime(way, **{"prefetch": "1MiB", **settings})
         runtime.expects_live = True  # type: ignore[attr-defined]
+        made.append(runtime)
         return runtime
 
-    return make
+    yield make
+    for runtime in made:
+        if not engine_of(runtime)._closed:
+            pool_of(runtime).release()  # of a test that failed: its close would wait for ever
 
 
 def pool_of(runtime: Runtime) -> Any:
