@@ -193,6 +193,3 @@ def refused(directory: str) -> dict[str, Any]:
             first.close()
         found["left"] = str(Hooks._installed)
     return found
-
-
-CASES = {case.__name__: case for case in (skipped, overflow, checkpoint, transformer_engine, refused)}

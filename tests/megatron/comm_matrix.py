@@ -1,7 +1,7 @@
 """One rank of the matrix of collectives: every row without comm and in several ways with it, and what happens beside
 ordinary steps, in the same processes.
 
-Started by `test_comm.py` as `python -m tests.megatron.comm_matrix DIRECTORY [name of a row ...]`.
+Started by `test_comm.py` as `python -m tests.megatron.comm_matrix DIRECTORY [name of a row or case ...]`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E40
 
 import ssdtrain_megatron  # noqa: E402
 from ssdtrain_megatron import _compat, _compat_comm  # noqa: E402
-from tests.megatron.comm_cases import CASES  # noqa: E402
-from tests.megatron.comm_rows import ROWS, WAYS, CommRow  # noqa: E402
+from tests.megatron import comm_cases  # noqa: E402
+from tests.megatron.comm_rows import CASES, ROWS, WAYS, CommRow  # noqa: E402
 from tests.megatron.training import Trainer, layout  # noqa: E402
 
 OPEN = {"min_bytes": 0, "probe": False, "warmup_steps": 0}
@@ -132,9 +132,9 @@ def main(directory: str, *names: str) -> None:
         results[row.row.name] = result
         Path(directory, f"{world}-{rank}.json").write_text(json.dumps(results))
     if int(world) == 2:
-        for name, case in CASES.items():
+        for name in CASES:
             if not names or name in names:
-                results[name] = case(directory)
+                results[name] = getattr(comm_cases, name)(directory)
         Path(directory, f"{world}-{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

@@ -29,6 +29,10 @@ QUICK = ("tp2 sp", "pp2 vp2, deallocate", "dp2", "dp2, distributed optimizer", "
 """One row of each kind of traffic: these are trained by `make test`, the others by `make test-all`."""
 
 
+CASES = ("skipped", "overflow", "checkpoint", "transformer_engine", "refused")
+"""Names of the functions of `comm_cases.py`."""
+
+
 @dataclass(frozen=True)
 class CommRow:
     """A layout and the ways it is run in."""

@@ -10,10 +10,10 @@ collect_ignore = [] if "SSDTRAIN_TESTS_ARRANGED" in os.environ else ["arranged"]
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Tells each matrix which of its rows and cases were selected: its ranks run these and no others."""
     for item in session.items:
-        selected = getattr(getattr(item, "module", None), "SELECTED", None)
-        if selected is not None:
+        matrix = getattr(getattr(item, "module", None), "MATRIX", None)
+        if matrix is not None:
             parameters = item.callspec.params if hasattr(item, "callspec") else {}
             if "row" in parameters:
-                selected.add(getattr(parameters["row"], "row", parameters["row"]).name)
+                matrix.selected.add(getattr(parameters["row"], "row", parameters["row"]).name)
             if "case" in parameters:
-                selected.add(parameters["case"])
+                matrix.selected.add(parameters["case"])

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import json
 import math
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.megatron.comm_rows import EXACT, QUICK, ROWS, CommRow
-from tests.megatron.processes import start
+from tests.megatron.batches import Matrix
+from tests.megatron.comm_rows import CASES, EXACT, QUICK, ROWS, CommRow
 
 pytestmark = [
     pytest.mark.distributed,
@@ -23,31 +19,20 @@ pytestmark = [
     ),
 ]
 
-Results = dict[str, list[Any]]
-
-SELECTED: set[str] = set()
-"""Names of the rows and cases whose tests were selected; filled by conftest.py."""
-
-
-@functools.cache
-def outcome(world: int) -> Results | str:
-    """All that was selected of what `world` processes do, or why there is nothing: a failure is not tried again for each test."""
-    with tempfile.TemporaryDirectory(prefix="ssdtrain-comm-") as directory:
-        try:
-            start(world, ["-m", "tests.megatron.comm_matrix", directory, *sorted(SELECTED)])
-        except AssertionError as error:
-            return str(error)
-        ranks = [json.loads(Path(directory, f"{world}-{rank}.json").read_text()) for rank in range(world)]
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+MATRIX = Matrix(
+    "tests.megatron.comm_matrix",
+    {**{row.row.name: row.row.world for row in ROWS}, **dict.fromkeys(CASES, 2)},
+    batch=4,
+)
 
 
-def results(world: int, name: str) -> list[Any]:
+def results(name: str) -> list[Any]:
     """Of one row or case, by rank."""
-    found = outcome(world)
-    assert not isinstance(found, str), found
-    if name not in found and "fp32 accumulation" in name:
+    found = MATRIX.results(name)
+    if found is None and "fp32 accumulation" in name:
         pytest.skip("this megatron-core does not sum reduce-scatters in float32")
-    return found[name]
+    assert found is not None
+    return found
 
 
 def tier(row: CommRow) -> list[pytest.MarkDecorator]:
@@ -76,7 +61,7 @@ def of_case(name: str) -> pytest.MarkDecorator:
 
 def runs(row: CommRow, way: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """(without, with) comm, of every rank."""
-    for result in results(row.row.world, row.row.name):
+    for result in results(row.row.name):
         yield result["plain"], result[way]
 
 
@@ -125,7 +110,7 @@ def test_fewer_bytes_are_sent_where_a_codec_has_fewer_bits(row: CommRow, way: st
 @every_way
 def test_what_several_ranks_hold_is_equal_to_the_bit(row: CommRow, way: str) -> None:
     """Data-parallel replicas; what tensor-parallel ranks repeat; the embedding of the first and the last stage."""
-    ranks = results(row.row.world, row.row.name)
+    ranks = results(row.row.name)
     for found in ranks:
         for kind, peers in found["ranks"].items():
             for peer in peers:
@@ -162,7 +147,7 @@ def test_messages_below_the_minimum_go_as_they_are(row: CommRow) -> None:
 
 @of_case("skipped")
 def test_a_skipped_step_drops_the_residuals_and_counts(case: str) -> None:
-    for found in results(2, case):
+    for found in results(case):
         before, after, again = found["residual_bytes"]
         assert before > 0 and after == 0 and again == before
         assert found["steps"] == 4
@@ -170,20 +155,20 @@ def test_a_skipped_step_drops_the_residuals_and_counts(case: str) -> None:
 
 @of_case("overflow")
 def test_an_infinite_gradient_of_one_rank_reaches_the_norm_of_all(case: str) -> None:
-    for found in results(2, case):
+    for found in results(case):
         assert found.keys() == {"all-reduce", "reduce-scatter"}
         assert not any(math.isfinite(float.fromhex(norm)) for norm in found.values())
 
 
 @of_case("checkpoint")
 def test_residuals_go_through_a_checkpoint(case: str) -> None:
-    for found in results(2, case):
+    for found in results(case):
         assert found["equal"] and found["residual_bytes"] > 0
 
 
 @of_case("checkpoint")
 def test_residuals_of_some_ranks_only_are_dropped_by_all(case: str) -> None:
-    for rank, found in enumerate(results(2, case)):
+    for rank, found in enumerate(results(case)):
         steps, residual_bytes, said = found["with a rank missing"]
         assert (steps, residual_bytes) == (0, 0)
         assert any("ranks [1]" in line for line in said) == (rank == 0)
@@ -191,7 +176,7 @@ def test_residuals_of_some_ranks_only_are_dropped_by_all(case: str) -> None:
 
 @of_case("checkpoint")
 def test_residuals_of_another_layout_are_dropped_and_the_steps_are_kept(case: str) -> None:
-    for rank, found in enumerate(results(2, case)):
+    for rank, found in enumerate(results(case)):
         steps, residual_bytes, said = found["on another layout"]
         assert (steps, residual_bytes) == (2, 0)
         assert any("are dropped" in line for line in said) == (rank == 0)
@@ -199,7 +184,7 @@ def test_residuals_of_another_layout_are_dropped_and_the_steps_are_kept(case: st
 
 @of_case("transformer_engine")
 def test_layers_of_transformer_engine_are_told_by_module_and_group(case: str) -> None:
-    for found in results(2, case):
+    for found in results(case):
         calls, errors = found.pop("transformer_engine.pytorch.distributed")
         assert calls == 4
         assert errors and min(errors) > 0 and max(errors) < 0.03
@@ -211,7 +196,7 @@ def test_layers_of_transformer_engine_are_told_by_module_and_group(case: str) ->
 
 @of_case("refused")
 def test_a_second_attachment_that_compresses_is_refused_and_so_is_one_without_an_optimizer(case: str) -> None:
-    for found in results(2, case):
+    for found in results(case):
         assert "optimizer=optimizer" in found["no optimizer"]
         assert "compressed already" in found["second"]
         assert found["left"] == "None"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import json
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.megatron.processes import start
+from tests.megatron.batches import Matrix
 from tests.megatron.rows import QUICK, ROWS, Row
 
 pytestmark = [
@@ -24,29 +20,7 @@ pytestmark = [
 
 STEPS = 3
 
-Results = dict[str, list[dict[str, Any]]]
-
-SELECTED: set[str] = set()
-"""Names of the rows whose tests were selected; filled by conftest.py."""
-
-
-@functools.cache
-def outcome(world: int) -> Results | str:
-    """The selected rows of `world` processes, or why there are none: a failure is not tried again for each test."""
-    with tempfile.TemporaryDirectory(prefix="ssdtrain-matrix-") as directory:
-        try:
-            start(world, ["-m", "tests.megatron.matrix", directory, *sorted(SELECTED)])
-        except AssertionError as error:
-            return str(error)
-        ranks = [json.loads(Path(directory, f"{world}-{rank}.json").read_text()) for rank in range(world)]
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
-
-
-def results(world: int) -> Results:
-    """The selected rows of `world` processes: by name, one result per rank."""
-    found = outcome(world)
-    assert not isinstance(found, str), found
-    return found
+MATRIX = Matrix("tests.megatron.matrix", {row.name: row.world for row in ROWS}, batch=8)
 
 
 def parameters(rows: list[Row]) -> list[Any]:
@@ -63,7 +37,9 @@ all_rows = pytest.mark.parametrize("row", parameters(ROWS))
 
 def runs(row: Row) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """(without, with) offload, of every rank."""
-    for result in results(row.world)[row.name]:
+    found = MATRIX.results(row.name)
+    assert found is not None
+    for result in found:
         yield result["plain"], result["offloaded"]
 
 
