@@ -64,14 +64,11 @@ FUSED = {"gradient_accumulation_fusion": True}
 QUICK = (
     "one process",
     "recompute full, dropout",
-    "moe",
     "bert",
     "t5",
     "tp2 sp",
-    "pp2, deallocate",
     "pp2 vp2",
-    "dp2, overlap",
-    "dp2, distributed optimizer",
+    "dp2, distributed optimizer, overlap",
     "moe ep2",
     "tp2 pp2",
 )

@@ -20,7 +20,7 @@ pytestmark = [
 
 STEPS = 3
 
-MATRIX = Matrix("tests.megatron.matrix", {row.name: row.world for row in ROWS}, batch=8)
+MATRIX = Matrix("tests.megatron.matrix", {row.name: row.world for row in ROWS}, batch=6)
 
 
 def parameters(rows: list[Row]) -> list[Any]:
