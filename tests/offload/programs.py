@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 
 Instruction = tuple[str, int, int]
@@ -60,6 +61,9 @@ WEIGHTS |= {
     "tape": 1,
     "collect": 1,
     "freeze": 1,
+    "numpy": 2,
+    "dtypes": 2,
+    "refill": 2,
 }
 NAMES = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
 
@@ -70,6 +74,28 @@ ERRORS = {
     "has been modified inplace": "modified",
     "a second time": "freed",
 }
+
+
+class Bits(torch.autograd.Function):
+    """Saves one buffer as floats, as their integers, and as a mask beside codes."""
+
+    @staticmethod
+    def forward(ctx, x, order):  # type: ignore[no-untyped-def]
+        values = x * 1
+        pairs = torch.stack([x > 0, x > 1], -1).to(torch.uint8)
+        pairs[..., 1] += 7
+        saved = [values, values.view(torch.int32), pairs[..., 0].view(torch.bool), pairs[..., 1], pairs]
+        ctx.order = order % len(saved)
+        ctx.save_for_backward(*saved[ctx.order :], *saved[: ctx.order])
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        saved = ctx.saved_tensors
+        start = len(saved) - ctx.order
+        values, integers, mask, code, _ = [*saved[start:], *saved[:start]]
+        grad = grad * mask * code.float() + values * 0.01
+        return grad + (integers & 1), None
 
 
 class Fault(Exception):
@@ -96,6 +122,8 @@ class Machine:
         self.settle = settle
         self.leaves = [torch.randn(ROWS, COLUMNS, generator=generator).requires_grad_() for _ in range(2)]
         self.values: list[torch.Tensor] = [leaf * 0.5 for leaf in self.leaves]
+        self.array = np.zeros((ROWS, COLUMNS), np.float32)
+        self.buffers = [torch.from_numpy(self.array), torch.zeros(ROWS, COLUMNS)]
         self.losses: list[torch.Tensor] = []
         self.shown: Shown = []
         self.context: AbstractContextManager[Any] | None = None
@@ -209,6 +237,23 @@ class Machine:
     def do_tape(self, a: int, b: int) -> None:
         self._close()
         self._open()
+
+    def do_numpy(self, a: int, b: int) -> None:
+        """NumPy refills memory that was saved, and it is saved again."""
+        self.array[...] = np.random.default_rng(b).standard_normal(self.array.shape)
+        self._push(self._pick(a) * self.buffers[0])
+
+    def do_dtypes(self, a: int, b: int) -> None:
+        self._push(Bits.apply(self._pick(a), b))
+
+    def do_refill(self, a: int, b: int) -> None:
+        """A buffer is refilled for the next forward without moving its version. Losses over what it held are dropped, and so are
+        values: autograd would compute them from the new bytes."""
+        self.losses.clear()
+        self.values = [leaf * 0.5 for leaf in self.leaves]
+        self.do_tape(a, b)
+        self.buffers[1].data.fill_(b / 50)
+        self._push(self._pick(a) * self.buffers[1])
 
     def do_collect(self, a: int, b: int) -> None:
         gc.collect(0)
