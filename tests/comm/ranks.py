@@ -6,9 +6,11 @@ import io
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -16,6 +18,22 @@ import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "ssdtrain.comm", "ssdtrain.runtime"])
+
+
+def _join(rank: int, count: int, port: int, nodes: list[str] | None) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if nodes is not None:
+        os.environ["SSDTRAIN_NODE"] = nodes[rank]
+    dist.init_process_group("gloo", rank=rank, world_size=count, timeout=timedelta(seconds=60))
+
+
+def _call(function: Callable[..., Any], rank: int, arguments: tuple[Any, ...]) -> bytes:
+    """What it returned, as bytes: a tensor in a queue is a file of its sender's, gone when somebody looks."""
+    found = io.BytesIO()
+    torch.save(function(rank, *arguments), found)
+    return found.getvalue()
 
 
 def _run(
@@ -28,23 +46,91 @@ def _run(
     sink: Any,
     meet: bool = True,
 ) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), GLOO_SOCKET_IFNAME="lo")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if nodes is not None:
-        os.environ["SSDTRAIN_NODE"] = nodes[rank]
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=count, timeout=timedelta(seconds=60))
-        found = io.BytesIO()
-        # As bytes: a tensor in a queue is a file of its sender's, which is gone by the time that somebody looks.
-        torch.save(function(rank, *arguments), found)
+        _join(rank, count, port, nodes)
+        found = _call(function, rank, arguments)
         if meet:
             dist.barrier()
             dist.destroy_process_group()
-        sink.put((rank, None, found.getvalue()))
+        sink.put((rank, None, found))
     except BaseException:
         sink.put((rank, traceback.format_exc(), b""))
         raise
+
+
+def _serve(rank: int, count: int, port: int, calls: Any) -> None:
+    _join(rank, count, port, None)
+    while True:
+        try:
+            function, arguments = calls.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            calls.send((None, _call(function, rank, arguments)))
+        except BaseException:
+            calls.send((traceback.format_exc(), b""))
+            raise
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class StandingRanks:
+    """Gloo ranks for several calls: what a framework imports at its first step takes seconds in every process.
+
+    A call that fails ends them, and the next one starts others.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._processes: list[Any] = []
+        self._calls: list[Any] = []
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+        """As `on_ranks`."""
+        if not self._processes:
+            self._start()
+        try:
+            for calls in self._calls:
+                calls.send((function, arguments))
+            deadline = time.monotonic() + timeout
+            waiting = dict(zip(self._calls, range(self._count), strict=True))
+            found: dict[int, bytes] = {}
+            while waiting:
+                ready = wait(list(waiting), max(0, deadline - time.monotonic()))
+                assert ready, f"ranks {sorted(waiting.values())} took longer than {timeout} seconds"
+                for calls in ready:
+                    rank = waiting.pop(calls)
+                    try:
+                        failure, found[rank] = calls.recv()
+                    except EOFError:
+                        failure = "it ended without a word"
+                    assert failure is None, f"rank {rank}:\n{failure}"
+        except BaseException:
+            self.close()
+            raise
+        return [torch.load(io.BytesIO(found[rank]), weights_only=False) for rank in range(self._count)]
+
+    def _start(self) -> None:
+        port = _free_port()
+        for rank in range(self._count):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(rank, self._count, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._calls.append(ours)
+
+    def close(self) -> None:
+        for calls in self._calls:
+            calls.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._calls = [], []
 
 
 def on_ranks(
@@ -63,9 +149,7 @@ def on_ranks(
     Raises:
         AssertionError: a rank raised, or took longer than `timeout` seconds.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     sink = _context.Queue()
     processes = [
         _context.Process(target=_run, args=(rank, count, port, function, arguments, nodes, sink), daemon=True)
@@ -90,9 +174,7 @@ def on_ranks(
 
 def survivors(count: int, function: Callable[..., Any], timeout: float = 120) -> list[Any]:
     """What `function(rank)` returned on the ranks that lived to return."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     sink = _context.Queue()
     processes = [
         _context.Process(target=_run, args=(rank, count, port, function, (), None, sink, False), daemon=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.comm.ranks import on_ranks
+from tests.comm.ranks import StandingRanks, on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -22,6 +23,13 @@ COMM = {
     "dp_gather": "int8",
     "feedback": "int8",
 }
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[StandingRanks]:
+    ranks = StandingRanks(2)
+    yield ranks
+    ranks.close()
 
 
 def engine_of(stage: int, comm: dict[str, Any] | None, **more: Any) -> Any:
@@ -82,9 +90,9 @@ def resumed(rank: int, stage: int, directory: str) -> Any:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_residuals_are_in_the_checkpoint_and_a_resumed_run_goes_on_to_the_bit(
-    stage: int, tmp_path: Path
+    stage: int, two_ranks: StandingRanks, tmp_path: Path
 ) -> None:
-    for on, again, steps, residuals in on_ranks(2, resumed, stage, str(tmp_path)):
+    for on, again, steps, residuals in two_ranks(resumed, stage, str(tmp_path)):
         assert again == on
         assert steps == 3
         assert residuals
@@ -105,8 +113,8 @@ def without_residuals(rank: int, directory: str) -> Any:
     return found
 
 
-def test_a_checkpoint_without_residuals_begins_anew(tmp_path: Path) -> None:
-    assert on_ranks(2, without_residuals, str(tmp_path)) == [0, 0]
+def test_a_checkpoint_without_residuals_begins_anew(two_ranks: StandingRanks, tmp_path: Path) -> None:
+    assert two_ranks(without_residuals, str(tmp_path)) == [0, 0]
 
 
 def gathered(rank: int, stage: int) -> Any:
@@ -133,9 +141,9 @@ def gathered(rank: int, stage: int) -> Any:
     return [whole, own, float(norm)]
 
 
-def test_weights_gathered_for_anything_but_training_come_as_they_are() -> None:
+def test_weights_gathered_for_anything_but_training_come_as_they_are(two_ranks: StandingRanks) -> None:
     """A checkpoint of ZeRO-3's weights, or what the user gathers, holds the exact ones; norms are the same on all ranks."""
-    first, second = on_ranks(2, gathered, 3)
+    first, second = two_ranks(gathered, 3)
     assert all(map(torch.equal, first[0], second[0]))
     assert first[2] == second[2]
     assert len(first[0]) == len(first[1]) == len(second[1]) > 0
@@ -143,8 +151,10 @@ def test_weights_gathered_for_anything_but_training_come_as_they_are() -> None:
         assert torch.equal(whole.flatten(), torch.cat([part.flatten() for part in parts])[: whole.numel()])
 
 
-def test_weights_gathered_by_difference_are_close_to_the_master_copy_and_equal_on_all_ranks() -> None:
-    first, second = on_ranks(2, gathered, 2)
+def test_weights_gathered_by_difference_are_close_to_the_master_copy_and_equal_on_all_ranks(
+    two_ranks: StandingRanks,
+) -> None:
+    first, second = two_ranks(gathered, 2)
     assert all(map(torch.equal, first[0], second[0]))
     assert first[2] == second[2]
     assert len(first[1]) == len(second[1]) > 0
@@ -192,8 +202,8 @@ def detached(rank: int) -> Any:
     return functions() == before
 
 
-def test_after_the_last_engine_everything_is_deepspeeds_own() -> None:
-    assert on_ranks(2, detached) == [True, True]
+def test_after_the_last_engine_everything_is_deepspeeds_own(two_ranks: StandingRanks) -> None:
+    assert two_ranks(detached) == [True, True]
 
 
 def monitored(rank: int, directory: str) -> Any:
@@ -203,8 +213,8 @@ def monitored(rank: int, directory: str) -> Any:
     return sorted(str(path.name) for path in Path(directory).rglob("*.csv"))
 
 
-def test_the_monitor_has_the_bytes_of_every_dimension(tmp_path: Path) -> None:
-    found = on_ranks(2, monitored, str(tmp_path))[0]
+def test_the_monitor_has_the_bytes_of_every_dimension(two_ranks: StandingRanks, tmp_path: Path) -> None:
+    found = two_ranks(monitored, str(tmp_path))[0]
     assert any("dp_wire_bytes" in name for name in found), found
     assert any("dp_raw_bytes" in name for name in found), found
 
@@ -225,8 +235,8 @@ def overflowed(rank: int) -> Any:
     return norm, residuals
 
 
-def test_a_nan_on_one_rank_is_seen_by_all_and_not_kept() -> None:
-    found = on_ranks(2, overflowed)
+def test_a_nan_on_one_rank_is_seen_by_all_and_not_kept(two_ranks: StandingRanks) -> None:
+    found = two_ranks(overflowed)
     for norm, residuals in found:
         assert not math.isfinite(norm)
         assert residuals
@@ -279,8 +289,8 @@ def growing_scale(rank: int) -> Any:
     return found
 
 
-def test_residuals_know_the_loss_scale_of_their_gradients() -> None:
-    for found in on_ranks(2, growing_scale):
+def test_residuals_know_the_loss_scale_of_their_gradients(two_ranks: StandingRanks) -> None:
+    for found in two_ranks(growing_scale):
         assert [scale for scale, _, _ in found] == [1.0, 1.0, 2.0, 2.0, 4.0]
         assert all(seen == scale and nbytes > 0 for scale, seen, nbytes in found)
 
@@ -304,11 +314,9 @@ def written_between_steps(rank: int) -> Any:
     return after - before, flat, masters
 
 
-def test_weights_written_between_steps_are_gathered_in_full_without_a_word() -> None:
+def test_weights_written_between_steps_are_gathered_in_full_without_a_word(two_ranks: StandingRanks) -> None:
     """The step overwrites them from the master copy, on all ranks, as it does without SSDTrain."""
-    (fallbacks, flat, master), (other_fallbacks, other_flat, other_master) = on_ranks(
-        2, written_between_steps
-    )
+    (fallbacks, flat, master), (other_fallbacks, other_flat, other_master) = two_ranks(written_between_steps)
     assert fallbacks == other_fallbacks == 1
     assert torch.equal(flat, other_flat)
     assert torch.equal(flat, torch.cat([master, other_master]))
