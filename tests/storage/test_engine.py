@@ -46,7 +46,7 @@ def test_workers_have_a_name_and_no_signals(
     slot = store.reserve(1)
     assert store.write(slot, source.address).wait(30)
     workers = set(os.listdir("/proc/self/task")) - before
-    assert len(workers) == 9, "three for each drive and three for the host tier"
+    assert len(workers) == 12, "for each drive and the host tier three that write, and one more for reads"
     for worker in workers:
         status = Path(f"/proc/self/task/{worker}/status").read_text()
         fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
