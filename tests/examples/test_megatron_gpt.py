@@ -31,7 +31,7 @@ def train(world: int, directory: Path, *flags: str) -> list[tuple[str, str]]:
     """(loss, gradient norm) of every iteration, as printed."""
     command = ["-W", "ignore", "-m", "tests.megatron.cpu", "-m", "examples.megatron_gpt", *TINY]
     output = start(world, [*command, "--data-cache-path", str(directory), *flags])
-    assert ("written/step: " in output) == any(flag.startswith("--ssdtrain") for flag in flags)
+    assert ("saved for backward/step: " in output) == any(flag.startswith("--ssdtrain") for flag in flags)
     return re.findall(r"lm loss: (\S+) \| grad norm: (\S+)", output)
 
 
@@ -75,8 +75,10 @@ def test_two_ranks_that_compress_print_what_they_sent(tmp_path: Path) -> None:
     for codec in ("raw", "int8"):
         asked = ["--ssdtrain-comm-tp", codec, "--ssdtrain-comm-min-bytes", "0", "--no-ssdtrain-comm-probe"]
         output = start(2, [*command, *asked])
-        assert "written/step" not in output
-        sizes[codec] = re.findall(r"tp sent/step: ([\d.]+) MiB of ([\d.]+) MiB", output)
+        assert "saved for backward/step: " not in output
+        sizes[codec] = re.findall(
+            r"tp sent/step: ([\d.]+) MiB \| tp without compression/step: ([\d.]+) MiB", output
+        )
     assert len(sizes["raw"]) == len(sizes["int8"]) == 3
     assert all(wire == raw for wire, raw in sizes["raw"])
     assert all(float(wire) < 0.3 * float(raw) for wire, raw in sizes["int8"])
