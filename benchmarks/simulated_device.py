@@ -24,7 +24,13 @@ from typing import Any
 
 from benchmarks.common import parser
 from benchmarks.simulation.measure import bound, overlap, phase_seconds
-from benchmarks.simulation.training import LayerTimes, Machine, keep_peak, train
+from benchmarks.simulation.training import (
+    LayerTimes,
+    Machine,
+    keep_peak,
+    one_forward_one_backward,
+    train,
+)
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.options import EngineOptions
 
@@ -32,8 +38,18 @@ SCALE = 64
 GB = 1e9 / SCALE  # bytes per second that stand for 1 GB/s
 KB = 1 << 10
 
-# Bytes that a GPT layer saves, by kind of tensor, in parts of 34 s b h: norms' inputs, qkv, attention's output, MLP.
-GPT_PARTS = (2, 6, 2, 2, 8, 8, 2, 4)
+# What a GPT layer saves, operator by operator: parts of its bytes (34 s b h in all), and of its time.
+GPT_OPERATORS = (
+    (2, 0.03),  # norm
+    (6, 0.25),  # query, key, value
+    (2, 0.10),  # attention
+    (2, 0.03),  # norm
+    (8, 0.28),  # first half of the MLP
+    (8, 0.03),  # its activation function
+    (2, 0.25),  # second half
+    (4, 0.03),  # dropout and residual
+)
+GPT_PARTS = sum(part for part, _ in GPT_OPERATORS)
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,17 @@ class Load:
     host_bytes: int = 0
     microbatches: int = 1
 
+    alive: int = 1  # microbatches between forward and backward at once
+
+    @property
+    def order(self) -> list[tuple[str, int]]:
+        return one_forward_one_backward(self.microbatches, self.alive)
+
+    @property
+    def kept(self) -> int:
+        """Bytes alive at once where everything is kept."""
+        return self.alive * keep_peak(self.layers)
+
     @property
     def sufficient(self) -> bool:
         """True if the links could carry all that is saved while forward runs."""
@@ -61,8 +88,17 @@ def uniform(count: int, nbytes: int, forward: float, backward: float | None = No
 
 
 def gpt(count: int, nbytes: int, forward: float) -> tuple[LayerTimes, ...]:
-    """Layers that save tensors of the sizes of a GPT's, `nbytes` in all."""
-    saved = tuple(nbytes * part // sum(GPT_PARTS) // KB * KB for part in GPT_PARTS)
+    """Layers of a GPT, each an operator after the other, that save `nbytes` a layer."""
+    return tuple(
+        LayerTimes(forward * share, 2 * forward * share, (nbytes * part // GPT_PARTS // KB * KB,))
+        for _ in range(count)
+        for part, share in GPT_OPERATORS
+    )
+
+
+def fused(count: int, nbytes: int, forward: float) -> tuple[LayerTimes, ...]:
+    """The same layers, each one operator that saves everything at its end."""
+    saved = tuple(nbytes * part // GPT_PARTS // KB * KB for part, _ in GPT_OPERATORS)
     return (LayerTimes(forward, 2 * forward, saved),) * count
 
 
@@ -72,9 +108,13 @@ LOADS: dict[str, Callable[[float], Load]] = {
         uniform(24, MiB, MiB / (0.8 * pcie)), pcie, 2 * pcie
     ),
     "gpt 24 layers": lambda pcie: Load(gpt(24, 4 * MiB, 4 * MiB / (12 * GB)), pcie, 20 * GB, 32 * MiB),
+    "fused 24 layers": lambda pcie: Load(fused(24, MiB, MiB / (12 * GB)), pcie, 20 * GB),
     "gpt 64 layers": lambda pcie: Load(gpt(64, 2 * MiB, 2 * MiB / (12 * GB)), pcie, 20 * GB, 32 * MiB),
     "gpt 24 layers, 4 microbatches": lambda pcie: Load(
         gpt(24, MiB, MiB / (10 * GB)), pcie, 15 * GB, microbatches=4
+    ),
+    "gpt 12 layers, 1F1B of 8 microbatches, 4 alive": lambda pcie: Load(
+        gpt(12, MiB, MiB / (8 * GB)), pcie, 15 * GB, 32 * MiB, microbatches=8, alive=4
     ),
     "gpt 24 layers, host tier": lambda pcie: Load(
         gpt(24, 2 * MiB, 2 * MiB / (10 * GB)), pcie, 15 * GB, 32 * MiB, host_bytes=64 * MiB
@@ -89,7 +129,7 @@ LOADS: dict[str, Callable[[float], Load]] = {
 def measure(load: Load) -> dict[str, Any]:
     """The figures of one load."""
     plain = Machine(load.pcie, [(load.drive, load.drive)])
-    ideal = train(plain, None, load.layers, microbatches=load.microbatches)
+    ideal = train(plain, None, load.layers, order=load.order)
     machine = Machine(load.pcie, [(load.drive, load.drive)])
     engine = machine.engine(
         EngineOptions(
@@ -102,16 +142,19 @@ def measure(load: Load) -> dict[str, Any]:
         host_bytes=load.host_bytes,
     )
     try:
-        train(machine, engine, load.layers, microbatches=load.microbatches)
+        train(machine, engine, load.layers, order=load.order)
         before = engine.snapshot()
         engine.reset_peak()
-        record = train(machine, engine, load.layers, microbatches=load.microbatches, seed=1)
+        record = train(machine, engine, load.layers, order=load.order, seed=1)
         after = engine.snapshot()
     finally:
         engine.close()
         machine.close()
-    moved = after.offloaded_bytes - before.offloaded_bytes
-    forward, backward = bound(load.layers, moved // load.microbatches, [load.pcie, load.drive])
+    moved = (after.offloaded_bytes - before.offloaded_bytes) / load.microbatches
+    loaded = (after.loaded_bytes - before.loaded_bytes) / load.microbatches
+    # What is in flight when forward ends was not waited for.
+    stored = max(0.0, moved - load.in_flight)
+    forward, backward = bound(load.layers, stored, loaded, load.drive, load.pcie)
     total = record.ended - record.began
     return {
         "sufficient": load.sufficient,
@@ -123,8 +166,8 @@ def measure(load: Load) -> dict[str, Any]:
         "h2d_overlap": overlap(record.to_device, record.compute),
         "host_syncs": record.host_syncs,
         "outside_bytes": after.outside_bytes - before.outside_bytes,
-        "peak_over_keep": after.activation_peak_bytes / keep_peak(load.layers),
-        "offloaded_share": moved / (load.microbatches * keep_peak(load.layers)),
+        "peak_over_keep": after.activation_peak_bytes / load.kept,
+        "offloaded_share": moved / keep_peak(load.layers),
         "store_wait_seconds": after.store_wait_seconds - before.store_wait_seconds,
         "load_wait_seconds": after.load_wait_seconds - before.load_wait_seconds,
         "bits_equal": not record.wrong,

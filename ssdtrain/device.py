@@ -5,8 +5,8 @@ from a corruption in somebody's code:
 
 - The current stream is resolved at each use, on the thread that runs, and never inside a `with stream:` block
   (torchtitan #2581).
-- A side stream waits for the event of the stream that made the data before it reads it, and a restore target is allocated
-  on the compute stream, which the side stream waits for before it writes (TRL #7195).
+- A side stream waits for the event of the stream that made the data before it reads it. A restore target is allocated on the
+  load stream, and written after the event of whoever used its memory before (`ssdtrain.offload.targets`).
 - Memory is kept alive by a reference until the event has passed. `record_stream` is never used: it makes reuse, and so the
   peak, depend on timing.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,20 +55,28 @@ class Device(Protocol):
 
     kind: str
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised bytes of the device (uint8), allocated on the current stream."""
+    def load_target(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised bytes of the device (uint8), allocated on the load stream. See `ssdtrain.offload.targets`."""
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
         """Queue the copy of `source` (device, uint8) into `target` (pinned host, uint8) after the current stream's work."""
 
-    def copy_to_device(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
-        """Queue the copy of `source` (pinned host) into `target`, allocated on the current stream."""
+    def copy_to_device(
+        self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event] = ()
+    ) -> Event | None:
+        """Queue the copy of `source` (pinned host) into `target`, which `load_target` made, once the events have passed."""
+
+    def record(self, stream: Any | None) -> Event | None:
+        """An event behind all that `stream` was given so far."""
 
     def event_handle(self, event: Event | None) -> int:
         """The raw event that the I/O pool waits for before it writes; 0 where there is none."""
 
-    def wait(self, event: Event | None) -> None:
-        """Make the current stream wait for `event`, without blocking the host."""
+    def wait(self, event: Event, stream: Any | None = None) -> None:
+        """Make `stream` (None: the current one) wait for `event`, without blocking the host."""
+
+    def block(self, event: Event) -> None:
+        """Block the host until `event`: back-pressure, where the engine has run out of buffers."""
 
     def current_stream(self) -> Any | None:
         """The stream that work is queued on now; None where there are none."""
@@ -90,21 +99,29 @@ class CpuDevice:
 
     kind = "cpu"
 
-    def empty(self, nbytes: int) -> torch.Tensor:
+    def load_target(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def record(self, stream: Any | None) -> None:
+        return None
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
         target.copy_(source)
         return None
 
-    def copy_to_device(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
+    def copy_to_device(
+        self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event] = ()
+    ) -> Event | None:
         target.copy_(source)
         return None
 
     def event_handle(self, event: Event | None) -> int:
         return 0
 
-    def wait(self, event: Event | None) -> None:
+    def wait(self, event: Event, stream: Any | None = None) -> None:
+        return None
+
+    def block(self, event: Event) -> None:
         return None
 
     def current_stream(self) -> None:
@@ -138,31 +155,46 @@ class CudaDevice:
         self._store_stream = torch.cuda.Stream(self.device)
         self._load_stream = torch.cuda.Stream(self.device)
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+    def load_target(self, nbytes: int) -> torch.Tensor:
+        with torch.cuda.stream(self._load_stream):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
-        return self._copy(source, target, self._store_stream)
+        stream = self._store_stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        return self._copy(source, target, stream)
 
-    def copy_to_device(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
-        return self._copy(source, target, self._load_stream)
+    def copy_to_device(
+        self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event] = ()
+    ) -> Event | None:
+        stream = self._load_stream
+        for event in after:
+            stream.wait_event(event)  # type: ignore[arg-type]
+        return self._copy(source, target, stream)
 
     def _copy(
         self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream
     ) -> torch.cuda.Event:
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        event = torch.cuda.Event(blocking=True)  # who waits for it sleeps instead of spinning
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            event.record(stream)
+        return self._recorded(stream)
+
+    def record(self, stream: Any | None) -> Event | None:
+        return self._recorded(stream) if stream is not None else None
+
+    def _recorded(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)  # a worker that waits for it sleeps instead of spinning
+        event.record(stream)
         return event
 
     def event_handle(self, event: Event | None) -> int:
         return int(event.cuda_event) if event is not None else 0  # type: ignore[attr-defined]
 
-    def wait(self, event: Event | None) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
+    def wait(self, event: Event, stream: Any | None = None) -> None:
+        (stream or torch.cuda.current_stream(self.device)).wait_event(event)  # type: ignore[arg-type]
+
+    def block(self, event: Event) -> None:
+        event.synchronize()
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)

@@ -12,7 +12,7 @@ import ctypes
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -193,23 +193,26 @@ class SimulatedDevice:
         self._jitter = jitter or (lambda seconds: seconds)
         self._current = self.compute
         self._capturing = False
+        self.blocked_seconds = 0.0
+        """That the host waited for buffers to come back."""
         self._free: dict[int, list[Any]] = {}
-        self._spans: dict[int, Any] = {}
+        self._free_on_load: dict[int, list[Any]] = {}
 
     # What the engine needs
 
+    def load_target(self, nbytes: int) -> torch.Tensor:
+        return self._allocate(nbytes, self._free_on_load, poisoned=False)
+
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> SimulatedEvent:
+        self.store.wait(self._current.record())
         return self._copy(self.store, source, target, "D2H")
 
-    def copy_to_device(self, source: torch.Tensor, target: torch.Tensor) -> SimulatedEvent:
+    def copy_to_device(
+        self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Any] = ()
+    ) -> SimulatedEvent:
+        for event in after:
+            self.load.wait(event)
         return self._copy(self.load, source, target, "H2D")
-
-    def event_handle(self, event: SimulatedEvent | None) -> int:
-        return 0 if event is None or event.done else event.handle
-
-    def wait(self, event: SimulatedEvent | None) -> None:
-        if event is not None:
-            self._current.wait(event)
 
     def current_stream(self) -> Stream:
         return self._current
@@ -217,6 +220,20 @@ class SimulatedDevice:
     def wait_stream(self, stream: Stream | None) -> None:
         if stream is not None and stream is not self._current:
             self._current.wait(stream.record())
+
+    def record(self, stream: Stream | None) -> SimulatedEvent | None:
+        return None if stream is None else stream.record()
+
+    def event_handle(self, event: SimulatedEvent | None) -> int:
+        return 0 if event is None or event.done else event.handle
+
+    def wait(self, event: SimulatedEvent, stream: Stream | None = None) -> None:
+        (stream or self._current).wait(event)
+
+    def block(self, event: SimulatedEvent) -> None:
+        began = self.timeline.now
+        self.timeline.wait_for(lambda: event.done)
+        self.blocked_seconds += self.timeline.now - began
 
     def capturing(self) -> bool:
         return self._capturing
@@ -249,19 +266,23 @@ class SimulatedDevice:
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Uninitialised bytes of the device. See Note: [Reuse at once]."""
+        return self._allocate(nbytes, self._free, poisoned=True)
+
+    def _allocate(self, nbytes: int, pool: dict[int, list[Any]], *, poisoned: bool) -> torch.Tensor:
         rounded = -(-max(nbytes, 1) // _ROUND) * _ROUND
-        free = self._free.setdefault(rounded, [])
+        free = pool.setdefault(rounded, [])
         memory = free.pop() if free else (ctypes.c_ubyte * rounded)()
         view = (ctypes.c_ubyte * nbytes).from_buffer(memory)
-        weakref.finalize(view, self._freed, memory)
+        weakref.finalize(view, self._freed, memory, pool, poisoned)
         return torch.frombuffer(view, dtype=torch.uint8)
 
-    def _freed(self, memory: Any) -> None:
+    def _freed(self, memory: Any, pool: dict[int, list[Any]], poisoned: bool) -> None:
         def poison() -> None:
             ctypes.memset(ctypes.addressof(memory), POISON, len(memory))
 
-        self.compute.work(0.0, label="reuse", begin=poison)
-        self._free.setdefault(len(memory), []).append(memory)
+        if poisoned:
+            self.compute.work(0.0, label="reuse", begin=poison)
+        pool[len(memory)].append(memory)
 
     def synchronize(self) -> None:
         """The program, not the engine, waits for all that is queued."""
@@ -269,7 +290,6 @@ class SimulatedDevice:
 
     def _copy(self, stream: Stream, source: torch.Tensor, target: torch.Tensor, label: str) -> SimulatedEvent:
         self.timeline.spend(self.launch_seconds)
-        stream.wait(self._current.record())
         # Addresses only, as a device has them: who lets go of memory too early is to be found out.
         nbytes, read, written = source.numel(), source.data_ptr(), target.data_ptr()
         buffer = (ctypes.c_ubyte * nbytes)()

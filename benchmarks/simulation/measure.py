@@ -28,13 +28,24 @@ def phase_seconds(record: StepRecord, label: str) -> float:
     return max(item.end for item in found) - min(item.start for item in found)
 
 
-def bound(layers: Sequence[LayerTimes], moved: int, rates: Sequence[float]) -> tuple[float, float]:
-    """(forward, backward) seconds at least, for `moved` bytes that leave in forward and come back in backward.
+def bound(
+    layers: Sequence[LayerTimes], stored: float, loaded: float, drive: float, pcie: float
+) -> tuple[float, float]:
+    """(forward, backward) seconds of one microbatch at least: those of the layers, or of the transfers.
+
+    Nothing can be written before the first layer has run and been copied, and the first layer's backward comes after all that
+    is read.
 
     Args:
-        rates: bytes per second of each link that all of them pass: PCIe, the drives together.
+        stored: bytes that leave during forward.
+        loaded: bytes that come back during backward.
+        drive, pcie: bytes per second.
     """
-    slowest = min(rates)
+    rate = min(drive, pcie)
+    first, copied = layers[0], sum(layers[0].saved) / pcie
     forward = sum(layer.forward for layer in layers)
     backward = sum(layer.backward for layer in layers)
-    return max(forward, moved / slowest), max(backward, moved / slowest)
+    return (
+        max(forward, first.forward + copied + stored / rate),
+        max(backward, first.backward + copied + loaded / rate),
+    )

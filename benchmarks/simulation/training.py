@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,15 @@ from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.tape import Tape
 from ssdtrain.storage import SpillStore
 
-__all__ = ["LayerTimes", "Machine", "StepRecord", "keep_peak", "train"]
+__all__ = [
+    "LayerTimes",
+    "Machine",
+    "StepRecord",
+    "keep_peak",
+    "one_after_the_other",
+    "one_forward_one_backward",
+    "train",
+]
 
 LAUNCH = 8e-6  # seconds of the host to queue one kernel
 HOOK = 30e-6  # seconds of the host in one hook of the engine
@@ -95,13 +104,11 @@ class StepRecord:
     """One step: when it began and ended, what each stream did in it, and what was wrong."""
 
     began: float
-    forward_ended: float
     ended: float
     compute: list[Interval]
     to_host: list[Interval]
     to_device: list[Interval]
     host_syncs: int
-    waited: float
     wrong: list[str]
 
 
@@ -184,58 +191,68 @@ class _TimedHooks(SavedTensorRecorder):
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
+def one_after_the_other(microbatches: int) -> list[tuple[str, int]]:
+    """Forward and backward of each microbatch in turn."""
+    return [(phase, number) for number in range(microbatches) for phase in ("forward", "backward")]
+
+
+def one_forward_one_backward(microbatches: int, alive: int) -> list[tuple[str, int]]:
+    """The order of a pipeline stage that has up to `alive` microbatches between forward and backward."""
+    order = [("forward", number) for number in range(min(alive, microbatches))]
+    for number in range(microbatches):
+        order.append(("backward", number))
+        if number + alive < microbatches:
+            order.append(("forward", number + alive))
+    return order
+
+
 def train(
     machine: Machine,
     engine: OffloadEngine | None,
     layers: Sequence[LayerTimes],
     *,
-    microbatches: int = 1,
+    order: Sequence[tuple[str, int]] = (("forward", 0), ("backward", 0)),
     seed: int = 0,
 ) -> StepRecord:
-    """One step: forward and backward of each microbatch. `engine` None keeps what is saved.
+    """One step in the given order of forwards and backwards. `engine` None keeps what is saved.
 
     Raises:
         Deadlock: the host waited for something that could not happen.
     """
     device, timeline = machine.device, machine.timeline
     device.synchronize()
-    marks = [len(stream.log) for stream in (device.compute, device.store, device.load)]
+    streams = (device.compute, device.store, device.load)
+    marks = [len(stream.log) for stream in streams]
     syncs, violations, began = device.host_syncs, len(device.violations), timeline.now
     program = _Program(machine, layers, seed)
-    ends = []
-    for microbatch in range(microbatches):
-        tape = Tape(0, microbatch)
-        x = torch.zeros(1, requires_grad=True)
-        out = x
-        if engine is None:
-            for index in range(len(layers)):
-                out = _Layer.apply(out, program, index)
-        else:
-            with _TimedHooks(engine, tape, timeline):
+    alive: dict[int, tuple[torch.Tensor, Tape]] = {}
+    backwards = [number for phase, number in order if phase == "backward"]
+    for phase, number in order:
+        if phase == "forward":
+            tape = Tape(0, number)
+            out = torch.zeros(1, requires_grad=True)
+            with _TimedHooks(engine, tape, timeline) if engine is not None else nullcontext():
                 for index in range(len(layers)):
                     out = _Layer.apply(out, program, index)
+            alive[number] = out, tape
+            continue
+        out, tape = alive.pop(number)
+        backwards.remove(number)
+        if engine is not None:
+            engine.next_backward([alive[later][1] for later in backwards if later in alive])
             engine.prefetch(tape)
-        turn: list[float] = []
-        device.compute.work(0.0, end=lambda turn=turn: turn.append(timeline.now))
         out.sum().backward()
-        ends.append(turn)
         if engine is not None:
             engine.drain()
-    device.compute.record()
     timeline.wait_for(lambda: device.compute.idle)
     ended = timeline.now
     device.synchronize()
-    streams = [
-        stream.log[mark:]
-        for mark, stream in zip(marks, (device.compute, device.store, device.load), strict=True)
-    ]
+    logs = [stream.log[mark:] for mark, stream in zip(marks, streams, strict=True)]
     return StepRecord(
         began,
-        ends[0][0],
         ended,
-        *streams,
+        *logs,
         host_syncs=device.host_syncs - syncs,
-        waited=0.0,
         wrong=[*program.wrong, *device.violations[violations:]],
     )
 

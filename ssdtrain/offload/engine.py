@@ -76,9 +76,7 @@ class OffloadEngine:
         staged = device.kind != "cpu" if options.staged is None else options.staged
         transfer: Transfer
         if staged:
-            transfer = StagedTransfer(
-                store, self.buffers, self.meter.see_own, self.coding, device, torch_device
-            )
+            transfer = StagedTransfer(store, self.buffers, self.meter.see_own, self.coding, device)
         else:
             transfer = DirectTransfer(store, self.buffers, self.meter.see_own, self.coding)
         self.mover = Mover(store, transfer, self.statistics, raise_when_full=options.raise_when_full)
@@ -200,13 +198,16 @@ class OffloadEngine:
                 if tensor is not None:
                     return tensor
                 operation = region.operation
+                passing = self.mover.transfer.passing() if operation is None else None
+            began = time.monotonic()
             if operation is not None:
-                began = time.monotonic()
                 if not wait_quietly(operation, PATIENCE):
                     logger.warning(
                         "backward has waited %g s for %d bytes to come back", PATIENCE, region.nbytes
                     )
-                waited = time.monotonic() - began
+            elif passing is not None:
+                self.device.block(passing)  # every buffer is in use by copies that are under way
+            waited = time.monotonic() - began
 
     def _try_unpack(self, handle: Handle) -> torch.Tensor | None:
         """The tensor if its bytes are in memory; else None, with their load under way."""
@@ -221,7 +222,8 @@ class OffloadEngine:
             if self._closed:
                 raise after_close()
             self.prefetcher.fit()
-            self.mover.begin_load(region, asked=True)
+            if not self.mover.begin_load(region, asked=True):
+                return None
         if region.state is State.LOADING:
             assert region.operation is not None
             if not region.operation.done():
@@ -240,11 +242,13 @@ class OffloadEngine:
                 region.loaded = None  # the staging buffer or the payload still has the bytes that were saved
         if region.state is State.STORING and not self.mover.stop_store(region):
             self.mover.recall(region)
+        if region.state is State.STAGED:
+            self.mover.unstage(region)
         return self._hand_out(handle)
 
     def _hand_out(self, handle: Handle) -> torch.Tensor:
         region = handle.region
-        if region.state is State.LOADED:
+        if region.state is State.LOADED or region.loaded is not None:
             self.mover.transfer.end_load(region)
         if not handle.unpacked:
             handle.unpacked = True

@@ -4,6 +4,7 @@
 RESIDENT -> STORING -> STORED -> LOADING -> LOADED -> STORED ...
     ^          |                                        |
     +-cancelled+ failed, forwarded       RELEASED <-----+ from any state, when the last handle is gone
+    +- STAGED -+ cancelled after the tensor was let go of
 ```
 
 Every method is called with the engine's lock held, and none waits for I/O. What must be waited for is an `Operation`, and the
@@ -15,6 +16,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections import deque
+from collections.abc import Iterable
 
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.region import Region, State, after_close, overwritten
@@ -32,6 +34,11 @@ def wait_quietly(operation: Operation, timeout: float) -> bool:
         return operation.wait(timeout)
     except (IOFailure, IOCancelled, SourceChanged):
         return True
+
+
+def _on_its_way(region: Region) -> bool:
+    """True if the bytes are being stored, and still in their tensor."""
+    return region.state is State.STORING and not region.emptied
 
 
 class Mover:
@@ -63,6 +70,9 @@ class Mover:
         self._stores: deque[Region] = deque()  # in the order in which they began
         self._ahead: deque[Region] = deque()  # in the order in which backward will ask
         self._needed: set[Region] = set()  # being loaded, while backward waits for them
+        self.device_limit = 0  # bytes of stores that may still be on the device when the next one begins
+        self._on_device: deque[Region] = deque()  # stores whose tensors are still there, the oldest first
+        self._on_device_bytes = 0
         self._leaving: list[Region] = []  # released, but an operation still uses their memory
         self._warned_full = False
 
@@ -95,6 +105,8 @@ class Mover:
         self.in_flight += region.nbytes
         self._stores.append(region)
         self.statistics.offloaded_bytes += region.nbytes
+        if self.transfer.copies and region.payload is None:
+            self._depart(region)
         return True
 
     def keep(self, region: Region) -> None:
@@ -129,19 +141,27 @@ class Mover:
         """Take note of what has ended. Cheap when nothing has."""
         stores = self._stores
         if self.transfer.copies:
-            self._reap_copies()
+            self.transfer.poll()
         while stores and (operation := stores[0].operation) is not None and operation.done():
             self._end_store(stores.popleft())
         if self._leaving:
             self._leaving = [region for region in self._leaving if not self._gone(region)]
 
-    def _reap_copies(self) -> None:
-        self.transfer.poll()
-        for region in self._stores:
-            if region.state is not State.STORING or not self.transfer.departed(region):
-                break
-            if not region.freed():  # else `_end_store` sees to it
-                region.empty_()
+    def _depart(self, region: Region) -> None:
+        """Let the oldest stores' tensors go at this point of the tape until no more than `device_limit` bytes of them are left.
+
+        A point of the tape, and not of time: the peak is the same in every run. What backward is about to need stays.
+        """
+        self._on_device.append(region)
+        self._on_device_bytes += region.nbytes
+        while self._on_device and (
+            self._on_device_bytes > self.device_limit or not _on_its_way(self._on_device[0])
+        ):
+            oldest = self._on_device.popleft()
+            self._on_device_bytes -= oldest.nbytes
+            # One whose owner has freed it is seen to when its store ends.
+            if _on_its_way(oldest) and not oldest.wanted and not oldest.freed():
+                self.transfer.depart(oldest)
 
     def _end_store(self, region: Region) -> None:
         assert region.operation is not None
@@ -178,14 +198,16 @@ class Mover:
         region.state = State.RESIDENT
 
     def _store_cancelled(self, region: Region) -> None:
-        """None of its bytes are in the tier: from whatever buffer they are in they become resident again."""
+        """STORING -> RESIDENT, or STAGED where the tensor was let go of: none of its bytes are in the tier."""
         self.in_flight -= region.nbytes
         self.statistics.cancelled_bytes += region.nbytes
         self.statistics.offloaded_bytes -= region.nbytes
-        if region.loaded is None:
-            self.transfer.recall(region)
-        self.transfer.end_store(region)
         self._free_slot(region)
+        if region.loaded is None and region.emptied:
+            region.operation = None
+            region.state = State.STAGED
+            return
+        self.transfer.end_store(region)
         region.state = State.RESIDENT
 
     def _forward(self, region: Region) -> None:
@@ -226,12 +248,19 @@ class Mover:
         self._stores.append(region)
 
     def stop_store(self, region: Region) -> bool:
-        """STORING -> RESIDENT if not a byte of it has been written yet: a write avoided. False: too late."""
+        """STORING -> RESIDENT or STAGED if not a byte of it has been written yet: a write avoided. False: too late."""
         if region.operation is None or not region.operation.cancel():
             return False
         self._stores.remove(region)
         self._store_cancelled(region)
         return True
+
+    def unstage(self, region: Region) -> None:
+        """STAGED -> RESIDENT: bring the bytes back to the device, where backward is about to need them."""
+        recalled = self.transfer.recall(region)
+        assert recalled, "a staged region has its bytes in a buffer or encoded"
+        self.transfer.end_store(region)
+        region.state = State.RESIDENT
 
     def recall(self, region: Region) -> None:
         """Backward asks for a region being stored: where its bytes are in the staging buffer only, bring them back from there."""
@@ -242,13 +271,14 @@ class Mover:
     # Loads
 
     def begin_load(self, region: Region, *, asked: bool) -> bool:
-        """STORED -> LOADING. False: no buffer, and nobody has asked for it yet.
+        """STORED -> LOADING. False: no buffer now.
 
         A load that backward asked for never waits for a buffer that only backward frees: it drops what was loaded ahead,
-        the last needed first, and where that is not enough it allocates outside of the arena.
+        the last needed first, and where that is not enough it allocates outside of the arena. It waits (False) for a buffer
+        that comes back by itself: `Transfer.passing`.
         """
         if not self.transfer.begin_load(region, asked=asked):
-            if not asked:
+            if not asked or self.transfer.passing() is not None:
                 return False
             while self._evict():
                 if self.transfer.begin_load(region, asked=True):
@@ -289,10 +319,38 @@ class Mover:
         region.state = State.LOADED
         self.statistics.loaded_bytes += region.nbytes
 
+    def advance_loads(self, coming: Iterable[Region]) -> None:
+        """Bring the next `device_limit` bytes to the device that backward will ask for.
+
+        Of those that come from a tier: have the device memory, and begin the copies of those whose read has ended, in order.
+        What is in a staging buffer is copied from there.
+
+        Args:
+            coming: the regions in the order in which backward will ask.
+        """
+        room = self.device_limit
+        in_order = True
+        for region in coming:
+            if not region.emptied:
+                continue
+            room -= region.nbytes
+            if room < 0:
+                return
+            if region.state is State.STAGED:
+                self.unstage(region)
+            elif region.state is State.STORING and region.loaded is None:
+                self.transfer.recall(region)
+            elif region.state in (State.STORED, State.LOADING):
+                self.transfer.reserve_target(region, region.stored_bytes)
+                operation = region.operation
+                in_order = in_order and operation is not None and operation.done() and not operation.failed()
+                if in_order:
+                    self.end_load(region)
+
     def drop_loaded(self, region: Region) -> None:
         """LOADED -> STORED: the region lets go of the buffer; tensors that were handed out own it."""
         self._not_ahead(region)
-        region.loaded = region.payload = region.event = None
+        region.loaded = region.payload = region.target = region.load_event = None
         region.state = State.STORED
 
     def asked_for(self, region: Region) -> None:
@@ -329,6 +387,7 @@ class Mover:
         self._not_ahead(region)
         self._needed.discard(region)
         region.state = State.RELEASED
+        region.target = None
         if state is State.STORING:
             assert operation is not None
             if operation.cancel():
@@ -346,6 +405,8 @@ class Mover:
             else:
                 self._leaving.append(region)
         else:
+            if state is State.STAGED:
+                self.transfer.end_store(region)
             region.loaded = region.payload = None
             region.empty_()
         self._free_slot(region)

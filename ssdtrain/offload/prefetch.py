@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.mover import Mover
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.region import State
+from ssdtrain.offload.region import Region, State
 from ssdtrain.offload.tape import Tape
 
 __all__ = ["Prefetcher"]
@@ -67,7 +69,11 @@ class Prefetcher:
 
     def run(self, tape: Tape) -> None:
         """Issue what fits, beginning below where backward is on `tape`. Called with the engine's lock held."""
-        if self.closed or self.limit <= 0 or self._enough(tape):
+        if self.closed or self.limit <= 0:
+            return
+        if self._mover.transfer.copies:
+            self._mover.advance_loads(self._coming(tape))
+        if self._enough(tape):
             return
         begun = self._mover.ahead
         near = self._along(tape, self.limit)
@@ -78,6 +84,15 @@ class Prefetcher:
                 near = self._along(following, near)
         if self._mover.ahead > begun:
             self._mover.kick()
+
+    def _coming(self, tape: Tape) -> Iterator[Region]:
+        """Regions that backward has not had, in the order in which it will ask."""
+        for following in (tape, *(other for other in self.next_tapes if other is not tape)):
+            start = len(following.regions) if following.cursor is None else following.cursor
+            for index in range(start - 1, -1, -1):
+                region = following.regions[index]
+                if region is not None and (region.passed != following.pass_number or region.waiting):
+                    yield region
 
     def _enough(self, tape: Tape) -> bool:
         """Whether half of the limit is ahead of backward. What it has passed without asking (the loss of another head) is not."""

@@ -6,7 +6,7 @@ import enum
 import weakref
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ssdtrain.device import Event
     from ssdtrain.offload.meter import Seen
     from ssdtrain.offload.tape import Tape
+    from ssdtrain.offload.targets import Target
     from ssdtrain.storage import Lease, Operation, Slot
 
 __all__ = [
@@ -39,6 +40,7 @@ class State(enum.Enum):
 
     RESIDENT = "resident"  # in memory only
     STORING = "storing"  # in memory, and on the way to a tier
+    STAGED = "staged"  # in a staging buffer, or encoded in memory, only: its store was cancelled
     STORED = "stored"  # in a tier only
     LOADING = "loading"  # in a tier, and on the way to memory
     LOADED = "loaded"  # in a tier and in memory
@@ -81,6 +83,7 @@ class Region:
         "key",
         "lead",
         "lease",
+        "load_event",
         "loaded",
         "loaded_version",
         "nbytes",
@@ -99,7 +102,9 @@ class Region:
         "start",
         "state",
         "stored_bytes",
+        "stream",
         "tape",
+        "target",
         "tensor",
         "version",
         "waiting",
@@ -145,7 +150,10 @@ class Region:
         self.lead = 0  # address modulo the I/O alignment
         self.slot: Slot | None = None
         self.operation: Operation | None = None
-        self.event: Event | None = None  # the copy off or onto the device
+        self.stream: Any | None = None  # of the device, on which it was saved
+        self.event: Event | None = None  # the copy off the device
+        self.load_event: Event | None = None  # the copy onto the device
+        self.target: Target | None = None  # the device memory that it fills
         self.lease: Lease | None = None  # the staging buffer of a device copy
         self.loaded: torch.Tensor | None = None
         self.loaded_version = 0
@@ -166,6 +174,11 @@ class Region:
     def in_tensor(self) -> bool:
         """True while the bytes are (also) in `tensor`."""
         return bool(self.tensor.untyped_storage().nbytes())
+
+    @property
+    def emptied(self) -> bool:
+        """True if the engine has let go of the bytes in `tensor`."""
+        return self.pointer == 0
 
     def changed(self) -> bool:
         """True if the original was modified in place since it was saved, or is lost."""

@@ -30,6 +30,9 @@ __all__ = ["StoreStarter"]
 
 TOGETHER = 16 * MiB  # stores of the CPU that begin together, at most
 
+DEVICE_SHARE = 1 / 16
+"""Of what a forward saves: what may be on a GPU while it is copied off it, and again while it comes back."""
+
 _sequence_number = torch.autograd._get_sequence_nr
 
 
@@ -63,6 +66,8 @@ class StoreStarter:
         self._options = options
         self._reasons = Reasons()
         self._largest = 0
+        self._largest_operator = 0
+        self._largest_tape = 0
 
     # With the lock held
 
@@ -73,7 +78,7 @@ class StoreStarter:
             self._mover.together = min(TOGETHER, self._options.in_flight // 4, region.nbytes)
         tape.unstored.append(region)
         tape.operator = _sequence_number()
-        tape.stream = self._device.current_stream()
+        tape.stream = region.stream = self._device.current_stream()
 
     def begin(self, tape: Tape, *, ended: bool = False) -> list[Region]:
         """Begin the stores of `tape` whose operators have ended (`ended`: all have). Returns those that find no room now.
@@ -84,8 +89,15 @@ class StoreStarter:
         if not tape.unstored or (not ended and tape.operator == _sequence_number()):
             return []
         regions, tape.unstored = tape.unstored, []
+        self._size(tape, sum(region.nbytes for region in regions))
         self._device.wait_stream(tape.stream)
         return [region for region in regions if not self._begin(region)]
+
+    def _size(self, tape: Tape, operator_bytes: int) -> None:
+        """How much may be on the device that is on its way out of it, or back: what two operators save, at least."""
+        self._largest_operator = max(self._largest_operator, operator_bytes)
+        self._largest_tape = max(self._largest_tape, tape.nbytes)
+        self._mover.device_limit = max(2 * self._largest_operator, int(DEVICE_SHARE * self._largest_tape))
 
     def _begin(self, region: Region) -> bool:
         if region.state is not State.RESIDENT:
@@ -119,15 +131,18 @@ class StoreStarter:
                 size, limit = region.stored_bytes, self._staging.capacity if self._staging is not None else 0
                 # How large an encoded one is is known when its store was tried.
                 large = self._staging is not None and size > limit and (full or not region.codec)
-                if large or (full and oldest is None):
+                passing = self._mover.transfer.passing()
+                if large or (full and oldest is None and passing is None):
                     self._keep(region, TOO_LARGE if large else CROWDED, size, limit)
                     return
-                assert oldest is not None
-                operation = oldest.operation
-            assert operation is not None
+                operation = oldest.operation if oldest is not None else None
             now = time.monotonic()
             deadline = now + self._options.deadline if deadline is None else deadline
-            ended = now < deadline and wait_quietly(operation, deadline - now)
+            ended = now < deadline
+            if operation is not None:
+                ended = ended and wait_quietly(operation, deadline - now)
+            elif passing is not None:
+                self._device.block(passing)  # every buffer is in use by copies that are under way
             with lock:
                 self._statistics.store_wait_seconds += time.monotonic() - now
                 full = False

@@ -10,8 +10,9 @@ Both are called with the engine's lock held and never wait.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -19,6 +20,7 @@ from ssdtrain.device import Device, Event
 from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.region import Region
+from ssdtrain.offload.targets import LoadTargets
 from ssdtrain.storage import ALIGNMENT, Lease, SpillStore
 
 __all__ = ["DirectTransfer", "StagedTransfer", "Transfer"]
@@ -39,8 +41,8 @@ class Transfer(Protocol):
         """Queue the write of `region` to `region.slot`, `later` (see `SpillStore.write`) where nothing waits for it. False:
         there is no buffer for it now."""
 
-    def departed(self, region: Region) -> bool:
-        """True if the bytes have left the tensor, so that it may be emptied before the write has ended."""
+    def depart(self, region: Region) -> None:
+        """Empty the tensor of a region being stored before the write has ended: what follows on its stream waits for the copy."""
 
     def end_store(self, region: Region) -> None:
         """The write is over, well or not, and nothing is to be done with its buffer any more."""
@@ -64,8 +66,25 @@ class Transfer(Protocol):
     def abandon_load(self, region: Region) -> None:
         """Let go of the buffers of a load that was cancelled, failed or is of no use any more."""
 
+    def reserve_target(self, region: Region, nbytes: int) -> None:
+        """Have the device memory for a region that is about to come back."""
+
     def poll(self) -> None:
         """Return the buffers whose copies have passed."""
+
+    def passing(self) -> Event | None:
+        """Of the buffer that comes back next; None: none is in use by a copy alone."""
+
+
+class _Passing(NamedTuple):
+    """A staging buffer that a copy alone uses, until its event has passed, and what else it needs alive."""
+
+    event: Event
+    lease: Lease | None
+    source: torch.UntypedStorage | torch.Tensor | None
+
+
+_TO_HOST, _TO_DEVICE = range(2)
 
 
 def _bytes_of(lease: Lease) -> torch.Tensor:
@@ -118,8 +137,8 @@ class DirectTransfer:
         region.operation = self.store.write(region.slot, address, later=later)
         return True
 
-    def departed(self, region: Region) -> bool:
-        return False  # the pool reads the tensor itself, or the tensor was emptied when it was encoded
+    def depart(self, region: Region) -> None:
+        raise AssertionError("the pool reads the tensor itself, or it was emptied when it was encoded")
 
     def end_store(self, region: Region) -> None:
         region.operation = None
@@ -168,7 +187,13 @@ class DirectTransfer:
         region.loaded = None
         region.payload = None
 
+    def reserve_target(self, region: Region, nbytes: int) -> None:
+        raise AssertionError("what the pool reads lies in the arena")
+
     def poll(self) -> None:
+        return None
+
+    def passing(self) -> None:
         return None
 
 
@@ -176,8 +201,13 @@ class StagedTransfer:
     """Device tensors, through pinned buffers of the arena.
 
     Note: [Emptying before the write has ended]
-    The copy off the device is ordered on the store stream. When its event has passed, the bytes are in the pinned buffer,
-    and the tensor may go while the pool still writes. From then on the buffer is the only place that holds them.
+    The copy off the device is ordered on the store stream. Once the stream that allocated the tensor waits for its event, the
+    tensor may go, whether or not the copy has begun: what reuses its memory comes later on that stream. From then on the staging
+    buffer is the only place that holds the bytes. Nothing depends on when the host notices the end of a copy.
+
+    Note: [Buffers in passing]
+    A staging buffer whose bytes are on their way to the device belongs to the copy until its event has passed. The host never
+    waits for one, unless it needs a buffer and all are in use: `passing`.
     """
 
     copies = True
@@ -189,16 +219,15 @@ class StagedTransfer:
         seen: Callable[[torch.UntypedStorage], None],
         coding: Coding,
         device: Device,
-        torch_device: torch.device,
     ) -> None:
         self.store = store
         self._seen = seen
         self._coding = coding
         self.buffers = buffers
         self.device = device
-        self.torch_device = torch_device
-        # Buffers that nobody needs any more, but that a copy on a side stream still reads or writes.
-        self._passing: list[tuple[Event, Lease]] = []
+        self.targets = LoadTargets(device)
+        # Buffers that a copy alone uses, by direction, each in the order of the copies. See Note: [Buffers in passing].
+        self._passing: tuple[deque[_Passing], deque[_Passing]] = (deque(), deque())
 
     def prepare(self, region: Region) -> None:
         _encode(self._coding, region, self._seen)
@@ -223,8 +252,10 @@ class StagedTransfer:
         handle = self.device.event_handle(region.event)
         region.operation = self.store.write(region.slot, region.lease.address, after_event=handle)
 
-    def departed(self, region: Region) -> bool:
-        return region.event is None or region.event.query()
+    def depart(self, region: Region) -> None:
+        if region.event is not None and not region.event.query():
+            self.device.wait(region.event, region.stream)
+        region.empty_()
 
     def end_store(self, region: Region) -> None:
         region.operation = None
@@ -233,14 +264,20 @@ class StagedTransfer:
         region.payload = None
 
     def _give_back(self, region: Region) -> None:
-        """Return the staging buffer once the copy that uses it has passed. A cancelled store's copy may still write it."""
+        """Return the staging buffer when the copy that uses it has passed, that of a cancelled store or one back to the device.
+
+        A copy off the device also reads memory that its owner may let go of next.
+        """
         lease, region.lease = region.lease, None
         if lease is None:
             return
-        if region.event is None or region.event.query():
+        event = region.load_event or region.event
+        if event is None or event.query():
             lease.release()
+        elif region.load_event is not None:
+            self._passing[_TO_DEVICE].append(_Passing(event, lease, None))
         else:
-            self._passing.append((region.event, lease))
+            self._passing[_TO_HOST].append(_Passing(event, lease, region.tensor.untyped_storage()))
 
     def rewrite(self, region: Region) -> None:
         self._write(region)
@@ -252,11 +289,7 @@ class StagedTransfer:
         if region.lease is None or region.in_tensor:
             return False
         host = torch.frombuffer(region.lease.view(), dtype=torch.uint8)
-        region.loaded = self._on_device(region.nbytes)
-        event = self.device.copy_to_device(host, region.loaded)
-        if event is not None:
-            # The pinned buffer may go back to the arena as soon as its write has ended: the copy must be over by then.
-            event.synchronize()
+        region.loaded = self._copy_in(region, host, region.event)
         region.loaded_version = region.loaded._version
         return True
 
@@ -280,10 +313,9 @@ class StagedTransfer:
         else:
             assert region.loaded is not None
             host = region.loaded
-        target = self._on_device(region.stored_bytes)
-        region.event = self.device.copy_to_device(host, target)
-        if region.lease is None and region.event is not None:
-            region.event.synchronize()  # a pageable buffer: it dies with this frame
+        target = self._copy_in(region, host)
+        if region.lease is None and region.load_event is not None:
+            self._passing[_TO_DEVICE].append(_Passing(region.load_event, None, host))
         self._give_back(region)
         if region.codec is None:
             region.loaded = target
@@ -291,28 +323,47 @@ class StagedTransfer:
         else:
             region.loaded, region.payload = None, target
 
+    def _copy_in(self, region: Region, host: torch.Tensor, after: Event | None = None) -> torch.Tensor:
+        """Queue the copy of `host` to the device, behind `after`."""
+        self.reserve_target(region, host.numel())
+        target = region.target
+        assert target is not None
+        tensor = self.targets.take(target)
+        awaited = target.awaited if after is None else [*target.awaited, after]
+        region.load_event = self.device.copy_to_device(host, tensor, awaited)
+        return tensor
+
+    def reserve_target(self, region: Region, nbytes: int) -> None:
+        """Have the device memory for `region`, whose load is under way. See Note: [Load targets]."""
+        if region.target is None or region.target.tensor is None:  # none yet, or that of an earlier load
+            region.target = self.targets.reserve(nbytes)
+            assert region.target.tensor is not None
+            self._seen(region.target.tensor.untyped_storage())
+
     def end_load(self, region: Region) -> None:
-        self.device.wait(region.event)
+        if region.load_event is not None:
+            self.device.wait(region.load_event)
+        if region.target is not None:
+            self.targets.hand_out(region.target)
         if region.payload is not None and region.loaded is None:
             _decode(self._coding, region, self._seen)
-            region.payload = None
+            region.payload = region.target = region.load_event = None
 
     def abandon_load(self, region: Region) -> None:
         region.operation = None
         self._give_back(region)
         region.loaded = None
         region.payload = None
-
-    def _on_device(self, nbytes: int) -> torch.Tensor:
-        tensor = self.device.empty(nbytes)
-        self._seen(tensor.untyped_storage())
-        return tensor
+        region.target = region.load_event = None
 
     def poll(self) -> None:
-        still = []
-        for event, lease in self._passing:
-            if event.query():
-                lease.release()
-            else:
-                still.append((event, lease))
-        self._passing = still
+        self.targets.note_deaths()
+        for passing in self._passing:
+            while passing and passing[0].event.query():
+                lease = passing.popleft().lease
+                if lease is not None:
+                    lease.release()
+
+    def passing(self) -> Event | None:
+        oldest = self._passing[_TO_DEVICE] or self._passing[_TO_HOST]
+        return oldest[0].event if oldest else None
