@@ -114,7 +114,7 @@ class OffloadConfig(Section):
     tensor."""
 
     threads: Annotated[int, Field(ge=1, le=64)] = 4
-    """I/O threads per drive."""
+    """I/O threads per drive that may write at a time; one more reads."""
 
     engine: Literal["auto", "c", "python"] = "auto"
     """The I/O engine. By default the C one, or the Python one with one log line where no compiler was

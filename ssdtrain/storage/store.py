@@ -41,7 +41,7 @@ class SpillStore:
         directories: one per drive; several share the load, and slots larger than `stripe` are spread over
             them. capacity: bytes per directory for this rank; None is 90% of the free space, divided by
             `local_world_size`. host_bytes: size of the host tier in front of the drives, bytes; 0 for none.
-            threads: workers per drive. engine: "auto", "c" or "python". direct: "auto", "on" or "off":
+            threads: see `make_pool`. engine: "auto", "c" or "python". direct: "auto", "on" or "off":
             O_DIRECT. faults: injected faults (tests). stripe: bytes above which a slot is spread over several
             drives. event_query, set_device, exchange_capture_mode, device, huge_pages: see `make_pool`.
 
