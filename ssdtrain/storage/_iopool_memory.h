@@ -20,7 +20,7 @@
 
 #define PIPED (64 << 10) /* bytes for one pass through a pipe */
 #define SAMPLES 16       /* words, at least, of what a write reads; */
-#define STRIDE (64 << 10) /* in large ones a word of each so many bytes */
+#define STRIDE (256 << 10) /* in large ones a word of each so many bytes */
 
 static atomic_int refused; /* process_vm_readv does not work here */
 

@@ -23,7 +23,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 PIPED = 64 << 10
 """Bytes for one pass through a pipe."""
-WORD, SAMPLES, STRIDE = 8, 16, 64 << 10
+WORD, SAMPLES, STRIDE = 8, 16, 256 << 10
 """Bytes of a word of a sample, words of it at least, bytes for one word in large ones."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -128,7 +128,7 @@ def _sampled(nbytes: int) -> tuple[slice, ...]:
 def sample(address: int, nbytes: int) -> int:
     """A number that depends on some words of the bytes, never 0: at places that no regular pattern meets, and on the last word.
 
-    At least 16 words, or all of fewer; in more than 1 MiB one of each 64 KiB. The caller vouches for the memory.
+    At least 16 words, or all of fewer; in more than 4 MiB one of each 256 KiB. The caller vouches for the memory.
     """
     data = view(address, nbytes)
     words = b"".join([data[word] for word in _sampled(nbytes)])

@@ -121,7 +121,7 @@ def test_bytes_that_changed_before_the_write_read_them_are_known_when_they_are_r
 
 
 def test_a_change_of_a_part_is_seen_where_a_sample_lies(make_store: Make, arena: Arena) -> None:
-    """One word of each 64 KiB: whatever changes that much at a stretch is found."""
+    """One word of each sixteenth: whatever changes twice as much at a stretch is found."""
     store = make_store()
     source = filled(arena, MiB)
     check = store.write(slot := store.reserve(MiB), source.address).check
