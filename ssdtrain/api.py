@@ -14,6 +14,7 @@ from torch import nn
 from ssdtrain import ranks
 from ssdtrain.config import Config, load_config
 from ssdtrain.offload.checkpoint import Checkpoint
+from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tape import Tape
 from ssdtrain.runtime import Runtime
 
@@ -112,6 +113,7 @@ def attach(
     rank: int | None = None,
     local_rank: int | None = None,
     local_world_size: int | None = None,
+    policy: OffloadPolicy | None = None,
 ) -> Runtime:
     """Offload what every call of `model` saves for backward, until `close` of the runtime that is returned.
 
@@ -121,6 +123,7 @@ def attach(
         device: of the activations; by default the model's.
         rank, local_rank, local_world_size: of this process, for directories and shared drives; by default torch.distributed's,
             and what torchrun, srun or mpirun say.
+        policy: decides for each saved tensor instead of `offload.amount`: see `ssdtrain.offload.policy`.
 
     Raises:
         ConfigError: names the key, the value and what is allowed.
@@ -134,6 +137,7 @@ def attach(
         rank=ranks.global_rank() if rank is None else rank,
         local_rank=ranks.local_rank() if local_rank is None else local_rank,
         local_world_size=ranks.local_world_size() if local_world_size is None else local_world_size,
+        policy=policy,
     )
     try:
         runtime.attach(model)

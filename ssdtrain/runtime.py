@@ -37,13 +37,13 @@ from ssdtrain.comm.models import compress_gradients
 from ssdtrain.config import Config, OffloadConfig
 from ssdtrain.config.units import MiB
 from ssdtrain.device import device_for, warn_of_untested_torch
-from ssdtrain.offload.amount import AmountPlan
 from ssdtrain.offload.attached import AttachedForward
 from ssdtrain.offload.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.hooks import SavedTensorRecorder
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
+from ssdtrain.offload.policy import AmountPolicy, ModuleFilter, OffloadPolicy
 from ssdtrain.offload.sharded import watch_sharded
 from ssdtrain.offload.tape import Tape
 from ssdtrain.preflight import check_start, make_directories
@@ -95,6 +95,7 @@ class Runtime:
         rank: int = 0,
         local_rank: int = 0,
         local_world_size: int = 1,
+        policy: OffloadPolicy | None = None,
         faults: Faults | None = None,
         staged: bool | None = None,
         timeline: bool = False,
@@ -132,7 +133,7 @@ class Runtime:
         if config.compresses and config.comm is not None:
             self.comm = self._communicator(Policy.from_config(config.comm))
         if config.active and config.offload is not None:
-            self._build(config.offload, rank, local_rank, local_world_size, faults, staged, timeline)
+            self._build(config.offload, policy, rank, local_rank, local_world_size, faults, staged, timeline)
         if self._says and self.enabled:
             report(start_of_run(config, self._store, self.comm.policy if self.comm is not None else None))
 
@@ -152,6 +153,7 @@ class Runtime:
     def _build(
         self,
         offload: OffloadConfig,
+        policy: OffloadPolicy | None,
         rank: int,
         local_rank: int,
         local_world_size: int,
@@ -198,7 +200,7 @@ class Runtime:
         )
         self._store = store
         try:
-            self.engine = OffloadEngine(store, layer, self.device, AmountPlan(offload.amount), options)
+            self.engine = OffloadEngine(store, layer, self.device, self._policy(offload, policy), options)
         except BaseException:
             store.close()  # what is raised holds this frame, and with it the file and the threads
             raise
@@ -211,6 +213,13 @@ class Runtime:
         # the engine, and at interpreter exit.
         self._finalizer = weakref.finalize(self.engine, store.close)
 
+    @staticmethod
+    def _policy(offload: OffloadConfig, given: OffloadPolicy | None) -> OffloadPolicy:
+        policy = AmountPolicy(offload.amount) if given is None else given
+        if offload.include or offload.exclude:
+            return ModuleFilter(policy, offload.include, offload.exclude)
+        return policy
+
     @property
     def enabled(self) -> bool:
         """True if there is anything to do."""
@@ -222,6 +231,8 @@ class Runtime:
         """Never move the parameters and buffers of `model`. Call it after the framework has wrapped the model."""
         if self.engine is not None:
             self.engine.eligible.register(model)
+            if self.engine.policy.needs_modules:
+                self.engine.modules.watch(model)
 
     def attach(self, model: nn.Module) -> None:
         """Offload what every call of `model` saves, until `close`. Each call with gradients is one tape.
@@ -298,7 +309,10 @@ class Runtime:
                 f"({self.engine.options.min_bytes if self.engine else 0} bytes), and check the device ({self.device})"
             )
         else:
-            why = f"the plan kept all {found.saved_bytes} bytes: raise offload.amount"
+            why = (
+                f"the policy kept all {found.saved_bytes} bytes: raise offload.amount, and check that the patterns of "
+                "offload.include and offload.exclude leave something"
+            )
         logger.warning("offload is enabled and moved nothing in the first %d steps: %s", FIRST_STEPS, why)
 
     def forward(
@@ -397,6 +411,7 @@ class Runtime:
         found = self.statistics() if self._says and self.steps and not forked else None
         self._says = False
         if self.engine is not None:
+            self.engine.modules.close()
             self.engine.close()
             self._finalizer()
         if self._journal is not None:

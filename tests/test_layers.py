@@ -18,6 +18,7 @@ FLOOR = {
     "telemetry.registry": 2,
     "storage": 3,
     "codecs": 3,
+    "profile": 3,
     "offload": 4,
     "comm": 4,
     "compact": 4,

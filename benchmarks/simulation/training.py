@@ -15,10 +15,10 @@ from benchmarks.simulation.device import Interval, SimulatedDevice
 from benchmarks.simulation.drive import Channel, SimulatedPool
 from benchmarks.simulation.timeline import Timeline
 from ssdtrain.config import Amount
-from ssdtrain.offload.amount import AmountPlan
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.hooks import SavedTensorRecorder
 from ssdtrain.offload.options import EngineOptions
+from ssdtrain.offload.policy import AmountPolicy
 from ssdtrain.offload.tape import Tape
 from ssdtrain.storage import SpillStore
 
@@ -87,9 +87,9 @@ class Machine:
         store.pool.close()
         store.pool = self.pool
         self.store = store
-        plan = AmountPlan(Amount("all"))
+        policy = AmountPolicy(Amount("all"))
         # The engine sees CPU tensors; to its streams, copies and transfers they are those of the device.
-        engine = OffloadEngine(store, self.device, torch.device("cpu"), plan, options)
+        engine = OffloadEngine(store, self.device, torch.device("cpu"), policy, options)
         engine.eligible.moves_foreign_memory = True  # the device's, which torch did not allocate
         return engine
 

@@ -95,6 +95,18 @@ def _fraction(value: Any) -> float:
     return float(value)
 
 
+PATTERNS_ALLOWED = 'names or classes of modules, * for any text, such as ["*.mlp", "LayerNorm"]'
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    if value in ([], ()):
+        return ()
+    try:
+        return _names(value)
+    except Refusal as refusal:
+        raise Refusal(refusal.why, PATTERNS_ALLOWED) from None
+
+
 def _names(value: Any) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if (
@@ -111,6 +123,7 @@ RULE = Kind("codec", codecs.RULE_ALLOWED, partial(codecs.parse_rule, framed=Fals
 FRAMED_RULE = Kind("codec", codecs.FRAMED_RULE_ALLOWED, partial(codecs.parse_rule, framed=True))
 FRACTION = Kind("fraction", FRACTION_ALLOWED, _fraction, text=float)
 NAMES = Kind("names", NAMES_ALLOWED, _names, list, many=True)
+PATTERNS = Kind("patterns", PATTERNS_ALLOWED, _patterns, list, many=True)
 
 Size = Annotated[int, BeforeValidator(units.parse_size), SIZE]
 """Bytes, 0 or more."""
@@ -130,6 +143,8 @@ FramedRule = Annotated[str, BeforeValidator(FRAMED_RULE.parse), FRAMED_RULE]
 """Codecs of pipeline messages, which carry their size."""
 Fraction = Annotated[float, BeforeValidator(_fraction), FRACTION]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), NAMES]
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns), PATTERNS]
+"""Of modules, by qualified name or class."""
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 
 

@@ -24,6 +24,7 @@ from ssdtrain.config.kinds import (
     Fraction,
     FramedRule,
     Names,
+    Patterns,
     PositiveSize,
     Seconds,
     Size,
@@ -87,6 +88,13 @@ class OffloadConfig(Section):
     amount: AmountField = Amount("all")
     """How much of what a microbatch saves is offloaded: "all", a fraction such as 0.6 or "60%", or the bytes
     that stay such as "512MiB". What stays is what was saved last, because backward needs it first."""
+
+    include: Patterns = ()
+    """Offload only what these modules save, and what is inside of them: patterns of qualified names or classes, such as
+    "*.mlp" or "LayerNorm". By default all."""
+
+    exclude: Patterns = ()
+    """Leave what these modules save in memory: patterns as in `include`, over which they win. By default none."""
 
     codec: CodecName | None = None
     """What floating-point tensors are encoded by on their way to a tier: "lossless" keeps gradients to the bit,

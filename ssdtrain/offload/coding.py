@@ -8,6 +8,8 @@ cancelled or forwarded, so that the result does not depend on timing. (A region 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ssdtrain.codecs import Codec, Key, VariableSizeCodec, make_codec
@@ -38,12 +40,18 @@ class Coding:
         self._rank = rank
         self._count = 0
 
-    def choose(self, tensor: torch.Tensor, extent: Extent, region: Region) -> Codec | None:
-        """The codec for the region that `tensor`, of `extent`, has made, or None: its plain bytes."""
+    def choose(
+        self, tensor: torch.Tensor, extent: Extent, region: Region, named: str | None = None
+    ) -> Codec | None:
+        """The codec for the region that `tensor`, of `extent`, has made, or None: its plain bytes.
+
+        Args:
+            named: that the policy wants for floating-point tensors; None: that of the config.
+        """
         if tensor.dtype is torch.bool:
             codec: Codec | None = self._masks
         elif tensor.dtype in (torch.float32, torch.float16, torch.bfloat16):
-            codec = self._floats
+            codec = self._floats if named is None else _made(named)
         else:
             codec = None
         if codec is None or extent.own != region.nbytes:
@@ -75,6 +83,11 @@ class Coding:
         decoded = torch.empty(region.nbytes, dtype=torch.uint8, device=region.payload.device)
         region.codec.decode(region.payload, _values(region, decoded, 0))
         return decoded
+
+
+@functools.cache
+def _made(name: str) -> Codec:
+    return make_codec(name)
 
 
 def _values(region: Region, base: torch.Tensor, start: int) -> torch.Tensor:

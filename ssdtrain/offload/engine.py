@@ -15,7 +15,6 @@ import time
 import torch
 
 from ssdtrain.device import Device
-from ssdtrain.offload.amount import Plan
 from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.eligible import Eligibility
@@ -25,12 +24,14 @@ from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.mover import Mover, wait_quietly
 from ssdtrain.offload.options import EngineOptions
+from ssdtrain.offload.policy import KEEP, Action, ForwardProfile, OffloadPolicy, SavedTensorInfo
 from ssdtrain.offload.prefetch import Prefetcher
 from ssdtrain.offload.region import Handle, Kept, Region, Releases, State, after_close, modified
 from ssdtrain.offload.sharing import Extent, Regions
 from ssdtrain.offload.starter import StoreStarter
 from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer import DirectTransfer, StagedTransfer, Transfer
+from ssdtrain.profile.modules import ModuleNames
 from ssdtrain.storage import SpillStore, forks, make_section
 
 __all__ = ["OffloadEngine"]
@@ -48,7 +49,7 @@ class OffloadEngine:
         store: the tiers; the engine does not close it.
         device: the layer for streams and events.
         torch_device: tensors of this device move, others stay.
-        plan: which regions leave.
+        policy: which regions leave.
         options: sizes and times.
 
     Raises:
@@ -60,11 +61,12 @@ class OffloadEngine:
         store: SpillStore,
         device: Device,
         torch_device: torch.device,
-        plan: Plan,
+        policy: OffloadPolicy,
         options: EngineOptions,
     ) -> None:
         self.options = options
-        self.plan = plan
+        self.policy = policy
+        self.modules = ModuleNames()
         self.device = device
         self.statistics = OffloadMetrics()
         self.meter = ActivationMeter(timeline=options.timeline)
@@ -146,14 +148,32 @@ class OffloadEngine:
         seen.regions += 1
         if region.nbytes > self.prefetcher.largest:
             self.prefetcher.largest = region.nbytes
-        region.codec = self.coding.choose(tensor, extent, region)
-        leaves = not tape.keep and self.plan.offload(tape, region.nbytes)
+        action = KEEP if tape.keep else self._decide(tape, tensor, region)
+        if action.offload:
+            region.codec = self.coding.choose(tensor, extent, region, action.codec)
+            region.tier = action.tier
         tape.append(region)
-        if leaves:
+        if action.offload:
             self._starter.add(tape, region)
         else:
             self.mover.keep(region)
         return self._handle(region, tensor, extent)
+
+    def _decide(self, tape: Tape, tensor: torch.Tensor, region: Region) -> Action:
+        modules = self.modules.stack
+        if modules:
+            region.module = modules[-1].name
+        return self.policy.decide(
+            SavedTensorInfo(
+                tape.chunk,
+                tape.microbatch,
+                len(tape.regions),
+                tape.nbytes,
+                region.nbytes,
+                tensor.dtype,
+                modules,
+            )
+        )
 
     def _refused(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         # What is saved while a backward runs (recomputation, double backward) is needed at once.
@@ -190,7 +210,7 @@ class OffloadEngine:
         while True:
             with self._lock:
                 if waited:
-                    self.statistics.count_load_wait(region.tape.chunk, region.index, waited)
+                    self.statistics.count_load_wait(region.name, waited)
                 if region.changed():
                     raise modified(held.geometry[0], held.geometry[1], region.probe._version, region.version)
                 tensor = self._try_unpack(held)
@@ -286,7 +306,8 @@ class OffloadEngine:
             self._drain_deaths()
             crowded = []
             if complete:
-                self.plan.finished(tape)
+                waits = self.statistics.store_wait_seconds, self.statistics.load_wait_seconds
+                self.policy.observe(ForwardProfile(tape.chunk, tape.microbatch, tape.nbytes, *waits))
                 crowded = self._starter.begin(tape, ended=True)
             tape.unstored.clear()
             self._regions.forget_dead()

@@ -47,8 +47,8 @@ class OffloadMetrics(MetricSet):
     """Time that forward waited for stores in flight."""
     load_wait_seconds: float = counter(Unit.SECONDS, "waited for loads", ranks=Over.MAX)
     """Time that backward waited for loads."""
-    load_waits: dict[tuple[int, int], float] = field(default_factory=dict)
-    """The same by (chunk, index of the region on its tape): whose load backward waited for."""
+    load_waits: dict[str, float] = field(default_factory=dict)
+    """The same by the module that saved the tensor, or by its chunk and region where no module names are known."""
     in_flight_bytes: int = gauge(Unit.BYTES, ranks=Over.SUM)
     """Bytes of stores in flight now."""
     live_regions: int = gauge(Unit.COUNT, ranks=Over.SUM)
@@ -68,10 +68,10 @@ class OffloadMetrics(MetricSet):
         """All that training waited for."""
         return self.store_wait_seconds + self.load_wait_seconds
 
-    def count_load_wait(self, chunk: int, index: int, seconds: float) -> None:
-        """Backward waited for the load of region `index` on a tape of `chunk`."""
+    def count_load_wait(self, name: str, seconds: float) -> None:
+        """Backward waited for the load of a region of this name."""
         self.load_wait_seconds += seconds
-        self.load_waits[chunk, index] = self.load_waits.get((chunk, index), 0.0) + seconds
+        self.load_waits[name] = self.load_waits.get(name, 0.0) + seconds
 
     def copy(self) -> OffloadMetrics:
         """A snapshot."""

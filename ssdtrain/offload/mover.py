@@ -87,7 +87,7 @@ class Mover:
         if region.codec is not None:
             self.transfer.prepare(region)
         try:
-            region.slot = self.store.reserve(region.stored_bytes)
+            region.slot = self.store.reserve(region.stored_bytes, region.tier)
         except StoreFull as error:
             self._keep_for_want_of_room(region, error)
             return True
@@ -234,7 +234,7 @@ class Mover:
             return
         self._free_slot(region)
         try:
-            region.slot = self.store.reserve(region.stored_bytes)
+            region.slot = self.store.reserve(region.stored_bytes, region.tier)
         except StoreFull as full:
             self.in_flight -= region.nbytes
             self.statistics.offloaded_bytes -= region.nbytes

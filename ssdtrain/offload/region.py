@@ -86,6 +86,7 @@ class Region:
         "load_event",
         "loaded",
         "loaded_version",
+        "module",
         "nbytes",
         "operation",
         "origin",
@@ -106,6 +107,7 @@ class Region:
         "tape",
         "target",
         "tensor",
+        "tier",
         "version",
         "waiting",
         "wanted",
@@ -144,6 +146,8 @@ class Region:
         self.forwarded = False  # backward got it while it was being stored; counted
         self.ahead = False  # loaded, or being loaded, before anybody asked
         self.dtype = tensor.dtype
+        self.module = ""  # qualified name of the module that saved it; "": nobody knows
+        self.tier: str | None = None  # that the policy wants it in
         self.codec: Codec | None = None  # encodes it on the way to a tier
         self.payload: torch.Tensor | None = None  # encoded bytes, on their way to or from the tier
         self.stored_bytes = nbytes  # in the tier
@@ -158,6 +162,11 @@ class Region:
         self.loaded: torch.Tensor | None = None
         self.loaded_version = 0
         self.pointer = tensor.untyped_storage().data_ptr()  # 0: `tensor` was emptied
+
+    @property
+    def name(self) -> str:
+        """Of the module that saved it, or else its place."""
+        return self.module or f"chunk {self.tape.chunk}, region {self.index}"
 
     @property
     def address(self) -> int:

@@ -126,8 +126,11 @@ class SpillStore:
             self, _close_parts, self.pool, self._slabs, self._host, self._pattern
         )
 
-    def reserve(self, nbytes: int) -> Slot:
+    def reserve(self, nbytes: int, tier: str | None = None) -> Slot:
         """A slot for `nbytes` bytes: in the host tier while it has room, then on the drive that holds least.
+
+        Args:
+            tier: "ssd": on a drive, and in the host tier where no drive has room.
 
         Raises:
             StoreFull: no tier has room.
@@ -140,11 +143,11 @@ class SpillStore:
             self._check_open()
             if self._freed or self._ending:
                 self._drain()
-            slot = self._reserve_host(nbytes) if self._host is not None else None
+            tiers = (self._reserve_host, self._reserve_drives)
+            found = (reserve(nbytes) for reserve in (reversed(tiers) if tier == "ssd" else tiers))
+            slot = next((slot for slot in found if slot is not None), None)
             if slot is None:
-                slot = self._reserve_drives(nbytes)
-                if slot is None:
-                    raise self._full(nbytes)
+                raise self._full(nbytes)
             self._live_slots += 1
             self._live_bytes += nbytes
             return slot
@@ -294,8 +297,7 @@ class SpillStore:
             return None
 
     def _reserve_host(self, nbytes: int) -> Slot | None:
-        assert self._host is not None
-        lease = self._host.acquire(nbytes)
+        lease = self._host.acquire(nbytes) if self._host is not None else None
         return None if lease is None else Slot(nbytes, (len(self._slabs), lease.address, nbytes), lease)
 
     def _reserve_drives(self, nbytes: int) -> Slot | None:

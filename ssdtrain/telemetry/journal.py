@@ -54,7 +54,7 @@ class Journal:
             self.file = file
             _journals.add(self)
         self._step, self._logged = Interval(), Interval()
-        self._load_waits: dict[tuple[int, int], float] = {}
+        self._load_waits: dict[str, float] = {}
 
     def step(self, number: int, metrics: RuntimeMetrics) -> None:
         """Step `number` is over. `metrics` are totals; the file's line has what the step added, the log line means per step."""
@@ -71,10 +71,7 @@ class Journal:
         before, self._load_waits = self._load_waits, metrics.offload.load_waits
         waits = {key: total - before.get(key, 0.0) for key, total in self._load_waits.items()}
         worst = sorted(((seconds, key) for key, seconds in waits.items() if seconds > 0), reverse=True)
-        return [
-            {"chunk": chunk, "region": region, "seconds": seconds}
-            for seconds, (chunk, region) in worst[:_WORST]
-        ]
+        return [{"module": name, "seconds": seconds} for seconds, name in worst[:_WORST]]
 
     def _drop(self, error: OSError) -> None:
         """The weights have moved when a line is written: an exception here would end a run for the sake of its report."""

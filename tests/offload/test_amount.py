@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from ssdtrain.config import parse_amount
-from ssdtrain.offload.amount import REMEMBERED, AmountPlan
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.policy import REMEMBERED, AmountPolicy, ForwardProfile, SavedTensorInfo
 from tests.offload import zoo
 from tests.offload.conftest import MakeRuntime
 
@@ -59,14 +58,14 @@ def test_an_odd_microbatch_does_not_change_what_the_next_one_keeps(
 
 
 def test_shorter_microbatches_are_learnt_when_they_have_come_to_stay() -> None:
-    plan = AmountPlan(parse_amount(0.5))
+    policy = AmountPolicy(parse_amount(0.5))
+
+    def offloads(nbytes: int, chunk: int = 0) -> bool:
+        return policy.decide(SavedTensorInfo(chunk, 0, 0, 0, nbytes, torch.float32, ())).offload
+
     for nbytes in [1000] + [100] * (REMEMBERED - 1):
-        tape = Tape()
-        tape.nbytes = nbytes
-        plan.finished(tape)
-    assert plan.offload(Tape(), 500)
-    tape = Tape()
-    tape.nbytes = 100
-    plan.finished(tape)
-    assert plan.offload(Tape(), 50) and not plan.offload(Tape(), 51)
-    assert plan.offload(Tape(chunk=1), 500), "another chunk"
+        policy.observe(ForwardProfile(0, 0, nbytes, 0.0, 0.0))
+    assert offloads(500)
+    policy.observe(ForwardProfile(0, 0, 100, 0.0, 0.0))
+    assert offloads(50) and not offloads(51)
+    assert offloads(500, chunk=1), "another chunk"

@@ -1,0 +1,168 @@
+"""Which saved tensors leave memory: the object that the pack hook asks for every region.
+
+`AmountPolicy` is `offload.amount`, `ModuleFilter` is `offload.include` and `offload.exclude`. A policy of one's own is given to
+`Runtime` or `ssdtrain.attach` and takes the place of the amount:
+
+```python
+class KeepAttention:
+    needs_modules = True
+
+    def decide(self, saved: SavedTensorInfo) -> Action:
+        return KEEP if any(module.kind == "Attention" for module in saved.modules) else OFFLOAD
+
+    def observe(self, forward: ForwardProfile) -> None:
+        pass
+```
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from ssdtrain.config import Amount
+from ssdtrain.profile.modules import Running, matches
+
+__all__ = [
+    "KEEP",
+    "OFFLOAD",
+    "Action",
+    "AmountPolicy",
+    "ForwardProfile",
+    "ModuleFilter",
+    "OffloadPolicy",
+    "SavedTensorInfo",
+]
+
+
+class SavedTensorInfo(NamedTuple):
+    """What is known of a region when it is saved."""
+
+    chunk: int
+    """The model chunk (virtual pipeline stage)."""
+    microbatch: int
+    """-1 where nobody names it."""
+    position: int
+    """On the tape, from 0."""
+    saved_before: int
+    """Bytes of the tape before this region."""
+    nbytes: int
+    dtype: torch.dtype
+    """Of the first tensor saved in the region."""
+    modules: tuple[Running, ...]
+    """The modules that were running, outermost first; () where nobody knows, or the policy needs none."""
+
+    @property
+    def module(self) -> str:
+        """Qualified name of the module that saved it; "" where nobody knows."""
+        return self.modules[-1].name if self.modules else ""
+
+
+class Action(NamedTuple):
+    """What happens to a region."""
+
+    offload: bool
+    codec: str | None = None
+    """By which it is encoded; None: as the config says."""
+    tier: Literal["host", "ssd"] | None = None
+    """Where it goes; None: to the first tier that has room."""
+
+
+KEEP = Action(False)
+OFFLOAD = Action(True)
+
+
+class ForwardProfile(NamedTuple):
+    """One forward that came to its end."""
+
+    chunk: int
+    microbatch: int
+    saved_bytes: int
+    """Of all its regions, kept ones included."""
+    store_wait_seconds: float
+    """What training has waited for stores so far, in all."""
+    load_wait_seconds: float
+    """The same for loads."""
+
+
+class OffloadPolicy(Protocol):
+    """Decides for each region. Called under the engine's lock, in the pack hook: microseconds count.
+
+    Attributes:
+        needs_modules: fill `SavedTensorInfo.modules`, which takes a hook before and after every module's forward.
+    """
+
+    needs_modules: bool
+
+    def decide(self, saved: SavedTensorInfo) -> Action:
+        """What happens to the region that is being saved."""
+
+    def observe(self, forward: ForwardProfile) -> None:
+        """A forward came to its end; one that ended by an exception is not seen."""
+
+
+REMEMBERED = 8
+"""Forwards of a chunk: what one was like says little of the next, but one of the last few is as long."""
+
+
+class AmountPolicy:
+    """`offload.amount`: everything, a fraction of the bytes, or all but a number of bytes that stay.
+
+    The last saved tensors of a tape are needed first by backward, so they are the ones that stay. How large a tape will be is
+    known from the tapes before it: until one has completed, everything is offloaded.
+    """
+
+    needs_modules = False
+
+    def __init__(self, amount: Amount) -> None:
+        self.amount = amount
+        # Bytes of the latest complete tapes, by model chunk: chunks of a pipeline differ (the first has the embedding).
+        self._totals: dict[int, deque[int]] = {}
+
+    def decide(self, saved: SavedTensorInfo) -> Action:
+        totals = self._totals.get(saved.chunk)
+        if self.amount.kind == "all" or totals is None:
+            return OFFLOAD
+        # Their largest: after a short microbatch the next long one would keep all that it is longer by.
+        total = max(totals)
+        if self.amount.kind == "fraction":
+            limit = int(self.amount.value * total)
+        else:
+            limit = total - int(self.amount.value)
+        return OFFLOAD if saved.saved_before + saved.nbytes <= limit else KEEP
+
+    def observe(self, forward: ForwardProfile) -> None:
+        if forward.saved_bytes:
+            self._totals.setdefault(forward.chunk, deque(maxlen=REMEMBERED)).append(forward.saved_bytes)
+
+
+class ModuleFilter:
+    """`offload.include` and `offload.exclude`: what the modules they name save, and what is inside of these, goes by the policy;
+    the rest stays.
+
+    Args:
+        policy: of what is not filtered out.
+        include: patterns of modules; () is all.
+        exclude: patterns of modules that are left out of these.
+    """
+
+    needs_modules = True
+
+    def __init__(self, policy: OffloadPolicy, include: tuple[str, ...], exclude: tuple[str, ...]) -> None:
+        self.policy = policy
+        self.include = include
+        self.exclude = exclude
+        self._known: dict[tuple[Running, ...], bool] = {}
+
+    def decide(self, saved: SavedTensorInfo) -> Action:
+        stack = saved.modules
+        selected = self._known.get(stack)
+        if selected is None:
+            included = not self.include or matches(stack, self.include)
+            selected = self._known[stack] = included and not matches(stack, self.exclude)
+        return self.policy.decide(saved) if selected else KEEP
+
+    def observe(self, forward: ForwardProfile) -> None:
+        self.policy.observe(forward)

@@ -1,0 +1,87 @@
+"""The names of the modules that are running, innermost last."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+__all__ = ["ModuleNames", "Running", "matches"]
+
+
+_WRAPPER = "module."
+"""What data parallelism and mixed precision put in front of a model's own names."""
+
+
+class Running(NamedTuple):
+    """A module whose forward is running: its qualified name and the name of its class."""
+
+    name: str
+    kind: str
+
+
+class ModuleNames:
+    """Keeps the stack of running modules of each thread by forward hooks on the modules of the models it watches.
+
+    The hooks change nothing and are left out of compiled code, where no names are known. A module that runs again while
+    backward recomputes it is on the stack of the thread that recomputes.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._removals: list[Callable[[], None]] = []
+
+    @property
+    def stack(self) -> tuple[Running, ...]:
+        """The running modules of this thread, outermost first."""
+        found: tuple[Running, ...] = getattr(self._local, "stack", ())
+        return found
+
+    @property
+    def current(self) -> str:
+        """The qualified name of the innermost running module; "" where none is known."""
+        stack = self.stack
+        return stack[-1].name if stack else ""
+
+    def watch(self, model: nn.Module, prefix: str = "") -> None:
+        """Know the modules of `model` from now on, until `close`."""
+        for name, module in model.named_modules(prefix=prefix):
+            while name.startswith(_WRAPPER):
+                name = name[len(_WRAPPER) :]
+            running = Running(name, type(module).__name__)
+            before = module.register_forward_pre_hook(self._enter(running), prepend=True)
+            after = module.register_forward_hook(self._leave, always_call=True)
+            self._removals += [before.remove, after.remove]
+
+    def _enter(self, running: Running) -> Callable[..., None]:
+        def enter(module: nn.Module, inputs: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._local.stack = (*self.stack, running)
+
+        return enter
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self.stack:
+            self._local.stack = self.stack[:-1]
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        while self._removals:
+            self._removals.pop()()
+
+
+def matches(stack: tuple[Running, ...], patterns: tuple[str, ...]) -> bool:
+    """True if one of the running modules has a name or a class that one of the patterns describes.
+
+    Args:
+        patterns: shell patterns of qualified names ("*.mlp", "layers.0.*") or names of classes ("LayerNorm").
+    """
+    return any(
+        fnmatchcase(module.name, pattern) or fnmatchcase(module.kind, pattern)
+        for module in stack
+        for pattern in patterns
+    )

@@ -1,0 +1,117 @@
+"""Policies: those of the config by module, and one written outside of the package."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ssdtrain
+from ssdtrain.config import ConfigError
+from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
+
+BYTES = 64 * 64 * 4  # of what one activation function saves
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+        self.mlp = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.attention(x))  # type: ignore[no-any-return]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+def step(trained: nn.Module) -> list[torch.Tensor]:
+    trained(torch.ones(64, 64)).square().sum().backward()
+    return [parameter.grad for parameter in trained.parameters() if parameter.grad is not None]
+
+
+class ByModule:
+    """Twenty lines of a user's own: attention stays, the rest goes to the drive by a codec where it is float32."""
+
+    needs_modules = True
+
+    def __init__(self) -> None:
+        self.seen: list[SavedTensorInfo] = []
+        self.forwards: list[ForwardProfile] = []
+
+    def decide(self, saved: SavedTensorInfo) -> Action:
+        self.seen.append(saved)
+        if any(module.name.endswith("attention") for module in saved.modules):
+            return KEEP
+        return Action(True, codec="lossless", tier="ssd") if saved.dtype is torch.float32 else OFFLOAD
+
+    def observe(self, forward: ForwardProfile) -> None:
+        self.forwards.append(forward)
+
+
+def test_a_policy_of_ones_own_decides_by_module_with_codec_and_tier(tmp_path: Path) -> None:
+    plain = model()
+    trained = copy.deepcopy(plain)
+    policy = ByModule()
+    offload = {"directories": str(tmp_path), "min_bytes": 1024, "host": "1MiB"}
+    runtime = ssdtrain.attach(trained, {"offload": offload}, policy=policy)
+    gradients = step(trained)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, step(plain), strict=True))
+    found = runtime.statistics()
+    assert found is not None
+    offloaded = [saved for saved in policy.seen if not any("attention" in m.name for m in saved.modules)]
+    assert 0 < len(offloaded) < len(policy.seen)
+    assert found.offload.offloaded_bytes + found.offload.cancelled_bytes == sum(s.nbytes for s in offloaded)
+    assert found.offload.encoded_bytes == sum(s.nbytes for s in offloaded)
+    assert found.store.host is not None and found.store.host.bytes_written == 0
+    assert [forward.saved_bytes for forward in policy.forwards] == [sum(s.nbytes for s in policy.seen)]
+    assert {saved.module for saved in policy.seen} <= {name for name, _ in trained.named_modules()}
+    runtime.close()
+    assert not any(module._forward_pre_hooks for module in trained.modules())
+
+
+@pytest.mark.parametrize(
+    ("patterns", "blocks"),
+    [
+        ({"include": ["*.mlp"]}, 2),
+        ({"include": ["0.mlp"]}, 1),
+        ({"include": ["Sigmoid", "Tanh"]}, 4),
+        ({"exclude": ["*.attention", "1.*"]}, 1),
+        ({"include": ["0"], "exclude": ["*.mlp"]}, 2),  # its input too
+    ],
+)
+def test_the_config_chooses_modules_by_pattern(
+    patterns: dict[str, list[str]], blocks: int, tmp_path: Path
+) -> None:
+    plain = model()
+    trained = copy.deepcopy(plain)
+    offload = {"directories": str(tmp_path), "min_bytes": 1024, **patterns}
+    runtime = ssdtrain.attach(trained, {"offload": offload})
+    gradients = step(trained)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, step(plain), strict=True))
+    found = runtime.statistics()
+    assert found is not None
+    # What a block's activation function saves is its output, which the next layer saves too.
+    assert (found.offload.offloaded_bytes + found.offload.cancelled_bytes) // BYTES == blocks
+    runtime.close()
+
+
+def test_a_policy_that_leaves_nothing_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained = model()
+    offload = {"directories": str(tmp_path), "min_bytes": 1024, "include": ["*.no_such_module"]}
+    with ssdtrain.attach(trained, {"offload": offload}) as runtime:
+        for _ in range(3):
+            with runtime.step():
+                step(trained)
+    assert "offload.include" in caplog.text
+
+
+def test_patterns_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"offload\.include.*LayerNorm"):
+        ssdtrain.attach(model(), {"offload": {"host": "1MiB", "include": [3]}})

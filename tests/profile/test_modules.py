@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ssdtrain.profile.modules import ModuleNames, Running, matches
+
+
+class Seen(nn.Module):
+    def __init__(self, names: ModuleNames, fails: bool = False) -> None:
+        super().__init__()
+        self.names, self.fails = names, fails
+        self.stacks: list[tuple[Running, ...]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.stacks.append(self.names.stack)
+        if self.fails:
+            raise ValueError("no forward")
+        return x
+
+
+def test_the_stack_has_the_modules_that_run_outermost_first() -> None:
+    names = ModuleNames()
+    seen = Seen(names)
+    model = nn.Sequential(nn.Sequential(seen))
+    names.watch(model)
+    model(torch.zeros(1))
+    assert [module.name for module in seen.stacks[0]] == ["", "0", "0.0"]
+    assert seen.stacks[0][-1].kind == "Seen"
+    assert names.stack == () and names.current == ""
+
+
+def test_wrappers_are_left_out_of_names() -> None:
+    names = ModuleNames()
+    seen = Seen(names)
+
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module(x)  # type: ignore[no-any-return]
+
+    model = Wrapper(Wrapper(nn.Sequential(seen)))
+    names.watch(model)
+    model(torch.zeros(1))
+    assert seen.stacks[0][-1].name == "0"
+
+
+def test_a_forward_that_raises_leaves_the_stack() -> None:
+    names = ModuleNames()
+    model = nn.Sequential(Seen(names, fails=True))
+    names.watch(model)
+    with pytest.raises(ValueError, match="no forward"):
+        model(torch.zeros(1))
+    assert names.stack == ()
+
+
+def test_close_takes_the_hooks_away() -> None:
+    names = ModuleNames()
+    seen = Seen(names)
+    names.watch(seen)
+    names.close()
+    seen(torch.zeros(1))
+    assert seen.stacks == [()]
+    assert not seen._forward_pre_hooks and not seen._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("patterns", "matched"),
+    [
+        (("*.mlp",), True),
+        (("layers.0.*",), True),
+        (("Linear",), True),
+        (("mlp",), False),
+        (("*.attention", "layers.1.*"), False),
+        ((), False),
+    ],
+)
+def test_a_pattern_is_of_names_or_classes_of_any_running_module(
+    patterns: tuple[str, ...], matched: bool
+) -> None:
+    stack = (Running("", "GPT"), Running("layers.0.mlp", "MLP"), Running("layers.0.mlp.fc", "Linear"))
+    assert matches(stack, patterns) is matched
