@@ -35,15 +35,14 @@ from torch import nn
 from ssdtrain.comm import Communicator, Policy
 from ssdtrain.comm.models import compress_gradients
 from ssdtrain.config import Config, OffloadConfig
-from ssdtrain.config.units import MiB
-from ssdtrain.device import device_for, warn_of_untested_torch
+from ssdtrain.device import warn_of_untested_torch
 from ssdtrain.offload.attached import AttachedForward
+from ssdtrain.offload.build import build_engine
 from ssdtrain.offload.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.hooks import SavedTensorRecorder
 from ssdtrain.offload.metrics import OffloadMetrics
-from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.policy import AmountPolicy, ModuleFilter, OffloadPolicy
+from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.sharded import watch_sharded
 from ssdtrain.offload.tape import Tape
 from ssdtrain.preflight import check_start, make_directories
@@ -51,7 +50,6 @@ from ssdtrain.storage import (
     Endurance,
     Faults,
     SpillStore,
-    check_host_budget,
     defer_signals,
     inside_section,
 )
@@ -164,46 +162,18 @@ class Runtime:
         directories = offload.expand(rank=rank, local_rank=local_rank)
         make_directories(directories)
         warn_of_untested_torch()
-        layer = device_for(self.device)
-        buffer = offload.buffer
-        in_flight, prefetch = offload.in_flight, offload.prefetch
-        in_place = layer.kind == "cpu" and not staged
-        if not in_place:
-            # All transfers pass through the pinned arena, which is made at start: half of it for each direction.
-            buffer = buffer or max(4 * in_flight, 1024 * MiB)
-            in_flight = min(in_flight, buffer // 2)
-            prefetch = buffer // 2 if prefetch is None else prefetch
-        check_host_budget(offload.host + (buffer or 0), local_world_size)
-        store = SpillStore(
+        self.engine, store = build_engine(
+            offload,
+            self.device,
             directories,
-            capacity=offload.capacity,
-            host_bytes=offload.host,
-            threads=offload.threads,
-            engine=offload.engine,
-            direct=offload.direct,
+            policy=policy,
+            rank=rank,
             local_world_size=local_world_size,
             faults=faults,
-            huge_pages=in_place,  # else it is the arena that is written from, which lies in them
-            **layer.event_functions(),
-        )
-        options = EngineOptions(
-            min_bytes=offload.min_bytes,
-            in_flight=in_flight,
-            prefetch=prefetch,
-            buffer=buffer,
-            deadline=offload.deadline,
-            raise_when_full=offload.on_full == "raise",
             staged=staged,
             timeline=timeline,
-            codec=offload.codec,
-            rank=rank,
         )
         self._store = store
-        try:
-            self.engine = OffloadEngine(store, layer, self.device, self._policy(offload, policy), options)
-        except BaseException:
-            store.close()  # what is raised holds this frame, and with it the file and the threads
-            raise
         first = rank - local_rank
         others = [r for r in range(local_world_size) if r != local_rank]
         self._endurance = Endurance(
@@ -212,13 +182,6 @@ class Runtime:
         # A graph may outlive the runtime, and needs the engine (through its hooks) as long as it lives. The store goes with
         # the engine, and at interpreter exit.
         self._finalizer = weakref.finalize(self.engine, store.close)
-
-    @staticmethod
-    def _policy(offload: OffloadConfig, given: OffloadPolicy | None) -> OffloadPolicy:
-        policy = AmountPolicy(offload.amount) if given is None else given
-        if offload.include or offload.exclude:
-            return ModuleFilter(policy, offload.include, offload.exclude)
-        return policy
 
     @property
     def enabled(self) -> bool:

@@ -19,7 +19,6 @@ from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.eligible import Eligibility
 from ssdtrain.offload.functorch import modes, tracing, without_modes
-from ssdtrain.offload.geometry import restride, tensor_over, view_of
 from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.mover import Mover, wait_quietly
@@ -76,11 +75,8 @@ class OffloadEngine:
         self.buffers = Buffers(options.buffer, device.host_register(), counted)
         self.coding = Coding(options.codec, options.rank)
         staged = device.kind != "cpu" if options.staged is None else options.staged
-        transfer: Transfer
-        if staged:
-            transfer = StagedTransfer(store, self.buffers, self.meter.see_own, self.coding, device)
-        else:
-            transfer = DirectTransfer(store, self.buffers, self.meter.see_own, self.coding)
+        made = StagedTransfer if staged else DirectTransfer
+        transfer: Transfer = made(store, self.buffers, self.meter.see_own, self.coding, device)
         self.mover = Mover(store, transfer, self.statistics, raise_when_full=options.raise_when_full)
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
         self._regions = Regions()
@@ -287,13 +283,7 @@ class OffloadEngine:
         elif base is None:
             base, start = region.tensor, region.start
         assert base is not None
-        if region.packed is None:
-            if region.origin is not None:  # a thin view that was not copied
-                return view_of(base, 0, region.origin)
-            alone = last and not region.shared
-            return tensor_over(base, handle.geometry) if alone else view_of(base, start, handle.geometry)
-        dense = base if base.dtype != torch.uint8 else base.view(handle.geometry[0]).view(region.packed)
-        return restride(dense, handle.geometry)
+        return region.tensor_from(base, start, handle.geometry, alone=last and not region.shared)
 
     # Between the two
 

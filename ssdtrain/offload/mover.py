@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import logging
 from collections import deque
-from collections.abc import Iterable
 
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.region import Region, State, after_close, overwritten
@@ -318,34 +317,6 @@ class Mover:
         self.transfer.advance_load(region)
         region.state = State.LOADED
         self.statistics.loaded_bytes += region.nbytes
-
-    def advance_loads(self, coming: Iterable[Region]) -> None:
-        """Bring the next `device_limit` bytes to the device that backward will ask for.
-
-        Of those that come from a tier: have the device memory, and begin the copies of those whose read has ended, in order.
-        What is in a staging buffer is copied from there.
-
-        Args:
-            coming: the regions in the order in which backward will ask.
-        """
-        room = self.device_limit
-        in_order = True
-        for region in coming:
-            if not region.emptied:
-                continue
-            room -= region.nbytes
-            if room < 0:
-                return
-            if region.state is State.STAGED:
-                self.unstage(region)
-            elif region.state is State.STORING and region.loaded is None:
-                self.transfer.recall(region)
-            elif region.state in (State.STORED, State.LOADING):
-                self.transfer.reserve_target(region, region.stored_bytes)
-                operation = region.operation
-                in_order = in_order and operation is not None and operation.done() and not operation.failed()
-                if in_order:
-                    self.end_load(region)
 
     def drop_loaded(self, region: Region) -> None:
         """LOADED -> STORED: the region lets go of the buffer; tensors that were handed out own it."""

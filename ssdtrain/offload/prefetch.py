@@ -72,7 +72,7 @@ class Prefetcher:
         if self.closed or self.limit <= 0:
             return
         if self._mover.transfer.copies:
-            self._mover.advance_loads(self._coming(tape))
+            self._advance(tape)
         if self._enough(tape):
             return
         begun = self._mover.ahead
@@ -84,6 +84,32 @@ class Prefetcher:
                 near = self._along(following, near)
         if self._mover.ahead > begun:
             self._mover.kick()
+
+    def _advance(self, tape: Tape) -> None:
+        """Bring the next `device_limit` bytes to the device that backward will ask for.
+
+        Of those that come from a tier: have the device memory, and begin the copies of those whose read has ended, in order.
+        What is in a staging buffer is copied from there.
+        """
+        mover = self._mover
+        room = mover.device_limit
+        in_order = True
+        for region in self._coming(tape):
+            if not region.emptied:
+                continue
+            room -= region.nbytes
+            if room < 0:
+                return
+            if region.state is State.STAGED:
+                mover.unstage(region)
+            elif region.state is State.STORING and region.loaded is None:
+                mover.transfer.recall(region)
+            elif region.state in (State.STORED, State.LOADING):
+                mover.transfer.reserve_target(region, region.stored_bytes)
+                operation = region.operation
+                in_order = in_order and operation is not None and operation.done() and not operation.failed()
+                if in_order:
+                    mover.end_load(region)
 
     def _coming(self, tape: Tape) -> Iterator[Region]:
         """Regions that backward has not had, in the order in which it will ask."""

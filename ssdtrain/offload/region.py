@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ssdtrain.offload.geometry import Geometry, densest
+from ssdtrain.offload.geometry import Geometry, densest, restride, tensor_over, view_of
 
 if TYPE_CHECKING:
     from ssdtrain.codecs import Codec
@@ -183,6 +183,19 @@ class Region:
     def in_tensor(self) -> bool:
         """True while the bytes are (also) in `tensor`."""
         return bool(self.tensor.untyped_storage().nbytes())
+
+    def tensor_from(self, base: torch.Tensor, start: int, geometry: Geometry, *, alone: bool) -> torch.Tensor:
+        """The saved tensor of this geometry from the region's bytes, which begin `start` bytes into the storage of `base`.
+
+        Args:
+            alone: no other tensor is in these bytes, so that it needs no version counter in common.
+        """
+        if self.packed is not None:
+            dense = base if base.dtype != torch.uint8 else base.view(geometry[0]).view(self.packed)
+            return restride(dense, geometry)
+        if self.origin is not None:  # a thin view that was not copied
+            return view_of(base, 0, self.origin)
+        return tensor_over(base, geometry) if alone else view_of(base, start, geometry)
 
     @property
     def emptied(self) -> bool:

@@ -121,6 +121,7 @@ class DirectTransfer:
         buffers: Buffers,
         seen: Callable[[torch.UntypedStorage], None],
         coding: Coding,
+        device: Device,
     ) -> None:
         self.store = store
         self.buffers = buffers

@@ -264,7 +264,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_file_and_no_thread(
     def fails(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("ssdtrain.runtime.OffloadEngine", fails)
+    monkeypatch.setattr("ssdtrain.offload.build.OffloadEngine", fails)
     before = open_files(), io_threads()
     with pytest.raises(MemoryError) as caught:
         Runtime(load_config({"offload": {"directories": str(tmp_path)}}))
@@ -284,6 +284,6 @@ def test_what_is_written_from_where_it_lies_is_put_into_huge_pages(
             asked.append(huge_pages)
             super().__init__(*places, huge_pages=huge_pages, **settings)
 
-    monkeypatch.setattr("ssdtrain.runtime.SpillStore", Asked)
+    monkeypatch.setattr("ssdtrain.offload.build.SpillStore", Asked)
     Runtime(load_config({"offload": {"directories": str(tmp_path)}}), staged=staged).close()
     assert asked == [asks]

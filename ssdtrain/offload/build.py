@@ -1,0 +1,90 @@
+"""The offload engine that a config asks for, on the tiers that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ssdtrain.config import OffloadConfig
+from ssdtrain.config.units import MiB
+from ssdtrain.device import device_for
+from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.offload.options import EngineOptions
+from ssdtrain.offload.policy import AmountPolicy, ModuleFilter, OffloadPolicy
+from ssdtrain.storage import Faults, SpillStore, check_host_budget
+
+__all__ = ["build_engine"]
+
+
+def build_engine(
+    offload: OffloadConfig,
+    device: torch.device,
+    directories: Sequence[Path],
+    *,
+    policy: OffloadPolicy | None = None,
+    rank: int = 0,
+    local_world_size: int = 1,
+    faults: Faults | None = None,
+    staged: bool | None = None,
+    timeline: bool = False,
+) -> tuple[OffloadEngine, SpillStore]:
+    """The engine, and the store that it uses, which the caller closes after the engine.
+
+    Args:
+        device: where the activations live.
+        directories: of this rank, which exist.
+        policy: decides in place of `offload.amount`; None: the amount decides.
+        staged: pass CPU tensors through staging buffers, as those of a GPU (tests); None: by the device.
+
+    Raises:
+        HostBudgetExceeded: the ranks of the node would take more memory than it has.
+        OSError: a directory cannot be used; names the path and the remedy.
+    """
+    layer = device_for(device)
+    buffer = offload.buffer
+    in_flight, prefetch = offload.in_flight, offload.prefetch
+    in_place = layer.kind == "cpu" and not staged
+    if not in_place:
+        # All transfers pass through the pinned arena, which is made at start: half of it for each direction.
+        buffer = buffer or max(4 * in_flight, 1024 * MiB)
+        in_flight = min(in_flight, buffer // 2)
+        prefetch = buffer // 2 if prefetch is None else prefetch
+    check_host_budget(offload.host + (buffer or 0), local_world_size)
+    store = SpillStore(
+        directories,
+        capacity=offload.capacity,
+        host_bytes=offload.host,
+        threads=offload.threads,
+        engine=offload.engine,
+        direct=offload.direct,
+        local_world_size=local_world_size,
+        faults=faults,
+        huge_pages=in_place,  # else it is the arena that is written from, which lies in them
+        **layer.event_functions(),
+    )
+    options = EngineOptions(
+        min_bytes=offload.min_bytes,
+        in_flight=in_flight,
+        prefetch=prefetch,
+        buffer=buffer,
+        deadline=offload.deadline,
+        raise_when_full=offload.on_full == "raise",
+        staged=staged,
+        timeline=timeline,
+        codec=offload.codec,
+        rank=rank,
+    )
+    try:
+        return OffloadEngine(store, layer, device, _policy(offload, policy), options), store
+    except BaseException:
+        store.close()  # what is raised holds this frame, and with it the file and the threads
+        raise
+
+
+def _policy(offload: OffloadConfig, given: OffloadPolicy | None) -> OffloadPolicy:
+    policy = AmountPolicy(offload.amount) if given is None else given
+    if offload.include or offload.exclude:
+        return ModuleFilter(policy, offload.include, offload.exclude)
+    return policy
