@@ -138,16 +138,20 @@ class OffloadEngine:
             region.shared = True
             return self._handle(region, tensor, extent)
         region = self._regions.make(tensor, storage, extent, tape, self._released)
+        try:
+            action = KEEP if tape.keep else self._decide(tape, tensor, region)
+            if action.offload:
+                region.codec = self.coding.choose(tensor, extent, region, action.codec)
+                region.tier = action.tier
+        except BaseException:
+            self._regions.forget(region)  # a policy of somebody's own has failed
+            raise
         self.statistics.saved_bytes += region.nbytes
         self.statistics.live_regions += 1
         region.seen = seen
         seen.regions += 1
         if region.nbytes > self.prefetcher.largest:
             self.prefetcher.largest = region.nbytes
-        action = KEEP if tape.keep else self._decide(tape, tensor, region)
-        if action.offload:
-            region.codec = self.coding.choose(tensor, extent, region, action.codec)
-            region.tier = action.tier
         tape.append(region)
         if action.offload:
             self._starter.add(tape, region)

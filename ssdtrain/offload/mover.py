@@ -321,7 +321,8 @@ class Mover:
     def drop_loaded(self, region: Region) -> None:
         """LOADED -> STORED: the region lets go of the buffer; tensors that were handed out own it."""
         self._not_ahead(region)
-        region.loaded = region.payload = region.target = region.load_event = None
+        region.loaded = region.payload = region.load_event = None
+        region.drop_target()
         region.state = State.STORED
 
     def asked_for(self, region: Region) -> None:
@@ -358,7 +359,7 @@ class Mover:
         self._not_ahead(region)
         self._needed.discard(region)
         region.state = State.RELEASED
-        region.target = None
+        region.drop_target()
         if state is State.STORING:
             assert operation is not None
             if operation.cancel():

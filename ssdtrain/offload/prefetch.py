@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.mover import Mover
@@ -72,7 +74,10 @@ class Prefetcher:
         if self.closed or self.limit <= 0:
             return
         if self._mover.transfer.copies:
-            self._advance(tape)
+            try:
+                self._advance(tape)
+            except torch.OutOfMemoryError:
+                pass  # it is not needed yet; where backward asks for it, it is an error
         if self._enough(tape):
             return
         begun = self._mover.ahead
@@ -93,13 +98,19 @@ class Prefetcher:
         """
         mover = self._mover
         room = mover.device_limit
+        near = max(self.limit, room)
         in_order = True
         for region in self._coming(tape):
+            near -= region.nbytes
+            if near < 0:
+                return
             if not region.emptied:
                 continue
             room -= region.nbytes
             if room < 0:
                 return
+            if region.payload is not None and region.state in (State.STAGED, State.STORING):
+                continue  # decoded on the stream that asks for it
             if region.state is State.STAGED:
                 mover.unstage(region)
             elif region.state is State.STORING and region.loaded is None:

@@ -197,6 +197,12 @@ class Region:
             return view_of(base, 0, self.origin)
         return tensor_over(base, geometry) if alone else view_of(base, start, geometry)
 
+    def drop_target(self) -> None:
+        """Give up the device memory that was reserved for it, if nothing has been copied there yet."""
+        if self.target is not None:
+            self.target.tensor = None
+            self.target = None
+
     @property
     def emptied(self) -> bool:
         """True if the engine has let go of the bytes in `tensor`."""

@@ -88,6 +88,8 @@ class StoreStarter:
         """
         if not tape.unstored or (not ended and tape.operator == _sequence_number()):
             return []
+        if self._device.capturing():
+            return []  # nothing may be queued or asked of other streams meanwhile
         regions, tape.unstored = tape.unstored, []
         self._size(tape, sum(region.nbytes for region in regions))
         self._device.wait_stream(tape.stream)
@@ -106,6 +108,7 @@ class StoreStarter:
             self._mover.keep(region)
             return True
         if region.capture():
+            region.stream = self._device.current_stream()  # which allocated the copy
             self._statistics.packed_bytes += region.nbytes
             self._meter.see_own(region.tensor.untyped_storage())
         oldest = self._mover.oldest_store()

@@ -103,5 +103,7 @@ class LoadTargets:
     def _retire(self, target: Target) -> list[Event]:
         if target.events is None:
             found = [self._device.record(stream) for stream in target.streams]
-            target.events = [event for event in found if event is not None]
+            # What it had to wait for itself, if nothing was ever copied into it, the next copy into its memory waits for.
+            waited = [event for event in target.awaited if not event.query()]
+            target.events = [*waited, *(event for event in found if event is not None)]
         return target.events

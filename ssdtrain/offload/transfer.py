@@ -232,6 +232,12 @@ class StagedTransfer:
 
     def prepare(self, region: Region) -> None:
         _encode(self._coding, region, self._seen)
+        # The tensor is let go of next: what reuses its memory comes after the encoding.
+        current = self.device.current_stream()
+        if region.payload is not None and region.stream is not None and region.stream != current:
+            encoded = self.device.record(current)
+            if encoded is not None:
+                self.device.wait(encoded, region.stream)
 
     def begin_store(self, region: Region, *, later: bool) -> bool:  # its workers wait for a device anyway
         assert region.slot is not None
@@ -256,6 +262,9 @@ class StagedTransfer:
     def depart(self, region: Region) -> None:
         if region.event is not None and not region.event.query():
             self.device.wait(region.event, region.stream)
+            current = self.device.current_stream()
+            if current != region.stream:
+                self.device.wait(region.event, current)
         region.empty_()
 
     def end_store(self, region: Region) -> None:
@@ -308,13 +317,15 @@ class StagedTransfer:
         return True
 
     def advance_load(self, region: Region) -> None:
-        region.operation = None
         if region.lease is not None:
             host = torch.frombuffer(region.lease.view(), dtype=torch.uint8)
         else:
             assert region.loaded is not None
             host = region.loaded
-        target = self._copy_in(region, host)
+        target = self._copy_in(
+            region, host
+        )  # may find no memory: then it is as before, and may be tried again
+        region.operation = None
         if region.lease is None and region.load_event is not None:
             self._passing[_TO_DEVICE].append(_Passing(region.load_event, None, host))
         self._give_back(region)
@@ -355,7 +366,8 @@ class StagedTransfer:
         self._give_back(region)
         region.loaded = None
         region.payload = None
-        region.target = region.load_event = None
+        region.load_event = None
+        region.drop_target()
 
     def poll(self) -> None:
         self.targets.note_deaths()

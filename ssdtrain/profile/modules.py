@@ -53,18 +53,17 @@ class ModuleNames:
             while name.startswith(_WRAPPER):
                 name = name[len(_WRAPPER) :]
             running = Running(name, type(module).__name__)
-            before = module.register_forward_pre_hook(self._enter(running), prepend=True)
-            after = module.register_forward_hook(self._leave, always_call=True)
+            before = module.register_forward_pre_hook(_Enter(self, running), prepend=True)
+            after = module.register_forward_hook(_Leave(self), always_call=True)
             self._removals += [before.remove, after.remove]
 
-    def _enter(self, running: Running) -> Callable[..., None]:
-        def enter(module: nn.Module, inputs: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self._local.stack = (*self.stack, running)
+    def enter(self, running: Running) -> None:
+        """The forward of a module begins."""
+        if not torch.compiler.is_compiling():
+            self._local.stack = (*self.stack, running)
 
-        return enter
-
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def leave(self) -> None:
+        """The forward of the innermost module is over."""
         if not torch.compiler.is_compiling() and self.stack:
             self._local.stack = self.stack[:-1]
 
@@ -72,6 +71,38 @@ class ModuleNames:
         """Take the hooks away."""
         while self._removals:
             self._removals.pop()()
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+class _Enter:
+    """A copy or a pickle of a model has hooks that do nothing."""
+
+    def __init__(self, names: ModuleNames, running: Running) -> None:
+        self.names, self.running = names, running
+
+    def __call__(self, *_: Any) -> None:
+        self.names.enter(self.running)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+class _Leave:
+    def __init__(self, names: ModuleNames) -> None:
+        self.names = names
+
+    def __call__(self, *_: Any) -> None:
+        self.names.leave()
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
 
 
 def matches(stack: tuple[Running, ...], patterns: tuple[str, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -264,7 +265,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_file_and_no_thread(
     def fails(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("ssdtrain.offload.build.OffloadEngine", fails)
+    monkeypatch.setattr(sys.modules["ssdtrain.offload.build"], "OffloadEngine", fails)
     before = open_files(), io_threads()
     with pytest.raises(MemoryError) as caught:
         Runtime(load_config({"offload": {"directories": str(tmp_path)}}))
@@ -284,6 +285,6 @@ def test_what_is_written_from_where_it_lies_is_put_into_huge_pages(
             asked.append(huge_pages)
             super().__init__(*places, huge_pages=huge_pages, **settings)
 
-    monkeypatch.setattr("ssdtrain.offload.build.SpillStore", Asked)
+    monkeypatch.setattr(sys.modules["ssdtrain.offload.build"], "SpillStore", Asked)
     Runtime(load_config({"offload": {"directories": str(tmp_path)}}), staged=staged).close()
     assert asked == [asks]

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -66,6 +69,20 @@ def test_close_takes_the_hooks_away() -> None:
     seen(torch.zeros(1))
     assert seen.stacks == [()]
     assert not seen._forward_pre_hooks and not seen._forward_hooks
+
+
+def test_a_copy_and_a_pickle_of_a_watched_model_know_nothing_of_it() -> None:
+    names = ModuleNames()
+    model = nn.Sequential(nn.Linear(2, 2))
+    names.watch(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    stacks: list[tuple[Running, ...]] = []
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        other[0].register_forward_hook(lambda *_: stacks.append(names.stack))
+        other(torch.zeros(2))
+    assert stacks == [(), ()]
 
 
 @pytest.mark.parametrize(
