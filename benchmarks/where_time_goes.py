@@ -81,7 +81,7 @@ def measure(arguments: Any, directory: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     model = gpt(layers=arguments.layers, hidden=arguments.hidden, sequence=arguments.sequence).to(device)
     runtime = Runtime(load_config({"offload": {"directories": str(directory)}}), device=device, logs=False)
-    engine, store = runtime.engine, runtime._store
+    engine, store = runtime.engine, runtime.offload.store
     assert engine is not None and store is not None
     clocks = {"pack": Clock(engine, "pack"), "unpack": Clock(engine, "unpack")}
     clocks |= {"submit_write": Clock(store, "write"), "submit_read": Clock(store, "read")}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from ssdtrain import ranks
 from ssdtrain.config import Config, load_config
+from ssdtrain.features import Feature
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tape import Tape
@@ -38,23 +40,24 @@ class Offload:
 
     def __enter__(self) -> Offload:
         recording = self.runtime.forward()
-        recording.__enter__()
-        self._stack().append(recording)
+        self._stack().append((recording, recording.__enter__()))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack().pop().__exit__(kind, error, trace)
+        self._stack().pop()[0].__exit__(kind, error, trace)
 
     @property
     def tape(self) -> Tape | None:
         """The tape being recorded, or None outside."""
         stack = self._stack()
-        return getattr(stack[-1], "tape", None) if stack else None
+        return stack[-1][1] if stack else None
 
-    def _stack(self) -> list[Any]:
-        found: list[Any] = self._entered.__dict__.setdefault("stack", [])
+    def _stack(self) -> list[tuple[AbstractContextManager[Tape | None], Tape | None]]:
+        found: list[tuple[AbstractContextManager[Tape | None], Tape | None]] = (
+            self._entered.__dict__.setdefault("stack", [])
+        )
         return found
 
     def close(self) -> None:
@@ -114,6 +117,7 @@ def attach(
     local_rank: int | None = None,
     local_world_size: int | None = None,
     policy: OffloadPolicy | None = None,
+    features: Sequence[Feature] = (),
 ) -> Runtime:
     """Offload what every call of `model` saves for backward, until `close` of the runtime that is returned.
 
@@ -124,6 +128,7 @@ def attach(
         rank, local_rank, local_world_size: of this process, for directories and shared drives; by default torch.distributed's,
             and what torchrun, srun or mpirun say.
         policy: decides for each saved tensor instead of `offload.amount`: see `ssdtrain.offload.policy`.
+        features: more features of one's own: see `ssdtrain.features`.
 
     Raises:
         ConfigError: names the key, the value and what is allowed.
@@ -138,6 +143,7 @@ def attach(
         local_rank=ranks.local_rank() if local_rank is None else local_rank,
         local_world_size=ranks.local_world_size() if local_world_size is None else local_world_size,
         policy=policy,
+        features=features,
     )
     try:
         runtime.attach(model)

@@ -1,10 +1,10 @@
-"""What a config asks for, built once and attached to a model: the only door that adapters use.
+"""Builds and owns the features that a config enables; entry point for integrations.
 
-A training loop tells the runtime what happens, and the runtime turns it into calls on the engine:
+A training loop announces its events, and the runtime passes them to its features (`ssdtrain.features`):
 
 ```python
 runtime = Runtime(load_config({"offload": {"directories": "/nvme"}}), device=torch.device("cuda", 0))
-runtime.register(model)                     # its parameters and buffers never move
+runtime.register(model)                     # after the framework has wrapped it
 for step in range(steps):
     with runtime.step():
         for microbatch in range(count):
@@ -22,67 +22,64 @@ A pipeline calls `forward` and `backward` in its own order with several microbat
 
 from __future__ import annotations
 
-import logging
+import copy
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
 
-from ssdtrain.comm import Communicator, Policy
+from ssdtrain.comm import Communicator
+from ssdtrain.comm.feature import CompressedCollectives
 from ssdtrain.comm.models import compress_gradients
-from ssdtrain.config import Config, OffloadConfig
-from ssdtrain.device import warn_of_untested_torch
+from ssdtrain.config import Config
+from ssdtrain.features import UNNAMED, Feature, Forward, Microbatch, Placement, Step
 from ssdtrain.offload.attached import AttachedForward
-from ssdtrain.offload.build import build_engine
 from ssdtrain.offload.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.hooks import SavedTensorRecorder
-from ssdtrain.offload.metrics import OffloadMetrics
+from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.sharded import watch_sharded
 from ssdtrain.offload.tape import Tape
 from ssdtrain.preflight import check_start, make_directories
-from ssdtrain.storage import (
-    Endurance,
-    Faults,
-    SpillStore,
-    defer_signals,
-    inside_section,
-)
+from ssdtrain.storage import Faults, forks, inside_section
 from ssdtrain.telemetry.journal import Journal
 from ssdtrain.telemetry.messages import report
-from ssdtrain.telemetry.summary import end_of_run, start_of_run
 from ssdtrain.telemetry.totals import RuntimeMetrics, StepMetrics
 
 __all__ = ["Runtime", "RuntimeMetrics"]
 
-logger = logging.getLogger("ssdtrain")
-
-# Steps after which an enabled feature must have done something.
-FIRST_STEPS = 3
-
 
 class Runtime:
-    """The engine that a config asks for, for one rank and one model; `engine` is its offloading and `comm` its collectives, each
-    None where it is not asked for. With `comm`, making one is a collective call of all ranks.
+    """The features that a config enables, for one rank and one model. With `comm`, making one is a collective call of all ranks.
 
     Args:
-        config: a checked config. With `enabled: false` or no `offload` section every method does nothing.
+        config: a checked config. With `enabled: false`, or without a section that enables anything and without `features`,
+            every method does nothing.
         device: where the model's activations live.
         rank, local_rank: fill the placeholders of directories.
         local_world_size: ranks that share this node's drives and memory.
+        policy: decides for each saved tensor in place of `offload.amount`.
+        features: more features, see `ssdtrain.features`. They are closed with the runtime.
         faults: for tests.
         staged: move CPU tensors by the way of device memory too (tests); None: by the device.
         timeline: record every change of activation memory, for a plot.
         logs: write log lines every `report.interval` steps; an adapter that writes its framework's own says False.
 
+    Attributes:
+        features: in the order in which events reach them.
+        offload: the one of them that offloads activations; None: not enabled.
+        engine: its engine; None: not enabled.
+        comm: the communicator of compressed collectives; None: not enabled.
+
     Raises:
         ConfigError: see `check_start`; or a directory cannot be made.
         OSError: a directory cannot be used; names the path and the remedy.
+        ValueError: two features have metrics of one name.
     """
 
     def __init__(
@@ -94,6 +91,7 @@ class Runtime:
         local_rank: int = 0,
         local_world_size: int = 1,
         policy: OffloadPolicy | None = None,
+        features: Sequence[Feature] = (),
         faults: Faults | None = None,
         staged: bool | None = None,
         timeline: bool = False,
@@ -102,100 +100,80 @@ class Runtime:
         self.config = config
         self.device = torch.device(device)
         self.rank = rank
+        self.features: list[Feature] = []
+        self.offload: ActivationOffload | None = None
         self.engine: OffloadEngine | None = None
         self.comm: Communicator | None = None
         self.steps = 0
-        self._store: SpillStore | None = None
-        self._tapes: dict[tuple[int, int], weakref.ref[Tape]] = {}
         self._began = 0.0
         self._step_seconds = 0.0
-        self._only_keeps: bool | None = None  # every forward so far was asked to keep; None: there was none
         self._attached: list[Callable[[], None]] = []
         self._journal: Journal | None = None
         self._closing: threading.Thread | None = None  # see Note: [Close in a finalizer]
+        self._forked = False
+        self._reports = rank == 0 and bool(config.report.interval)
+        place = Placement(self.device, rank, local_rank, local_world_size)
         check_start(
-            config,
-            device=self.device,
-            rank=rank,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
+            config, device=self.device, rank=rank, local_rank=local_rank, local_world_size=local_world_size
         )
-        self._endurance = Endurance(())
-        self._says = rank == 0 and bool(config.report.interval)
-        if config.active:
-            interval = config.report.interval if logs else 0
-            if interval or config.report.path is not None:
-                self._journal = Journal(
-                    config.report.expand(rank=rank, local_rank=local_rank), interval, rank
+        if not config.enabled or not (config.active or features):
+            return
+        forks.track(self)
+        try:
+            self._open_journal(place, config.report.interval if logs else 0)
+            collectives = CompressedCollectives.from_config(config, place)
+            if config.offload is not None:
+                make_directories(config.offload.expand(rank=rank, local_rank=local_rank))
+                self.offload = ActivationOffload(
+                    config.offload, place, policy=policy, faults=faults, staged=staged, timeline=timeline
                 )
-        if config.compresses and config.comm is not None:
-            self.comm = self._communicator(Policy.from_config(config.comm))
-        if config.active and config.offload is not None:
-            self._build(config.offload, policy, rank, local_rank, local_world_size, faults, staged, timeline)
-        if self._says and self.enabled:
-            report(start_of_run(config, self._store, self.comm.policy if self.comm is not None else None))
+                self.engine = self.offload.engine
+                self.features.append(self.offload)
+            if collectives is not None:
+                self.comm = collectives.comm
+                self.features.append(collectives)
+            self.features += features
+            self._check_metrics()
+        except BaseException:
+            self._reports = False
+            self.close()
+            raise
+        if self._reports and self.features:
+            report(" | ".join(text for feature in self.features if (text := feature.description())))
 
-    def _communicator(self, policy: Policy) -> Communicator | None:
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            logger.warning("comm does nothing: torch.distributed is not initialised when the runtime is made")
-            return None
-        if torch.distributed.get_world_size() == 1:
-            logger.warning(
-                "ssdtrain.comm does nothing: there is one rank, and no message to compress; start several ranks, or leave the "
-                "comm section out"
-            )
-            return None
-        warn_of_untested_torch()
-        return Communicator(policy, self.device)
+    def _open_journal(self, place: Placement, interval: int) -> None:
+        path = self.config.report.expand(rank=place.rank, local_rank=place.local_rank)
+        if interval or path is not None:
+            self._journal = Journal(path, interval, place.rank)
 
-    def _build(
-        self,
-        offload: OffloadConfig,
-        policy: OffloadPolicy | None,
-        rank: int,
-        local_rank: int,
-        local_world_size: int,
-        faults: Faults | None,
-        staged: bool | None,
-        timeline: bool,
-    ) -> None:
-        directories = offload.expand(rank=rank, local_rank=local_rank)
-        make_directories(directories)
-        warn_of_untested_torch()
-        self.engine, store = build_engine(
-            offload,
-            self.device,
-            directories,
-            policy=policy,
-            rank=rank,
-            local_world_size=local_world_size,
-            faults=faults,
-            staged=staged,
-            timeline=timeline,
-        )
-        self._store = store
-        first = rank - local_rank
-        others = [r for r in range(local_world_size) if r != local_rank]
-        self._endurance = Endurance(
-            directories, [offload.expand(rank=first + r, local_rank=r) for r in others]
-        )
-        # A graph may outlive the runtime, and needs the engine (through its hooks) as long as it lives. The store goes with
-        # the engine, and at interpreter exit.
-        self._finalizer = weakref.finalize(self.engine, store.close)
+    def _check_metrics(self) -> None:
+        owner: dict[str, str] = {}
+        for feature in self.features:
+            name = type(feature).__name__
+            for prefix, found in feature.metrics():
+                for metric in found.declared(prefix):
+                    if metric.name in owner:
+                        raise ValueError(
+                            f"the features {owner[metric.name]} and {name} both have a metric {metric.name!r}: give the "
+                            "metrics of one of them another prefix"
+                        )
+                    owner[metric.name] = name
+
+    def after_fork(self) -> None:
+        """In a forked child: count and report nothing any more. The features know for themselves."""
+        self._forked = True
 
     @property
     def enabled(self) -> bool:
-        """True if there is anything to do."""
-        return self.engine is not None or self.comm is not None
+        """True if there is a feature."""
+        return bool(self.features)
 
     # The model
 
     def register(self, model: nn.Module) -> None:
-        """Never move the parameters and buffers of `model`. Call it after the framework has wrapped the model."""
-        if self.engine is not None:
-            self.engine.eligible.register(model)
-            if self.engine.policy.needs_modules:
-                self.engine.modules.watch(model)
+        """Attach the features to `model`. Call it once for each model, after the framework has wrapped it."""
+        for feature in self.features:
+            feature.attach(model)
 
     def attach(self, model: nn.Module) -> None:
         """Offload what every call of `model` saves, until `close`. Each call with gradients is one tape.
@@ -211,14 +189,19 @@ class Runtime:
             self._attached.append(claim(model, "ssdtrain.attach"))
         if self.comm is not None:
             compress_gradients(model, self.comm)
-        if self.engine is None:
+        if not self.enabled:
             return
         self.register(model)
+        if self.engine is not None:
+            self._keep_gathered(model, self.engine)
+        if any(type(feature).on_forward is not Feature.on_forward for feature in self.features):
+            self._attached.append(AttachedForward(model, self.forward).detach)
+
+    def _keep_gathered(self, model: nn.Module, engine: OffloadEngine) -> None:
         gathered = watch_sharded(model)
         if gathered is not None:
             self._attached.append(gathered.remove)
-            self.engine.eligible.fixed_when(gathered.__contains__)
-        self._attached.append(AttachedForward(model, self.forward).detach)
+            engine.eligible.fixed_when(gathered.__contains__)
 
     # The loop
 
@@ -232,103 +215,56 @@ class Runtime:
             self.step_end()
 
     def step_begin(self) -> None:
-        """Parameters may have moved since the last step: look where they are."""
+        """A step begins; the optimizer may have moved parameters since the last one."""
         self._began = time.perf_counter()
-        if self.engine is not None:
-            self.engine.eligible.refresh()
+        for feature in self.features:
+            feature.on_step_begin()
 
     def step_end(self, skipped: bool = False, number: int | None = None) -> None:
-        """Count the step, write its metrics, and warn if something is on and has done nothing.
+        """A step is over: count it and write its metrics.
 
         Args:
             skipped: its gradients overflowed and were dropped.
             number: of the step, for the log and the file; None: the steps of this runtime are counted.
         """
+        if self._forked:
+            return
         seconds = time.perf_counter() - self._began if self._began else 0.0
         self._step_seconds += seconds
         self._began = 0.0
         self.steps += 1
-        if self.engine is not None:
-            if self.engine.forked:
-                return
-            self.engine.drain()
-        if self.comm is not None:
-            self.comm.step_end(skipped)
+        step = Step(self.steps if number is None else number, seconds, skipped)
+        for feature in self.features:
+            feature.on_step_end(step)
         if self._journal is not None and (now := self.statistics()) is not None:
-            self._journal.step(self.steps if number is None else number, now)
-        if self.steps == FIRST_STEPS and self.engine is not None:
-            self._complain_of_idleness(self.engine.snapshot())
-
-    def _complain_of_idleness(self, found: OffloadMetrics) -> None:
-        if found.offloaded_bytes or found.cancelled_bytes or found.kept_full_bytes or found.kept_late_bytes:
-            return
-        if self._only_keeps:
-            return  # the last stage of a pipeline
-        if not found.saved_tensors:
-            why = "no saved tensor was seen: is the forward inside the runtime, and do inner saved-tensor hooks take all of it?"
-        elif not found.saved_bytes:
-            why = (
-                f"none of {found.saved_tensors} saved tensors may move: lower offload.min_bytes "
-                f"({self.engine.options.min_bytes if self.engine else 0} bytes), and check the device ({self.device})"
-            )
-        else:
-            why = (
-                f"the policy kept all {found.saved_bytes} bytes: raise offload.amount, and check that the patterns of "
-                "offload.include and offload.exclude leave something"
-            )
-        logger.warning("offload is enabled and moved nothing in the first %d steps: %s", FIRST_STEPS, why)
+            self._journal.step(step.number, now)
 
     def forward(
         self, chunk: int = 0, microbatch: int | None = None, *, keep: bool = False
     ) -> AbstractContextManager[Tape | None]:
-        """A context for the forward of one microbatch on one model chunk.
+        """A context for the forward of one microbatch on one model chunk; it gives the tape, or None where nothing is offloaded.
 
         Args:
             chunk: the model chunk (virtual pipeline stage) on this rank.
             microbatch: names the tape together with `chunk` until its backward; None: one that nobody names.
             keep: its backward follows at once, so nothing leaves memory.
         """
-        if self.engine is None:
-            return nullcontext()
-        if microbatch is None:
-            microbatch = -1
-        defer_signals()
-        self._only_keeps = keep and self._only_keeps is not False
-        tape = Tape(chunk, microbatch, keep=keep)
-        self._tapes[chunk, microbatch] = weakref.ref(tape)
-        return SavedTensorRecorder(self.engine, tape)
+        forward = Forward(chunk, UNNAMED if microbatch is None else microbatch, keep)
+        return _Contexts(self.features, lambda feature: feature.on_forward(forward))
 
-    @contextmanager
-    def backward(self, chunk: int = 0, microbatch: int | None = None) -> Iterator[None]:
+    def backward(self, chunk: int = 0, microbatch: int | None = None) -> AbstractContextManager[Tape | None]:
         """A context for the backward of a tape: its loads start now, its end is noted."""
-        tape = self._tape(chunk, -1 if microbatch is None else microbatch)
-        if self.engine is None or tape is None:
-            yield
-            return
-        self.engine.prefetch(tape)
-        try:
-            yield
-        finally:
-            self.engine.drain()
+        backward = Microbatch(chunk, UNNAMED if microbatch is None else microbatch)
+        return _Contexts(self.features, lambda feature: feature.on_backward(backward))
 
     def next_backward(self, *tapes: tuple[int, int]) -> None:
         """Name the (chunk, microbatch) whose backwards come next, in order.
 
         Their loads start as soon as the present backward leaves room; with none running, now.
         """
-        if self.engine is None:
-            return
-        found = [tape for key in tapes if (tape := self._tape(*key)) is not None]
-        self.engine.next_backward(found)
-        if found:
-            self.engine.prefetch(found[0])
-
-    def _tape(self, chunk: int, microbatch: int) -> Tape | None:
-        known = self._tapes.get((chunk, microbatch))
-        tape = known() if known is not None else None
-        if tape is None:
-            self._tapes.pop((chunk, microbatch), None)
-        return tape
+        upcoming = [Microbatch(*tape) for tape in tapes]
+        for feature in self.features:
+            feature.on_next_backward(upcoming)
 
     # Metrics
 
@@ -336,20 +272,15 @@ class Runtime:
         """The metrics so far, which `print` shows as a table; None where nothing is enabled."""
         if not self.enabled:
             return None
-        store = self._store.stats if self._store is not None else None
-        written = {drive.path: drive.bytes_written for drive in store.drives} if store is not None else {}
-        return RuntimeMetrics(
-            self.steps,
-            StepMetrics(self._step_seconds, self._endurance.life(written, self._step_seconds)),
-            self.engine.snapshot() if self.engine is not None else None,
-            store,
-            self.comm.figures() if self.comm is not None else {},
-        )
+        sets = [
+            (prefix, copy.copy(found)) for feature in self.features for prefix, found in feature.metrics()
+        ]
+        return RuntimeMetrics(self.steps, StepMetrics(self._step_seconds), sets)
 
     def reset_peak(self) -> None:
         """Begin a new peak of activation memory."""
-        if self.engine is not None:
-            self.engine.reset_peak()
+        for feature in self.features:
+            feature.reset_peak()
 
     def close(self) -> None:
         """Detach from models, wait for what is in flight, close files and buffers. Idempotent.
@@ -370,20 +301,47 @@ class Runtime:
         self._close()
 
     def _close(self) -> None:
-        forked = self.engine is not None and self.engine.forked
-        found = self.statistics() if self._says and self.steps and not forked else None
-        self._says = False
-        if self.engine is not None:
-            self.engine.modules.close()
-            self.engine.close()
-            self._finalizer()
-        if self._journal is not None:
-            self._journal.close()
+        found = self.statistics() if self._reports and self.steps and not self._forked else None
+        self._reports = False
+        with ExitStack() as closing:  # all are closed, whatever one of them raises
+            if self._journal is not None:
+                closing.callback(self._journal.close)
+            for feature in self.features:
+                closing.callback(feature.close)
+            for feature in self.features:
+                closing.callback(feature.detach)
         if found is not None:
-            report(end_of_run(found))
+            report(f"summary of {found.steps} steps\n{found}")
 
     def __enter__(self) -> Runtime:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Contexts:
+    """Enters what features return for an event, in their order, and gives the tape that one of them records."""
+
+    def __init__(
+        self, features: list[Feature], enter: Callable[[Feature], AbstractContextManager[Any] | None]
+    ) -> None:
+        self._features = features
+        self._enter = enter
+        self._entered = ExitStack()
+
+    def __enter__(self) -> Tape | None:
+        tape: Tape | None = None
+        with ExitStack() as entered:
+            for feature in self._features:
+                context = self._enter(feature)
+                value = entered.enter_context(context) if context is not None else None
+                if isinstance(value, Tape):
+                    tape = value
+            self._entered = entered.pop_all()
+        return tape
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._entered.__exit__(kind, error, trace)

@@ -22,12 +22,13 @@ import torch
 import ssdtrain.api
 from ssdtrain import ranks
 from ssdtrain.config import Config, ConfigError, Problem, load_config
+from ssdtrain.features import FIRST_STEPS
 from ssdtrain.integration.compatibility import check_conflicts
 from ssdtrain.offload.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.gathered import GatheredStorages
 from ssdtrain.preflight import check_start
-from ssdtrain.runtime import FIRST_STEPS, Runtime
+from ssdtrain.runtime import Runtime
 from ssdtrain_ds import _compat, _compat_accelerate, _compat_comm, checkpointing, schedule, trainer
 from ssdtrain_ds.block import BLOCK, check_place
 from ssdtrain_ds.comm import CommAttachment

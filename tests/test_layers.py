@@ -19,6 +19,7 @@ FLOOR = {
     "storage": 3,
     "codecs": 3,
     "profile": 3,
+    "features": 3,
     "offload": 4,
     "comm": 4,
     "compact": 4,

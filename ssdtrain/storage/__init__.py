@@ -20,7 +20,7 @@ from ssdtrain.storage.errors import (
 )
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
-from ssdtrain.storage.metrics import StoreMetrics, TierMetrics
+from ssdtrain.storage.metrics import EnduranceMetrics, StoreMetrics, TierMetrics
 from ssdtrain.storage.pool import Operation, Pool, make_pool
 from ssdtrain.storage.section import Section, defer_signals, inside_section, make_section
 from ssdtrain.storage.slot import Slot
@@ -31,6 +31,7 @@ __all__ = [
     "Arena",
     "Drive",
     "Endurance",
+    "EnduranceMetrics",
     "Faults",
     "HostBudget",
     "HostBudgetExceeded",

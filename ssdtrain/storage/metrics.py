@@ -17,6 +17,15 @@ Transfers = tuple[list[tuple[int, int, float, float]], int]
 
 
 @dataclass(frozen=True)
+class EnduranceMetrics(MetricSet):
+    """Of the drives behind the tiers."""
+
+    ssd_life_seconds: float | None = gauge(Unit.SECONDS, "projected SSD life", ranks=Over.MIN, unknown=True)
+    """Until the first drive has reached its rating (one drive write a day for five years, less its present wear), if the run goes
+    on as it did. See `ssdtrain.storage.Endurance`."""
+
+
+@dataclass(frozen=True)
 class TierMetrics:
     """One drive, or the host tier. Bytes are payload; seconds are those with at least one transfer under way."""
 

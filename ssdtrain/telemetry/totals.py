@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from ssdtrain.comm import CommMetrics
 from ssdtrain.config import DIMENSIONS
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.storage import StoreMetrics
-from ssdtrain.telemetry.registry import Metric, MetricSet, Over, Unit, counter, gauge
+from ssdtrain.telemetry.registry import Metric, MetricSet, Over, Unit, counter
 
 __all__ = ["Interval", "RuntimeMetrics", "StepMetrics"]
 
@@ -27,9 +27,6 @@ class StepMetrics(MetricSet):
 
     step_seconds: float = counter(Unit.SECONDS, "time", ranks=Over.MAX)
     """From the end of one optimizer step to the end of the next."""
-    ssd_life_seconds: float | None = gauge(Unit.SECONDS, "projected SSD life", ranks=Over.MIN, unknown=True)
-    """Until the first drive has reached its rating (one drive write a day for five years, less its present wear), if the run goes
-    on as it did. See `ssdtrain.storage.Endurance`."""
 
 
 class RuntimeMetrics:
@@ -38,32 +35,27 @@ class RuntimeMetrics:
     Args:
         steps: optimizer steps.
         run: of the run as a whole.
-        offload, store: of the engine and the tiers; None: not enabled, and the attributes are all 0.
+        sets: of the features, each with the prefix of its metrics' names.
+
+    Attributes:
+        offload, store: of the offload engine and its tiers; all 0 where offloading is not enabled.
         comm: of the collectives, by parallel dimension.
-        more: sets of other features, by the prefix of their metrics' names.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        run: StepMetrics,
-        offload: OffloadMetrics | None,
-        store: StoreMetrics | None,
-        comm: Mapping[str, CommMetrics],
-        more: Mapping[str, MetricSet] | None = None,
-    ) -> None:
+    def __init__(self, steps: int, run: StepMetrics, sets: Iterable[tuple[str, MetricSet]]) -> None:
         self.steps = steps
-        self.offload = offload if offload is not None else OffloadMetrics()
-        self.store = store if store is not None else StoreMetrics()
-        self.comm = dict(comm)
-        self._sets: list[tuple[str, MetricSet]] = []
-        if offload is not None:
-            self._sets.append(("", offload))
-        if store is not None:
-            self._sets.append(("", store))
-        self._sets += [(f"comm/{dimension}", found) for dimension, found in comm.items()]
-        self._sets += [*(more or {}).items(), ("", run)]
+        self._run = run
         self.step_seconds = run.step_seconds
+        self.offload, self.store = OffloadMetrics(), StoreMetrics()
+        self.comm: dict[str, CommMetrics] = {}
+        self._sets = [*sets, ("", run)]
+        for prefix, found in self._sets:
+            if isinstance(found, OffloadMetrics):
+                self.offload = found
+            elif isinstance(found, StoreMetrics):
+                self.store = found
+            elif isinstance(found, CommMetrics):
+                self.comm[prefix.removeprefix("comm/")] = found
 
     def declared(self) -> list[Metric]:
         """Every metric that this rank has, in the order in which it is shown."""
@@ -78,11 +70,11 @@ class RuntimeMetrics:
 
     def with_all_dimensions(self) -> RuntimeMetrics:
         """The same with every parallel dimension, so that all ranks have the same metrics in the same order."""
-        found = RuntimeMetrics(self.steps, StepMetrics(), None, None, {})
-        comm = {dimension: self.comm.get(dimension, CommMetrics()) for dimension in DIMENSIONS}
-        found._sets = [(f"comm/{dimension}", metrics) for dimension, metrics in comm.items()]
-        found._sets += [pair for pair in self._sets if not pair[0].startswith("comm/")]
-        return found
+        every: list[tuple[str, MetricSet]] = [
+            (f"comm/{dimension}", self.comm.get(dimension, CommMetrics())) for dimension in DIMENSIONS
+        ]
+        others = [(prefix, found) for prefix, found in self._sets[:-1] if not isinstance(found, CommMetrics)]
+        return RuntimeMetrics(self.steps, self._run, every + others)
 
     def __str__(self) -> str:
         values = self.values()

@@ -51,8 +51,8 @@ def closed_runtime(make_runtime: MakeRuntime) -> Iterator[MakeRuntime]:
 
 
 def pool_of(runtime: Runtime) -> Any:
-    assert runtime._store is not None
-    return runtime._store.pool
+    assert runtime.offload.store is not None
+    return runtime.offload.store.pool
 
 
 def model() -> tuple[torch.nn.Sequential, torch.Tensor]:
@@ -67,7 +67,7 @@ def loads_held(runtime: Runtime) -> tuple[torch.nn.Sequential, torch.Tensor]:
         loss = layers(x).square().mean()
     pool_of(runtime).hold(writes=False)
     engine = engine_of(runtime)
-    engine.prefetch(next(tape for known in runtime._tapes.values() if (tape := known()) is not None))
+    engine.prefetch(next(tape for known in runtime.offload._tapes.values() if (tape := known()) is not None))
     assert sum(region.state is State.LOADING for region in engine.mover.busy()) > 1
     return layers, loss
 
@@ -97,8 +97,8 @@ def test_a_load_that_the_end_of_the_store_cancelled_is_an_error(
     """The store may end without the engine: at interpreter exit, or by its owner."""
     runtime = closed_runtime(way)
     layers, loss = loads_held(runtime)
-    assert runtime._store is not None
-    runtime._store.close()
+    assert runtime.offload.store is not None
+    runtime.offload.store.close()
     with pytest.raises(RuntimeError, match="close it after backward"):
         loss.backward()
     assert all(parameter.grad is None for parameter in layers.parameters())
@@ -179,7 +179,7 @@ def test_a_finalizer_may_close_inside_of(
     x = torch.randn(64, 64, requires_grad=True)
     with stored_forward(runtime):
         (x * 2).sin().sum()
-    engine, store = engine_of(runtime), runtime._store
+    engine, store = engine_of(runtime), runtime.offload.store
     assert store is not None
     Owner(runtime)
     owner, name = PLACES[place]

@@ -56,7 +56,7 @@ def test_what_backward_gets_is_the_codecs_own_round_trip(
     wanted = make_codec(codec).roundtrip(x.detach() + 1)
     for hold in (None, {}, {"begun": True}):
         runtime = make_runtime(way, codec=codec)
-        pool = runtime._store.pool  # type: ignore[union-attr]
+        pool = runtime.offload.store.pool  # type: ignore[union-attr]
         if hold is not None:
             pool.hold(reads=False, **hold)
         with runtime.forward():

@@ -212,7 +212,7 @@ def test_the_file_never_grows_beyond_the_capacity(way: Variant, make_runtime: Ma
     assert torch.equal(gradient(runtime, 12), gradient(None, 12))
     kept, loaded, _ = figures(runtime)
     assert kept >= 7 * MiB and loaded >= 3 * MiB
-    slab = runtime._store._slabs[0]  # type: ignore[union-attr]
+    slab = runtime.offload.store._slabs[0]  # type: ignore[union-attr]
     assert os.fstat(slab.fd).st_size <= 5 * MiB
     # A file system that notes where pieces of the file lie counts the block of its notes too.
     assert os.fstat(slab.fd).st_blocks * 512 <= 5 * MiB + 16 * 1024

@@ -101,7 +101,7 @@ def test_a_child_has_the_figures_of_the_fork_and_nothing_to_wait_for(
 ) -> None:
     """Whatever lock another thread holds at the fork is never released in the child."""
     runtime = make_runtime(way, host="1MiB")
-    engine, store = runtime.engine, runtime._store
+    engine, store = runtime.engine, runtime.offload.store
     assert engine is not None and store is not None
     x = zoo.noise(64, 64).requires_grad_()
     with runtime.forward():

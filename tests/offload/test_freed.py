@@ -31,8 +31,8 @@ def engine_of(runtime: Runtime) -> OffloadEngine:
 @contextmanager
 def stores_wait(runtime: Runtime) -> Iterator[None]:
     """Inside, no store begins."""
-    assert runtime._store is not None
-    pool: Any = runtime._store.pool
+    assert runtime.offload.store is not None
+    pool: Any = runtime.offload.store.pool
     pool.hold(reads=False)
     try:
         yield

@@ -184,8 +184,8 @@ def test_what_backward_wrote_into_a_buffer_is_not_handed_out_again(
     their store is under way and the tensor is gone.
     """
     runtime = make_runtime(way, **({"codec": codec} if codec else {}))
-    assert runtime.engine is not None and runtime._store is not None
-    pool: Any = runtime._store.pool
+    assert runtime.engine is not None and runtime.offload.store is not None
+    pool: Any = runtime.offload.store.pool
     if storing:
         pool.hold(begun=True, reads=False)
 
@@ -258,7 +258,7 @@ def test_the_context_lives_as_long_as_its_graph(tmp_path: Path) -> None:
 def test_a_forked_child_neither_moves_nor_frees_anything(make_runtime: MakeRuntime) -> None:
     """Also with I/O in flight, whose operations belong to the parent."""
     runtime = make_runtime()
-    pool = runtime._store.pool  # type: ignore[union-attr]
+    pool = runtime.offload.store.pool  # type: ignore[union-attr]
     pool.hold(begun=True)
     x, loss = graph(runtime)
     child = os.fork()
@@ -300,7 +300,7 @@ ENDINGS = {
     "stores in flight": "",
     "a graph in a global": "graph = loss",
     "an exception": "raise SystemExit(7)",
-    "loads in flight": "o.runtime.engine.prefetch(o.runtime._tapes[0, -1]()) if o.runtime._tapes[0, -1]() else None",
+    "loads in flight": "(t := o.runtime.offload.tape(0, -1)) is None or o.runtime.engine.prefetch(t)",
     "backward half done": (
         "class Stop(Exception): pass\n"
         "def stop(g): raise Stop\n"

@@ -32,7 +32,7 @@ def test_two_thousand_steps_of_changing_shapes_grow_nothing(
     make_runtime: MakeRuntime, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runtime = make_runtime(Variant("c"), amount="0.9")
-    engine, store = runtime.engine, runtime._store
+    engine, store = runtime.engine, runtime.offload.store
     assert engine is not None and store is not None
     model = gpt(layers=2, hidden=64, heads=2, sequence=96)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

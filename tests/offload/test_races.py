@@ -48,8 +48,8 @@ def expected(depth: int = 6) -> torch.Tensor:
 
 
 def pool_of(runtime: Runtime) -> object:
-    assert runtime._store is not None
-    return runtime._store.pool
+    assert runtime.offload.store is not None
+    return runtime.offload.store.pool
 
 
 def engine_of(runtime: Runtime) -> OffloadEngine:
@@ -171,7 +171,7 @@ def test_unpack_overtakes_a_prefetch(way: Variant, make_runtime: MakeRuntime) ->
     runtime = make_runtime(way)
     x, loss = chain(runtime)
     settled(runtime)
-    tape = runtime._tape(0, -1)
+    tape = runtime.offload.tape(0, -1)
     assert tape is not None
     for begun in (False, True):
         pool_of(runtime).hold(begun=begun, writes=False)  # type: ignore[attr-defined]
@@ -223,7 +223,7 @@ def test_a_released_region_keeps_its_buffer_until_its_load_has_ended(
     for pause in PAUSES:
         _, loss = chain(runtime)
         settled(runtime)
-        tape = runtime._tape(0, -1)
+        tape = runtime.offload.tape(0, -1)
         assert tape is not None
         pool_of(runtime).hold(begun=True, writes=False)  # type: ignore[attr-defined]
         engine.prefetch(tape)
@@ -245,7 +245,7 @@ def test_a_pool_exhausted_by_prefetches_gives_way(way: Variant, make_runtime: Ma
     runtime = make_runtime(way, buffer="2MiB", in_flight="1MiB", prefetch="2MiB")
     x, loss = chain(runtime, depth=40)
     settled(runtime)
-    tape = runtime._tape(0, -1)
+    tape = runtime.offload.tape(0, -1)
     assert tape is not None
     engine_of(runtime).prefetch(tape)
     first = next(region for region in tape.regions if region is not None and region.state is State.STORED)
@@ -360,7 +360,7 @@ def test_a_closed_engine_makes_no_buffers(way: Variant, make_runtime: MakeRuntim
     _, loss = chain(runtime)
     settled(runtime)
     engine = engine_of(runtime)
-    tape = runtime._tape(0, -1)
+    tape = runtime.offload.tape(0, -1)
     runtime.close()
     assert tape is not None
     engine.prefetch(tape)

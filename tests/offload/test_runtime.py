@@ -132,7 +132,7 @@ def test_the_next_tape_is_loaded_while_this_one_runs_backward(make_runtime: Make
         losses[0].backward()
     del losses[0]
     assert runtime.engine is not None and runtime.engine.mover.ahead > 0
-    tape = runtime._tape(0, 1)
+    tape = runtime.offload.tape(0, 1)
     assert tape is not None and any(region is not None and region.ahead for region in tape.regions)
     del tape
     losses[1].backward()

@@ -15,15 +15,15 @@ from tests.offload.test_races import chain, engine_of
 def test_stores_wake_the_pool_together(way: Variant, make_runtime: MakeRuntime) -> None:
     """Up to the bytes of the largest tensor: of equal ones every second wakes it."""
     runtime = make_runtime(way)
-    assert runtime._store is not None
+    assert runtime.offload.store is not None
     flags: list[bool] = []
-    write = runtime._store.write
+    write = runtime.offload.store.write
 
     def record(*args: Any, later: bool, **more: Any) -> Any:
         flags.append(later)
         return write(*args, later=later, **more)
 
-    runtime._store.write = record  # type: ignore[method-assign]
+    runtime.offload.store.write = record  # type: ignore[method-assign]
     _, loss = chain(runtime, depth=6)
     assert len(flags) >= 6 and flags == [True, False] * (len(flags) // 2) + [True] * (len(flags) % 2)
     del loss

@@ -113,7 +113,7 @@ def test_a_packed_view_watches_the_original(make_runtime: MakeRuntime) -> None:
 def test_modified_while_the_store_is_in_flight_raises(make_runtime: MakeRuntime) -> None:
     """The bytes on the drive may be torn then: they must not be used."""
     runtime = make_runtime()
-    pool = runtime._store.pool  # type: ignore[union-attr]
+    pool = runtime.offload.store.pool  # type: ignore[union-attr]
     pool.hold(begun=True)
     x = torch.randn(128, 128, requires_grad=True)
     with runtime.forward():

@@ -35,7 +35,7 @@ class CacheMetrics(MetricSet):
 
 
 def metrics(steps: int, cache: CacheMetrics) -> RuntimeMetrics:
-    return RuntimeMetrics(steps, StepMetrics(), None, None, {}, {"cache": cache})
+    return RuntimeMetrics(steps, StepMetrics(), [("cache", cache)])
 
 
 def test_one_declaration_reaches_the_file_the_log_and_the_table(

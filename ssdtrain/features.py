@@ -1,0 +1,152 @@
+"""The protocol of a feature: an object that a `Runtime` calls at the events of training.
+
+Offloading and compressed collectives are two of them. A feature from outside of this package is given to `Runtime` or to
+`ssdtrain.attach`:
+
+```python
+@dataclass
+class CallMetrics(MetricSet):
+    forwards: int = counter(Unit.COUNT, "forwards")
+
+class CountForwards(Feature):
+    def __init__(self) -> None:
+        self.counted = CallMetrics()
+
+    def on_forward(self, forward: Forward) -> None:
+        self.counted.forwards += 1
+
+    def metrics(self) -> list[tuple[str, MetricSet]]:
+        return [("calls", self.counted)]
+
+runtime = ssdtrain.attach(model, config, features=[CountForwards()])
+```
+
+Note: [Order of features]
+Events reach features in the order of `Runtime.features`: offloading, compressed collectives, then those given from outside, in
+the order given. Contexts of `on_forward` and `on_backward` nest in that order, offloading outermost: saved-tensor hooks that
+another feature installs take precedence over those of offloading, and their results are not offloaded. What a feature saves by
+an autograd function of its own (`ctx.save_for_backward`) is offloaded like the model's saved tensors. `detach` and `close` run
+in the reverse order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ssdtrain.telemetry.registry import MetricSet
+
+__all__ = ["FIRST_STEPS", "UNNAMED", "Feature", "Forward", "Microbatch", "Placement", "Step"]
+
+FIRST_STEPS = 3
+"""Steps after which an enabled feature must have done something, or warn."""
+
+UNNAMED = -1
+"""`microbatch` of a forward or backward that the training loop does not name."""
+
+
+class Placement(NamedTuple):
+    """The device and the position of this process in the job."""
+
+    device: torch.device
+    rank: int = 0
+    local_rank: int = 0
+    local_world_size: int = 1
+    """Ranks on this node, which share its drives and memory."""
+
+
+class Microbatch(NamedTuple):
+    """A microbatch on a model chunk."""
+
+    chunk: int = 0
+    """The model chunk (virtual pipeline stage) on this rank."""
+    microbatch: int = UNNAMED
+    """The number that the training loop gives it between its forward and its backward, or `UNNAMED`."""
+
+
+class Forward(NamedTuple):
+    """The forward of a microbatch on a model chunk."""
+
+    chunk: int = 0
+    microbatch: int = UNNAMED
+    keep: bool = False
+    """True if its backward follows at once, so that moving its activations would not pay."""
+
+
+class Step(NamedTuple):
+    """A finished optimizer step."""
+
+    number: int
+    """As the training loop counts, else from 1."""
+    seconds: float
+    """From the end of the step before to the end of this one; 0.0 where its begin is not known."""
+    skipped: bool = False
+    """True if its gradients overflowed and were dropped."""
+
+
+class Feature:
+    """Base class of features. Every method has a default that does nothing: override what is needed.
+
+    The runtime calls all methods from the thread that trains, except for `on_backward` and what runs inside of it where a
+    framework starts backwards from another thread. An exception of a method reaches the training loop.
+
+    Note: [Forwards of layers]
+    A feature that computes layers differently replaces their forwards in `attach` and restores them in `detach`. `attach` is
+    called once for each model (each model chunk of a pipeline), after the framework has wrapped, sharded and converted it, and
+    before the first forward: parameters are the ones that train, and may be sharded. A feature must not assume that `on_forward`
+    surrounds every forward of these layers: evaluation and recomputation run without it.
+    """
+
+    def attach(self, model: nn.Module) -> None:
+        """Prepare `model`, whose forwards and backwards the next events are about."""
+
+    def detach(self) -> None:
+        """Undo what `attach` changed, on all models. Idempotent; called before `close`, and by it."""
+
+    def on_step_begin(self) -> None:
+        """The optimizer has made its step, or training begins: parameters may have moved."""
+
+    def on_forward(self, forward: Forward) -> AbstractContextManager[Any] | None:
+        """A forward with gradients begins.
+
+        Returns:
+            A context manager in which the forward runs; None where there is nothing to wrap. It leaves with the forward's
+            exception, if there was one.
+        """
+        return None
+
+    def on_backward(self, backward: Microbatch) -> AbstractContextManager[Any] | None:
+        """A backward begins. Not called where the training loop does not announce its backwards (plain PyTorch).
+
+        Returns:
+            As `on_forward`.
+        """
+        return None
+
+    def on_next_backward(self, upcoming: Sequence[Microbatch]) -> None:
+        """These backwards come next, in this order. A hint: it may be missing, and schedules may change."""
+
+    def on_step_end(self, step: Step) -> None:
+        """An optimizer step is over."""
+
+    def metrics(self) -> Sequence[tuple[str, MetricSet]]:
+        """The metrics since the start: (prefix of their names, "" for none; the set).
+
+        The names must be the same on every rank and differ from those of other features. From here they
+        reach the files of `report.path`, the log lines, the monitors of frameworks and `Runtime.statistics`.
+        """
+        return ()
+
+    def reset_peak(self) -> None:
+        """Begin a new peak in gauges that hold one."""
+
+    def description(self) -> str:
+        """What it does in this run, as a part of the log line at start; "" to be left out."""
+        return ""
+
+    def close(self) -> None:
+        """Wait for what is under way and release everything. Idempotent."""

@@ -1,0 +1,180 @@
+"""Offloading of activations as a feature of a runtime."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import nn
+
+from ssdtrain.config import OffloadConfig
+from ssdtrain.device import warn_of_untested_torch
+from ssdtrain.features import FIRST_STEPS, Feature, Forward, Microbatch, Placement, Step
+from ssdtrain.offload.build import build_engine
+from ssdtrain.offload.hooks import SavedTensorRecorder
+from ssdtrain.offload.policy import OffloadPolicy
+from ssdtrain.offload.tape import Tape
+from ssdtrain.storage import Endurance, EnduranceMetrics, Faults, defer_signals
+from ssdtrain.telemetry.registry import MetricSet
+from ssdtrain.telemetry.text import size_text
+
+__all__ = ["ActivationOffload"]
+
+logger = logging.getLogger("ssdtrain")
+
+
+class ActivationOffload(Feature):
+    """Records what forwards save, moves it to the tiers, and brings it back for backward.
+
+    Args:
+        offload: the section of the config; its directories exist.
+        place: of this rank.
+        policy, faults, staged, timeline: see `Runtime`.
+
+    Attributes:
+        engine: answers the saved-tensor hooks.
+        store: the tiers.
+
+    Raises:
+        HostBudgetExceeded: the ranks of the node would take more memory than it has.
+        OSError: a directory cannot be used; names the path and the remedy.
+    """
+
+    def __init__(
+        self,
+        offload: OffloadConfig,
+        place: Placement,
+        *,
+        policy: OffloadPolicy | None = None,
+        faults: Faults | None = None,
+        staged: bool | None = None,
+        timeline: bool = False,
+    ) -> None:
+        directories = offload.expand(rank=place.rank, local_rank=place.local_rank)
+        warn_of_untested_torch()
+        self.engine, self.store = build_engine(
+            offload,
+            place.device,
+            directories,
+            policy=policy,
+            rank=place.rank,
+            local_world_size=place.local_world_size,
+            faults=faults,
+            staged=staged,
+            timeline=timeline,
+        )
+        # A graph may outlive the runtime, and needs the engine (through its hooks) as long as it lives. The store goes with
+        # the engine, and at interpreter exit.
+        self._close_store = weakref.finalize(self.engine, self.store.close)
+        self._config = offload
+        self._place = place
+        first = place.rank - place.local_rank
+        others = [r for r in range(place.local_world_size) if r != place.local_rank]
+        self._endurance = Endurance(
+            directories, [offload.expand(rank=first + r, local_rank=r) for r in others]
+        )
+        self._seconds = 0.0
+        self._steps = 0
+        self._tapes: dict[tuple[int, int], weakref.ref[Tape]] = {}
+        self._only_keeps: bool | None = None  # every forward so far was asked to keep; None: there was none
+
+    # The model
+
+    def attach(self, model: nn.Module) -> None:
+        """The parameters and buffers of `model` never move."""
+        self.engine.eligible.register(model)
+        if self.engine.policy.needs_modules:
+            self.engine.modules.watch(model)
+
+    def detach(self) -> None:
+        self.engine.modules.close()
+
+    # The loop
+
+    def on_step_begin(self) -> None:
+        self.engine.eligible.refresh()
+
+    def on_forward(self, forward: Forward) -> AbstractContextManager[Tape]:
+        defer_signals()
+        self._only_keeps = forward.keep and self._only_keeps is not False
+        tape = Tape(forward.chunk, forward.microbatch, keep=forward.keep)
+        self._tapes[forward.chunk, forward.microbatch] = weakref.ref(tape)
+        return SavedTensorRecorder(self.engine, tape)
+
+    def on_backward(self, backward: Microbatch) -> AbstractContextManager[None] | None:
+        tape = self.tape(*backward)
+        return None if tape is None else self._loading(tape)
+
+    @contextmanager
+    def _loading(self, tape: Tape) -> Iterator[None]:
+        self.engine.prefetch(tape)
+        try:
+            yield
+        finally:
+            self.engine.drain()
+
+    def on_next_backward(self, upcoming: Sequence[Microbatch]) -> None:
+        found = [tape for key in upcoming if (tape := self.tape(*key)) is not None]
+        self.engine.next_backward(found)
+        if found:
+            self.engine.prefetch(found[0])
+
+    def tape(self, chunk: int, microbatch: int) -> Tape | None:
+        """The latest tape of a microbatch on a model chunk; None where nothing needs it any more."""
+        known = self._tapes.get((chunk, microbatch))
+        tape = known() if known is not None else None
+        if tape is None:
+            self._tapes.pop((chunk, microbatch), None)
+        return tape
+
+    def on_step_end(self, step: Step) -> None:
+        self._seconds += step.seconds
+        self._steps += 1
+        self.engine.drain()
+        if self._steps == FIRST_STEPS:
+            self._warn_if_inactive()
+
+    def _warn_if_inactive(self) -> None:
+        found = self.engine.snapshot()
+        if found.offloaded_bytes or found.cancelled_bytes or found.kept_full_bytes or found.kept_late_bytes:
+            return
+        if self._only_keeps:
+            return  # the last stage of a pipeline
+        if not found.saved_tensors:
+            why = "no saved tensor was seen: is the forward inside the runtime, and do inner saved-tensor hooks take all of it?"
+        elif not found.saved_bytes:
+            why = (
+                f"none of {found.saved_tensors} saved tensors may move: lower offload.min_bytes "
+                f"({self.engine.options.min_bytes} bytes), and check the device ({self._place.device})"
+            )
+        else:
+            why = (
+                f"the policy kept all {found.saved_bytes} bytes: raise offload.amount, and check that the patterns of "
+                "offload.include and offload.exclude leave something"
+            )
+        logger.warning("offload is enabled and moved nothing in the first %d steps: %s", FIRST_STEPS, why)
+
+    # Metrics
+
+    def metrics(self) -> list[tuple[str, MetricSet]]:
+        store = self.store.stats
+        written = {drive.path: drive.bytes_written for drive in store.drives}
+        life = EnduranceMetrics(self._endurance.life(written, self._seconds))
+        return [("", self.engine.snapshot()), ("", store), ("", life)]
+
+    def reset_peak(self) -> None:
+        self.engine.reset_peak()
+
+    def description(self) -> str:
+        metrics = self.store.stats
+        tiers = [f"host memory ({size_text(metrics.host.capacity)})"] if metrics.host is not None else []
+        tiers += [f"{drive.path} ({size_text(drive.capacity)})" for drive in metrics.drives]
+        way = f"offload: {self._config.amount} of what is saved, to {', then '.join(tiers)}"
+        return f"{way} | codec: {self._config.codec or 'none'}"
+
+    def close(self) -> None:
+        self.detach()
+        self.engine.close()
+        self._close_store()
