@@ -86,7 +86,10 @@ def start(arguments: list[str], ranks: int, directory: Path, timeout: float) -> 
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Results]:
-    """The results of a row, one for each rank. The first test of a group size starts it for all rows that were selected."""
+    """The results of a row, one for each rank. The first test of a group size starts it for all rows that were selected.
+
+    Tests that read them are in one file: a worker of xdist runs a file, and two files would train every row twice.
+    """
     done: dict[int, tuple[Path, str | None]] = {}
     wanted = {
         item.callspec.params["row"].name

@@ -167,15 +167,12 @@ def _other_rows() -> list[Row]:
 
 
 QUICK = (
-    "zero2-bf16",
     "compiled-zero1",
     "checkpoint-deepspeed",
     "zero1-overlap",
     "zero3-bf16-accumulate",
-    "zero3-init",
     "pipeline2",
     "dualpipev2",
-    "tensor2-partitioned",
     "autotp-zero1",
     "pipeline2-tensor2",
 )

@@ -66,6 +66,15 @@ def test_a_pipeline_resumes_exactly_with_or_without_the_block(row: Row, results:
         assert result["resumed-with"]["live_slots"] == 0
 
 
+@pytest.mark.parametrize("row", parameters([row for row in ROWS if row.name == "pipeline2"]))
+def test_of_two_stages_the_first_leaves_memory_and_the_last_stays(row: Row, results: Results) -> None:
+    first, last = (result["offloaded"]["offload"] for result in results(row))
+    assert first["kept_bytes"] == 0
+    assert first["offloaded_bytes"] + first["cancelled_bytes"] > 0
+    assert last["offloaded_bytes"] == last["cancelled_bytes"] == 0
+    assert last["kept_bytes"] > 0
+
+
 @pytest.mark.parametrize("row", parameters([row for row in ROWS if row.counted]))
 def test_all_that_plain_hooks_count_is_spilled(row: Row, results: Results) -> None:
     for result in results(row):

@@ -15,8 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssdtrain_ds.schedule import Turn, _Announced, follow, read
-from tests.deepspeed.conftest import Results
-from tests.deepspeed.rows import ROWS, Row
 from tests.deepspeed.upstream import LACKS
 
 
@@ -121,16 +119,6 @@ def test_deepspeed_hears_of_each_instruction_before_it_runs() -> None:
             count += 1
             assert heard == turns[:count]
     assert count == len(turns)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("row", [row for row in ROWS if row.name == "pipeline2"], ids=lambda row: row.name)
-def test_of_two_stages_the_first_leaves_memory_and_the_last_stays(row: Row, results: Results) -> None:
-    first, last = (result["offloaded"]["offload"] for result in results(row))
-    assert first["kept_bytes"] == 0
-    assert first["offloaded_bytes"] + first["cancelled_bytes"] > 0
-    assert last["offloaded_bytes"] == last["cancelled_bytes"] == 0
-    assert last["kept_bytes"] > 0
 
 
 class Recorder:
