@@ -1,0 +1,6 @@
+"""What to keep, offload or recompute: costs, search and control.
+
+What lives here: `step` (its words) and `timeline` (the one cost model: the time line of a step under given
+choices). May import everything below the runtime; nothing below it imports this. It never moves a tensor
+itself: it chooses, and the engine's policies carry out.
+"""

@@ -1,0 +1,185 @@
+"""The words of the cost model: blocks, choices, the machine, the order of passes, and what a simulated step
+comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = [
+    "DEVICE",
+    "KEEP",
+    "RECOMPUTE",
+    "Block",
+    "BlockTimes",
+    "Choice",
+    "Link",
+    "Machine",
+    "Pass",
+    "StepTimeline",
+    "Tier",
+    "one_after_the_other",
+    "one_forward_one_backward",
+]
+
+DEVICE = "device"
+"""The tier name of tensors that stay where they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A piece of the model that is decided about as one: a transformer layer, a module, or a single region.
+    Seconds and bytes are those of one microbatch on one rank."""
+
+    name: str
+    forward: float
+    backward: float
+    saved: int
+    """Bytes saved for backward that may be offloaded or recomputed."""
+    recompute: float = 0.0
+    """Seconds of running its forward again."""
+    inputs: int = 0
+    """Bytes of `saved` that stay where the block is recomputed: what its forward runs again from."""
+    fixed: int = 0
+    """Bytes alive from its forward to its backward whatever is chosen: small tensors, outputs somebody
+    holds."""
+    forward_transient: int = 0
+    """Bytes alive during its forward only."""
+    backward_transient: int = 0
+    """Bytes alive during its backward only: gradients of activations, workspaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What happens to a block's saved tensors."""
+
+    tier: str = DEVICE
+    """Where they go: the name of a tier, or `DEVICE`."""
+    recompute: bool = False
+    """Drop `saved`, keep `inputs` (in `tier`), and run the forward again in backward."""
+    ratio: float = 1.0
+    """Bytes after encoding over bytes before; 1: no codec."""
+    encode: float = 0.0
+    """Seconds of encoding, on the stream that computes, after the block's forward."""
+    decode: float = 0.0
+    """Seconds of decoding, before its backward."""
+
+
+KEEP = Choice()
+RECOMPUTE = Choice(recompute=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A place for offloaded bytes.
+
+    Args:
+        name: as in `Choice.tier`.
+        write, read: bytes per second for this rank.
+        shared: reads and writes take turns; else both run at full speed at once.
+        latency: seconds of a transfer on top, overlapped with others.
+        capacity: bytes; a store that finds no room stays on the device. None: no limit.
+    """
+
+    name: str
+    write: float
+    read: float
+    shared: bool = False
+    latency: float = 0.0
+    capacity: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Between a device and the host: bytes per second each way, at the same time."""
+
+    to_host: float
+    to_device: float
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What transfers have to their disposal. See the module's docstring for `in_flight`, `prefetch` and
+    `window` (bytes).
+
+    `link` is None where tensors are stored from host memory without a copy (CPU).
+    """
+
+    tiers: tuple[Tier, ...] = ()
+    link: Link | None = None
+    in_flight: int = 1 << 60
+    prefetch: int = 1 << 60
+    window: int = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward or backward of one microbatch on one chunk, or `seconds` in which nothing is computed (a
+    bubble, the optimizer)."""
+
+    kind: Literal["forward", "backward", "idle"]
+    microbatch: int = 0
+    chunk: int = 0
+    seconds: float = 0.0
+
+
+def one_after_the_other(microbatches: int = 1) -> list[Pass]:
+    """Forward and backward of each microbatch in turn."""
+    return [Pass(kind, number) for number in range(microbatches) for kind in ("forward", "backward")]  # type:
+    ignore[arg - type]
+
+
+def one_forward_one_backward(microbatches: int, alive: int) -> list[Pass]:
+    """1F1B on a stage that has at most `alive` microbatches between forward and backward (stages after it,
+    and itself)."""
+    order = [Pass("forward", number) for number in range(min(alive, microbatches))]
+    for number in range(microbatches):
+        order.append(Pass("backward", number))
+        if number + alive < microbatches:
+            order.append(Pass("forward", number + alive))
+    return order
+
+
+@dataclass(slots=True)
+class BlockTimes:
+    """What one block cost in the step, over all microbatches."""
+
+    store_stall: float = 0.0
+    """Seconds that forward waited for its store."""
+    load_stall: float = 0.0
+    """Seconds that backward waited for its load."""
+    stored: int = 0
+    """Bytes written to its tier; less than was chosen where stores were cancelled or found no room."""
+
+    @property
+    def hidden(self) -> bool:
+        """No computation waited for its transfers."""
+        return self.store_stall + self.load_stall < 1e-9
+
+
+@dataclass(slots=True)
+class StepTimeline:
+    """The outcome of `simulate`."""
+
+    seconds: float
+    """From the first forward to the end of the last pass."""
+    compute_seconds: float
+    """Forward, backward, recomputation and codecs."""
+    idle_seconds: float
+    store_stall: float
+    load_stall: float
+    peak_bytes: int
+    """The most bytes on the device at once, of what the blocks describe."""
+    peak_seconds: float
+    """When that was first reached."""
+    written: dict[str, int] = field(default_factory=dict)
+    """Bytes by tier."""
+    read: dict[str, int] = field(default_factory=dict)
+    tier_peak: dict[str, int] = field(default_factory=dict)
+    """The most bytes at once, by tier."""
+    blocks: list[list[BlockTimes]] = field(default_factory=list)
+    """[chunk][block]"""
+
+    @property
+    def stall(self) -> float:
+        return self.store_stall + self.load_stall

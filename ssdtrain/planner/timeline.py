@@ -1,0 +1,388 @@
+"""The cost model: the time line of one training step, given what happens to each block's saved tensors.
+
+`simulate` plays forward and backward passes of microbatches in a given order and returns step time, stalls,
+peak memory and bytes per tier. It needs no device, and takes some microseconds per block and pass, so that a
+search can call it thousands of times.
+
+What is modelled, after the engine's own rules (`ssdtrain.offload`):
+
+- A block's saved tensors are on the device from the beginning of its forward. Its store begins when its
+  forward ends: a copy over the link to a staging buffer, then a write to the tier, both served in order. At
+  most `in_flight` bytes of stores are under way: else forward waits.
+- On a device with a link, tensors leave at fixed points of the tape: when more than `window` bytes of stores
+  are on the device, the stream that computes waits for the copy of the oldest one. Without a link (CPU),
+  tensors leave when their write has ended.
+- Backward asks in reverse order. Reads are issued ahead, in order, across tapes, while the bytes in staging
+  buffers are at most `prefetch`; copies to the device while at most `window` bytes are there ahead of their
+  use.
+- A store that has not begun when its load would begin is cancelled and its bytes stay; one whose write is
+  under way is brought back from its staging buffer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ssdtrain.planner.step import (
+    DEVICE,
+    KEEP,
+    RECOMPUTE,
+    Block,
+    BlockTimes,
+    Choice,
+    Link,
+    Machine,
+    Pass,
+    StepTimeline,
+    Tier,
+    one_after_the_other,
+    one_forward_one_backward,
+)
+
+__all__ = [
+    "DEVICE",
+    "KEEP",
+    "RECOMPUTE",
+    "Block",
+    "BlockTimes",
+    "Choice",
+    "Link",
+    "Machine",
+    "Pass",
+    "StepTimeline",
+    "Tier",
+    "one_after_the_other",
+    "one_forward_one_backward",
+    "simulate",
+]
+
+
+class _Job:
+    """One store: its copy off the device and its write. Times are known once it has been served."""
+
+    __slots__ = ("begin", "cancelled", "end", "left", "nbytes", "ready", "served")
+
+    def __init__(self, nbytes: int, ready: float) -> None:
+        self.nbytes = nbytes
+        self.ready = ready  # for the tier
+        self.left = ready  # when the tensor's bytes are off the device (its copy has ended, or without a link its write)
+        self.begin = self.end = 0.0  # of the write
+        self.served = self.cancelled = False
+
+
+class _Server:
+    """A tier: writes wait in line until time has come to them, so that one may still be cancelled; reads go
+    before them."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.write_free = self.read_free = 0.0
+        self.used = self.peak = self.written = self.read = 0
+        self._line: deque[_Job] = deque()
+
+    def enqueue(self, job: _Job) -> None:
+        self._line.append(job)
+
+    def serve(self, until: float) -> None:
+        """Begin the writes that can begin by `until`."""
+        line = self._line
+        while line:
+            job = line[0]
+            if not job.cancelled:
+                begin = max(job.ready, self.write_free)
+                if begin > until:
+                    return
+                self._begin(job, begin)
+            line.popleft()
+
+    def finish(self, job: _Job) -> float:
+        """The end of `job`, which nothing will cancel any more."""
+        while not job.served:
+            ahead = self._line.popleft()
+            if not ahead.cancelled:
+                self._begin(ahead, max(ahead.ready, self.write_free))
+        return job.end
+
+    def _begin(self, job: _Job, begin: float) -> None:
+        job.begin, self.write_free = begin, begin + job.nbytes / self.tier.write
+        if self.tier.shared:
+            self.read_free = self.write_free
+        job.end = self.write_free + self.tier.latency
+        job.served = True
+        self.written += job.nbytes
+
+    def begin_read(self, nbytes: int, ready: float) -> float:
+        """Read from `ready` on; returns the end."""
+        self.serve(ready)
+        self.read_free = max(ready, self.read_free) + nbytes / self.tier.read
+        if self.tier.shared:
+            self.write_free = self.read_free
+        self.read += nbytes
+        return self.read_free + self.tier.latency
+
+
+@dataclass(slots=True)
+class _Saved:
+    """What one block of one tape left for backward."""
+
+    nbytes: int  # of it on the device before its store and after its load
+    job: _Job | None = None
+    server: _Server | None = None
+    departed: bool = False
+
+
+class _Bounded:
+    """Bytes that are in use until known times, first come first served."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._until: deque[tuple[float, int]] = deque()
+
+    def admit(self, nbytes: int, now: float) -> float:
+        """When there is room for `nbytes`, not before `now`. One alone always has room."""
+        until = self._until
+        while until and (until[0][0] <= now or self.used + nbytes > self.limit):
+            when, size = until.popleft()
+            self.used -= size
+            now = max(now, when)
+        return now
+
+    def hold(self, nbytes: int, until: float) -> None:
+        self.used += nbytes
+        self._until.append((until, nbytes))
+
+
+class _Simulation:
+    def __init__(
+        self, chunks: Sequence[Sequence[Block]], choices: Sequence[Sequence[Choice]], machine: Machine
+    ) -> None:
+        self.chunks, self.choices, self.machine = chunks, choices, machine
+        self.servers = {tier.name: _Server(tier) for tier in machine.tiers}
+        self.now = 0.0
+        self.compute = self.idle = 0.0
+        self.store_link_free = self.load_link_free = 0.0
+        self.stores: deque[tuple[_Job, _Server, BlockTimes]] = deque()  # under way
+        self.store_bytes = 0
+        self.leaving: deque[tuple[_Saved, BlockTimes]] = deque()  # stores whose tensors are on the device
+        self.leaving_bytes = 0
+        self.staged = _Bounded(machine.prefetch)
+        self.ahead = _Bounded(machine.window)
+        self.memory: list[tuple[float, int]] = []
+        self.tapes: dict[tuple[int, int], tuple[list[_Saved], float]] = {}  # and the end of its forward
+        self.backward_began: float | None = None  # the latest
+        self.blocks = [[BlockTimes() for _ in chunk] for chunk in chunks]
+
+    def run(self, seconds: float) -> None:
+        self.now += seconds
+        self.compute += seconds
+
+    def hold(self, when: float, nbytes: int) -> None:
+        if nbytes:
+            self.memory.append((when, nbytes))
+
+    # Forward
+
+    def forward(self, chunk: int, microbatch: int) -> None:
+        tape: list[_Saved] = []
+        for block, choice, times in zip(
+            self.chunks[chunk], self.choices[chunk], self.blocks[chunk], strict=True
+        ):
+            began = self.now
+            self.run(block.forward)
+            self.hold(began, block.saved + block.fixed + block.forward_transient)
+            self.hold(self.now, -block.forward_transient)
+            kept = block.saved
+            if choice.recompute:
+                kept = block.inputs
+                self.hold(self.now, kept - block.saved)
+            self.run(choice.encode)
+            saved = _Saved(round(kept * choice.ratio))
+            self.hold(self.now, saved.nbytes - kept)
+            if choice.tier != DEVICE and saved.nbytes:
+                self.store(saved, self.servers[choice.tier], times)
+            tape.append(saved)
+        self.tapes[chunk, microbatch] = tape, self.now
+
+    def store(self, saved: _Saved, server: _Server, times: BlockTimes) -> None:
+        nbytes, capacity = saved.nbytes, server.tier.capacity
+        if capacity is not None and server.used + nbytes > capacity:
+            return
+        while self.stores:
+            job, its_server, its_times = self.stores[0]
+            its_server.serve(self.now)
+            full = self.store_bytes + nbytes > self.machine.in_flight
+            if not job.cancelled:
+                if not full and (not job.served or job.end > self.now):
+                    break
+                self.wait(its_server.finish(job), its_times)
+            self.store_bytes -= job.nbytes
+            self.stores.popleft()
+        job = _Job(nbytes, self.now)
+        if self.machine.link is not None:
+            self.store_link_free = max(self.now, self.store_link_free) + nbytes / self.machine.link.to_host
+            job.ready = job.left = self.store_link_free
+        server.enqueue(job)
+        server.used += nbytes
+        server.peak = max(server.peak, server.used)
+        self.stores.append((job, server, times))
+        self.store_bytes += nbytes
+        saved.job, saved.server = job, server
+        times.stored += nbytes
+        self.leaving.append((saved, times))
+        self.leaving_bytes += nbytes
+        self.depart()
+
+    def depart(self) -> None:
+        """Let tensors go: those past the window on a device with a link, those whose write has ended without
+        one."""
+        linked = self.machine.link is not None
+        while self.leaving:
+            saved, times = self.leaving[0]
+            job, server = saved.job, saved.server
+            if job is not None and server is not None and not job.cancelled:
+                if linked:
+                    if self.leaving_bytes <= self.machine.window:
+                        return
+                    self.wait(job.left, times)
+                    self.hold(self.now, -saved.nbytes)
+                else:
+                    server.serve(self.now)
+                    if not job.served or job.end > self.now:
+                        return
+                    self.hold(job.end, -saved.nbytes)
+                saved.departed = True
+            self.leaving.popleft()
+            self.leaving_bytes -= saved.nbytes
+
+    def wait(self, until: float, times: BlockTimes) -> None:
+        """Forward waits for a store."""
+        if until > self.now:
+            times.store_stall += until - self.now
+            self.now = until
+
+    # Backward
+
+    def backward(self, chunk: int, microbatch: int) -> None:
+        tape, ended = self.tapes.pop((chunk, microbatch))
+        # A tape is known to be next from the beginning of the backward before it.
+        announced = max(ended, self.now if self.backward_began is None else self.backward_began)
+        self.backward_began = self.now
+        for index in range(len(tape) - 1, -1, -1):
+            block, choice, times = (
+                self.chunks[chunk][index],
+                self.choices[chunk][index],
+                self.blocks[chunk][index],
+            )
+            saved = tape[index]
+            if saved.job is not None and saved.server is not None:
+                ready = self.load(saved, saved.server, saved.job, announced, times)
+                if ready > self.now:
+                    times.load_stall += ready - self.now
+                    self.now = ready
+            began = self.now
+            self.hold(began, block.backward_transient)
+            self.run(choice.decode)
+            self.hold(began, block.saved - saved.nbytes)
+            if choice.recompute:
+                self.run(block.recompute)
+            self.run(block.backward)
+            self.hold(self.now, -(block.saved + block.fixed + block.backward_transient))
+            if not self.machine.link:
+                self.depart()
+
+    def load(self, saved: _Saved, server: _Server, job: _Job, announced: float, times: BlockTimes) -> float:
+        """When the bytes are on the device, in memory that is counted from when they may be copied into
+        it."""
+        nbytes, link = saved.nbytes, self.machine.link
+        issued = self.staged.admit(nbytes, announced)
+        server.serve(issued)
+        server.used -= nbytes
+        if not job.served:
+            job.cancelled = True
+            times.stored -= nbytes
+        if link is None:
+            self.depart()
+            if not job.served or job.end > issued:
+                saved.job = None  # its load came near before it had left: it stays
+                if saved.departed:
+                    self.hold(job.end, nbytes)
+                return self.now
+            ready = server.begin_read(nbytes, issued)
+            self.hold(issued, nbytes)
+            self.staged.hold(nbytes, max(ready, self.now))
+            return ready
+        if not saved.departed:
+            saved.job = None
+            return self.now
+        ready = (
+            max(issued, job.left) if not job.served or job.end > issued else server.begin_read(nbytes, issued)
+        )
+        room = self.ahead.admit(nbytes, announced)
+        self.hold(room, nbytes)
+        self.load_link_free = max(ready, room, self.load_link_free) + nbytes / link.to_device
+        self.staged.hold(nbytes, self.load_link_free)
+        self.ahead.hold(nbytes, max(self.load_link_free, self.now))
+        return self.load_link_free
+
+    # The outcome
+
+    def outcome(self) -> StepTimeline:
+        live = peak = 0
+        when = 0.0
+        for time, change in sorted(self.memory):
+            live += change
+            if live > peak:
+                peak, when = live, time
+        for server in self.servers.values():
+            server.serve(float("inf"))
+        flat = [times for chunk in self.blocks for times in chunk]
+        return StepTimeline(
+            self.now,
+            self.compute,
+            self.idle,
+            sum(times.store_stall for times in flat),
+            sum(times.load_stall for times in flat),
+            peak,
+            when,
+            {name: server.written for name, server in self.servers.items()},
+            {name: server.read for name, server in self.servers.items()},
+            {name: server.peak for name, server in self.servers.items()},
+            self.blocks,
+        )
+
+
+def simulate(
+    chunks: Sequence[Sequence[Block]],
+    choices: Sequence[Sequence[Choice]],
+    order: Sequence[Pass],
+    machine: Machine,
+) -> StepTimeline:
+    """The time line of one step.
+
+    Args:
+        chunks: the blocks of each model chunk (virtual pipeline stage), in forward order.
+        choices: one for each block, [chunk][block].
+        order: the passes of one rank; each forward of a (chunk, microbatch) before its backward. A backward
+        that never comes (an evaluation) leaves its bytes alive to the end of the step. machine: bandwidths
+        and limits.
+
+    Raises:
+        KeyError: a choice names a tier that the machine does not have, or a backward has no forward.
+        ValueError: a chunk has another number of choices than of blocks.
+    """
+    for number, (blocks, chosen) in enumerate(zip(chunks, choices, strict=True)):
+        if len(blocks) != len(chosen):
+            raise ValueError(f"chunk {number} has {len(blocks)} blocks and {len(chosen)} choices")
+    running = _Simulation(chunks, choices, machine)
+    for one in order:
+        if one.kind == "idle":
+            running.now += one.seconds
+            running.idle += one.seconds
+        elif one.kind == "forward":
+            running.forward(one.chunk, one.microbatch)
+        else:
+            running.backward(one.chunk, one.microbatch)
+    return running.outcome()

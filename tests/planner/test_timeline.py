@@ -1,0 +1,188 @@
+"""The cost model against time lines worked out by hand. Times in seconds, blocks of 100 bytes, forward 1 s,
+backward 2 s unless said."""
+
+import pytest
+
+from ssdtrain.planner.timeline import (
+    KEEP,
+    RECOMPUTE,
+    Block,
+    Choice,
+    Link,
+    Machine,
+    Pass,
+    StepTimeline,
+    Tier,
+    one_after_the_other,
+    one_forward_one_backward,
+    simulate,
+)
+
+SSD = Choice("ssd")
+
+
+def block(name: str = "b", forward: float = 1.0, backward: float = 2.0, **more: int | float) -> Block:
+    return Block(name, forward, backward, **{"saved": 100, "recompute": 1.0, "inputs": 10, **more})  # type:
+    ignore[arg - type]
+
+
+def machine(write: float = 100.0, read: float = 100.0, *, link: Link | None = None, **more: int) -> Machine:
+    return Machine((Tier("ssd", write, read),), link, **more)
+
+
+def step(
+    choices: list[Choice], on: Machine, *, order: list[Pass] | None = None, **more: int | float
+) -> StepTimeline:
+    blocks = [block(f"b{i}", **more) for i in range(len(choices))]
+    return simulate([blocks], [choices], order or one_after_the_other(), on)
+
+
+def test_keeping_everything_takes_the_time_of_its_blocks_and_all_their_memory() -> None:
+    found = step([KEEP] * 3, machine())
+    assert (found.seconds, found.compute_seconds, found.stall) == (9.0, 9.0, 0.0)
+    assert (found.peak_bytes, found.peak_seconds) == (300, 2.0)
+    assert found.written == {"ssd": 0}
+
+
+def test_a_store_that_ends_during_the_next_block_frees_its_memory_then() -> None:
+    # b0 [0,1], written [1,2]; b1 [1,2], kept; b2 [2,3], kept. b0 is read from 3 (backward begins) to 4, used
+    # from 7.
+    found = step([SSD, KEEP, KEEP], machine())
+    assert (found.seconds, found.stall) == (9.0, 0.0)
+    # At 1: b0 (being written) and b1. At 2: b0 goes, b2 comes. From 3: b0 comes back.
+    assert found.peak_bytes == 300
+    assert found.peak_seconds == 3.0
+    assert (found.written["ssd"], found.read["ssd"]) == (100, 100)
+    assert found.blocks[0][0].hidden
+
+
+def test_reads_wait_for_room_so_that_the_peak_stays_low() -> None:
+    # The most is at 5: b2's backward ends and b1's begins, of which nothing was read ahead before b2's has
+    # begun.
+    found = step([SSD, SSD, KEEP], machine(prefetch=100))
+    # b1 is read [3,4] while b2 (3 to 5) is used, b0 from 5, when b1's own use begins, to 6, for 7.
+    assert (found.seconds, found.stall, found.peak_bytes) == (9.0, 0.0, 200)
+
+
+def test_a_slow_read_stalls_backward_and_the_block_it_belongs_to_is_named() -> None:
+    # b0 is written [1,2]. Read at 25 B/s from 3 to 7: b2 and b1 are backward until 7: just hidden. At 20 B/s
+    # until 8: one second late.
+    assert step([SSD, KEEP, KEEP], machine(read=25)).stall == 0.0
+    found = step([SSD, KEEP, KEEP], machine(read=20))
+    assert (found.load_stall, found.store_stall, found.seconds) == (1.0, 0.0, 10.0)
+    assert [times.load_stall for times in found.blocks[0]] == [1.0, 0.0, 0.0]
+
+
+def test_forward_waits_when_too_many_bytes_are_under_way() -> None:
+    # 50 B/s: b0 is written [1,3], b1 [3,5]. With 100 in flight, b1's store at 2 waits until 3; b2's at 4
+    # until 5.
+    found = step([SSD, SSD, SSD, KEEP], machine(write=50, read=1000, in_flight=100))
+    assert found.store_stall == 2.0
+    assert [times.store_stall for times in found.blocks[0]] == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_store_that_has_not_begun_when_backward_comes_is_cancelled() -> None:
+    # 20 B/s: b0 is written [1,6]; b1's write would begin at 6, and backward asks for it at 3, when b2 begins:
+    # it stays.
+    found = step([SSD, SSD, KEEP], machine(write=20, read=1000))
+    assert found.written["ssd"] == 100
+    # b1 stays, and b0's write is under way at 3, so it stays too.
+    assert (found.read["ssd"], found.stall, found.peak_bytes) == (0, 0.0, 300)
+    assert [times.stored for times in found.blocks[0]] == [100, 0, 0]
+
+
+def test_behind_a_link_tensors_leave_when_more_than_the_window_is_on_the_device() -> None:
+    # Copies at 100 B/s: b0 [1,2], b1 [2,3], b2 [3,4], b3 [4,5]. With a window of 100: at 2 b0's tensor goes
+    # (its copy has just ended), at 3 b1's, at 4 b2's; b3's stays, since backward comes.
+    link = Link(100, 100)
+    found = step([SSD] * 4, machine(1000, 1000, link=link, window=100))
+    assert found.stall == 0.0
+    # While b1 runs: b0 and b1; the same for all. In backward: b3, and b2 on its way back.
+    assert found.peak_bytes == 200
+    # At 4 b3's write has not begun and is cancelled; b2's is under way, so its staging buffer still has the
+    # bytes.
+    assert (found.written["ssd"], found.read["ssd"]) == (300, 200)
+    # A link half as fast: b0 is copied [1,3] and let go of at 2: one second; b1 [3,5] and b2's end at 4: one
+    # second more.
+    slow = step([SSD] * 4, machine(1000, 1000, link=Link(50, 1000), window=100))
+    assert slow.store_stall == 3.0
+    assert slow.peak_bytes == 200
+
+
+def test_recomputation_keeps_inputs_and_runs_forward_again() -> None:
+    found = step([RECOMPUTE] * 3, machine())
+    assert (found.seconds, found.compute_seconds) == (12.0, 12.0)
+    # At the end of forward: 3 inputs. b2 whole again beside two inputs; the same in forward.
+    assert found.peak_bytes == 120
+    # Inputs go to the drive: 10 bytes at 100 B/s are written before the next block has ended.
+    offloaded = step([Choice("ssd", recompute=True)] * 3, machine())
+    assert (offloaded.seconds, offloaded.written["ssd"]) == (12.0, 30)
+
+
+def test_a_codec_moves_fewer_bytes_and_takes_time() -> None:
+    found = step([Choice("ssd", ratio=0.5, encode=0.1, decode=0.2), KEEP], machine())
+    assert found.written["ssd"] == 50
+    assert found.seconds == pytest.approx(6.3)
+    assert step([Choice(ratio=0.5), KEEP], machine()).peak_bytes == 150  # half of the first beside the last
+
+
+def test_bytes_that_no_choice_moves_are_counted() -> None:
+    kept = step([KEEP, KEEP], machine(), fixed=7, forward_transient=1000, backward_transient=3)
+    assert kept.peak_bytes == 214 + 1000
+    assert kept.peak_seconds == 1.0
+
+
+def test_one_forward_one_backward_has_several_tapes_alive() -> None:
+    order = one_forward_one_backward(4, 2)
+    assert [(one.kind[0], one.microbatch) for one in order] == [
+        ("f", 0), ("f", 1), ("b", 0), ("f", 2), ("b", 1), ("f", 3), ("b", 2), ("b", 3)
+    ]  # fmt: skip
+    assert step([KEEP], machine(), order=order).peak_bytes == 200
+    assert step([KEEP], machine(), order=one_after_the_other(4)).peak_bytes == 100
+    # f0 [0,1] is written [1,1.5], and read from 2, when its backward would begin, to 2.5. The others are
+    # still being written when the backward before theirs begins, which is when their reads would: they stay.
+    found = step([SSD], machine(write=200, read=200), order=order)
+    assert (found.seconds, found.load_stall, found.read["ssd"]) == (12.5, 0.5, 100)
+
+
+def test_the_next_tape_is_read_while_the_present_one_is_used() -> None:
+    # f0 [0,1], f1 [1,2], f2 [2,3] written within 0.1 s each; b0 [3.1,5.1] waits for its read alone.
+    order = [Pass("forward", n) for n in range(3)] + [Pass("backward", n) for n in range(3)]
+    found = step([SSD, KEEP], machine(1000, 1000), order=order)
+    assert found.stall == 0.0
+
+
+def test_idle_time_lets_transfers_catch_up() -> None:
+    order = [Pass("forward"), Pass("idle", seconds=5.0), Pass("backward")]
+    found = step([SSD, KEEP, KEEP], machine(write=20, read=25), order=order)
+    assert (found.seconds, found.idle_seconds, found.compute_seconds, found.stall) == (14.0, 5.0, 9.0, 0.0)
+
+
+def test_reads_and_writes_of_a_shared_tier_take_turns() -> None:
+    # Two microbatches, 1F1B: b0's read and f2's write meet. At 100 B/s each way alone nothing waits; sharing,
+    # the drive is busy longer.
+    order = one_forward_one_backward(6, 3)
+    apart = Machine((Tier("ssd", 60, 60),))
+    together = Machine((Tier("ssd", 60, 60, shared=True),))
+    blocks = [[block("a"), block("b")]]
+    choices = [[SSD, SSD]]
+    assert (
+        simulate(blocks, choices, order, apart).seconds < simulate(blocks, choices, order, together).seconds
+    )
+
+
+def test_a_full_tier_leaves_the_rest_on_the_device() -> None:
+    found = simulate(
+        [[block(f"b{i}") for i in range(3)]],
+        [[SSD] * 3],
+        one_after_the_other(),
+        Machine((Tier("ssd", 100, 100, capacity=150),)),
+    )
+    assert (found.written["ssd"], found.tier_peak["ssd"]) == (100, 100)
+
+
+def test_what_cannot_be_is_an_error() -> None:
+    with pytest.raises(ValueError, match="1 blocks and 2 choices"):
+        simulate([[block()]], [[KEEP, KEEP]], one_after_the_other(), machine())
+    with pytest.raises(KeyError, match="tape"):
+        step([Choice("tape")], machine())
