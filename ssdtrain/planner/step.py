@@ -99,7 +99,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What transfers have to their disposal. See the module's docstring for `in_flight`, `prefetch` and
+    """What transfers have to their disposal. See `ssdtrain.planner.timeline` for `in_flight`, `prefetch` and
     `window` (bytes).
 
     `link` is None where tensors are stored from host memory without a copy (CPU).
@@ -125,8 +125,10 @@ class Pass:
 
 def one_after_the_other(microbatches: int = 1) -> list[Pass]:
     """Forward and backward of each microbatch in turn."""
-    return [Pass(kind, number) for number in range(microbatches) for kind in ("forward", "backward")]  # type:
-    ignore[arg - type]
+    order = []
+    for number in range(microbatches):
+        order += [Pass("forward", number), Pass("backward", number)]
+    return order
 
 
 def one_forward_one_backward(microbatches: int, alive: int) -> list[Pass]:

@@ -21,18 +21,16 @@ from ssdtrain.planner.timeline import (
 SSD = Choice("ssd")
 
 
-def block(name: str = "b", forward: float = 1.0, backward: float = 2.0, **more: int | float) -> Block:
-    return Block(name, forward, backward, **{"saved": 100, "recompute": 1.0, "inputs": 10, **more})  # type:
-    ignore[arg - type]
+def block(name: str = "b", forward: float = 1.0, backward: float = 2.0, **more: int) -> Block:
+    given = {"saved": 100, "inputs": 10, **more}
+    return Block(name, forward, backward, recompute=1.0, **given)
 
 
 def machine(write: float = 100.0, read: float = 100.0, *, link: Link | None = None, **more: int) -> Machine:
     return Machine((Tier("ssd", write, read),), link, **more)
 
 
-def step(
-    choices: list[Choice], on: Machine, *, order: list[Pass] | None = None, **more: int | float
-) -> StepTimeline:
+def step(choices: list[Choice], on: Machine, *, order: list[Pass] | None = None, **more: int) -> StepTimeline:
     blocks = [block(f"b{i}", **more) for i in range(len(choices))]
     return simulate([blocks], [choices], order or one_after_the_other(), on)
 
