@@ -73,6 +73,10 @@ static uint64_t sample(uint64_t address, uint64_t nbytes) {
     if (nbytes < sizeof word) memcpy(&word, bytes, nbytes);
     else memcpy(&word, bytes + nbytes - sizeof word, sizeof word);
     sum = mix(sum ^ mix(word));
+    if (nbytes >= sizeof word) { /* the first word, where allocators keep the list of what is free */
+        memcpy(&word, bytes, sizeof word);
+        sum = mix(sum ^ mix(word));
+    }
     for (uint64_t at = 0; nbytes >= sizeof word && at + stride <= nbytes; at += stride) {
         memcpy(&word, bytes + at + mix(at + 1) % (stride - sizeof word + 1), sizeof word);
         sum = mix(sum ^ mix(word));

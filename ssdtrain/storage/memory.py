@@ -119,14 +119,15 @@ def _sampled(nbytes: int) -> tuple[slice, ...]:
     if nbytes < WORD:
         return (slice(0, nbytes),)
     stride = max(WORD, min(STRIDE, nbytes // SAMPLES))
-    places = [nbytes - WORD]
+    places = [nbytes - WORD, 0]
     for at in range(0, nbytes - stride + 1, stride):
         places.append(at + mix(at + 1) % (stride - WORD + 1))
     return tuple(slice(place, place + WORD) for place in places)
 
 
 def sample(address: int, nbytes: int) -> int:
-    """A number that depends on some words of the bytes, never 0: at places that no regular pattern meets, and on the last word.
+    """A number that depends on some words of the bytes, never 0: at places that no regular pattern meets, and on the last and the first
+    word, where allocators keep the list of what is free.
 
     At least 16 words, or all of fewer; in more than 4 MiB one of each 256 KiB. The caller vouches for the memory.
     """

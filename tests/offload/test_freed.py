@@ -113,6 +113,24 @@ def test_what_was_freed_and_used_again_at_the_same_address_is_an_error(
 
 
 @pytest.mark.parametrize("variant", IN_PLACE, ids=lambda variant: variant.name)
+def test_what_was_stored_while_it_was_free_is_an_error(make_runtime: MakeRuntime, variant: Variant) -> None:
+    """1. saved; 2. freed: the allocator links it into its list by the first word; 3. stored; 4. back, with the old bytes."""
+    runtime = make_runtime(variant)
+    with stores_wait(runtime):
+        x, y, loss = saved(runtime)
+        first = y.detach().view(-1)[:2]
+        with torch.autograd._unsafe_preserve_version_counter(y):
+            kept = first.clone()
+            first.view(torch.int64).fill_(0x7F0000001000)
+    settled(runtime)
+    with torch.autograd._unsafe_preserve_version_counter(y):
+        first.copy_(kept)
+    with pytest.raises(RuntimeError, match="overwritten before it was offloaded"):
+        loss.backward()
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("variant", IN_PLACE, ids=lambda variant: variant.name)
 def test_memory_that_is_unmapped_under_a_store_is_an_error(
     make_runtime: MakeRuntime, variant: Variant
 ) -> None:
