@@ -242,6 +242,7 @@ class SpillStore:
         with self._lock:
             self._drain()
             self._closed = True
+            self._live_slots = self._live_bytes = 0  # there are no files that they could be in
         self._shutdown()
 
     def __enter__(self) -> "SpillStore":

@@ -5,6 +5,7 @@ No regions, no threads, no reuse, nothing clever: what the engine must agree wit
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import torch
@@ -26,7 +27,8 @@ class SynchronousOffload:
         self.count += 1
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         span = tensor.detach().as_strided((last + 1,), (1,), tensor.storage_offset())
-        path.write_bytes(span.view(torch.uint8).numpy().tobytes())
+        # Not by NumPy: a storage that it has seen cannot be resized by its owner any more.
+        path.write_bytes(ctypes.string_at(span.data_ptr(), span.nbytes))
         return (path, tensor.dtype, tensor.shape, tensor.stride())
 
     def unpack(self, held: object) -> torch.Tensor:

@@ -84,9 +84,11 @@ def make(directory: str, variant: Variant, options: dict[str, Any], faults: Faul
     return runtime
 
 
-def agree(program: list[Instruction], seed: int, runtime: Runtime) -> None:
-    plain = Machine(nullcontext, seed).run(program)
-    difference = same(plain, Machine(runtime.forward, seed, lambda: settled(runtime)).run(program))
+def agree(program: list[Instruction], seed: int, runtime: Runtime, *, keeps: bool = False) -> None:
+    plain = Machine(nullcontext, seed, keeps=keeps).run(program)
+    ours = Machine(runtime.forward, seed, lambda: settled(runtime), runtime.close, keeps).run(program)
+    names = {name for name, *_ in program}
+    difference = same(plain, ours, freed="free" in names, closed=keeps or "close" in names)
     assert difference is None, difference
 
 
@@ -120,23 +122,42 @@ def test_any_program_on_any_drive(variant: Variant) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("variant", VARIANTS[:5], ids=lambda v: v.name)
-def test_two_hundred_programs_each_on_any_drive(variant: Variant) -> None:
-    any_program(variant, max_examples=200)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("variant", VARIANTS[:6], ids=lambda v: v.name)
+def test_a_thousand_programs_each_on_any_drive(variant: Variant) -> None:
+    any_program(variant, max_examples=1000)
+
+
+THREE = {"programs": st.lists(INSTRUCTIONS, min_size=3, max_size=3), "options": OPTIONS, "faults": FAULTS}
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(programs=st.lists(INSTRUCTIONS, min_size=3, max_size=3), options=OPTIONS, faults=FAULTS)
+@given(**THREE)
 def test_three_programs_at_once_in_threads(
     programs: list[list[Instruction]], options: dict[str, Any], faults: Faults
 ) -> None:
+    three_at_once(programs, options, faults)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(**THREE)
+def test_three_programs_at_once_in_threads_five_hundred_times(
+    programs: list[list[Instruction]], options: dict[str, Any], faults: Faults
+) -> None:
+    three_at_once(programs, options, faults)
+
+
+def three_at_once(programs: list[list[Instruction]], options: dict[str, Any], faults: Faults) -> None:
     errors: list[BaseException] = []
+    # Closed by one, it is closed for all.
+    closes = any(name == "close" for program in programs for name, *_ in program)
     with tempfile.TemporaryDirectory() as directory, make(directory, VARIANTS[0], options, faults) as runtime:
 
         def run(seed: int) -> None:
             try:
-                agree(programs[seed], seed, runtime)
+                agree(programs[seed], seed, runtime, keeps=closes)
             except BaseException as error:  # noqa: BLE001 - shown below, on the thread of the test
                 errors.append(error)
 
