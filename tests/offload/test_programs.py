@@ -128,11 +128,8 @@ def test_a_thousand_programs_each_on_any_drive(variant: Variant) -> None:
     any_program(variant, max_examples=1000)
 
 
-THREE = {"programs": st.lists(INSTRUCTIONS, min_size=3, max_size=3), "options": OPTIONS, "faults": FAULTS}
-
-
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(**THREE)
+@given(programs=st.lists(INSTRUCTIONS, min_size=3, max_size=3), options=OPTIONS, faults=FAULTS)
 def test_three_programs_at_once_in_threads(
     programs: list[list[Instruction]], options: dict[str, Any], faults: Faults
 ) -> None:
@@ -142,7 +139,7 @@ def test_three_programs_at_once_in_threads(
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
-@given(**THREE)
+@given(programs=st.lists(INSTRUCTIONS, min_size=3, max_size=3), options=OPTIONS, faults=FAULTS)
 def test_three_programs_at_once_in_threads_five_hundred_times(
     programs: list[list[Instruction]], options: dict[str, Any], faults: Faults
 ) -> None:
