@@ -39,7 +39,6 @@ __all__ = [
     "checkpointing_is_configured",
     "config_of",
     "engines_made",
-    "exec_schedule",
     "foreign_instructions",
     "held_by",
     "instruction_map",
@@ -240,12 +239,6 @@ def foreign_instructions(engine_class: type) -> list[str]:
     """Names of the pipeline instructions that somebody added to DeepSpeed's own, as Megatron-DeepSpeed does for zero bubble."""
     known: dict[type, Any] = getattr(engine_class, INSTRUCTION_MAP, {})
     return sorted(kind.__name__ for kind in known if not kind.__module__.startswith("deepspeed."))
-
-
-def exec_schedule(engine: PipelineEngine) -> Callable[[Any], Any]:
-    """What runs the instructions of one batch."""
-    found: Callable[[Any], Any] = getattr(engine, EXEC_SCHEDULE)
-    return found
 
 
 def zero_stage(engine: DeepSpeedEngine) -> int:

@@ -8,47 +8,40 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
+from ssdtrain.integration.patching import Patches
 from ssdtrain_ds.autoload import after_import
 from ssdtrain_ds.block import BLOCK
 
-__all__ = ["install", "uninstall"]
+__all__ = ["install"]
 
 _MODULE = "accelerate.utils.dataclasses"
 _PLUGIN = "DeepSpeedPlugin"
 _METHOD = "deepspeed_config_process"
-_PLAIN = "_ssdtrain_plain"
 
 
-def install() -> None:
-    """accelerate leaves the block alone; where it was not imported yet, as soon as it is. Idempotent."""
-    after_import(_MODULE, _patch)
+def install(patches: Patches) -> None:
+    """accelerate leaves the block alone; where it was not imported yet, as soon as it is.
+
+    Args:
+        patches: active; takes the replacement, unless it has been undone by then.
+    """
+    after_import(_MODULE, functools.partial(_patch, patches))
 
 
-def uninstall() -> None:
-    """Undo `install`."""
-    plugin = _plugin()
-    plain = getattr(getattr(plugin, _METHOD, None), _PLAIN, None)
-    if plain is not None:
-        setattr(plugin, _METHOD, plain)
+def _patch(patches: Patches) -> None:
+    plugin = getattr(sys.modules[_MODULE], _PLUGIN, None)
+    # A plugin without this method does not read "auto" either.
+    if patches.active and hasattr(plugin, _METHOD):
+        patches.replace(plugin, _METHOD, _without_block)
 
 
-def _plugin() -> Any:
-    return getattr(sys.modules.get(_MODULE), _PLUGIN, None)
-
-
-def _patch() -> None:
-    plugin = _plugin()
-    plain = getattr(plugin, _METHOD, None)
-    if plain is None or hasattr(plain, _PLAIN):
-        return  # one without this method does not read "auto" either
-
-    @functools.wraps(plain)
+def _without_block(plain: Callable[..., Any]) -> Callable[..., Any]:
     def process(self: Any, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
         if prefix == f"{BLOCK}.":
             return None
         return plain(self, prefix, *args, **kwargs)
 
-    setattr(process, _PLAIN, plain)
-    setattr(plugin, _METHOD, process)
+    return process

@@ -9,7 +9,6 @@ as instance attributes; an engine without the block keeps the class's functions 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import weakref
@@ -24,6 +23,7 @@ from ssdtrain import ranks
 from ssdtrain.config import Config, ConfigError, Problem, load_config
 from ssdtrain.features import FIRST_STEPS
 from ssdtrain.integration.compatibility import check_conflicts
+from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.gathered import GatheredStorages
@@ -40,9 +40,9 @@ __all__ = ["install", "runtime_of", "uninstall"]
 
 logger = logging.getLogger("ssdtrain")
 
-_PLAIN = "_ssdtrain_plain_init"
 _ATTACHMENT = "ssdtrain_attachment"
 
+_installed = Patches()
 # Engines that somebody made after `uninstall` are to train without their block.
 _was_uninstalled = False
 
@@ -55,15 +55,18 @@ def install() -> None:
         ConfigError: there is an engine already whose config has an active block.
     """
     _compat.check()
-    cls = _compat.DeepSpeedEngine
-    plain = cls.__init__
-    if hasattr(plain, _PLAIN):
+    if _installed.active:
         return
     if not _was_uninstalled:
         _check_not_late()
+    _installed.replace(_compat.DeepSpeedEngine, "__init__", _reading_block)
+    _compat_accelerate.install(_installed)
+    checkpointing.register_random_state(ssdtrain.api.checkpoint)
+
+
+def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(plain)
 
-    @functools.wraps(plain)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
         config_class = given.get("config_class")
@@ -98,10 +101,7 @@ def install() -> None:
         if config is not None and config.active:
             self.__dict__[_ATTACHMENT] = _Attachment(self, config, written)
 
-    setattr(init, _PLAIN, plain)
-    cls.__init__ = init
-    _compat_accelerate.install()
-    checkpointing.register_random_state(ssdtrain.api.checkpoint)
+    return init
 
 
 def _check_not_late() -> None:
@@ -130,10 +130,8 @@ def uninstall() -> None:
     """Undo `install` for engines made from now on. Engines that exist keep their runtime."""
     global _was_uninstalled
     _was_uninstalled = True
-    plain = getattr(_compat.DeepSpeedEngine.__init__, _PLAIN, None)
-    if plain is not None:
-        _compat.DeepSpeedEngine.__init__ = plain
-        _compat_accelerate.uninstall()
+    if _installed.active:
+        _installed.undo()
         checkpointing.unregister_random_state(ssdtrain.api.checkpoint)
 
 
@@ -183,16 +181,19 @@ class _Attachment:
             self._prepare_offload(self.offload)
         self.checkpoint = checkpointing.function_for(config.checkpoint)
         self.monitor = Monitor(engine, self.runtime)
-        self._undo.callback(trainer.follow(engine, self.runtime))
         self._note_skips()
+        self._undo.callback(engine.__dict__.pop, _ATTACHMENT, None)
+        patches = Patches()
+        self._undo.callback(patches.undo)
+        trainer.follow(patches, engine, self.runtime)
         if _compat.is_pipeline(engine):
-            own = schedule.follow(engine, self.runtime, self.recording, self.step_over)
-            own[_compat.EXEC_SCHEDULE] = self._noting_skips(own[_compat.EXEC_SCHEDULE])
+            schedule.follow(patches, engine, self.runtime, self.recording, self.step_over)
+            patches.replace(engine, _compat.EXEC_SCHEDULE, self._noting_skips)
         else:
-            own = self._methods(engine)
-        own["destroy"] = self._destroy(engine.destroy)
-        self._undo.callback(self._give_back, own)
-        engine.__dict__.update(own)
+            patches.replace(engine, "forward", self._recorded)
+            patches.replace(engine, "backward", self._prefetched)
+            patches.replace(engine, "step", self._counted)
+        patches.replace(engine, "destroy", self._destroy)
         if self.runtime.comm is not None:
             self.comm = CommAttachment(engine, self.runtime.comm)
             self._undo.callback(self.comm.detach)
@@ -207,16 +208,10 @@ class _Attachment:
             offload.eligible.fixed_when(self.gathered.__contains__)
         offload.eligible.fixed_when(_compat.is_zero_parameter)
         self.inner_hooks = InnerHooks(offload.options.min_bytes)
-        checkpointing.register(id(self))
+        patches = Patches()
         # Also where the engine is dropped without `destroy`.
-        self._undo.callback(weakref.finalize(self, checkpointing.unregister, id(self)))
-
-    def _give_back(self, own: dict[str, Any]) -> None:
-        """The engine's methods are its class's again."""
-        for name, value in own.items():
-            if self.engine.__dict__.get(name) is value:
-                del self.engine.__dict__[name]
-        self.engine.__dict__.pop(_ATTACHMENT, None)
+        self._undo.callback(weakref.finalize(self, patches.undo))
+        checkpointing.follow(patches)
 
     @contextmanager
     def recording(
@@ -237,34 +232,34 @@ class _Attachment:
                         with self.inner_hooks.watched():
                             yield
 
-    def _methods(self, engine: Any) -> dict[str, Callable[..., Any]]:
-        forward, backward, step = engine.forward, engine.backward, engine.step
-
-        @functools.wraps(forward)
-        def recorded_forward(*args: Any, **kwargs: Any) -> Any:
+    def _recorded(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
+                return plain(*args, **kwargs)
             with self.recording():
-                return forward(*args, **kwargs)
+                return plain(*args, **kwargs)
 
-        @functools.wraps(backward)
-        def prefetching_backward(*args: Any, **kwargs: Any) -> Any:
+        return forward
+
+    def _prefetched(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> Any:
             with self.runtime.backward():
-                return backward(*args, **kwargs)
+                return plain(*args, **kwargs)
 
-        @functools.wraps(step)
-        def counted_step(*args: Any, **kwargs: Any) -> Any:
-            before = engine.global_steps
+        return backward
+
+    def _counted(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            before = self.engine.global_steps
             self._note_skips()
-            found = step(*args, **kwargs)
-            if engine.global_steps != before:
+            found = plain(*args, **kwargs)
+            if self.engine.global_steps != before:
                 self.step_over()
             return found
 
-        return {"forward": recorded_forward, "backward": prefetching_backward, "step": counted_step}
+        return step
 
     def _noting_skips(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
         def exec_schedule(*args: Any, **kwargs: Any) -> Any:
             self._note_skips()
             return plain(*args, **kwargs)
@@ -310,7 +305,6 @@ class _Attachment:
             )
 
     def _destroy(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
         def destroy(*args: Any, **kwargs: Any) -> Any:
             try:
                 self.detach()

@@ -19,7 +19,6 @@ are therefore not replaced: some names that they look up in their module are, wh
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 
 from ssdtrain.config import CheckpointConfig
+from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.region import Kept
@@ -37,11 +37,10 @@ from ssdtrain_ds import _compat
 __all__ = [
     "calling",
     "checkpoint",
+    "follow",
     "function_for",
     "recording_into",
-    "register",
     "register_random_state",
-    "unregister",
     "unregister_random_state",
 ]
 
@@ -239,7 +238,6 @@ def _get_cpu_offload_engine(plain: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _copy_to_device(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
     def copy_to_device(item: Any, device: Any, criterion_func: Any) -> Any:
         spills = device == torch.device("cpu") and _spills_cpu_checkpoints()
         return item if spills else plain(item, device, criterion_func)
@@ -248,7 +246,6 @@ def _copy_to_device(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _empty_inputs(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
     def get_cpu_activations_for_backward(args: Any, inputs: Any) -> list[Any]:
         return list(spilled(tuple(args)) if _spills_cpu_checkpoints() else plain(args, inputs))
 
@@ -260,7 +257,6 @@ def _spills_cpu_checkpoints() -> bool:
 
 
 def _extract_tensors(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
     def extract_tensors(all_objects: Any) -> Any:
         tensors, others, flags = plain(all_objects=all_objects)
         # Of the two checkpoint functions only the one that is not reentrant calls this where a forward of ours runs and no
@@ -273,7 +269,6 @@ def _extract_tensors(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _detach(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
     def detach_variable(inputs: Any, device: Any = None) -> Any:
         return plain(tuple(_read_back(tensor) for tensor in inputs), device)
 
@@ -298,23 +293,7 @@ _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-_plain: dict[str, Any] = {}
-_users: set[int] = set()
-
-
-def register(user: int) -> None:
-    """Make DeepSpeed's checkpoint functions offload, until every user has unregistered."""
-    if not _users:
-        for name in _compat.names_replaced():
-            _plain[name] = getattr(_compat.checkpointing, name)
-            setattr(_compat.checkpointing, name, _REPLACEMENTS[name](_plain[name]))
-    _users.add(user)
-
-
-def unregister(user: int) -> None:
-    """`user` is gone; with the last one DeepSpeed's names are what they were."""
-    _users.discard(user)
-    if not _users:
-        for name, plain in _plain.items():
-            setattr(_compat.checkpointing, name, plain)
-        _plain.clear()
+def follow(patches: Patches) -> None:
+    """Make DeepSpeed's checkpoint functions offload, until `patches` are undone."""
+    for name in _compat.names_replaced():
+        patches.replace(_compat.checkpointing, name, _REPLACEMENTS[name])

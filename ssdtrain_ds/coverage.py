@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.engine import OffloadEngine
 
 __all__ = ["InnerHooks"]
@@ -31,35 +32,15 @@ class _Watchers(threading.local):
 
 
 _watchers = _Watchers()
-_lock = threading.Lock()
-_watched_threads = 0
-_plain_enter = saved_tensors_hooks.__enter__
 
 
-def _enter(hooks: Any) -> None:
-    if _watchers.stack:
-        _watchers.stack[-1]._watch(hooks)
-    _plain_enter(hooks)
+def _noting(plain: Callable[[Any], None]) -> Callable[[Any], None]:
+    def enter(hooks: Any) -> None:
+        if _watchers.stack:
+            _watchers.stack[-1]._watch(hooks)
+        plain(hooks)
 
-
-def _begin(watcher: InnerHooks) -> None:
-    """`saved_tensors_hooks` is patched while any thread is watched."""
-    global _watched_threads, _plain_enter
-    with _lock:
-        if not _watched_threads:
-            _plain_enter = saved_tensors_hooks.__enter__
-            saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
-        _watched_threads += 1
-    _watchers.stack.append(watcher)
-
-
-def _end() -> None:
-    global _watched_threads
-    _watchers.stack.pop()
-    with _lock:
-        _watched_threads -= 1
-        if not _watched_threads:
-            saved_tensors_hooks.__enter__ = _plain_enter  # type: ignore[method-assign]
+    return enter
 
 
 class InnerHooks:
@@ -79,11 +60,14 @@ class InnerHooks:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watch this thread inside one forward."""
-        _begin(self)
+        patches = Patches()
+        patches.replace(saved_tensors_hooks, "__enter__", _noting)
+        _watchers.stack.append(self)
         try:
             yield
         finally:
-            _end()
+            _watchers.stack.pop()
+            patches.undo()
 
     def _watch(self, hooks: Any) -> None:
         pack: Callable[[torch.Tensor], Any] = hooks.pack_hook

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ssdtrain.integration.patching import Patches
 from ssdtrain.runtime import Runtime
 from ssdtrain_ds import _compat
 
@@ -112,24 +113,18 @@ class _Announced:
 
 
 def follow(
+    patches: Patches,
     engine: Any,
     runtime: Runtime,
     recording: Callable[..., Any],
     after_batch: Callable[[], None],
-) -> dict[str, Any]:
-    """The attributes that make a pipeline engine record its forwards.
+) -> None:
+    """Make a pipeline engine record its forwards.
 
     Args:
         recording: as `Runtime.forward`.
         after_batch: called at the end of every training batch.
-
-    Returns:
-        what `engine` gets as attributes of its own.
     """
-    instructions = _compat.instruction_map(engine)
-    plain_schedule = _compat.exec_schedule(engine)
-    plain_forward = instructions[_compat.schedule.ForwardPass]
-    plain_backward = instructions[_compat.schedule.BackwardPass]
     stages = _compat.stages_of(engine)
     present = [Turn()]
 
@@ -138,30 +133,45 @@ def follow(
         if turn.upcoming:
             runtime.next_backward(*turn.upcoming)
 
-    def forward(self: Any, **kwargs: Any) -> Any:
-        turn = present[0]
-        if turn.chunk is None or not torch.is_grad_enabled():
-            return plain_forward(self, **kwargs)
-        with recording(turn.chunk, turn.microbatch, keep=turn.keep):
-            return plain_forward(self, **kwargs)
+    def recorded(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: Any, **kwargs: Any) -> Any:
+            turn = present[0]
+            if turn.chunk is None or not torch.is_grad_enabled():
+                return plain(self, **kwargs)
+            with recording(turn.chunk, turn.microbatch, keep=turn.keep):
+                return plain(self, **kwargs)
 
-    def backward(self: Any, **kwargs: Any) -> Any:
-        turn = present[0]
-        if turn.chunk is None:
-            return plain_backward(self, **kwargs)
-        with runtime.backward(turn.chunk, turn.microbatch):
-            return plain_backward(self, **kwargs)
+        return forward
 
-    def exec_schedule(pipe_schedule: Any) -> Any:
-        if not torch.is_grad_enabled():  # evaluation
-            return plain_schedule(pipe_schedule)
-        try:
-            found = plain_schedule(_Announced(pipe_schedule, announce, stages))
-        finally:
-            present[0] = Turn()
-        after_batch()
-        return found
+    def prefetched(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(self: Any, **kwargs: Any) -> Any:
+            turn = present[0]
+            if turn.chunk is None:
+                return plain(self, **kwargs)
+            with runtime.backward(turn.chunk, turn.microbatch):
+                return plain(self, **kwargs)
 
-    instructions[_compat.schedule.ForwardPass] = forward
-    instructions[_compat.schedule.BackwardPass] = backward
-    return {_compat.INSTRUCTION_MAP: instructions, _compat.EXEC_SCHEDULE: exec_schedule}
+        return backward
+
+    def table(plain: dict[type, Any]) -> dict[type, Any]:
+        return {
+            **plain,
+            (kind := _compat.schedule.ForwardPass): recorded(plain[kind]),
+            (kind := _compat.schedule.BackwardPass): prefetched(plain[kind]),
+        }
+
+    def announced(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def exec_schedule(pipe_schedule: Any) -> Any:
+            if not torch.is_grad_enabled():  # evaluation
+                return plain(pipe_schedule)
+            try:
+                found = plain(_Announced(pipe_schedule, announce, stages))
+            finally:
+                present[0] = Turn()
+            after_batch()
+            return found
+
+        return exec_schedule
+
+    patches.replace(engine, _compat.INSTRUCTION_MAP, table)
+    patches.replace(engine, _compat.EXEC_SCHEDULE, announced)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -201,13 +201,6 @@ class Place(NamedTuple):
 
     owner: Any
     name: str
-
-    def get(self) -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(self.owner, self.name)
-        return found
-
-    def set(self, function: Callable[..., Any]) -> None:
-        setattr(self.owner, self.name, function)
 
 
 def replaceable() -> dict[str, tuple[Place, ...]]:

@@ -13,6 +13,7 @@ from torch import nn
 from ssdtrain import ranks
 from ssdtrain.comm import Policy
 from ssdtrain.config import Config, load_config
+from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.claims import claim, refuse_claimed, related
 from ssdtrain.runtime import Runtime, RuntimeMetrics
@@ -94,7 +95,9 @@ class Attachment:
         hooks.install()
         self.runtime.comm.loss_scale = _compat_comm.loss_scale(optimizer)
         self._hooks = hooks
-        self._undo += [hooks.remove, follow(optimizer, self._stepped)]
+        patches = Patches()
+        self._undo += [hooks.remove, patches.undo]
+        follow(patches, optimizer, self._stepped)
         self.runtime.step_begin()
 
     def _stepped(self, skipped: bool) -> None:

@@ -9,12 +9,12 @@ the block hands down is lost, silently. So they are read once, as leaves of thei
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ssdtrain.integration.patching import Patches
 from ssdtrain_megatron import _compat
 
 __all__ = ["read_inputs_once"]
@@ -22,27 +22,13 @@ __all__ = ["read_inputs_once"]
 Function = Callable[..., Any]
 
 
-def read_inputs_once() -> Callable[[], None]:
-    """Replace the two functions of CheckpointWithoutOutput's that are concerned. See Note: [Inputs that are read twice].
-
-    Returns:
-        What puts them back.
-    """
-    undo = []
+def read_inputs_once(patches: Patches) -> None:
+    """Replace the two functions of CheckpointWithoutOutput's that are concerned. See Note: [Inputs that are read twice]."""
     for place, wrap in zip(_compat.discarding_function(), (_forward, _backward), strict=True):
-        plain = place.get()
-        place.set(wrap(plain))
-        undo.append(functools.partial(place.set, plain))
-
-    def put_back() -> None:
-        while undo:
-            undo.pop()()
-
-    return put_back
+        patches.replace(*place, wrap)
 
 
 def _forward(plain: Function) -> Function:
-    @functools.wraps(plain)
     def forward(ctx: Any, run_function: Function, discarding: Any, *args: Any) -> Any:
         outputs = plain(ctx, run_function, discarding, *args)
         discarding.ctx = _Context(ctx)  # for the recomputation
@@ -52,7 +38,6 @@ def _forward(plain: Function) -> Function:
 
 
 def _backward(plain: Function) -> Function:
-    @functools.wraps(plain)
     def backward(ctx: Any, *gradients: Any) -> Any:
         try:
             return plain(_Context(ctx), *gradients)

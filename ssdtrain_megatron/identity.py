@@ -14,7 +14,6 @@ longer: the weight is a parameter, and the schedule holds what a stage received 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,6 @@ def remembering(position: int, plain: Function) -> Function:
         position: of the tensor among the arguments after `ctx`.
     """
 
-    @functools.wraps(plain)
     def forward(ctx: Any, *args: Any) -> Any:
         result = plain(ctx, *args)
         tensor = args[position]
@@ -50,7 +48,6 @@ def reminded(position: int, plain: Function) -> Function:
         position: of the tensor among the saved ones.
     """
 
-    @functools.wraps(plain)
     def backward(ctx: Any, *gradients: Any) -> Any:
         leaf = getattr(ctx, "ssdtrain_leaf", None)
         if leaf is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import detach_leaves
 from ssdtrain.offload.claims import related
 from ssdtrain_megatron import _compat
@@ -35,8 +36,7 @@ class Installation:
         self._attachments: list[Attachment] = []
         self._present: Attachment | None = None  # whose forward is running
         self._first_run = False  # inside the first run of a reentrant checkpoint
-        self._originals: list[tuple[_compat.Place, Function]] = []
-        self._read_twice: Callable[[], None] = lambda: None  # puts back what reads saved inputs twice
+        self._patches = Patches()
         # Storages that CheckpointWithoutOutput frees and fills again by itself.
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         # Models that have nothing in common with any chunk, as seen.
@@ -109,22 +109,15 @@ class Installation:
         }
         for name, places in _compat.replaceable().items():
             for place in places:
-                plain = place.get()
-                self._originals.append((place, plain))
-                place.set(wrappers[name](plain))
-        self._read_twice = read_inputs_once()
+                self._patches.replace(*place, wrappers[name])
+        read_inputs_once(self._patches)
 
     def _restore(self) -> None:
-        self._read_twice()
-        self._read_twice = lambda: None
-        while self._originals:
-            place, plain = self._originals.pop()
-            place.set(plain)
+        self._patches.undo()
         self._resized.clear()
         self._strangers.clear()
 
     def _forward_step(self, plain: Function) -> Function:
-        @functools.wraps(plain)
         def forward_step(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
@@ -152,7 +145,6 @@ class Installation:
         return forward_step
 
     def _backward_step(self, plain: Function) -> Function:
-        @functools.wraps(plain)
         def backward_step(*args: Any, **kwargs: Any) -> Any:
             output = _compat.output_of(args, kwargs)
             for attachment in self._attachments:
@@ -163,7 +155,6 @@ class Installation:
         return backward_step
 
     def _checkpoint(self, plain: Function) -> Function:
-        @functools.wraps(plain)
         def checkpoint(function: Function, distribute_saved_activations: bool, *args: Any) -> Any:
             if not torch.is_grad_enabled():
                 # Nothing is saved. See Note: [Outputs that are parameters] in `recompute`.
@@ -194,7 +185,6 @@ class Installation:
         return checkpoint
 
     def _discarding_checkpoint(self, plain: Function) -> Function:
-        @functools.wraps(plain)
         def checkpoint(discarding: Any, run_function: Function, *args: Any) -> Any:
             outputs = plain(discarding, run_function, *args)
             self._forget_dead()

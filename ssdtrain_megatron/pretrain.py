@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ssdtrain import ranks
+from ssdtrain.integration.patching import Patches
 from ssdtrain_megatron.flags import add_arguments, config_from_args
 
 if TYPE_CHECKING:
@@ -22,11 +23,8 @@ __all__ = ["install_pretrain", "uninstall_pretrain"]
 
 Function = Callable[..., Any]
 
-Replaced = list[tuple[Any, str, Function]]
-"""(owner, name, what was there)."""
-
-_originals: Replaced = []
-_of_attachment: Replaced = []  # on top of those, for the attachment that is alive
+_patches = Patches()
+_of_attachment = Patches()  # for the attachment that is alive
 _attachment: Attachment | None = None
 
 
@@ -38,45 +36,32 @@ def install_pretrain() -> None:
     Raises:
         ImportError: megatron.training is not on the path, or lacks a name that is needed.
     """
-    if _originals:
+    if _patches.active:
         return
     from ssdtrain_megatron import _compat
 
     arguments, training = _compat.check_training()
-    _replace(_originals, arguments, "add_megatron_arguments", _with_flags)
-    _replace(_originals, training, "setup_model_and_optimizer", functools.partial(_attaching, training))
+    _patches.replace(arguments, "add_megatron_arguments", _with_flags)
+    _patches.replace(training, "setup_model_and_optimizer", functools.partial(_attaching, training))
 
 
 def uninstall_pretrain() -> None:
     """Put the training loop's functions back, and end what was attached. Idempotent."""
     _detach()
-    _put_back(_originals)
+    _patches.undo()
 
 
 def _detach() -> None:
     """End what is attached: a run that sets up a second model would else log and save for both."""
     global _attachment
-    _put_back(_of_attachment)
+    _of_attachment.undo()
     if _attachment is not None:
         atexit.unregister(_attachment.close)
         _attachment.close()
         _attachment = None
 
 
-def _replace(kept: Replaced, owner: Any, name: str, wrap: Callable[[Function], Function]) -> None:
-    plain = getattr(owner, name)
-    kept.append((owner, name, plain))
-    setattr(owner, name, wrap(plain))
-
-
-def _put_back(kept: Replaced) -> None:
-    while kept:
-        owner, name, plain = kept.pop()
-        setattr(owner, name, plain)
-
-
 def _with_flags(plain: Function) -> Function:
-    @functools.wraps(plain)
     def add_megatron_arguments(parser: Any) -> Any:
         return add_arguments(plain(parser))
 
@@ -84,7 +69,6 @@ def _with_flags(plain: Function) -> Function:
 
 
 def _attaching(training: Any, plain: Function) -> Function:
-    @functools.wraps(plain)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         global _attachment
         # A mistake in the flags is found before the model is built.
@@ -113,14 +97,13 @@ def _attaching(training: Any, plain: Function) -> Function:
             return result
         # The loop ends by sys.exit at --exit-interval, --exit-duration and signals.
         atexit.register(_attachment.close)
-        _replace(_of_attachment, training, "training_log", functools.partial(_logging, training, _attachment))
+        _of_attachment.replace(training, "training_log", functools.partial(_logging, training, _attachment))
         if _attachment.runtime.comm is not None:
             source = _compat.loaded_checkpoint(training.get_args())
             if source is not None:
                 _attachment.load(source)
-            _replace(
-                _of_attachment, training, "save_checkpoint", functools.partial(_saving, training, _attachment)
-            )
+            saving = functools.partial(_saving, training, _attachment)
+            _of_attachment.replace(training, "save_checkpoint", saving)
         return result
 
     return setup_model_and_optimizer
@@ -134,7 +117,6 @@ def _logging(training: Any, attachment: Attachment, plain: Function) -> Function
     report = attachment.runtime.config.report
     own_interval = report.interval if "interval" in report.model_fields_set else None
 
-    @functools.wraps(plain)
     def training_log(*args: Any, **kwargs: Any) -> Any:
         result = plain(*args, **kwargs)
         iteration = signature.bind(*args, **kwargs).arguments["iteration"]
@@ -158,7 +140,6 @@ def _saving(training: Any, attachment: Attachment, plain: Function) -> Function:
 
     signature = inspect.signature(plain)
 
-    @functools.wraps(plain)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
         result = plain(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments

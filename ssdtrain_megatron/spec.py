@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from megatron.core.utils import get_pg_rank
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ssdtrain.config import Config, ConfigError, Problem, load_config
+from ssdtrain.integration.patching import Patches
 from ssdtrain.runtime import Runtime
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.attachment import new_runtime
@@ -60,10 +61,11 @@ class _Recorder:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._open = False
-        self._undo: list[Callable[[], None]] = [register_optimizer_step_post_hook(self._stepped).remove]
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+        self._patches = Patches()
         self._remembers = False
         if runtime.engine is not None:
-            self._undo.append(read_inputs_once())
+            read_inputs_once(self._patches)
 
     def forward(self) -> None:
         """A layer's forward begins."""
@@ -85,13 +87,11 @@ class _Recorder:
             places = _compat.replaceable()
             for name, wrap in (("linear_forward", remembering), ("linear_backward", reminded)):
                 for place in places[name]:
-                    plain = place.get()
-                    place.set(wrap(1, plain))
-                    self._undo.append(functools.partial(place.set, plain))
+                    self._patches.replace(*place, functools.partial(wrap, 1))
 
     def close(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._patches.undo()
+        self._hook.remove()
         self.runtime.close()
 
 

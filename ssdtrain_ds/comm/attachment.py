@@ -13,6 +13,7 @@ import torch
 
 from ssdtrain.comm import Communicator
 from ssdtrain.comm.exclusion import excluded
+from ssdtrain.integration.patching import Patches
 from ssdtrain_ds import _compat, _compat_comm
 from ssdtrain_ds.comm import gradients, layers, pipeline, traffic, weights
 
@@ -43,27 +44,21 @@ class CommAttachment:
     def _attach(self) -> None:
         engine, comm = self.engine, self.comm
         self._undo.callback(comm.forget_weights)
-        for install, remove in (
-            (traffic.install, traffic.remove),
-            (weights.install, weights.remove),
-            (functools.partial(layers.install, comm), functools.partial(layers.remove, comm)),
-        ):
-            install()
-            self._undo.callback(remove)
+        patches = Patches()
+        self._undo.callback(patches.undo)
+        self._undo.callback(layers.leave, comm)
+        traffic.follow(patches)
+        weights.follow(patches)
+        layers.follow(patches, comm)
         # A quantised block is coded with its neighbours, which differ from one data-parallel group to another: what several
         # groups hold alike would drift apart.
         exact = excluded(engine.module, comm.policy.exclude) | _compat_comm.repeated_parameters(engine)
-        changes: list[tuple[Any, str, Any]] = [
-            *gradients.wrap_gradients(engine, comm, exact),
-            *weights.wrap_weights(engine, comm, exact),
-            (engine, "save_checkpoint", self._saving(engine.save_checkpoint)),
-            (engine, "load_checkpoint", self._loading(engine.load_checkpoint)),
-        ]
+        gradients.wrap_gradients(patches, engine, comm, exact)
+        weights.wrap_weights(patches, engine, comm, exact)
+        patches.replace(engine, "save_checkpoint", self._saving)
+        patches.replace(engine, "load_checkpoint", self._loading)
         if _compat.is_pipeline(engine):
-            changes.append((engine, _compat.INSTRUCTION_MAP, pipeline.instructions(engine, comm)))
-        for holder, name, value in changes:
-            self._undo.callback(_give_back, holder, name, value, holder.__dict__.get(name))
-            holder.__dict__[name] = value
+            patches.replace(engine, _compat.INSTRUCTION_MAP, functools.partial(pipeline.instructions, comm))
         comm.loss_scale = _compat_comm.loss_scale(engine)
         for reason in _compat_comm.bypasses(engine):
             comm.notices.add(reason, f"comm: {reason}")
@@ -72,7 +67,6 @@ class CommAttachment:
         return Path(directory) / tag / f"ssdtrain_comm_rank_{self.comm.rank}.pt"
 
     def _saving(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
         def save_checkpoint(save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
             found = plain(save_dir, tag, *args, **kwargs)
             file = self._file(
@@ -87,7 +81,6 @@ class CommAttachment:
         return save_checkpoint
 
     def _loading(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
         def load_checkpoint(load_dir: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 found = plain(load_dir, *args, **kwargs)
@@ -115,12 +108,3 @@ class CommAttachment:
     def detach(self) -> None:
         """The engine, its optimizer, DeepSpeed's backend and layers are as they were. Idempotent."""
         self._undo.close()
-
-
-def _give_back(holder: Any, name: str, value: Any, before: Any) -> None:
-    """`holder` gets the attribute of its own that it had before; None: it had none."""
-    if holder.__dict__.get(name) is value:
-        if before is None:
-            del holder.__dict__[name]
-        else:
-            holder.__dict__[name] = before

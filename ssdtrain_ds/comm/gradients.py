@@ -14,6 +14,7 @@ from torch import Tensor
 from ssdtrain.comm import Bucket, Communicator
 from ssdtrain.comm.coding import Ranges, clip
 from ssdtrain.comm.exclusion import ranges_in_order
+from ssdtrain.integration.patching import Patches
 from ssdtrain_ds import _compat, _compat_comm
 from ssdtrain_ds.comm.traffic import Traffic, traffic_scope
 
@@ -63,10 +64,8 @@ def name_of(what: str, numbers: Iterable[int]) -> str:
     return f"{what}-{hashlib.sha1(repr(tuple(numbers)).encode()).hexdigest()[:12]}"
 
 
-def wrap_gradients(
-    engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]
-) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """(object, attribute, function) of what issues gradient reductions, in the traffic "dp".
+def wrap_gradients(patches: Patches, engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> None:
+    """Open a scope of the traffic "dp" around what issues gradient reductions.
 
     Args:
         exact: excluded parameters.
@@ -74,33 +73,34 @@ def wrap_gradients(
     excluded = {id(parameter) for parameter in exact}
     # Names hold in a resumed run, too, whatever else the process has made before.
     numbers = {id(parameter): n for n, parameter in enumerate(engine.module.parameters())}
-    found = [(engine, "allreduce_bucket", _of_engine(engine, comm, exact))]
-    optimizer = engine.optimizer
-    stage = _compat.zero_stage(engine)
+    optimizer, stage = engine.optimizer, _compat.zero_stage(engine)
+    lists = functools.partial(_of_lists, optimizer)
+    patches.replace(
+        engine, "allreduce_bucket", functools.partial(lists, Lists("engine", engine, comm, exact))
+    )
     if stage in (1, 2) and hasattr(optimizer, _compat_comm.AVERAGE_TENSOR):
-        found.append(
-            (optimizer, _compat_comm.AVERAGE_TENSOR, _of_stage_1_and_2(optimizer, comm, excluded, numbers))
-        )
-        found.append((optimizer, _compat_comm.ALLREDUCE_BUCKET, _of_lists(engine, optimizer, comm, exact)))
+        average = functools.partial(_of_stage_1_and_2, optimizer, comm, excluded, numbers)
+        patches.replace(optimizer, _compat_comm.AVERAGE_TENSOR, average)
+        bucket = functools.partial(lists, Lists("list", engine, comm, exact))
+        patches.replace(optimizer, _compat_comm.ALLREDUCE_BUCKET, bucket)
     elif stage == 3 and hasattr(optimizer, _compat_comm.REDUCE_AND_PARTITION):
-        found.append(
-            (optimizer, _compat_comm.REDUCE_AND_PARTITION, _of_stage_3(optimizer, comm, excluded, numbers))
-        )
-    return found
+        reduce = functools.partial(_of_stage_3, optimizer, comm, excluded, numbers)
+        patches.replace(optimizer, _compat_comm.REDUCE_AND_PARTITION, reduce)
 
 
 class Lists:
     """Names and excluded elements of lists of gradients that do not say whose they are: by address, or where the optimizer keeps
     gradients of its own, by shape and by the place in the order of the step."""
 
-    def __init__(self, engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> None:
+    def __init__(self, name: str, engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> None:
+        self._name = name
         self._engine = engine
         self._comm = comm
         self._exact = exact
         self._step = -1
         self._unknown = 0
 
-    def traffic(self, what: str, tensors: Sequence[Tensor]) -> Traffic:
+    def traffic(self, tensors: Sequence[Tensor]) -> Traffic:
         if self._comm.steps != self._step:
             self._step, self._unknown = self._comm.steps, 0
         known = {
@@ -115,33 +115,17 @@ class Lists:
             self._unknown += 1
             numbers += [self._unknown, *(t.numel() for t in tensors)]
         slices = [(t.numel(), exact) for t, (_, exact) in zip(tensors, found, strict=True)]
-        return Traffic(self._comm, "dp", BucketCursor(name_of(what, numbers), slices))
+        return Traffic(self._comm, "dp", BucketCursor(name_of(self._name, numbers), slices))
 
 
-def _of_engine(engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> Callable[..., Any]:
-    plain = engine.allreduce_bucket
-    lists = Lists(engine, comm, exact)
+def _of_lists(optimizer: Any, lists: Lists, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Of the engine (ZeRO-0, pipelines), and of ZeRO-1 and 2 without contiguous gradients; not inside of `average_tensor`, whose
+    traffic is the better one."""
 
-    @functools.wraps(plain)
     def allreduce_bucket(bucket: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        with traffic_scope(lists.traffic("engine", bucket)):
+        if getattr(optimizer, _AVERAGING, False):
             return plain(bucket, *args, **kwargs)
-
-    return allreduce_bucket
-
-
-def _of_lists(
-    engine: Any, optimizer: Any, comm: Communicator, exact: set[torch.nn.Parameter]
-) -> Callable[..., Any]:
-    """Of ZeRO-1 and 2 without contiguous gradients, and inside of `average_tensor`, whose traffic is the better one."""
-    plain = getattr(optimizer, _compat_comm.ALLREDUCE_BUCKET)
-    lists = Lists(engine, comm, exact)
-
-    @functools.wraps(plain)
-    def allreduce_bucket(bucket: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        if optimizer.__dict__.get(_AVERAGING):
-            return plain(bucket, *args, **kwargs)
-        with traffic_scope(lists.traffic("list", bucket)):
+        with traffic_scope(lists.traffic(bucket)):
             return plain(bucket, *args, **kwargs)
 
     return allreduce_bucket
@@ -151,11 +135,8 @@ _AVERAGING = "_ssdtrain_averaging"
 
 
 def _of_stage_1_and_2(
-    optimizer: Any, comm: Communicator, excluded: set[int], numbers: dict[int, int]
+    optimizer: Any, comm: Communicator, excluded: set[int], numbers: dict[int, int], plain: Callable[..., Any]
 ) -> Callable[..., Any]:
-    plain = getattr(optimizer, _compat_comm.AVERAGE_TENSOR)
-
-    @functools.wraps(plain)
     def average_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         parameters = _compat_comm.parameters_of_bucket(optimizer, args)
         cursors: dict[Any, BucketCursor] = {}
@@ -184,11 +165,8 @@ def _of_stage_1_and_2(
 
 
 def _of_stage_3(
-    optimizer: Any, comm: Communicator, excluded: set[int], numbers: dict[int, int]
+    optimizer: Any, comm: Communicator, excluded: set[int], numbers: dict[int, int], plain: Callable[..., Any]
 ) -> Callable[..., Any]:
-    plain = getattr(optimizer, _compat_comm.REDUCE_AND_PARTITION)
-
-    @functools.wraps(plain)
     def reduce_and_partition(*args: Any, **kwargs: Any) -> Any:
         as_filled = _compat_comm.parameters_of_zero_3_bucket(optimizer, args)
         by_id = sorted(as_filled, key=_compat_comm.zero_id)

@@ -11,17 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 from ssdtrain.comm import Communicator
+from ssdtrain.integration.patching import Patches
 from ssdtrain_ds import _compat_comm
 from ssdtrain_ds.comm.traffic import Traffic, traffic_scope
 
-__all__ = ["install", "remove"]
+__all__ = ["follow", "leave"]
 
 _attached: list[Communicator] = []
-_plain: list[tuple[type, str, Callable[..., Any]]] = []
 
 
-def _in_scope(plain: Callable[..., Any], dimension: str) -> Callable[..., Any]:
-    @functools.wraps(plain)
+def _in_scope(dimension: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         with traffic_scope(Traffic(_attached[-1], dimension) if _attached else None):
             return plain(*args, **kwargs)
@@ -29,31 +28,22 @@ def _in_scope(plain: Callable[..., Any], dimension: str) -> Callable[..., Any]:
     return function
 
 
-def install(comm: Communicator) -> None:
-    """Layers use `comm` until `remove`."""
+_in_tp, _in_ep = functools.partial(_in_scope, "tp"), functools.partial(_in_scope, "ep")
+
+
+def follow(patches: Patches, comm: Communicator) -> None:
+    """Layers use `comm` until `patches` are undone and `leave` is called."""
     _attached.append(comm)
-    try:
-        if len(_attached) == 1:
-            for function in _compat_comm.tensor_parallel_functions():
-                _wrap(function, "tp")
-            for function in _compat_comm.expert_functions():
-                _wrap(function, "ep")
-    except BaseException:
-        remove(comm)
-        raise
+    for functions, wrap in (
+        (_compat_comm.tensor_parallel_functions(), _in_tp),
+        (_compat_comm.expert_functions(), _in_ep),
+    ):
+        for function in functions:
+            patches.replace(function, "forward", wrap)
+            patches.replace(function, "backward", wrap)
 
 
-def _wrap(function: type, dimension: str) -> None:
-    for name in ("forward", "backward"):
-        plain = getattr(function, name)
-        _plain.append((function, name, plain))
-        setattr(function, name, staticmethod(_in_scope(plain, dimension)))
-
-
-def remove(comm: Communicator) -> None:
-    """Undo `install`."""
-    _attached.remove(comm)
-    if not _attached:
-        for function, name, plain in _plain:
-            setattr(function, name, staticmethod(plain))
-        _plain.clear()
+def leave(comm: Communicator) -> None:
+    """The engine of `comm` is gone."""
+    if comm in _attached:
+        _attached.remove(comm)

@@ -12,9 +12,9 @@ from ssdtrain_ds.comm.traffic import Traffic, traffic_scope
 __all__ = ["instructions"]
 
 
-def instructions(engine: Any, comm: Communicator) -> dict[type, Callable[..., Any]]:
-    """The engine's table of instructions, those that send or receive in their traffic."""
-    table = _compat.instruction_map(engine)
+def instructions(comm: Communicator, plain: dict[type, Callable[..., Any]]) -> dict[type, Callable[..., Any]]:
+    """An engine's table of instructions, those that send or receive in their traffic."""
+    table = dict(plain)
     for names, dimension in (
         (("SendActivation", "RecvActivation"), "pp_forward"),
         (("SendGrad", "RecvGrad"), "pp_backward"),

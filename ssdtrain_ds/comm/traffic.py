@@ -8,7 +8,6 @@ Note: [Choke point]
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,9 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from ssdtrain.comm import Bucket, Communicator
+from ssdtrain.integration.patching import Patches
 from ssdtrain_ds import _compat_comm
 
-__all__ = ["Traffic", "current_traffic", "install", "remove", "traffic_scope"]
+__all__ = ["Traffic", "current_traffic", "follow", "traffic_scope"]
 
 
 class Traffic:
@@ -84,7 +84,6 @@ def _answer(work: Any, async_op: bool) -> Any:
 
 
 def _all_reduce(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
     def all_reduce(
         self: Any, tensor: Tensor, op: Any = _compat_comm.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
@@ -102,7 +101,6 @@ def _all_reduce(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inference_all_reduce(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
     def inference_all_reduce(self: Any, tensor: Tensor, op: Any, group: Any = None) -> Any:
         traffic = _current.get()
         work = (
@@ -119,7 +117,6 @@ def _inference_all_reduce(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce_scatter(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
     def reduce_scatter_tensor(
         self: Any,
         output_tensor: Tensor,
@@ -149,7 +146,6 @@ def _reduce_scatter(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _all_gather(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
     def all_gather_into_tensor(
         self: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
@@ -173,7 +169,6 @@ def _all_gather(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _all_to_all(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
     def all_to_all_single(
         self: Any,
         output: Tensor,
@@ -199,7 +194,6 @@ def _all_to_all(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _send(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
     def send(self: Any, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
         traffic = _current.get()
         if traffic is not None and traffic.next_message(tensor):
@@ -214,7 +208,6 @@ def _send(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recv(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
     def recv(self: Any, tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
         traffic = _current.get()
         if traffic is not None and src is not None and traffic.next_message(tensor):
@@ -239,29 +232,9 @@ _WRAPPERS = {
     "send": _send,
     "recv": _recv,
 }
-_plain: dict[str, Callable[..., Any]] = {}
-_users = 0
 
 
-def install() -> None:
-    """Collectives ask for traffic, until as many calls of `remove`."""
-    global _users
-    _users += 1
-    try:
-        if _users == 1:
-            for name, wrap in _WRAPPERS.items():
-                _plain[name] = getattr(_compat_comm.TorchBackend, name)
-                setattr(_compat_comm.TorchBackend, name, wrap(_plain[name]))
-    except BaseException:
-        remove()
-        raise
-
-
-def remove() -> None:
-    """Undo one `install`; after the last the backend has its own functions again."""
-    global _users
-    _users -= 1
-    if _users == 0:
-        for name, plain in _plain.items():
-            setattr(_compat_comm.TorchBackend, name, plain)
-        _plain.clear()
+def follow(patches: Patches) -> None:
+    """Collectives ask for traffic, until `patches` are undone."""
+    for name, wrap in _WRAPPERS.items():
+        patches.replace(_compat_comm.TorchBackend, name, wrap)

@@ -16,45 +16,33 @@ import torch
 from torch import Tensor
 
 from ssdtrain.comm import Bucket, Communicator
+from ssdtrain.integration.patching import Patches
 from ssdtrain_ds import _compat, _compat_comm
 from ssdtrain_ds.comm.gradients import interleaved
 from ssdtrain_ds.comm.traffic import Traffic, current_traffic, traffic_scope
 
-__all__ = ["install", "remove", "wrap_weights"]
+__all__ = ["follow", "wrap_weights"]
 
 _stepping: ContextVar[tuple[Communicator, set[torch.nn.Parameter]] | None] = ContextVar(
     "ssdtrain_stepping", default=None
 )
 
 
-def wrap_weights(
-    engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]
-) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """(object, attribute, function) of what gathers weights."""
-    optimizer = engine.optimizer
+def wrap_weights(patches: Patches, engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> None:
+    """Open a traffic scope around what gathers weights."""
     stage = _compat.zero_stage(engine)
-    if stage == 3:
-        coordinator = _compat_comm.coordinator_of(engine)
-        if coordinator is None:
-            return []
-        excluded = {id(parameter) for parameter in exact}
-        return [
-            (coordinator, _compat_comm.FETCH, _fetching(coordinator, comm)),
-            *(
-                (parameter, _compat_comm.GATHER_PARAMETERS, _gathering_some(parameter, excluded))
-                for parameter in engine.module.parameters()
-                if hasattr(parameter, _compat_comm.GATHER_PARAMETERS)
-            ),
-        ]
     if stage in (1, 2):
-        return [(optimizer, "step", _gathering(optimizer, comm, exact))]
-    return []
+        patches.replace(engine.optimizer, "step", functools.partial(_gathering, comm, exact))
+    coordinator = _compat_comm.coordinator_of(engine)
+    if stage == 3 and coordinator is not None:
+        patches.replace(coordinator, _compat_comm.FETCH, functools.partial(_fetching, comm))
+        some = functools.partial(_gathering_some, {id(parameter) for parameter in exact})
+        for parameter in engine.module.parameters():
+            if hasattr(parameter, _compat_comm.GATHER_PARAMETERS):
+                patches.replace(parameter, _compat_comm.GATHER_PARAMETERS, some)
 
 
-def _fetching(coordinator: Any, comm: Communicator) -> Callable[..., Any]:
-    plain = getattr(coordinator, _compat_comm.FETCH)
-
-    @functools.wraps(plain)
+def _fetching(comm: Communicator, plain: Callable[..., Any]) -> Callable[..., Any]:
     def fetch_sub_module(*args: Any, **kwargs: Any) -> Any:
         # Until it is known what is gathered, it goes as it is.
         unknown = Traffic(comm, "zero_gather", lambda numel, group, by_rank: Bucket("weights", ((0, numel),)))
@@ -64,10 +52,7 @@ def _fetching(coordinator: Any, comm: Communicator) -> Callable[..., Any]:
     return fetch_sub_module
 
 
-def _gathering_some(parameter: torch.nn.Parameter, excluded: set[int]) -> Callable[..., Any]:
-    plain = getattr(parameter, _compat_comm.GATHER_PARAMETERS)
-
-    @functools.wraps(plain)
+def _gathering_some(excluded: set[int], plain: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather_coalesced(params: Any, *args: Any, **kwargs: Any) -> Any:
         traffic = current_traffic()
         if traffic is None or traffic.dimension != "zero_gather":
@@ -86,10 +71,9 @@ def _gathering_some(parameter: torch.nn.Parameter, excluded: set[int]) -> Callab
     return all_gather_coalesced
 
 
-def _gathering(optimizer: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> Callable[..., Any]:
-    plain = optimizer.step
-
-    @functools.wraps(plain)
+def _gathering(
+    comm: Communicator, exact: set[torch.nn.Parameter], plain: Callable[..., Any]
+) -> Callable[..., Any]:
     def step(*args: Any, **kwargs: Any) -> Any:
         token = _stepping.set((comm, exact))
         try:
@@ -101,7 +85,6 @@ def _gathering(optimizer: Any, comm: Communicator, exact: set[torch.nn.Parameter
 
 
 def _all_gather_dp_groups(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
     def all_gather_dp_groups(
         groups_flat: list[Tensor],
         partitioned_param_groups: list[list[Tensor]],
@@ -142,29 +125,7 @@ def _exact_in(flat: Tensor, exact: set[torch.nn.Parameter]) -> tuple[tuple[int, 
     )
 
 
-_plain: dict[Any, Callable[..., Any]] = {}
-_users = 0
-
-
-def install() -> None:
-    """Gathers inside a step go by difference, until as many calls of `remove`."""
-    global _users
-    _users += 1
-    try:
-        if _users == 1:
-            for module in _compat_comm.modules_that_gather():
-                _plain[module] = getattr(module, _compat_comm.GATHER_GROUPS)
-                setattr(module, _compat_comm.GATHER_GROUPS, _all_gather_dp_groups(_plain[module]))
-    except BaseException:
-        remove()
-        raise
-
-
-def remove() -> None:
-    """Undo one `install`."""
-    global _users
-    _users -= 1
-    if _users == 0:
-        for module, plain in _plain.items():
-            setattr(module, _compat_comm.GATHER_GROUPS, plain)
-        _plain.clear()
+def follow(patches: Patches) -> None:
+    """Gathers inside a step go by difference, until `patches` are undone."""
+    for module in _compat_comm.modules_that_gather():
+        patches.replace(module, _compat_comm.GATHER_GROUPS, _all_gather_dp_groups)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from ssdtrain.comm import Communicator
+from ssdtrain.integration.patching import Patches
 from ssdtrain_megatron import _compat_comm
-from ssdtrain_megatron._compat import Place
 from ssdtrain_megatron.comm.data_parallel import DataParallel
 from ssdtrain_megatron.comm.expert import Expert
 from ssdtrain_megatron.comm.pipeline import Pipeline
@@ -47,7 +46,7 @@ class Hooks:
         self._expert = Expert(comm, dimensions)
         self._data = DataParallel(comm, chunks, params_are_master)
         self._pipeline = Pipeline(comm)
-        self._replaced: list[tuple[Place, Function, Function]] = []
+        self._patches = Patches()
 
     @staticmethod
     def refuse_second() -> None:
@@ -72,10 +71,7 @@ class Hooks:
         wrappers = self._wrappers()
         for name, places in _compat_comm.places().items():
             for place in places:
-                plain = place.get()
-                ours = wrappers[name](plain)
-                self._replaced.append((place, plain, ours))
-                place.set(ours)
+                self._patches.replace(*place, wrappers[name])
 
     def step_end(self) -> None:
         """An optimizer step is over, on all ranks."""
@@ -83,11 +79,7 @@ class Hooks:
 
     def remove(self) -> None:
         """Put everything back. Idempotent."""
-        while self._replaced:
-            place, plain, ours = self._replaced.pop()
-            # Who replaced it after us holds ours, which does nothing any more; taking theirs away is not ours to do.
-            if place.get() is ours:
-                place.set(plain)
+        self._patches.undo()
         if Hooks._installed is self:
             Hooks._installed = None
 
@@ -123,13 +115,13 @@ class Hooks:
     ) -> Function:
         """`plain` for all but the modules that are known. See Note: [Whose call it is] in `tensor_parallel`."""
 
-        @functools.wraps(plain)
         def function(*args: Any, **kwargs: Any) -> Any:
-            caller = sys._getframe(1).f_globals.get("__name__", "")
+            # The frame between is the dispatcher's.
+            caller = sys._getframe(2).f_globals.get("__name__", "")
             ours = by_module.get(caller)
             if ours is None and caller.startswith(TRANSFORMER_ENGINE) and LEFT_OUT not in caller:
                 ours = in_transformer_engine
-            if ours is None or Hooks._installed is not self:
+            if ours is None:
                 return plain(*args, **kwargs)
             return ours(*args, **kwargs)
 

@@ -52,7 +52,8 @@ def test_accelerate_may_be_imported_after_install() -> None:
     look = (
         "import sys, ssdtrain_ds; ssdtrain_ds.install(); before = 'accelerate.utils.dataclasses' in sys.modules; "
         "import accelerate; from accelerate.utils import DeepSpeedPlugin; "
-        "print(before, hasattr(DeepSpeedPlugin.deepspeed_config_process, '_ssdtrain_plain'))"
+        "from ssdtrain.integration.patching import is_patched; "
+        "print(before, is_patched(DeepSpeedPlugin, 'deepspeed_config_process'))"
     )
     done = subprocess.run(
         [sys.executable, "-c", look],

@@ -139,12 +139,12 @@ def test_a_model_that_an_engine_offloads_is_not_offloaded_call_by_call(
 
 
 PLACES: list[tuple[Any, str]] = [
-    (traffic, "install"),
-    (weights, "install"),
-    (layers, "install"),
-    (traffic._WRAPPERS, "recv"),  # half-way in `traffic.install`
-    (weights, "_all_gather_dp_groups"),  # in `weights.install`
-    (_compat_comm, "expert_functions"),  # half-way in `layers.install`
+    (traffic, "follow"),
+    (weights, "follow"),
+    (layers, "follow"),
+    (traffic._WRAPPERS, "recv"),  # half-way in `traffic.follow`
+    (weights, "_all_gather_dp_groups"),  # in `weights.follow`
+    (_compat_comm, "expert_functions"),  # half-way in `layers.follow`
     (_compat_comm, "repeated_parameters"),
     (gradients, "wrap_gradients"),
     (weights, "wrap_weights"),

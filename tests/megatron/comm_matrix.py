@@ -44,7 +44,7 @@ OPEN = {"min_bytes": 0, "probe": False, "warmup_steps": 0}
 def functions() -> list[int]:
     """Identities of all that is ever replaced."""
     places = [*_compat.replaceable().values(), *_compat_comm.places().values()]
-    return [id(place.get()) for found in places for place in found]
+    return [id(vars(place.owner)[place.name]) for found in places for place in found]
 
 
 def shared(trainer: Trainer) -> dict[str, str]:
