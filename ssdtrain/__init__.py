@@ -1,6 +1,6 @@
 """SSDTrain: train large transformers with less GPU memory and less network traffic.
 
-This package is the engine. It needs torch and knows no training framework; `ssdtrain_ds` and `ssdtrain_megatron` adapt
+This package needs torch and knows no training framework; `ssdtrain_ds` and `ssdtrain_megatron` adapt
 it to DeepSpeed and Megatron-LM.
 
 For a plain PyTorch loop:
@@ -16,7 +16,7 @@ loss.backward()
 block and offloads its inputs. Only these names are public here; everything else is imported from its own module.
 """
 
-from ssdtrain.api import attach, checkpoint, offload
+from ssdtrain.pytorch.api import attach, checkpoint, offload
 
 __all__ = ["__version__", "attach", "checkpoint", "offload"]
 

@@ -35,15 +35,11 @@ from torch import nn
 
 from ssdtrain.comm import Communicator
 from ssdtrain.comm.feature import CompressedCollectives
-from ssdtrain.comm.models import compress_gradients
 from ssdtrain.config import Config
 from ssdtrain.features import UNNAMED, Feature, Forward, Microbatch, Placement, Step
-from ssdtrain.offload.attached import AttachedForward
-from ssdtrain.offload.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.offload.policy import OffloadPolicy
-from ssdtrain.offload.sharded import watch_sharded
 from ssdtrain.offload.tape import Tape
 from ssdtrain.preflight import check_start, make_directories
 from ssdtrain.storage import Faults, forks, inside_section
@@ -107,7 +103,7 @@ class Runtime:
         self.steps = 0
         self._began = 0.0
         self._step_seconds = 0.0
-        self._attached: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._journal: Journal | None = None
         self._closing: threading.Thread | None = None  # see Note: [Close in a finalizer]
         self._forked = False
@@ -175,33 +171,9 @@ class Runtime:
         for feature in self.features:
             feature.attach(model)
 
-    def attach(self, model: nn.Module) -> None:
-        """Offload what every call of `model` saves, until `close`. Each call with gradients is one tape.
-
-        `model.forward` is wrapped on the instance, outside of what `torch.compile` compiles; deep copies of the model and what
-        is written of it by pickle are not offloaded. With `comm`, the gradients of DistributedDataParallel and FSDP2 are
-        compressed from now on.
-
-        Raises:
-            ValueError: `comm` is asked for, and nothing about the model reduces gradients; or an adapter offloads the model.
-        """
-        if self.engine is not None:
-            self._attached.append(claim(model, "ssdtrain.attach"))
-        if self.comm is not None:
-            compress_gradients(model, self.comm)
-        if not self.enabled:
-            return
-        self.register(model)
-        if self.engine is not None:
-            self._keep_gathered(model, self.engine)
-        if any(type(feature).on_forward is not Feature.on_forward for feature in self.features):
-            self._attached.append(AttachedForward(model, self.forward).detach)
-
-    def _keep_gathered(self, model: nn.Module, engine: OffloadEngine) -> None:
-        gathered = watch_sharded(model)
-        if gathered is not None:
-            self._attached.append(gathered.remove)
-            engine.eligible.fixed_when(gathered.__contains__)
+    def call_at_close(self, undo: Callable[[], object]) -> None:
+        """Call `undo` when this runtime closes, before its features detach; the latest first."""
+        self._undo.append(undo)
 
     # The loop
 
@@ -289,8 +261,8 @@ class Runtime:
         Cyclic collection may run a finalizer, and in it this method, at any allocation: also on a thread that holds a lock that
         closing needs, or that serves the transfers it waits for. There a thread of its own closes, as soon as the lock is free.
         """
-        while self._attached:
-            self._attached.pop()()
+        while self._undo:
+            self._undo.pop()()
         if inside_section():
             if self._closing is None:
                 self._closing = threading.Thread(target=self._close, name="ssdtrain-close")

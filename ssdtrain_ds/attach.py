@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-import ssdtrain.api
+import ssdtrain
 from ssdtrain import ranks
 from ssdtrain.config import Config, ConfigError, Problem, load_config
 from ssdtrain.features import FIRST_STEPS
+from ssdtrain.integration.claims import claim
 from ssdtrain.integration.compatibility import check_conflicts
 from ssdtrain.integration.patching import Patches
-from ssdtrain.offload.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.gathered import GatheredStorages
 from ssdtrain.preflight import check_start
@@ -61,7 +61,7 @@ def install() -> None:
         _check_not_late()
     _installed.replace(_compat.DeepSpeedEngine, "__init__", _reading_block)
     _compat_accelerate.install(_installed)
-    checkpointing.register_random_state(ssdtrain.api.checkpoint)
+    checkpointing.register_random_state(ssdtrain.checkpoint)
 
 
 def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
@@ -132,7 +132,7 @@ def uninstall() -> None:
     _was_uninstalled = True
     if _installed.active:
         _installed.undo()
-        checkpointing.unregister_random_state(ssdtrain.api.checkpoint)
+        checkpointing.unregister_random_state(ssdtrain.checkpoint)
 
 
 def runtime_of(engine: Any) -> Runtime | None:

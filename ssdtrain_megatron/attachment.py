@@ -13,9 +13,9 @@ from torch import nn
 from ssdtrain import ranks
 from ssdtrain.comm import Policy
 from ssdtrain.config import Config, load_config
+from ssdtrain.integration.claims import claim, refuse_claimed, related
 from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import Checkpoint
-from ssdtrain.offload.claims import claim, refuse_claimed, related
 from ssdtrain.runtime import Runtime, RuntimeMetrics
 from ssdtrain_megatron import _compat, _compat_comm, apex
 from ssdtrain_megatron.comm import Hooks, residuals

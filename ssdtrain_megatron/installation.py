@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ssdtrain.integration.claims import related
 from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import detach_leaves
-from ssdtrain.offload.claims import related
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.discarding import read_inputs_once
 from ssdtrain_megatron.identity import remembering, reminded

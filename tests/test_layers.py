@@ -1,5 +1,5 @@
-"""Who may import whom: adapters and cli -> runtime -> planner, telemetry -> offload, comm, compact -> storage,
-codecs -> telemetry.registry -> config."""
+"""Who may import whom: adapters, pytorch and cli -> integration -> runtime -> planner, telemetry -> offload, comm, compact
+-> features, profile, storage, codecs -> telemetry.registry -> config."""
 
 import ast
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ FLOOR = {
     "ranks": 7,
     "runtime": 7,
     "integration": 8,
-    "api": 8,
-    "__init__": 9,
+    "pytorch": 9,
+    "__init__": 10,
     "cli": 9,
 }
 FRAMEWORKS = {"deepspeed", "megatron", "transformers", "accelerate"}

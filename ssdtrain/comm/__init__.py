@@ -2,9 +2,9 @@
 
 What lives here: what the config asks for (`policy`), the nodes and ranks of a group (`topology`), tensors to payloads and back
 (`coding`), the algorithms (`algorithms`), handles (`work`), error feedback (`feedback`), weights gathered by difference
-(`difference`), the choice of bits (`adaptation`), whether a codec is worth its time (`probe`), the figures (`meter`), and what
-ties them together and adapters call (`communicator`). `ddp` and `fsdp` serve plain PyTorch, `models` tells which. `agreement` is
-what ranks compare at start.
+(`difference`), the choice of bits (`adaptation`), whether a codec is worth its time (`probe`), the figures (`meter`), what
+ties them together and adapters call (`communicator`), its steps and metrics as a feature of a runtime (`feature`).
+`agreement` is what ranks compare at start.
 
 What may be imported: the names below.
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from ssdtrain.pytorch.attached import attach_model
 from tests.offload import zoo
 from tests.offload.conftest import MakeRuntime, holds_nothing
 from tests.offload.test_equality import asked_for
@@ -68,7 +69,7 @@ def test_a_copy_computes_with_its_own_weights(
     if own:
         model.forward = partial(doubled, model)  # type: ignore[method-assign]
     runtime = make_runtime()
-    runtime.attach(model)
+    attach_model(runtime, model)
     # A part of a larger model, as in a training script that keeps an average of all.
     holder = nn.Sequential(model)
     average = copied(holder)
@@ -85,7 +86,7 @@ def test_a_copy_computes_with_its_own_weights(
     assert all(parameter.grad is not None for parameter in average.parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
     again = make_runtime()
-    again.attach(average)
+    attach_model(again, average)
     average(x).backward()
     assert again.statistics().offload.saved_tensors > 0  # type: ignore[union-attr]
     assert seen > 0
@@ -98,7 +99,7 @@ def test_runtimes_are_closed_in_any_order(
     model = Scaled()
     runtimes = [make_runtime() for _ in range(3)]
     for runtime in runtimes:
-        runtime.attach(model)
+        attach_model(runtime, model)
     alive = list(runtimes)
     for number in order:
         # The innermost one records: that which was attached first.
@@ -114,7 +115,7 @@ def test_runtimes_are_closed_in_any_order(
 def test_what_somebody_puts_in_front_stays(x: torch.Tensor, make_runtime: MakeRuntime) -> None:
     model = Scaled()
     runtime = make_runtime()
-    runtime.attach(model)
+    attach_model(runtime, model)
     wrapped = model.forward
     assert list(inspect.signature(wrapped).parameters) == ["x", "scale"]
 
@@ -143,7 +144,7 @@ def test_a_model_compiled_in_place_is_compiled_whole(
     runtime = make_runtime()
     if not after:
         model.compile(backend=counter)
-    runtime.attach(model)
+    attach_model(runtime, model)
     if after:
         model.compile(backend=counter)
     for _ in range(2):

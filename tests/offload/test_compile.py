@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from ssdtrain.pytorch.attached import attach_model
 from tests.offload import zoo
 from tests.offload.conftest import MakeRuntime
 from tests.offload.test_equality import asked_for, same
@@ -43,7 +44,7 @@ def test_attach_to_a_compiled_model(make_runtime: MakeRuntime) -> None:
         torch._dynamo.reset()
         model = torch.compile(zoo.Gpt(layers=1), backend="aot_eager")
         if recording == runtime.forward:
-            runtime.attach(model)  # type: ignore[arg-type]
+            attach_model(runtime, model)  # type: ignore[arg-type]
         return zoo.train(model, zoo.tokens(), nullcontext)  # type: ignore[arg-type]
 
     assert same(zoo.run(case, nullcontext), zoo.run(case, runtime.forward))

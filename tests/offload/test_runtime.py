@@ -14,6 +14,7 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.config import ConfigError, load_config
+from ssdtrain.pytorch.attached import attach_model
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import SpillStore
 from tests.offload import zoo
@@ -143,7 +144,7 @@ def test_disabled_means_that_nothing_is_there(tmp_path: Path) -> None:
         runtime = Runtime(load_config(config))
         model = nn.Linear(4, 4)
         forward = model.forward
-        runtime.attach(model)
+        attach_model(runtime, model)
         assert model.forward == forward and not runtime.enabled and runtime.statistics() is None
         with runtime.step(), runtime.forward(), runtime.backward():
             pass

@@ -18,6 +18,7 @@ from ssdtrain.features import Feature
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tape import Tape
+from ssdtrain.pytorch.attached import attach_model
 from ssdtrain.runtime import Runtime
 
 __all__ = ["Offload", "attach", "checkpoint", "offload"]
@@ -146,7 +147,7 @@ def attach(
         features=features,
     )
     try:
-        runtime.attach(model)
+        attach_model(runtime, model)
     except BaseException:
         runtime.close()
         raise

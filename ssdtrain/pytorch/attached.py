@@ -1,4 +1,4 @@
-"""What stands as `model.forward` while a runtime is attached to the model."""
+"""A runtime attached to a model: what stands as `model.forward` meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,45 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["AttachedForward"]
+from ssdtrain.features import Feature
+from ssdtrain.integration.claims import claim
+from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.pytorch.models import compress_gradients
+from ssdtrain.pytorch.sharded import watch_sharded
+from ssdtrain.runtime import Runtime
+
+__all__ = ["AttachedForward", "attach_model"]
+
+
+def attach_model(runtime: Runtime, model: nn.Module) -> None:
+    """Let the features of `runtime` serve every call of `model`, until it closes. Each call with gradients is one forward.
+
+    `model.forward` is wrapped on the instance, outside of what `torch.compile` compiles; deep copies of the model and what
+    is written of it by pickle are not offloaded. With `comm`, the gradients of DistributedDataParallel and FSDP2 are
+    compressed from now on.
+
+    Raises:
+        ValueError: `comm` is asked for, and nothing about the model reduces gradients; or an adapter offloads the model.
+    """
+    if not runtime.enabled:
+        return
+    if runtime.engine is not None:
+        runtime.call_at_close(claim(model, "ssdtrain.attach"))
+    if runtime.comm is not None:
+        compress_gradients(model, runtime.comm)
+    runtime.register(model)
+    if runtime.engine is not None:
+        _keep_gathered(runtime, runtime.engine, model)
+    if any(type(feature).on_forward is not Feature.on_forward for feature in runtime.features):
+        runtime.call_at_close(AttachedForward(model, runtime.forward).detach)
+
+
+def _keep_gathered(runtime: Runtime, engine: OffloadEngine, model: nn.Module) -> None:
+    """What FSDP gathers never moves."""
+    gathered = watch_sharded(model)
+    if gathered is not None:
+        runtime.call_at_close(gathered.remove)
+        engine.eligible.fixed_when(gathered.__contains__)
 
 
 class AttachedForward:

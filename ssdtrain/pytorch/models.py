@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ssdtrain.comm import ddp, fsdp
-from ssdtrain.comm.communicator import Communicator
+from ssdtrain.comm import Communicator
+from ssdtrain.pytorch import ddp, fsdp
 
 
 def compress_gradients(model: nn.Module, comm: Communicator) -> None:
