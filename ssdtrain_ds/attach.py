@@ -205,8 +205,8 @@ class _Attachment:
         if _compat.zero_stage(self.engine) == 3:
             self.gathered = GatheredStorages(_compat.points_of_gathering(self.engine.module))
             self._undo.callback(self.gathered.remove)
-            offload.eligible.fixed_when(self.gathered.__contains__)
-        offload.eligible.fixed_when(_compat.is_zero_parameter)
+            offload.eligible.add_parameter_predicate(self.gathered.__contains__)
+        offload.eligible.add_parameter_predicate(_compat.is_zero_parameter)
         self.inner_hooks = InnerHooks(offload.options.min_bytes)
         patches = Patches()
         # Also where the engine is dropped without `destroy`.

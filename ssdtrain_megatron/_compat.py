@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import layers, random
 from megatron.core.utils import get_model_config
 
 __all__ = [
+    "FREED_FUNCTION",
     "TESTED",
     "Step",
     "check",
@@ -221,6 +222,10 @@ def discarding_function() -> tuple[Place, Place]:
     """Forward and backward of the function behind CheckpointWithoutOutput."""
     function = random.CheckpointWithoutOutputFunction
     return Place(function, "forward"), Place(function, "backward")
+
+
+FREED_FUNCTION = "CheckpointWithoutOutputFunctionBackward"
+"""The node of the autograd function whose outputs CheckpointWithoutOutput frees."""
 
 
 def _iteration(directory: str, iteration: int) -> Path:

@@ -13,7 +13,7 @@ from torch import nn
 from ssdtrain import ranks
 from ssdtrain.comm import Policy
 from ssdtrain.config import Config, load_config
-from ssdtrain.integration.claims import claim, refuse_claimed, related
+from ssdtrain.integration.claims import check_not_attached, claim, related
 from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.runtime import Runtime, RuntimeMetrics
@@ -78,7 +78,8 @@ class Attachment:
         for chunk in self.chunks:
             self._undo.append(claim(chunk, _WAY))
             self.runtime.register(chunk)
-        self.runtime.engine.eligible.refuse_when(installation.must_stay)
+        self.runtime.engine.eligible.add_exclusion(installation.must_stay)
+        self.runtime.engine.eligible.add_freed_function(_compat.FREED_FUNCTION)
         installation.add(self)
 
     def compress(self, optimizer: Any) -> None:
@@ -190,7 +191,7 @@ def attach(
         if read.offload is not None:
             refuse(chunks)
             for chunk in chunks:
-                refuse_claimed(chunk, _WAY)
+                check_not_attached(chunk, _WAY)
         if any(installation.holds(chunk) for chunk in chunks):
             raise ValueError("a runtime is attached to this model already: close it first")
     if read.compresses and read.comm is not None:

@@ -66,6 +66,7 @@ class _Recorder:
         self._remembers = False
         if runtime.engine is not None:
             read_inputs_once(self._patches)
+            runtime.engine.eligible.add_freed_function(_compat.FREED_FUNCTION)
 
     def forward(self) -> None:
         """A layer's forward begins."""

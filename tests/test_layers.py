@@ -2,6 +2,7 @@
 -> features, profile, storage, codecs -> telemetry.registry -> config."""
 
 import ast
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,18 @@ FLOOR = {
     "cli": 9,
 }
 FRAMEWORKS = {"deepspeed", "megatron", "transformers", "accelerate"}
+
+# Also in strings, comments and C sources of the engine: what works for one framework only belongs to its adapter.
+NAMES = re.compile(r"megatron|deepspeed|transformer.?engine|\bapex\b|accelerate|hugging", re.IGNORECASE)
+MAY_NAME = {
+    "__init__.py": "says where the adapters are",
+    "cli/demo.py": "starts a demo, whose framework it looks for without importing it",
+    "cli/main.py": "the help of that command",
+    "cli/__init__.py": "the same",
+    "cli/versions.py": "the versions that were tested, for the doctor",
+    "config/document.py": "writes docs/config.md",
+}
+"""Files that may name frameworks, and why. Nothing in them runs differently for one framework than for another."""
 
 
 def imports_of(path: Path) -> set[str]:
@@ -73,6 +86,13 @@ def test_the_engine_imports_downwards_and_no_framework(path: Path) -> None:
         assert other == room or FLOOR[other] < FLOOR[room], (
             f"{path} ({room}) imports {name} from the floor above"
         )
+
+
+def test_the_engine_names_no_framework() -> None:
+    sources = {p for ending in ("py", "c", "h") for p in (ROOT / "ssdtrain").rglob(f"*.{ending}")}
+    assert len(sources) > 100
+    named = {str(p.relative_to(ROOT / "ssdtrain")) for p in sources if NAMES.search(p.read_text())}
+    assert named == set(MAY_NAME), "an entry that is not needed any more goes, too"
 
 
 def test_every_room_has_a_floor() -> None:

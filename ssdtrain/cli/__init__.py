@@ -3,7 +3,7 @@
 What lives here: `main` (which command), and one module per command: `demo` (starts `examples.deepspeed_gpt` in a process of its
 own), `doctor` (what is installed and what the drives are).
 
-May import everything in `ssdtrain`; never deepspeed, megatron or their adapters, so that it runs where they are missing or
+May import everything in `ssdtrain`; never a framework or its adapter, so that it runs where they are missing or
 broken. Nothing imports it.
 """
 

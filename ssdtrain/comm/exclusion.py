@@ -49,9 +49,6 @@ def is_embedding(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
     """A table of rows, of which a batch uses some, or an output layer tied to one; arguments as those of `is_norm`."""
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) or "embedding" in type(module).__name__.lower():
         return True
-    # Megatron's mark on the copy of the word embedding that the last pipeline stage holds.
-    if getattr(parameter, "shared_embedding", False):
-        return True
     return "embed" in name.rpartition(".")[2].lower()
 
 

@@ -1,5 +1,5 @@
-"""One schema for what is asked of SSDTrain, read from a DeepSpeed JSON block, YAML, Python and command-line
-flags.
+"""One schema for what is asked of SSDTrain, read from a block of a framework's JSON config, YAML, Python and
+command-line flags.
 
 Lives here: the schema (`schema`), the units people write (`units`, `amount`, `paths`, `kinds`), reading and
 refusing (`load`, `errors`), and what is generated from the schema: flags (`flags`) and docs/config.md

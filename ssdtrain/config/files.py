@@ -18,7 +18,7 @@ from ssdtrain.config.schema import LATER, Config
 from ssdtrain.config.similar import resembles
 
 KEY = "ssdtrain"
-"""The key of the block in a DeepSpeed config, and the first part of every key that an error names."""
+"""The key of the block in a framework's config, and the first part of every key that an error names."""
 
 LARGEST_FILE = 64 * 1024
 """Bytes."""

@@ -280,8 +280,8 @@ class CommConfig(Section):
     """Tokens to their experts and back."""
 
     zero_gather: CommRule | None = None
-    """Weights that ranks gather: of ZeRO-3 before they are used, of ZeRO-1, ZeRO-2 and Megatron's distributed
-    optimizer after a step, as the difference from what the others already have."""
+    """Weights that ranks gather: of ZeRO-3 before they are used, of other optimizers that shard their
+    state after a step, as the difference from what the others already have."""
 
     min_bytes: Size = MiB
     """Messages smaller than this, before compression, go as they are."""

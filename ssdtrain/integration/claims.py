@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-__all__ = ["claim", "refuse_claimed", "related"]
+__all__ = ["check_not_attached", "claim", "related"]
 
 _claims: list[tuple[weakref.ref[nn.Module], str]] = []
 
@@ -22,9 +22,9 @@ def claim(model: nn.Module, way: str) -> Callable[[], None]:
         What ends the claim.
 
     Raises:
-        ValueError: as `refuse_claimed`.
+        ValueError: as `check_not_attached`.
     """
-    refuse_claimed(model, way)
+    check_not_attached(model, way)
     entry = (weakref.ref(model), way)
     _claims.append(entry)
 
@@ -35,7 +35,7 @@ def claim(model: nn.Module, way: str) -> Callable[[], None]:
     return release
 
 
-def refuse_claimed(model: nn.Module, way: str) -> None:
+def check_not_attached(model: nn.Module, way: str) -> None:
     """Refuse a model that is recorded in another way, whole or in part. Runtimes of one way may nest.
 
     Raises:

@@ -2,8 +2,8 @@
 
 torch's own checkpoint saves the inputs of a block by autograd's means, outside of the hooks that it installs for the block.
 Inside an offload context they therefore go to the tape and come back ahead of the recomputation like any other saved tensor.
-What this adds: keyword tensors are saved the same way, and random generators that torch does not know (Megatron's tracker,
-DeepSpeed's) are restored for the recomputation.
+What this adds: keyword tensors are saved the same way, and random generators that torch does not know (of frameworks, which
+register them) are restored for the recomputation.
 """
 
 from __future__ import annotations

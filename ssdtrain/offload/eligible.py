@@ -11,8 +11,8 @@ Note: [What must not move]
   bit, the zero tangents of forward-mode AD, sparse, quantised, nested, fake, functional, functorch-wrapped.
 - Memory that torch did not allocate, or that it shares with NumPy (`storage.resizable()` is false): its owner holds it anyway,
   and may write it without a sign on the version counter. Also the outputs of CUDA graphs, which lie in the graph's pool.
-- Storages that a framework frees and fills again by itself (`storage.resize_(0)`): those that an adapter names, the outputs of
-  the autograd functions in FREED, and what is free when it is saved. Freed memory must not be read by a store, and nothing
+- Storages that a framework frees and fills again by itself (`storage.resize_(0)`): those that an adapter names (`add_exclusion`,
+  `add_freed_function`), and what is free when it is saved. Freed memory must not be read by a store, and nothing
   could be noticed of it later but its size.
 - Small tensors: the operation costs more than the bytes are worth.
 """
@@ -26,10 +26,6 @@ import torch
 from torch import nn
 
 __all__ = ["Eligibility"]
-
-FREED = frozenset({"CheckpointWithoutOutputFunctionBackward"})
-"""Nodes of autograd functions whose outputs are freed after they were saved. The first is Megatron's: its adapter names those
-storages too, but a loop of one's own needs no adapter."""
 
 _VIEWS = 16  # of views, at most
 
@@ -56,27 +52,35 @@ class Eligibility:
         """Move also what lies in memory that torch did not allocate: for an allocator of tests."""
         self._modules: list[nn.Module] = []
         self._fixed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._fixed_when: list[Callable[[torch.Tensor], bool]] = []
-        self._refuse_when: list[Callable[[torch.Tensor], bool]] = []
-        self._left: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._parameter_predicates: list[Callable[[torch.Tensor], bool]] = []
+        self._exclusions: list[Callable[[torch.Tensor], bool]] = []
+        self._freed_functions: set[str] = set()
+        self._excluded: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def register(self, module: nn.Module) -> None:
-        """Refuse the parameters and buffers of `module`, wherever their storages move: `refresh` looks again."""
+        """Keep the parameters and buffers of `module`, wherever their storages move: `refresh` looks again."""
         self._modules.append(module)
         self.refresh()
 
-    def fixed_when(self, predicate: Callable[[torch.Tensor], bool]) -> None:
-        """Treat also what `predicate` says as a parameter: an adapter's way to name its framework's own classes."""
-        self._fixed_when.append(predicate)
+    def add_parameter_predicate(self, predicate: Callable[[torch.Tensor], bool]) -> None:
+        """Treat tensors for which `predicate` is true as parameters (classes of a framework, gathered weights)."""
+        self._parameter_predicates.append(predicate)
 
-    def refuse_when(self, predicate: Callable[[torch.Tensor], bool]) -> None:
-        """Refuse also what `predicate` says: an adapter's way to name storages that its framework resizes."""
-        self._refuse_when.append(predicate)
+    def add_exclusion(self, predicate: Callable[[torch.Tensor], bool]) -> None:
+        """Keep tensors for which `predicate` is true (storages that a framework resizes)."""
+        self._exclusions.append(predicate)
 
-    def leave(self, storage: torch.UntypedStorage) -> None:
-        """Refuse all that lies in `storage`, which its framework resizes."""
-        self._left = {key: known for key, known in self._left.items() if known() is not None}
-        self._left[id(storage)] = weakref.ref(storage)
+    def add_freed_function(self, node: str) -> None:
+        """Keep the outputs of an autograd function that are freed after they were saved, and views of them.
+
+        Args:
+            node: name of the class of its node, as "MyFunctionBackward".
+        """
+        self._freed_functions.add(node)
+
+    def _exclude_storage(self, storage: torch.UntypedStorage) -> None:
+        self._excluded = {key: known for key, known in self._excluded.items() if known() is not None}
+        self._excluded[id(storage)] = weakref.ref(storage)
 
     def refresh(self) -> None:
         """Collect the storages of the registered modules. Frameworks re-map them (a distributed optimizer's flat buffer).
@@ -92,7 +96,7 @@ class Eligibility:
 
     def _tensors(self) -> Iterable[torch.Tensor]:
         for module in self._modules:
-            # By the class: a wrapper may have an attribute of that name (the `buffers` of Megatron's DDP are a list).
+            # By the class: a wrapper may have an attribute of that name (a list, for example).
             yield from nn.Module.parameters(module)
             yield from nn.Module.buffers(module)
 
@@ -114,7 +118,9 @@ class Eligibility:
             source = node.next_functions[0][0]
             if isinstance(getattr(source, "variable", None), nn.Parameter):
                 return True
-        return bool(self._fixed_when) and any(predicate(tensor) for predicate in self._fixed_when)
+        return bool(self._parameter_predicates) and any(
+            is_one(tensor) for is_one in self._parameter_predicates
+        )
 
     def is_plain(self, tensor: torch.Tensor) -> bool:
         """True if the tensor's storage, dtype, sizes and strides say all there is to say about it."""
@@ -131,36 +137,35 @@ class Eligibility:
             and not _is_wrapped(tensor)
         )
 
-    def refused_by_adapter(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    def is_excluded(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         """True if this tensor, of `storage`, is known as one that its framework moves or frees by itself."""
-        if self._left:
-            known = self._left.get(id(storage))
+        if self._excluded:
+            known = self._excluded.get(id(storage))
             if known is not None and known() is storage:
                 return True
         if not storage.nbytes() or not (storage.resizable() or self.moves_foreign_memory):
             return True
-        if _will_be_freed(tensor):
-            self.leave(storage)
+        if self._freed_functions and self._will_be_freed(tensor):
+            self._exclude_storage(storage)
             return True
-        return bool(self._refuse_when) and any(predicate(tensor) for predicate in self._refuse_when)
+        return bool(self._exclusions) and any(applies(tensor) for applies in self._exclusions)
+
+    def _will_be_freed(self, tensor: torch.Tensor) -> bool:
+        """True for the outputs of the functions whose outputs are freed, and views of them."""
+        base = tensor._base
+        node = (tensor if base is None else base).grad_fn
+        if node is not None:
+            return type(node).__name__ in self._freed_functions
+        if base is None:
+            return False
+        # What a function returned may itself be a view of a tensor that no gradient knows of.
+        node = tensor.grad_fn
+        for _ in range(_VIEWS):
+            if node is None or type(node).__name__ in self._freed_functions:
+                break
+            node = node.next_functions[0][0] if node.next_functions else None
+        return node is not None and type(node).__name__ in self._freed_functions
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return type(tensor) is _Parameter or isinstance(tensor, _Parameter)  # which asks a metaclass
-
-
-def _will_be_freed(tensor: torch.Tensor) -> bool:
-    """True for the outputs of the functions in FREED and views of them."""
-    base = tensor._base
-    node = (tensor if base is None else base).grad_fn
-    if node is not None:
-        return type(node).__name__ in FREED
-    if base is None:
-        return False
-    # What a function returned may itself be a view of a tensor that no gradient knows of.
-    node = tensor.grad_fn
-    for _ in range(_VIEWS):
-        if node is None or type(node).__name__ in FREED:
-            break
-        node = node.next_functions[0][0] if node.next_functions else None
-    return node is not None and type(node).__name__ in FREED

@@ -178,7 +178,7 @@ class OffloadEngine:
     def _refused(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         # What is saved while a backward runs (recomputation, double backward) is needed at once.
         in_backward = _graph_task() != -1
-        return in_backward or self.eligible.refused_by_adapter(tensor, storage) or self.device.capturing()
+        return in_backward or self.eligible.is_excluded(tensor, storage) or self.device.capturing()
 
     def _handle(self, region: Region, tensor: torch.Tensor, extent: Extent) -> Handle:
         region.handles += 1

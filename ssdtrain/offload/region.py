@@ -58,9 +58,9 @@ class Region:
     Note: [Buffers belong to the tensor]
     `loaded` is the buffer that a load filled. What `unpack` hands out shares its storage and its version counter; where a
     region has one handle only, its tensor has the buffer for itself, and a counter of its own. The storage owns the
-    buffer: it goes back to the arena when the last view dies, not when the handle does. Megatron's vocabulary-parallel
-    cross entropy returns its saved tensor, modified, as the gradient; a buffer that went back with the handle would be
-    overwritten under it. A write is seen on the counter, and the buffer is not handed out again.
+    buffer: it goes back to the arena when the last view dies, not when the handle does. A backward may return
+    its saved tensor, modified, as the gradient (vocabulary-parallel cross entropy does); a buffer that went back with the
+    handle would be overwritten under it. A write is seen on the counter, and the buffer is not handed out again.
 
     Note: [Freed under the engine]
     `storage.resize_` frees memory that a store may still read, and leaves no trace on the version counter. A region whose

@@ -20,7 +20,7 @@ A region that a codec encodes holds one saved tensor and nothing else, and only 
 bytes would come back changed, also those of a bool mask packed to bits.
 
 Note: [Strided views]
-A view that leaves gaps (Megatron's QKV split: three views, each over 99% of one storage) becomes a region over the whole
+A view that leaves gaps (a fused QKV projection, split: three views, each over 99% of one storage) becomes a region over the whole
 storage where its own bytes are a fair part of it, and the next views join. Where they are a small part, their bytes are copied
 together when they leave.
 """

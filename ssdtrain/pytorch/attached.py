@@ -50,7 +50,7 @@ def _keep_gathered(runtime: Runtime, engine: OffloadEngine, model: nn.Module) ->
     gathered = watch_sharded(model)
     if gathered is not None:
         runtime.call_at_close(gathered.remove)
-        engine.eligible.fixed_when(gathered.__contains__)
+        engine.eligible.add_parameter_predicate(gathered.__contains__)
 
 
 class AttachedForward:

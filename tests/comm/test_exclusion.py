@@ -77,12 +77,6 @@ def test_embeddings_are_found_with_what_is_tied_to_them() -> None:
     assert model.lm_head.weight in excluded(model, ("embedding",))
 
 
-def test_the_copy_of_an_embedding_on_a_last_stage_is_one() -> None:
-    stage = nn.ModuleDict({"output_layer": nn.Linear(8, 16, bias=False), "fc": nn.Linear(8, 8)})
-    stage["output_layer"].weight.shared_embedding = True
-    assert names(stage, KINDS) == {"output_layer.weight", "fc.bias"}
-
-
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_pattern_meets_whole_names_below_wrappers(wrapped: bool) -> None:
     model = Model()

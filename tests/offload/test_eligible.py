@@ -128,7 +128,7 @@ def test_an_adapter_can_name_what_its_framework_resizes(make_runtime: MakeRuntim
     assert runtime.engine is not None
     x = torch.randn(128, 128, requires_grad=True)
     y = x.detach() + 1
-    runtime.engine.eligible.refuse_when(
+    runtime.engine.eligible.add_exclusion(
         lambda tensor: tensor.untyped_storage()._cdata == y.untyped_storage()._cdata
     )
     with runtime.forward():
