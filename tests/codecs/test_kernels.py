@@ -36,6 +36,7 @@ def test_interpreted_kernels_give_the_bytes_of_the_reference() -> None:
     )
 
 
+@pytest.mark.slow
 def test_kernels_compile_without_fused_or_approximate_arithmetic(tmp_path: Path) -> None:
     _run(["-m", "tests.codecs.compiled_kernels"], TRITON_CACHE_DIR=str(tmp_path))
 

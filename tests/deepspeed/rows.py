@@ -174,7 +174,6 @@ QUICK = (
     "pipeline2",
     "dualpipev2",
     "autotp-zero1",
-    "pipeline2-tensor2",
 )
 """One row of each kind of layout: these are trained by `make test`, the others by `make test-all`."""
 

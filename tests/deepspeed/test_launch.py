@@ -148,6 +148,7 @@ def test_python_m_and_the_plain_script_give_the_same_losses(config: Path) -> Non
     assert launched["name"] == "__main__" and launched["argv0"] == str(SCRIPT)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_torchrun_m_runs_a_script_on_every_rank(config: Path) -> None:
     torchrun = [

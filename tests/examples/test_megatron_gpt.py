@@ -15,6 +15,7 @@ import pytest
 from tests.megatron.processes import ROOT, start
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.distributed,
     pytest.mark.skipif(
         importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed"

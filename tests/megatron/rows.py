@@ -70,7 +70,6 @@ QUICK = (
     "pp2 vp2",
     "dp2, distributed optimizer, overlap",
     "moe ep2",
-    "tp2 pp2",
 )
 """One row of each kind of layout and model: these are trained by `make test`, the others by `make test-all`."""
 

@@ -213,29 +213,31 @@ def test_no_step_no_summary_and_interval_0_says_nothing(
     assert reported(caplog) == []
 
 
-SAID = """
-import logging
+SAID = {
+    "": True,
+    "logging.basicConfig(level=logging.WARNING)": True,  # as frameworks do
+    'logging.getLogger("ssdtrain").setLevel(logging.WARNING)': False,
+    'logging.getLogger("ssdtrain.report").setLevel(logging.ERROR)': False,
+    'logging.getLogger("ssdtrain.report").disabled = True': False,
+}
+"""Whether a report is seen after this was done to logging."""
+
+SAY = """
+import logging, os, sys
 from ssdtrain.telemetry.messages import report
-{before}
-report("hello")
+for number, before in enumerate(sys.argv[1:]):
+    if os.fork() == 0:
+        exec(before)
+        report(f"hello {number}")
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
 
 
-@pytest.mark.parametrize(
-    ("before", "said"),
-    [
-        ("", True),
-        ("logging.basicConfig(level=logging.WARNING)", True),  # as frameworks do
-        ('logging.getLogger("ssdtrain").setLevel(logging.WARNING)', False),
-        ('logging.getLogger("ssdtrain.report").setLevel(logging.ERROR)', False),
-        ('logging.getLogger("ssdtrain.report").disabled = True', False),
-    ],
-)
-def test_what_was_asked_for_is_shown_without_any_logging_configured(before: str, said: bool) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SAID.format(before=before)], capture_output=True, text=True, check=True
-    )
-    assert ("[ssdtrain] hello" in done.stderr) is said
+def test_what_was_asked_for_is_shown_without_any_logging_configured() -> None:
+    command = [sys.executable, "-c", SAY, *SAID]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert {before: f"[ssdtrain] hello {number}" in done.stderr for number, before in enumerate(SAID)} == SAID
 
 
 def test_reports_are_records_of_their_own_logger(caplog: pytest.LogCaptureFixture) -> None:
