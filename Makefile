@@ -40,9 +40,9 @@ NONE_OF_PART = || { [ $$? = 5 ] && [ -n "$(TESTS)" ] && echo "$@: $(TESTS) has n
 test: lint
 	$(PYTEST) $(TWO_WORKERS) -m "not slow and not long" $(TESTS) $(NONE_OF_PART)
 
-# That, and the slow tests.
-test-all: test
-	$(PYTEST) $(TWO_WORKERS) -m "slow and not long" $(TESTS) $(NONE_OF_PART)
+# Those and the slow ones, in one run: rows of a matrix share the start of their processes.
+test-all: lint
+	$(PYTEST) $(TWO_WORKERS) -m "not long" $(TESTS) $(NONE_OF_PART)
 
 test-long: $(STAMP)
 	$(PYTEST) -o faulthandler_timeout=3700 -m long $(TESTS)
