@@ -17,10 +17,11 @@ _MASK = 0xFFFFFFFF
 def philox(counter: Tensor, key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four words in [0, 2^32) for each value of `counter`, all int64 in the shape of `counter`.
 
-    The 128-bit counter is (counter, step, tensor, rank), the 64-bit key is the seed.
+    The 128-bit counter is (counter, step, tensor, rank), the 64-bit key is the seed. A word of the key may be an int64 tensor
+    that broadcasts to the shape of `counter`: many keys in one call.
     """
     c0 = counter & _MASK
-    c1, c2, c3 = (torch.full_like(c0, word & _MASK) for word in (key.step, key.tensor, key.rank))
+    c1, c2, c3 = (torch.zeros_like(c0) + (word & _MASK) for word in (key.step, key.tensor, key.rank))
     k0, k1 = key.seed & _MASK, key.seed >> 32 & _MASK
     for _ in range(10):
         # The product wraps in int64; its bits 32 to 63 are right all the same.

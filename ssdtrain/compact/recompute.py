@@ -1,0 +1,99 @@
+"""Saved tensors that backward can make again, bit for bit, from others that are saved anyway.
+
+Note: [Copies of norms and activation functions]
+    `silu(gate) * up` saves silu(gate) beside gate, and a norm written in Python saves `x * rstd` beside x and rstd. Each is the
+    result of an elementwise operation whose inputs are saved by the node that made it. A linear layer that reads such a product
+    finds both nodes behind its input: there the saved copy is let go, and made again by the same operation on the same inputs.
+
+Note: [Who keeps an input anyway]
+    Some nodes save their own result (relu, tanh, attention). To compress it for the layer behind them would save nothing and
+    add the compressed input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["kept_by_producer", "release_copies"]
+
+_PRODUCT = "MulBackward0"
+_SILU = "SiluBackward0"
+_CAST = "ToCopyBackward0"
+_VIEWS = frozenset({"ViewBackward0", "TransposeBackward0", "PermuteBackward0", "ReshapeAliasBackward0"})
+_RESULTS = ("_raw_saved_result", "_raw_saved_output", "_raw_saved_out")
+_LONGEST = 4
+
+
+def kept_by_producer(x: Tensor) -> bool:
+    """True if the node that made `x` saves it too. See Note: [Who keeps an input anyway]."""
+    node = x.grad_fn
+    for _ in range(_LONGEST):
+        if node is None:
+            return False
+        if any(hasattr(type(node), name) for name in _RESULTS):
+            return True
+        if node.name() not in _VIEWS:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+def release_copies(x: Tensor) -> int:
+    """Let go of copies behind `x` that backward makes again; returns their bytes.
+
+    Where other saved-tensor hooks are in force they have the copies already, and nothing happens.
+    """
+    node = x.grad_fn
+    if node is None or node.name() != _PRODUCT:
+        return 0
+    freed = 0
+    for place, (producer, _) in zip(
+        ("_raw_saved_self", "_raw_saved_other"), node.next_functions, strict=True
+    ):
+        again = _again(producer)
+        if again is None:
+            continue
+        copy = _Copy(again)
+        try:
+            getattr(node, place).register_hooks(copy.pack, copy.unpack)
+        except RuntimeError:
+            continue  # nothing is saved there, or hooks are in force
+        freed += copy.nbytes
+    return freed
+
+
+class _Copy:
+    """The pair of hooks of one saved copy."""
+
+    def __init__(self, again: Callable[[], Tensor]) -> None:
+        self.again = again
+        self.nbytes = 0
+        self.dtype = torch.float32
+
+    def pack(self, saved: Tensor) -> None:
+        self.nbytes = saved.nbytes
+        self.dtype = saved.dtype
+
+    def unpack(self, _: None) -> Tensor:
+        with torch.no_grad():
+            return self.again().to(self.dtype)
+
+
+def _again(node: Any) -> Callable[[], Tensor] | None:
+    """What makes the result of `node` again from what it has saved; None where it cannot be."""
+    if node is None:
+        return None
+    name = node.name()
+    if name == _CAST:
+        below = node.next_functions[0][0]
+        return _again(below) if below is not None and below.name() == _PRODUCT else None
+    if name == _SILU:
+        return lambda: F.silu(node._saved_self)
+    if name == _PRODUCT and all(function is not None for function, _ in node.next_functions):
+        return lambda: node._saved_self * node._saved_other
+    return None

@@ -1,0 +1,69 @@
+"""What a linear layer keeps in place of its input, and the gradient of its weight from that.
+
+Shapes: N tokens, n input features, m output features.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ssdtrain.codecs import FixedSizeCodec, Key
+from ssdtrain.compact.projection import project, unproject
+
+__all__ = ["Projected", "Quantised", "SavedInput"]
+
+
+class SavedInput(Protocol):
+    """How one input is compressed. Immutable: a graph that is older than the present step holds its own."""
+
+    def compress(self, x: Tensor) -> Tensor:
+        """What is saved of `x` [..., n], a new tensor."""
+
+    def weight_gradient(self, gradient_NM: Tensor, saved: Tensor) -> Tensor:
+        """An estimate of G^T x, [m, n], whose mean is exact.
+
+        Args:
+            saved: of `compress`, or those of several ranks, one behind the other, for as many times the tokens.
+        """
+
+
+class Projected(NamedTuple):
+    """z = x P; the gradient is (G^T z) P^T, which has n / r times fewer multiplications than G^T x."""
+
+    block: Tensor
+    """Q of P, see `projection`."""
+
+    def compress(self, x: Tensor) -> Tensor:
+        return project(x, self.block)
+
+    def weight_gradient(self, gradient_NM: Tensor, saved: Tensor) -> Tensor:
+        return unproject(gradient_NM.t() @ saved.reshape(gradient_NM.shape[0], -1), self.block)
+
+
+class Quantised(NamedTuple):
+    """The payload of a codec with stochastic rounding, decoded in backward; float64 passes through float32."""
+
+    codec: FixedSizeCodec
+    key: Key
+    shape: torch.Size
+    """Of the input of one rank."""
+    dtype: torch.dtype
+
+    def compress(self, x: Tensor) -> Tensor:
+        values = x.float() if self.dtype == torch.float64 else x
+        size = self.codec.payload_bytes(x.numel(), values.dtype)
+        payload = torch.empty(size, dtype=torch.uint8, device=x.device)
+        self.codec.encode(values, payload, self.key)
+        return payload
+
+    def weight_gradient(self, gradient_NM: Tensor, saved: Tensor) -> Tensor:
+        dtype = torch.float32 if self.dtype == torch.float64 else self.dtype
+        size = self.codec.payload_bytes(self.shape.numel(), dtype)
+        parts = saved.numel() // size
+        x = torch.empty((parts, *self.shape), dtype=dtype, device=saved.device)
+        for payload, part in zip(saved.view(parts, size), x, strict=True):
+            self.codec.decode(payload, part)
+        return gradient_NM.t() @ x.view(gradient_NM.shape[0], -1).to(gradient_NM.dtype)
