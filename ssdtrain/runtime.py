@@ -35,6 +35,7 @@ from torch import nn
 
 from ssdtrain.comm import Communicator
 from ssdtrain.comm.feature import CompressedCollectives
+from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.config import Config
 from ssdtrain.features import UNNAMED, Feature, Forward, Microbatch, Placement, Step
 from ssdtrain.offload.engine import OffloadEngine
@@ -71,6 +72,7 @@ class Runtime:
         offload: the one of them that offloads activations; None: not enabled.
         engine: its engine; None: not enabled.
         comm: the communicator of compressed collectives; None: not enabled.
+        compact: the feature that compresses inputs of linear layers; None: not enabled.
 
     Raises:
         ConfigError: see `check_start`; or a directory cannot be made.
@@ -100,6 +102,7 @@ class Runtime:
         self.offload: ActivationOffload | None = None
         self.engine: OffloadEngine | None = None
         self.comm: Communicator | None = None
+        self.compact: CompactLinear | None = None
         self.steps = 0
         self._began = 0.0
         self._step_seconds = 0.0
@@ -128,6 +131,9 @@ class Runtime:
             if collectives is not None:
                 self.comm = collectives.comm
                 self.features.append(collectives)
+            if config.compact is not None:
+                self.compact = CompactLinear(config.compact, place)
+                self.features.append(self.compact)
             self.features += features
             self._check_metrics()
         except BaseException:

@@ -178,6 +178,9 @@ def _nothing() -> None:
 class LayerForward(Protocol):
     """Computes a layer's output from its parameters."""
 
+    def compresses(self, x: Tensor) -> bool:
+        """Whether this input is to be compressed; if not, the layer's own function computes."""
+
     def __call__(
         self,
         x: Tensor,
@@ -225,7 +228,10 @@ class CompactForward:
             if kind.within:
                 with _run(layer):
                     return self._plain(*args, **kwargs)
-            return layer(*args, weight, module.bias, **kwargs)  # type: ignore[arg-type]
+            x = args[0] if args else next(iter(kwargs.values()))
+            if not layer.compresses(x):
+                return self._plain(*args, **kwargs)
+            return layer(x, weight, module.bias)  # type: ignore[arg-type]
 
         self._forward = torch.compiler.disable(forward)
         module.forward = self

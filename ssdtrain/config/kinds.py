@@ -5,8 +5,9 @@ The schema annotates its fields with these types. Error messages, flags and the 
 ask `kind_of` for the same description, so none of them can drift from what the schema accepts.
 """
 
+import json
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -118,10 +119,44 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
+RATIO_ALLOWED = (
+    'a number above 0 and at most 1, or such numbers by patterns of layers: {"*.mlp.*": 0.125, "*": 0.25}'
+)
+
+
+def _ratio_rules(value: Any) -> tuple[tuple[str, float], ...]:
+    if isinstance(value, list | tuple):
+        value = (
+            dict(value) if all(isinstance(rule, list | tuple) and len(rule) == 2 for rule in value) else None
+        )
+    rules = value if isinstance(value, Mapping) else {"*": value}
+    if not rules:
+        raise Refusal("holds no ratio", RATIO_ALLOWED)
+    for pattern, ratio in rules.items():
+        if not isinstance(pattern, str) or not pattern:
+            raise Refusal(f"has the pattern {pattern!r}", RATIO_ALLOWED)
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+            raise Refusal(
+                "is no ratio" if rules is not value else f"has the ratio {ratio!r} for {pattern!r}",
+                RATIO_ALLOWED,
+            )
+    return tuple((pattern, float(ratio)) for pattern, ratio in rules.items())
+
+
+def _plain_ratio(rules: tuple[tuple[str, float], ...]) -> Any:
+    return rules[0][1] if len(rules) == 1 and rules[0][0] == "*" else dict(rules)
+
+
+def _ratio_text(text: str) -> Any:
+    """A number, or a JSON object of patterns."""
+    return json.loads(text)
+
+
 CODEC = Kind("codec", codecs.OFFLOAD_ALLOWED, codecs.parse_offload_codec)
 RULE = Kind("codec", codecs.RULE_ALLOWED, partial(codecs.parse_rule, framed=False))
 FRAMED_RULE = Kind("codec", codecs.FRAMED_RULE_ALLOWED, partial(codecs.parse_rule, framed=True))
 FRACTION = Kind("fraction", FRACTION_ALLOWED, _fraction, text=float)
+RATIO = Kind("ratio", RATIO_ALLOWED, _ratio_rules, _plain_ratio, text=_ratio_text)
 NAMES = Kind("names", NAMES_ALLOWED, _names, list, many=True)
 PATTERNS = Kind("patterns", PATTERNS_ALLOWED, _patterns, list, many=True)
 
@@ -142,6 +177,8 @@ CommRule = Annotated[str, BeforeValidator(RULE.parse), RULE]
 FramedRule = Annotated[str, BeforeValidator(FRAMED_RULE.parse), FRAMED_RULE]
 """Codecs of pipeline messages, which carry their size."""
 Fraction = Annotated[float, BeforeValidator(_fraction), FRACTION]
+RatioRules = Annotated[tuple[tuple[str, float], ...], BeforeValidator(_ratio_rules), RATIO]
+"""(pattern of layers, ratio), of which the first that fits counts."""
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), NAMES]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns), PATTERNS]
 """Of modules, by qualified name or class."""

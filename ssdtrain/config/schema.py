@@ -26,6 +26,7 @@ from ssdtrain.config.kinds import (
     Names,
     Patterns,
     PositiveSize,
+    RatioRules,
     Seconds,
     Size,
     Switch,
@@ -33,7 +34,7 @@ from ssdtrain.config.kinds import (
 )
 from ssdtrain.config.units import KiB, MiB, exact_size
 
-LATER = frozenset({"compact", "planner", "offload.verify", "report.trace"})
+LATER = frozenset({"planner", "offload.verify", "report.trace"})
 """Keys of later versions: they are refused by name, so that nobody takes silence for consent."""
 
 Found = tuple[str, Any, str, str]
@@ -335,6 +336,74 @@ FRAMED = ("pp_forward", "pp_backward")
 """Those of `DIMENSIONS` whose messages carry their size, so that a payload of unknown size fits."""
 
 
+class CompactConfig(Section):
+    """Linear layers keep a compressed input for the gradient of their weight (docs/compact.md).
+
+    The gradient of the layer's input is exact in every mode; that of its weight has the right mean and added noise.
+    """
+
+    mode: Literal["reconstruct", "quant"] = "reconstruct"
+    """What is kept of an input x: "reconstruct" keeps z = x P for a random P and reconstructs the gradient
+    of the weight from it; "quant" keeps x in few bits, with stochastic rounding."""
+
+    ratio: RatioRules = (("*", 0.25),)
+    """The part of an input's features that z has, above 0 and at most 1: one number, or numbers by patterns of layers' names,
+    of which the first that fits counts; a layer that none fits is not compressed. Not with "quant"."""
+
+    codec: Literal["int8", "int4", "int2"] = "int4"
+    """The bits of a value with "quant"."""
+
+    projection: Literal["orthonormal", "gaussian", "hadamard"] = "orthonormal"
+    """How P is drawn: orthonormal columns, the paper's Gaussian numbers (more noise), or columns of a Hadamard matrix with
+    random signs. Not with "quant"."""
+
+    update_every: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps that use one P. By default 1. Not with "quant"."""
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of P and of stochastic rounding; not torch's."""
+
+    include: Patterns = ()
+    """Compress only linear layers of these names or classes, or inside of such modules, such as "*.mlp" or "*.q_proj". By
+    default all that are known."""
+
+    exclude: Patterns = (
+        "head",
+        "*.head",
+        "*lm_head",
+        "*output_layer",
+        "*embed_out",
+        "*router",
+        "*.gate",
+    )
+    """Leave these out: patterns as in `include`, over which they win. By default heads and routers."""
+
+    recompute: bool = True
+    """Let go of what norms and activation functions save beside their own inputs, such as silu(gate) in a gated layer, and make
+    it again in backward, to the bit."""
+
+    def contradictions(self) -> Iterator[Found]:
+        fields = type(self).model_fields
+        if self.mode == "quant":
+            for key in ("ratio", "projection", "update_every"):
+                value = getattr(self, key)
+                if value != fields[key].default:
+                    shown = kind_of(fields[key]).plain(value)
+                    yield (
+                        key,
+                        shown,
+                        'concerns projections, and mode is "quant"',
+                        "leaving it out, or another mode",
+                    )
+        elif self.codec != fields["codec"].default:
+            yield "codec", self.codec, f'concerns "quant", and mode is "{self.mode}"', "leaving it out"
+
+    @property
+    def steps_per_projection(self) -> int:
+        """`update_every`, or its default."""
+        return self.update_every or 1
+
+
 class Config(Section):
     """What is asked of SSDTrain. A feature whose section is absent is off."""
 
@@ -350,13 +419,16 @@ class Config(Section):
     comm: CommConfig | None = None
     """Compressed collectives. Without this section every message goes as the framework sends it."""
 
+    compact: CompactConfig | None = None
+    """Linear layers that keep a compressed input. Without this section they keep it whole."""
+
     report: ReportConfig = ReportConfig()
     """Log lines and files about the run."""
 
     @property
     def active(self) -> bool:
         """Whether any feature is asked for."""
-        return self.enabled and (self.offload is not None or self.compresses)
+        return self.enabled and (self.offload is not None or self.compresses or self.compact is not None)
 
     @property
     def compresses(self) -> bool:

@@ -10,7 +10,7 @@ from ssdtrain.config import ConfigError, load_config
 from ssdtrain.config.flags import Flag, add_flags, check_unknown_flags, config_from_namespace, flags
 from ssdtrain.config.similar import resembles
 
-MINIMUM: dict[str, Any] = {"offload": {"directories": ["/nvme0"], "host": "1GiB"}, "comm": {}}
+MINIMUM: dict[str, Any] = {"offload": {"directories": ["/nvme0"], "host": "1GiB"}, "comm": {}, "compact": {}}
 
 
 def parser(**options: Any) -> argparse.ArgumentParser:
@@ -35,7 +35,9 @@ def test_auto_is_a_key_left_out(flag: Flag) -> None:
 @pytest.mark.parametrize("flag", [flag for flag in flags() if not flag.boolean], ids=lambda flag: flag.path)
 def test_a_flag_of_auto_wins_over_the_file(flag: Flag, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("offload: {directories: [/a], host: 1GiB, threads: 9}\ncomm: {preset: safe, seed: 4}\n")
+    file.write_text(
+        "offload: {directories: [/a], host: 1GiB, threads: 9}\ncomm: {preset: safe, seed: 4}\ncompact: {seed: 3}\n"
+    )
     given = config_from_namespace(parser().parse_args(["--ssdtrain-config", str(file), flag.name, "auto"]))
     expected = load_config(file).to_dict()
     place = expected

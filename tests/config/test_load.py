@@ -37,7 +37,7 @@ def nested(keys: tuple[str, ...], value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("flag", list(flags()), ids=lambda flag: flag.path)
-@pytest.mark.parametrize("value", [{"a": 1}, b"64MiB", 1j], ids=repr)
+@pytest.mark.parametrize("value", [{"a": [1]}, b"64MiB", 1j], ids=repr)
 def test_every_key_refuses_a_value_of_the_wrong_kind(flag: Any, value: Any) -> None:
     (problem,) = refused(nested(flag.keys, value)).problems
     assert problem.path == flag.path

@@ -15,7 +15,7 @@ from ssdtrain.config import Config, load_config
 from ssdtrain.config.flags import Flag, add_flags, config_from_namespace, flags, to_arguments
 from ssdtrain.config.units import GiB, KiB, MiB
 
-MINIMUM: dict[str, Any] = {"offload": {"directories": ["/nvme0"]}, "comm": {}}
+MINIMUM: dict[str, Any] = {"offload": {"directories": ["/nvme0"]}, "comm": {}, "compact": {}}
 
 
 def default_of(flag: Flag) -> Any:

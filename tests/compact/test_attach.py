@@ -1,0 +1,312 @@
+"""Compressed inputs through `ssdtrain.attach`: what changes, what does not, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ssdtrain
+from benchmarks.compact_training import Llama, LlamaConfig
+from ssdtrain.compact.projection import Projections, layer_key, layout_of
+from ssdtrain.compact.saved import Projected
+from ssdtrain.config import ConfigError
+from ssdtrain.runtime import Runtime
+
+QUIET = {"report": {"interval": 0}}
+
+
+def llama(dtype: torch.dtype = torch.float64) -> Llama:
+    torch.manual_seed(0)
+    return Llama(LlamaConfig()).to(dtype)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    for parameter in model.parameters():
+        parameter.grad = None
+    model(*batch()).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def attach(model: nn.Module, **section: Any) -> Runtime:
+    return ssdtrain.attach(model, {"compact": section, **QUIET})
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_all_features_kept_give_the_gradients_of_the_model_without() -> None:
+    model = llama()
+    expected = gradients(model)
+    runtime = attach(model, ratio=1)
+    found = gradients(model)
+    runtime.close()
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).abs().max() / gradient.abs().max()) < 1e-12, name
+
+
+def test_only_gradients_of_compressed_weights_change() -> None:
+    model = llama()
+    expected = gradients(model)
+    for section in ({"ratio": 0.25}, {"mode": "quant"}):
+        with_compact = attach(model, **section)
+        found = gradients(model)
+        with_compact.close()
+        changed = {
+            name
+            for name in expected
+            if not torch.allclose(found[name], expected[name], rtol=1e-10, atol=1e-14)
+        }
+        # Attention keeps its own output, which o_proj reads.
+        assert changed == {name for name in expected if "_proj" in name and "o_proj" not in name}
+    assert equal(gradients(model), expected), "detached, the model is what it was"
+
+
+def test_a_layer_is_keyed_by_its_name_and_the_step() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).double()
+    x = torch.randn(5, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    runtime = attach(model, ratio=0.25, seed=11)
+    for step in range(3):
+        model.zero_grad()
+        inner = model[0](x)
+        model(x).sum().backward()
+        for name, layer, read in (("0", model[0], x), ("1", model[1], inner.detach())):
+            block = Projections("orthonormal", 11).block(layout_of(64, 0.25), layer_key(name), step, x)
+            upstream = torch.ones(5, 8, dtype=torch.float64)
+            gradient = upstream if name == "1" else upstream @ model[1].weight.detach()
+            way = Projected(block)
+            expected = way.weight_gradient(gradient, way.compress(read))
+            assert torch.allclose(layer.weight.grad, expected, rtol=1e-12, atol=1e-12), (name, step)
+        runtime.step_end()
+    runtime.close()
+
+
+def test_microbatches_of_a_step_share_projections() -> None:
+    model = llama()
+    runtime = attach(model, ratio=0.25)
+    first, second = gradients(model), gradients(model)
+    assert equal(first, second)
+    runtime.step_end()
+    assert not equal(first, gradients(model))
+    runtime.close()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_block_has_the_same_projection(reentrant: bool) -> None:
+    model = llama()
+    runtime = attach(model, ratio=0.25)
+    expected = gradients(model)
+    for layer in model.layers:
+        plain = layer.forward
+        layer.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=reentrant)
+    found = gradients(model)
+    runtime.close()
+    assert equal(found, expected)
+
+
+def test_layers_that_read_one_input_save_it_once() -> None:
+    model = llama()
+    runtime = attach(model, ratio=0.25)
+    gradients(model)
+    assert runtime.compact is not None
+    counted = runtime.compact.compression.counted
+    runtime.close()
+    assert counted.shared_inputs == 2 * 3  # k, v and up of both blocks
+    tokens, width, middle = 2 * 16, 128, 384
+    assert counted.input_bytes == 2 * tokens * (2 * width + middle) * 8
+    assert counted.saved_bytes == counted.input_bytes // 4
+
+
+def test_released_copies_come_back_to_the_bit() -> None:
+    model = llama(torch.float32)
+    with_copies = attach(model, ratio=0.25, recompute=False)
+    expected = gradients(model)
+    with_copies.close()
+    runtime = attach(model, ratio=0.25)
+    found = gradients(model)
+    assert runtime.compact is not None
+    released = runtime.compact.compression.counted.released_bytes
+    runtime.close()
+    assert equal(found, expected)
+    assert released == 2 * (2 * 16) * (2 * 128 + 384) * 4  # two norms and silu(gate) of both blocks
+
+
+def test_a_changed_gate_is_still_noticed() -> None:
+    gate = torch.randn(4, 64, requires_grad=True) * 1.0
+    up = torch.randn(4, 64, requires_grad=True)
+    layer = nn.Linear(64, 8)
+    runtime = attach(layer)
+    out = layer(nn.functional.silu(gate) * up)
+    with torch.no_grad():
+        gate.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    runtime.close()
+
+
+def test_an_input_that_is_saved_anyway_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    runtime = attach(model)
+    x = torch.randn(4, 64)
+    model(x).sum().backward()
+    assert runtime.compact is not None
+    assert runtime.compact.compression.counted.skipped_inputs == 1
+    runtime.close()
+
+
+def test_state_dict_copies_and_pickles_know_nothing_of_it() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    runtime = attach(model)
+    assert "forward" in model[0].__dict__
+    assert equal(dict(model.state_dict()), before)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            other[0].weight.zero_()
+        x = torch.randn(3, 64)
+        assert torch.equal(other[0](x), other[0].bias.expand(3, 64)), "a copy computes with its own weights"
+    runtime.close()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("section", [{"ratio": 0.25}, {"mode": "quant"}], ids=["reconstruct", "quant"])
+def test_with_offload_what_is_saved_is_spilled_to_the_bit(section: dict[str, Any], tmp_path: Path) -> None:
+    model = llama(torch.float32)
+    alone = attach(model, recompute=False, **section)
+    expected = gradients(model)
+    alone.close()
+    offload = {"directories": str(tmp_path), "min_bytes": 0}
+    runtime = ssdtrain.attach(model, {"compact": section, "offload": offload, **QUIET})
+    found = gradients(model)
+    both = runtime.statistics()
+    runtime.close()
+    only = ssdtrain.attach(model, {"offload": offload, **QUIET})
+    gradients(model)
+    without = only.statistics()
+    only.close()
+    assert equal(found, expected)
+    assert (
+        both is not None and both.offload is not None and without is not None and without.offload is not None
+    )
+    width, middle, tokens = 128, 384, 2 * 16
+    inputs = 2 * tokens * (2 * width + middle) * 4
+    assert without.offload.saved_bytes - both.offload.saved_bytes > 0.7 * inputs
+
+
+class LoRA(nn.Module):
+    """A frozen layer with an adapter, as PEFT wraps it."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def test_an_adapter_keeps_a_compressed_input_and_its_frozen_base_none() -> None:
+    model = LoRA(nn.Linear(128, 128), 32)
+    x = torch.randn(50, 128, requires_grad=True)
+    runtime = attach(model, ratio={"*lora_A": 0.25, "*base_layer": 0.25})
+    saved: list[tuple[int, ...]] = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(tuple(t.shape))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x * 1.0)
+    runtime.close()
+    assert (50, 128) not in saved
+    assert saved.count((50, 32)) == 2  # z of lora_A, and the whole small input of lora_B
+
+
+class Conv1D(nn.Module):
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.randn(nx, nf, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.zeros(nf, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, self.nx), self.weight).view(*x.shape[:-1], self.nf)
+
+
+def test_gpt2s_transposed_layers_are_found() -> None:
+    model = Conv1D(24, 64)
+    x = torch.randn(2, 5, 64, dtype=torch.float64)
+    model(x).pow(2).sum().backward()
+    assert model.weight.grad is not None
+    expected = model.weight.grad.clone()
+    model.weight.grad = None
+    runtime = attach(model, ratio=1)
+    model(x).pow(2).sum().backward()
+    runtime.close()
+    assert torch.allclose(model.weight.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_patterns_choose_layers_and_their_ratios() -> None:
+    model = llama()
+    runtime = attach(model, ratio={"*.down_proj": 0.125, "*.mlp.*": 0.5}, exclude=["layers.0"])
+    assert runtime.compact is not None
+    names = {layer._module for layer in runtime.compact._forwards}
+    runtime.close()
+    chosen = {name for name, module in model.named_modules() if module in names}
+    assert chosen == {f"layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")}
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"ratio": 1.5}, "ssdtrain.compact.ratio: 1.5"),
+        ({"include": ["nothing"]}, r"ssdtrain.compact.include: \['nothing'\] leaves no layer"),
+        ({"ratio": {"nothing": 0.5}}, "ssdtrain.compact.ratio: .* leaves no layer"),
+        ({"mode": "quant", "ratio": 0.5}, "ssdtrain.compact.ratio: .* concerns projections"),
+        ({"codec": "int8"}, 'ssdtrain.compact.codec: .* concerns "quant"'),
+        ({"mode": "smaller"}, "ssdtrain.compact.mode: 'smaller'"),
+    ],
+)
+def test_a_config_that_cannot_be_had_is_an_error_with_its_key(section: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        attach(llama(), **section)
+
+
+def test_hadamard_names_the_layer_it_does_not_fit() -> None:
+    with pytest.raises(
+        ConfigError, match=r"compact.projection: 'hadamard' does not fit the layer 1: .* width 344"
+    ):
+        attach(nn.Sequential(nn.Linear(64, 344), nn.Linear(344, 8)), projection="hadamard")
+
+
+def test_a_second_runtime_on_the_same_layers_is_refused() -> None:
+    model = llama()
+    runtime = attach(model)
+    with pytest.raises(ConfigError, match="another runtime compresses already"):
+        attach(model)
+    runtime.close()
+    attach(model).close()
+
+
+def test_a_feature_that_does_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = llama().requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    runtime = attach(model)
+    for _ in range(3):
+        model(*batch()).backward()
+        runtime.step_end()
+    runtime.close()
+    assert "compact is enabled and compressed nothing" in caplog.text
