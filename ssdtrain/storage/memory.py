@@ -126,8 +126,8 @@ def _sampled(nbytes: int) -> tuple[slice, ...]:
 
 
 def sample(address: int, nbytes: int) -> int:
-    """A number that depends on some words of the bytes, never 0: at places that no regular pattern meets, and on the last and the first
-    word, where allocators keep the list of what is free.
+    """A number that depends on some words of the bytes, never 0: at places that no regular pattern meets, and on the last
+    and the first word, where allocators keep the list of what is free.
 
     At least 16 words, or all of fewer; in more than 4 MiB one of each 256 KiB. The caller vouches for the memory.
     """
