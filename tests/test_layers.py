@@ -26,6 +26,7 @@ FLOOR = {
     "compact": 4,
     "telemetry": 5,
     "planner": 6,
+    "report": 6,
     "preflight": 6,
     "ranks": 7,
     "runtime": 7,

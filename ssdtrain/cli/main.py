@@ -9,6 +9,7 @@ from ssdtrain import __version__
 COMMANDS = {
     "demo": "train a GPT with DeepSpeed, keeping, recomputing and offloading its activations, and compare",
     "doctor": "what is installed, what was built, and what the drives behind directories can do",
+    "report": "what a run did, as one HTML file made from the journals of report.path",
 }
 """Each is a module of this package with `run(arguments) -> exit status`."""
 

@@ -1,0 +1,81 @@
+"""`ssdtrain report`: what a run did, as one HTML file made from the journals of `report.path`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from ssdtrain.report.page import page
+from ssdtrain.report.prometheus import write_prometheus
+from ssdtrain.report.run import Run
+from ssdtrain.report.serve import Server
+
+EXAMPLES = """examples:
+  ssdtrain report out/report                            writes out/report/report.html
+  ssdtrain report out/report --against out/baseline     two runs side by side
+  ssdtrain report out/report --serve                    while training: http://127.0.0.1:8765/, and /metrics for Prometheus
+  ssdtrain report out/report --prometheus /var/lib/node_exporter/ssdtrain.prom
+"""
+
+
+def run(arguments: list[str]) -> int:
+    """0; 1 where there is nothing to report or a file cannot be written."""
+    chosen = _parser().parse_args(arguments)
+    try:
+        return _serve(chosen) if chosen.serve is not None else _write(chosen)
+    except (OSError, ValueError) as error:
+        print(f"ssdtrain report: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ssdtrain report",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="of report.path; journals in folders below it count too"
+    )
+    parser.add_argument("--against", type=Path, metavar="DIR", help="of a second run, to compare with")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="of the page; by default report.html in DIR"
+    )
+    parser.add_argument(
+        "--prometheus", type=Path, metavar="FILE", help="write Prometheus text there, and no page"
+    )
+    parser.add_argument(
+        "--serve",
+        type=int,
+        nargs="?",
+        const=8765,
+        metavar="PORT",
+        help="serve the page and keep it up to date until Ctrl-C; by default on port 8765",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="to serve on; whoever can reach it can read the report"
+    )
+    return parser
+
+
+def _write(chosen: argparse.Namespace) -> int:
+    found = Run.read(chosen.directory)
+    if chosen.prometheus is not None:
+        write_prometheus(found, chosen.prometheus)
+        print(chosen.prometheus)
+        return 0
+    against = Run.read(chosen.against) if chosen.against is not None else None
+    output = chosen.output or chosen.directory / "report.html"
+    output.write_text(page(found, against))
+    print(output)
+    return 0
+
+
+def _serve(chosen: argparse.Namespace) -> int:
+    with Server(chosen.directory, chosen.against, chosen.host, chosen.serve) as server:
+        print(f"{server.address} (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0

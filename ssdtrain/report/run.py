@@ -1,0 +1,184 @@
+"""The journals of one run, all ranks, in memory."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ssdtrain.comm import CommMetrics
+from ssdtrain.offload.metrics import OffloadMetrics
+from ssdtrain.storage import StoreMetrics
+from ssdtrain.telemetry.lines import read_lines
+from ssdtrain.telemetry.registry import Metric, Over, Unit
+from ssdtrain.telemetry.totals import StepMetrics
+
+__all__ = ["NoJournals", "RankJournal", "Run", "metric_named"]
+
+_FILE = re.compile(r"rank-(\d+)(?:\.(\d+))?\.jsonl")
+_REDUCE = {Over.SUM: sum, Over.MAX: max, Over.MIN: min}
+
+
+class NoJournals(ValueError):
+    """A directory has no journal with a complete line."""
+
+
+@dataclass
+class RankJournal:
+    """One `rank-N.jsonl`.
+
+    Attributes:
+        rank: of the process that wrote it.
+        engine: 0, or N of `rank-R.N.jsonl`: a further engine of the same process.
+        lines: how many steps were written, those of an earlier start included.
+        by_step: values by step number. A step that was trained again after a restart has its last values.
+        totals: the sum of each value over all lines.
+        waits: seconds that backward waited for loads, by the module that saved the tensor. A line of the journal names the three
+            longest, so these are lower bounds.
+    """
+
+    rank: int
+    engine: int
+    lines: int = 0
+    by_step: dict[int, dict[str, float]] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
+    waits: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return f"rank {self.rank}" + (f", engine {self.engine}" if self.engine else "")
+
+    def values(self, name: str) -> list[float]:
+        """In order of step number; steps without this value are left out."""
+        return [record[name] for _, record in sorted(self.by_step.items()) if name in record]
+
+    def add(self, record: dict[str, Any]) -> None:
+        """One line of the journal."""
+        values = {
+            name: value
+            for name, value in record.items()
+            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        self.by_step[int(record["step"])] = values
+        self.lines += 1
+        for name, value in values.items():
+            self.totals[name] = self.totals.get(name, 0) + value
+        for wait in record.get("load_waits", ()):
+            name = str(wait["module"])
+            self.waits[name] = self.waits.get(name, 0.0) + float(wait["seconds"])
+
+
+@dataclass
+class Run:
+    """All journals below one directory."""
+
+    name: str
+    journals: list[RankJournal]
+
+    @classmethod
+    def read(cls, directory: Path) -> Run:
+        """Reads every `rank-N.jsonl` in `directory` and below it. A last line that is still being written is left out.
+
+        Raises:
+            NoJournals: there is none, or none has a complete line yet.
+            ValueError: a line is not a journal's; the message has the file and the line.
+            OSError: a file cannot be read.
+        """
+        found = []
+        for path in sorted(directory.rglob("rank-*.jsonl")):
+            if match := _FILE.fullmatch(path.name):
+                journal = RankJournal(int(match[1]), int(match[2] or 0))
+                _fill(journal, path)
+                if journal.lines:
+                    found.append(journal)
+        if not found:
+            raise NoJournals(
+                f"{directory} has no rank-N.jsonl with a complete line: give the directory of report.path, or wait for the "
+                "first step"
+            )
+        return cls(directory.resolve().name, sorted(found, key=lambda j: (j.rank, j.engine)))
+
+    @functools.cached_property
+    def steps(self) -> list[int]:
+        """Step numbers that any rank wrote, in order."""
+        return sorted({step for journal in self.journals for step in journal.by_step})
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """Of every value that any line has, in the order of the first line that has it."""
+        return list(dict.fromkeys(name for journal in self.journals for name in journal.totals))
+
+    def has(self, *names: str) -> bool:
+        """Whether any of `names` is in a journal with another value than 0."""
+        return any(journal.totals.get(name) for journal in self.journals for name in names)
+
+    def over_ranks(self, name: str, how: Over | None = None) -> dict[int, float]:
+        """The values of all ranks in one, by step.
+
+        Args:
+            how: None: as the metric is declared.
+        """
+        reduce = _REDUCE[how or metric_named(name).ranks]
+        found: dict[int, list[float]] = {}
+        for journal in self.journals:
+            for step, record in journal.by_step.items():
+                if name in record:
+                    found.setdefault(step, []).append(record[name])
+        return {step: reduce(found[step]) for step in sorted(found)}
+
+    def total(self, name: str) -> float:
+        """Of all lines, over ranks as the metric is declared."""
+        values = [journal.totals[name] for journal in self.journals if name in journal.totals]
+        return float(_REDUCE[metric_named(name).ranks](values)) if values else 0.0
+
+    def waits(self) -> dict[str, float]:
+        """Seconds that backward waited for loads, summed over ranks, by module, the longest first."""
+        found: dict[str, float] = {}
+        for journal in self.journals:
+            for name, seconds in journal.waits.items():
+                found[name] = found.get(name, 0.0) + seconds
+        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+    def dimensions(self) -> list[str]:
+        """Parallel dimensions that sent anything."""
+        return [
+            name.split("/")[1]
+            for name in self.names
+            if name.startswith("comm/") and name.endswith("/raw_bytes") and self.has(name)
+        ]
+
+
+def _fill(journal: RankJournal, path: Path) -> None:
+    text = path.read_text(errors="replace")
+    complete = text[: text.rfind("\n") + 1]
+    try:
+        for record in read_lines(complete.splitlines()):
+            journal.add(record)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}, line {journal.lines + 1}: not a line of a journal ({error!r}): remove the file, or give another directory"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path}, {error}: remove the line, or give another directory") from error
+
+
+@functools.cache
+def metric_named(name: str) -> Metric:
+    """How `name` was declared. A value that nobody declared has its unit by its ending, and is a gauge."""
+    if name.startswith("comm/"):
+        prefix, _, own = name.rpartition("/")
+        found = _find(CommMetrics.declared(), own)
+        if found is not None:
+            return found.under(prefix)
+    found = _find((*OffloadMetrics.declared(), *StoreMetrics.declared(), *StepMetrics.declared()), name)
+    if found is not None:
+        return found
+    unit = next((unit for unit in (Unit.BYTES, Unit.SECONDS) if name.endswith(unit.value)), Unit.COUNT)
+    return Metric(name, unit, counts=False, ranks=Over.MAX, label="")
+
+
+def _find(metrics: Iterable[Metric], name: str) -> Metric | None:
+    return next((metric for metric in metrics if metric.name == name), None)
