@@ -217,6 +217,12 @@ class Runtime:
         if self._journal is not None and (now := self.statistics()) is not None:
             self._journal.step(step.number, now)
 
+    def log_values(self, **values: float) -> None:
+        """Add values of the training script, as in `log_values(loss=loss.item())`, to this step's line of the journal
+        (`report.path`). Call it before the end of the step; without a journal it does nothing."""
+        if self._journal is not None:
+            self._journal.add(values)
+
     def forward(
         self, chunk: int = 0, microbatch: int | None = None, *, keep: bool = False
     ) -> AbstractContextManager[Tape | None]:

@@ -81,7 +81,7 @@ def _loss(run: Run) -> float | None:
 
 def _without(run: Run) -> str:
     without, peak = _peak(run, "unoffloaded_peak_bytes"), _peak(run, "activation_peak_bytes")
-    return f"x{peak / without:.2f} of {size_text(without)} without SSDTrain" if without and peak else ""
+    return f"x{peak / without:.2f} of {size_text(without)} without" if without and peak else ""
 
 
 def _rate(run: Run) -> str:
@@ -95,31 +95,29 @@ def _percent(value: float) -> str:
 
 
 TILES = (
+    Tile("Activation peak", lambda run: _peak(run, "activation_peak_bytes"), size_text, _without),
+    Tile("Step time", _step_time, duration_text, lambda run: f"median of {len(run.steps)} steps"),
     Tile(
-        "Activation peak, largest rank", lambda run: _peak(run, "activation_peak_bytes"), size_text, _without
-    ),
-    Tile("Step time, median", _step_time, duration_text, lambda run: f"{len(run.steps)} steps"),
-    Tile(
-        "Waited for SSD and memory",
+        "Waited for tiers",
         _waited,
         _percent,
-        lambda run: "of the step time, the rank that waited most",
+        lambda run: "of step time, by the rank that waits most",
     ),
     Tile(
-        "Written to SSD per step",
+        "To SSD per step",
         lambda run: per_step(run, "ssd_bytes_written") if run.has("ssd_bytes_written") else None,
         size_text,
         _rate,
     ),
     Tile(
-        "Projected SSD life",
+        "SSD life",
         _life,
         duration_text,
         lambda run: "at this rate, the first drive",
         less_is_better=False,
     ),
-    Tile("Sent of what was to send", _wire_share, _percent, lambda run: ", ".join(run.dimensions())),
-    Tile("Loss, last step", _loss, lambda value: f"{value:.4f}"),
+    Tile("Traffic sent", _wire_share, _percent, lambda run: "of " + ", ".join(run.dimensions())),
+    Tile("Loss", _loss, lambda value: f"{value:.4f}"),
 )
 
 
@@ -153,15 +151,21 @@ def traffic_rows(run: Run) -> tuple[list[str], list[list[str]]]:
         means = [per_step(run, f"comm/{name}/{part}") or 0.0 for part in ("raw_bytes", "wire_bytes")]
         waits = [duration_text(run.total(f"comm/{name}/{part}_seconds")) for part in ("codec", "wait")]
         rows.append(
-            [name, *map(size_text, means), f"x{sent / raw:.3f}", f"{compressed:.0f} of {calls:.0f}", *waits]
+            [
+                name,
+                *map(size_text, means),
+                f"x{sent / raw:.3f}",
+                f"{compressed / calls:.0%}" if calls else "",
+                *waits,
+            ]
         )
     return [
         "dimension",
-        "uncompressed / step",
-        "sent / step",
+        "uncompressed",
+        "sent",
         "ratio",
-        "compressed calls",
-        "codec time",
+        "calls compressed",
+        "codec",
         "waited",
     ], rows
 

@@ -210,7 +210,7 @@ def _traffic(run: Run) -> str:
         for name in run.dimensions()
     ]
     chart = bar_chart(bars, Unit.BYTES, ["uncompressed", "sent"])
-    lead = "Bytes per step that ranks send, by parallel dimension; the sum of all ranks."
+    lead = "Bytes per step that all ranks together send, by parallel dimension. Times are totals of the rank with the most."
     return _card("Traffic between ranks", lead, chart + _rows(traffic_rows(run)))
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -55,15 +57,22 @@ class Journal:
             _journals.add(self)
         self._step, self._logged = Interval(), Interval()
         self._load_waits: dict[str, float] = {}
+        self._given: dict[str, float] = {}
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Values of the training script, such as the loss, for the next line of the file. What is not finite is left out."""
+        self._given.update({name: value for name, value in values.items() if math.isfinite(value)})
 
     def step(self, number: int, metrics: RuntimeMetrics) -> None:
         """Step `number` is over. `metrics` are totals; the file's line has what the step added, the log line means per step."""
         if self._stream is not None:
-            record = {"step": number, **self._step.end(metrics), "load_waits": self._worst_waits(metrics)}
+            waits = self._worst_waits(metrics)
+            record = {"step": number, **self._step.end(metrics), **self._given, "load_waits": waits}
             try:
                 write_line(self._stream, record)
             except OSError as error:
                 self._drop(error)
+        self._given = {}
         if self._interval and number % self._interval == 0:
             report(f"step {number} | {line(metrics.declared(), self._logged.end(metrics))}")
 

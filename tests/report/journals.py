@@ -1,0 +1,42 @@
+"""Journals as a run of several ranks writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+MiB = 1 << 20
+
+
+def line(step: int, rank: int = 0, **more: Any) -> dict[str, Any]:
+    """One step: memory grows with the rank, so that the largest rank is the last."""
+    return {
+        "step": step,
+        "step_seconds": 0.5 + 0.1 * rank,
+        "saved_bytes": 100 * MiB,
+        "ssd_bytes_written": 90 * MiB,
+        "ssd_bytes_read": 80 * MiB,
+        "cancelled_bytes": 10 * MiB,
+        "activation_peak_bytes": (30 + rank) * MiB,
+        "unoffloaded_peak_bytes": 100 * MiB,
+        "store_wait_seconds": 0.0,
+        "load_wait_seconds": 0.01,
+        "ssd_life_seconds": 86400.0 * (30 + rank),
+        "comm/dp/calls": 4,
+        "comm/dp/compressed": 4,
+        "comm/dp/raw_bytes": 40 * MiB,
+        "comm/dp/wire_bytes": 10 * MiB,
+        "comm/dp/codec_seconds": 0.02,
+        "comm/dp/wait_seconds": 0.03,
+        "load_waits": [{"module": "layers.0.mlp", "seconds": 0.01}],
+        **more,
+    }
+
+
+def write(directory: Path, ranks: int = 2, steps: int = 5, **more: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    for rank in range(ranks):
+        lines = [json.dumps(line(step, rank, **more)) for step in range(1, steps + 1)]
+        (directory / f"rank-{rank}.jsonl").write_text("\n".join(lines) + "\n")
+    return directory

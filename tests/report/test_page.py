@@ -1,0 +1,133 @@
+"""The page is HTML that loads nothing, has the journals' figures, and shows names as text."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from ssdtrain.config.units import MiB
+from ssdtrain.report.chart import Line, line_chart
+from ssdtrain.report.page import page
+from ssdtrain.report.run import Run
+from ssdtrain.telemetry.registry import Unit
+from tests.report.journals import write
+
+VOID = {"meta", "br", "line", "path"}
+
+
+class Reader(HTMLParser):
+    """Checks that elements close in order, and collects text and references."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self.data: list[dict[str, object]] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [value or "" for name, value in attributes if name in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, self.getpos()
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["script"]:
+            if data.startswith("{"):
+                self.data.append(json.loads(data))
+        elif self.open[-1:] != ["style"]:
+            self.text.append(data)
+
+
+def read(html: str) -> Reader:
+    reader = Reader()
+    reader.feed(html)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def test_it_parses_and_loads_nothing(tmp_path: Path) -> None:
+    html = page(Run.read(write(tmp_path / "run", loss=2.5)), Run.read(write(tmp_path / "other", loss=2.5)))
+    reader = read(html)
+    assert reader.references == []
+    assert not re.search(r"https?://|@import|url\(", html)
+
+
+def test_it_has_the_figures_of_the_journals(tmp_path: Path) -> None:
+    reader = read(page(Run.read(write(tmp_path, loss=2.5))))
+    text = " | ".join(part for part in reader.text if part.strip())
+    for figure in (
+        "31.0 MiB",  # the peak of the largest rank
+        "x0.31 of 100 MiB without",
+        "600 ms",  # a step of the slower rank
+        "2.0%",  # waited: 0.01 of 0.5 s
+        "180 MiB",  # to SSD per step, both ranks
+        "30.0 days",  # SSD life, the rank with less
+        "25.0%",  # sent of what was to send
+        "2.5000",  # loss
+        "layers.0.mlp",
+        "100 ms",  # waited for it: 5 steps x 2 ranks
+        "x0.250",
+    ):
+        assert figure in text, figure
+    (memory,) = [d for d in reader.data if any("without SSDTrain" in line["label"] for line in d["lines"])]  # type: ignore[attr-defined]
+    assert [line["values"] for line in memory["lines"]] == [[30.0] * 5, [31.0] * 5, [100.0] * 5]  # type: ignore[attr-defined]
+    assert memory["unit"] == "MiB" and memory["steps"] == [1, 2, 3, 4, 5]
+    for axis in ("activations, MiB", "time, ms", "waited, ms", "bytes, MiB", "step"):
+        assert axis in text, axis
+
+
+def test_names_from_outside_are_text_and_never_markup(tmp_path: Path) -> None:
+    name = "<img src=x onerror=alert(1)></script><script>"
+    directory = write(tmp_path / name.replace("/", "")[:40], load_waits=[{"module": name, "seconds": 1.0}])
+    (directory / "rank-0.jsonl").write_text(
+        (directory / "rank-0.jsonl").read_text().replace("comm/dp", "comm/<b>")
+    )
+    run = Run.read(directory)
+    reader = read(page(run, run))
+    assert "img" not in reader.tags and "b" not in reader.tags
+    assert any(name in part for part in reader.text)
+
+
+def test_a_comparison_says_which_is_better(tmp_path: Path) -> None:
+    run = Run.read(write(tmp_path / "new"))
+    other = Run.read(write(tmp_path / "old", activation_peak_bytes=62 * MiB, step_seconds=0.3))
+    html = page(run, other)
+    assert '<span class="better">-50.0%</span> against 62.0 MiB' in html
+    assert '<span class="worse">+100.0%</span> against 300 ms' in html
+    assert "x0.500" in html
+
+
+def test_many_ranks_are_drawn_as_three_lines_and_listed_all(tmp_path: Path) -> None:
+    reader = read(page(Run.read(write(tmp_path, ranks=20, steps=2))))
+    labels = {line["label"] for data in reader.data for line in data["lines"]}  # type: ignore[attr-defined]
+    assert {"highest rank", "median rank", "lowest rank"} <= labels and "rank 0" not in labels
+    assert "rank 19" in reader.text
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3000])
+def test_a_chart_of_any_length_keeps_its_peak(steps: int) -> None:
+    points = {step: 5.0 for step in range(steps)} | {steps // 2: 7000.0}
+    html = line_chart([Line("a", points), Line("b", {0: 1.0})], Unit.BYTES, "bytes")
+    data = json.loads(re.findall(r'json">(.*?)</script>', html)[0])
+    assert len(data["steps"]) <= 400
+    assert max(v for v in data["lines"][0]["values"] if v is not None) == pytest.approx(7000 / 1024, rel=1e-3)
+    assert ("highest of" in html) == (steps > 400)
+    assert "NaN" not in html and "inf" not in html
+
+
+def test_values_that_are_all_zero_or_missing_make_no_chart_of_nothing() -> None:
+    assert "no such values" in line_chart([Line("a", {})], Unit.BYTES, "bytes")
+    assert "<svg" in line_chart([Line("a", {1: 0.0, 2: 0.0})], Unit.SECONDS, "time")
