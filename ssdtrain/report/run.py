@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ssdtrain.comm import CommMetrics
-from ssdtrain.offload.metrics import OffloadMetrics
-from ssdtrain.storage import StoreMetrics
+import ssdtrain.telemetry.totals  # noqa: F401 - and with it every feature's metrics
 from ssdtrain.telemetry.lines import read_lines
-from ssdtrain.telemetry.registry import Metric, Over, Unit
-from ssdtrain.telemetry.totals import StepMetrics
+from ssdtrain.telemetry.registry import Metric, MetricSet, Over, Unit
 
 __all__ = ["NoJournals", "RankJournal", "Run", "metric_named"]
 
@@ -167,18 +164,17 @@ def _fill(journal: RankJournal, path: Path) -> None:
 
 @functools.cache
 def metric_named(name: str) -> Metric:
-    """How `name` was declared. A value that nobody declared has its unit by its ending, and is a gauge."""
-    if name.startswith("comm/"):
-        prefix, _, own = name.rpartition("/")
-        found = _find(CommMetrics.declared(), own)
-        if found is not None:
+    """How `name` was declared, with or without a prefix such as "comm/dp". What no set of SSDTrain declares has its unit by its
+    ending, and is a gauge."""
+    prefix, _, own = name.rpartition("/")
+    for found in _declared():
+        if own == found.name:
             return found.under(prefix)
-    found = _find((*OffloadMetrics.declared(), *StoreMetrics.declared(), *StepMetrics.declared()), name)
-    if found is not None:
-        return found
     unit = next((unit for unit in (Unit.BYTES, Unit.SECONDS) if name.endswith(unit.value)), Unit.COUNT)
     return Metric(name, unit, counts=False, ranks=Over.MAX, label="")
 
 
-def _find(metrics: Iterable[Metric], name: str) -> Metric | None:
-    return next((metric for metric in metrics if metric.name == name), None)
+def _declared() -> Iterator[Metric]:
+    for kind in MetricSet.__subclasses__():
+        if kind.__module__.startswith("ssdtrain."):
+            yield from kind.declared()

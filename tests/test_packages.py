@@ -1,0 +1,110 @@
+"""What pip builds: one version, type information, data files, and an editable install that no folder hides."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import ssdtrain
+
+ROOT = Path(__file__).parent.parent
+DATA = ("ssdtrain/report/report.css", "ssdtrain/report/report.js")
+TYPED = tuple(f"{package}/py.typed" for package in ("ssdtrain", "ssdtrain_ds", "ssdtrain_megatron"))
+SOURCES = (
+    "ssdtrain",
+    "ssdtrain_ds",
+    "ssdtrain_megatron",
+    "scripts",
+    "setup.py",
+    "pyproject.toml",
+    "MANIFEST.in",
+)
+
+
+def copy_of_the_sources(to: Path) -> Path:
+    """Builds leave files beside the sources."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", *SOURCES, "README.md", "LICENSE", "CHANGELOG.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in listed.stdout.splitlines():
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        (to / name).write_bytes((ROOT / name).read_bytes())
+        (to / name).chmod((ROOT / name).stat().st_mode)
+    return to
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_changelog_knows_the_version() -> None:
+    assert f"## {ssdtrain.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_folder_called_ssdtrain_does_not_hide_an_editable_install(tmp_path: Path) -> None:
+    sources = copy_of_the_sources(tmp_path / "sources")
+    build = "import setuptools.build_meta as build; build.build_editable('../editable')"
+    (tmp_path / "editable").mkdir()
+    run(sys.executable, "-c", build, cwd=sources, CC="false")
+    (wheel,) = (tmp_path / "editable").glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    (tmp_path / "work" / "ssdtrain").mkdir(parents=True)  # a spill directory
+    program = (
+        f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import ssdtrain; print(ssdtrain.__file__)"
+    )
+    found = run(sys.executable, "-c", program, cwd=tmp_path / "work", PYTHONPATH="")
+    assert found.strip() in (
+        str(sources / "ssdtrain" / "__init__.py"),
+        str(ROOT / "ssdtrain" / "__init__.py"),
+    )
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_packages_build_and_the_python_engine_serves(tmp_path: Path) -> None:
+    sources = copy_of_the_sources(tmp_path / "sources")
+    script = str(sources / "scripts" / "build_wheels.sh")
+    printed = run(script, str(tmp_path / "dist"), cwd=sources, CC="false", PYTHON=sys.executable, PYTHONS="")
+    assert "no extension was built" in printed
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert "-cp310-abi3-" in wheel.name
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {*TYPED, *DATA} <= set(names)
+    assert not [
+        name for name in names if name.endswith((".so", ".c", ".h")) or name.startswith(("tests", "examples"))
+    ]
+    (archive,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        inside = {name.partition("/")[2] for name in packed.getnames()}
+    for folder in ("storage", "codecs"):
+        for file in (ROOT / "ssdtrain" / folder).glob("*.[ch]"):
+            assert str(file.relative_to(ROOT)) in inside
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    program = "import ssdtrain, torch\n" + (
+        "offloading = ssdtrain.offload('spill', min_bytes='1KiB')\n"
+        "x = torch.randn(64, 64, requires_grad=True)\n"
+        "with offloading: loss = x.sin().sum()\n"
+        "loss.backward(); print(ssdtrain.__file__, offloading.runtime.statistics().store.engine)"
+    )
+    file, engine = run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site")).split()
+    assert file.startswith(str(tmp_path / "site")) and engine == "python"
