@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ssdtrain.telemetry.registry import Metric, MetricSet, Over, Unit
 __all__ = ["NoJournals", "RankJournal", "Run", "metric_named"]
 
 _FILE = re.compile(r"rank-(\d+)(?:\.(\d+))?\.jsonl")
-_REDUCE = {Over.SUM: sum, Over.MAX: max, Over.MIN: min}
+_REDUCE: dict[Over, Callable[[Iterable[float]], float]] = {Over.SUM: sum, Over.MAX: max, Over.MIN: min}
 
 
 class NoJournals(ValueError):
