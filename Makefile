@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard ssdtrain/storage/*.[ch] ssdtrain/codecs/*.[ch])
 
-.PHONY: install demo demo-megatron test test-all test-long lint docs bench clean
+.PHONY: install demo demo-megatron test test-all test-long lint docs site bench clean
 
 install: $(STAMP)
 
@@ -49,6 +49,13 @@ test-long: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m ssdtrain.config.document docs/config.md
+	$(BIN)/python -m ssdtrain.report.document docs/metrics.md
+
+# The pages of docs/ in out/site; mkdocs has an environment of its own, so that development installs stay small.
+site:
+	test -x out/docs-venv/bin/mkdocs || $(PYTHON) -m venv out/docs-venv
+	out/docs-venv/bin/python -m pip install --quiet -r requirements-docs.txt
+	out/docs-venv/bin/mkdocs build --quiet --strict
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.io_engine --json

@@ -1,0 +1,71 @@
+"""Writes docs/metrics.md from the declarations: `python -m ssdtrain.report.document docs/metrics.md`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import ssdtrain.telemetry.totals  # noqa: F401 - and with it every feature's metrics
+from ssdtrain.telemetry.registry import MetricSet
+
+__all__ = ["document"]
+
+INTRODUCTION = """\
+# Metrics
+
+This page is generated from the declarations by `make docs`. The names are the keys of the JSON lines of `report.path`, and of
+every sink that frameworks have (`Train/SSDTrain/NAME` in DeepSpeed's monitor, `ssdtrain/NAME` in the Trainer's log). Metrics of
+collectives begin with `comm/` and the parallel dimension, as in `comm/dp/wire_bytes`.
+
+A counter is a total since the start; a line of the journal has what the step added. A gauge is a value of the moment. "Ranks"
+says how the values of several ranks become one: the sum, or that of the rank with the most or the least.
+"""
+
+
+def document() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for kind in sorted(MetricSet.__subclasses__(), key=lambda kind: (kind.__module__, kind.__name__)):
+        if kind.__module__.startswith("ssdtrain."):
+            room = kind.__module__.split(".")[1]
+            parts += [f"## {room.capitalize()}\n\n{_first_sentence(kind)}.\n", "\n".join(_table(kind)) + "\n"]
+    return "\n".join(parts)
+
+
+def _first_sentence(kind: type[MetricSet]) -> str:
+    return " ".join((kind.__doc__ or kind.__name__).split()).partition(". ")[0].rstrip(".")
+
+
+def _table(kind: type[MetricSet]) -> Iterator[str]:
+    meanings = dict(_meanings(kind))
+    yield "| name | unit | kind | ranks | meaning |"
+    yield "|---|---|---|---|---|"
+    for metric in kind.declared():
+        sort = "counter" if metric.counts else "gauge"
+        meaning = meanings.get(metric.name) or metric.label
+        yield f"| `{metric.name}` | {metric.unit.value} | {sort} | {metric.ranks.value} | {meaning} |"
+
+
+def _meanings(kind: type[MetricSet]) -> Iterator[tuple[str, str]]:
+    """The string below each field; Python drops it, so it is read from the source."""
+    (declaration,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(declaration, ast.ClassDef)
+    for field, below in zip(declaration.body, declaration.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(below, ast.Expr)
+        ):
+            text = ast.literal_eval(below.value)
+            yield field.target.id, " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        Path(sys.argv[1]).write_text(document())
+    else:
+        print(document(), end="")
