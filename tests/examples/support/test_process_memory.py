@@ -17,9 +17,10 @@ def test_the_peak_covers_what_came_after_the_reset_even_if_it_is_free_again() ->
     memory.reset()
     assert memory.covers == "since reset"
     base = memory.resident_bytes
-    after = bytearray(b"x") * (64 * MiB)
+    after = bytearray(b"x") * (128 * MiB)
     del after
-    assert base + 60 * MiB < memory.resident_bytes < base + 128 * MiB
+    # Half of it as a margin: under pressure the system takes pages of libraries away meanwhile, of which torch has many.
+    assert base + 64 * MiB < memory.resident_bytes < base + 192 * MiB
 
 
 # Every second of many blocks is freed: a heap could give none of them back.
