@@ -1,13 +1,14 @@
 """What a config asks of this machine, checked before a model is built: directories, packages, memory.
 
 `load_config` checks what is written; what depends on the machine and the rank is checked here. Adapters call it where they read
-the config, and `Runtime` once more, which also knows the device. Nothing is made.
+the config, and `Runtime` once more, which also knows the device. Nothing is made by `check_start`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,10 +19,13 @@ from ssdtrain.comm import Policy
 from ssdtrain.comm.policy import OFF, codec_of
 from ssdtrain.config import CommConfig, Config, ConfigError, OffloadConfig, Problem
 from ssdtrain.config.paths import WRITABLE_ALLOWED, problem_with_writing
+from ssdtrain.config.units import exact_size, format_size
 from ssdtrain.offload.coding import check_codec
-from ssdtrain.storage import check_host_budget
+from ssdtrain.storage import check_host_budget, drive_of
 
-__all__ = ["check_start", "make_directories"]
+__all__ = ["check_start", "make_directories", "warn_about_drives"]
+
+logger = logging.getLogger("ssdtrain")
 
 _DIRECTORIES = "ssdtrain.offload.directories"
 
@@ -104,6 +108,32 @@ def make_directories(directories: Sequence[Path]) -> None:
                 [Problem(f"{_DIRECTORIES}[{index}]", str(directory), why, WRITABLE_ALLOWED)]
             ) from error
         made = missing + made  # the deepest first
+
+
+def warn_about_drives(offload: OffloadConfig, directories: Sequence[Path]) -> None:
+    """Warn where several of `directories`, which exist, are on one drive, and where `capacity` is larger than what it is of."""
+    first: dict[str | int, int] = {}
+    for index, directory in enumerate(directories):
+        figures = os.statvfs(directory)
+        size = figures.f_blocks * figures.f_frsize
+        if offload.capacity is not None and offload.capacity > size:
+            logger.warning(
+                "ssdtrain.offload.capacity: %s is more than the %s of the file system of %s: it will be full before, and what "
+                "finds no room stays in memory; set a smaller capacity, or leave it out for 90%% of the free space",
+                exact_size(offload.capacity),
+                format_size(size),
+                directory,
+            )
+        earlier = first.setdefault(drive_of(directory).device or os.stat(directory).st_dev, index)
+        if earlier != index:
+            logger.warning(
+                "%s[%d]: %s is on the same drive as %s: two files on it are no faster than one, and each takes its own "
+                "capacity; name one directory for each drive",
+                _DIRECTORIES,
+                index,
+                directory,
+                directories[earlier],
+            )
 
 
 def _remove_if_empty(directory: Path) -> None:

@@ -42,7 +42,7 @@ from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tape import Tape
-from ssdtrain.preflight import check_start, make_directories
+from ssdtrain.preflight import check_start, make_directories, warn_about_drives
 from ssdtrain.storage import Faults, forks, inside_section
 from ssdtrain.telemetry.journal import Journal
 from ssdtrain.telemetry.messages import report
@@ -122,7 +122,10 @@ class Runtime:
             self._open_journal(place, config.report.interval if logs else 0)
             collectives = CompressedCollectives.from_config(config, place)
             if config.offload is not None:
-                make_directories(config.offload.expand(rank=rank, local_rank=local_rank))
+                directories = config.offload.expand(rank=rank, local_rank=local_rank)
+                make_directories(directories)
+                if local_rank == 0:
+                    warn_about_drives(config.offload, directories)
                 self.offload = ActivationOffload(
                     config.offload, place, policy=policy, faults=faults, staged=staged, timeline=timeline
                 )

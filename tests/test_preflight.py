@@ -136,3 +136,30 @@ def test_directories_are_made_all_or_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"directories\[1\]: .* cannot be made"):
         make_directories([tmp_path / "x" / "y", tmp_path / "file" / "z"])
     assert not (tmp_path / "x").exists()
+
+
+def warnings_at_start(caplog: pytest.LogCaptureFixture, **offload: Any) -> list[str]:
+    caplog.clear()
+    Runtime(load_config({"offload": offload})).close()
+    return [record.getMessage() for record in caplog.records if "ssdtrain.offload" in record.getMessage()]
+
+
+def test_two_directories_on_one_drive_are_said_at_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    (said,) = warnings_at_start(caplog, directories=[one, two], capacity="64MiB")
+    assert said.startswith(f"ssdtrain.offload.directories[1]: {two} is on the same drive as {one}")
+    assert "name one directory for each drive" in said
+    assert not warnings_at_start(caplog, directories=[one], capacity="64MiB")
+
+
+def test_a_capacity_above_the_size_of_the_drive_is_said_at_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    figures = os.statvfs(tmp_path)
+    size = figures.f_blocks * figures.f_frsize
+    (said,) = warnings_at_start(caplog, directories=str(tmp_path), capacity=size + 1)
+    assert said.startswith(f"ssdtrain.offload.capacity: {size + 1}B is more than the ")
+    assert str(tmp_path) in said and "set a smaller capacity" in said
+    assert not warnings_at_start(caplog, directories=str(tmp_path), capacity=size)
