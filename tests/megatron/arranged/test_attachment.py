@@ -160,6 +160,9 @@ def test_an_untried_version_is_said(
     monkeypatch.setattr(_compat.megatron.core, "__version__", "9.9.9")
     _compat.check()
     assert "megatron-core 9.9.9 was never run" in caplog.text
+    monkeypatch.setattr(_compat.megatron.core, "__version__", _compat.TESTED_IN_PART[0])
+    _compat.check()
+    assert f"megatron-core {_compat.TESTED_IN_PART[0]} was run in part (docs/megatron.md)" in caplog.text
 
 
 def test_evaluation_before_and_between_steps_moves_nothing(config: Config) -> None:
