@@ -34,7 +34,6 @@ __all__ = [
     "GATHER_GROUPS",
     "GATHER_PARAMETERS",
     "REDUCE_AND_PARTITION",
-    "SUM",
     "TorchBackend",
     "bypasses",
     "check",
@@ -47,12 +46,9 @@ __all__ = [
     "repeated_parameters",
     "skipped_steps",
     "tensor_parallel_functions",
-    "torch_op",
     "zero_id",
     "zero_numel",
 ]
-
-SUM = deepspeed.comm.ReduceOp.SUM
 
 # Replaced on the optimizer or the coordinator of an engine.
 AVERAGE_TENSOR = "average_tensor"
@@ -107,12 +103,6 @@ def check() -> None:
             f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}: compressed collectives were run with "
             f"{', '.join(TESTED)}"
         )
-
-
-def torch_op(op: Any) -> Any:
-    """DeepSpeed's reduction as torch's; the same for one that is torch's already."""
-    name = str(getattr(op, "name", op)).rsplit(".", 1)[-1]
-    return getattr(torch.distributed.ReduceOp, name, op)
 
 
 def parameters_of_bucket(optimizer: Any, args: Sequence[Any]) -> list[tuple[torch.nn.Parameter, Any]]:

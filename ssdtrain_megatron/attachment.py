@@ -13,14 +13,13 @@ from torch import nn
 from ssdtrain import ranks
 from ssdtrain.comm import Policy
 from ssdtrain.config import Config, load_config
+from ssdtrain.integration import residuals
 from ssdtrain.integration.claims import check_not_attached, claim, related
-from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.runtime import Runtime, RuntimeMetrics
 from ssdtrain_megatron import _compat, _compat_comm, apex
-from ssdtrain_megatron.comm import Hooks, residuals
+from ssdtrain_megatron.comm import Hooks
 from ssdtrain_megatron.comm.refusals import refuse as refuse_comm
-from ssdtrain_megatron.comm.steps import follow
 from ssdtrain_megatron.installation import installation
 from ssdtrain_megatron.recompute import register_tracker, tells_runs_apart
 from ssdtrain_megatron.refusals import refuse
@@ -51,7 +50,6 @@ class Attachment:
         register_tracker(self.checkpoint)
         self.recomputes_plainly = any(tells_runs_apart(_compat.model_config(chunk)) for chunk in chunks)
         self._chunks = {id(chunk): (index, chunk) for index, chunk in enumerate(chunks)}
-        self._hooks: Hooks | None = None
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -92,18 +90,12 @@ class Attachment:
             ValueError: collectives of this process are compressed already.
         """
         assert self.runtime.comm is not None
-        hooks = Hooks(self.runtime.comm, self.chunks, _compat_comm.params_are_master(optimizer))
+        hooks = Hooks(self.runtime.comm, self.chunks, optimizer, self._stepped)
+        self._undo.append(hooks.remove)
         hooks.install()
-        self.runtime.comm.loss_scale = _compat_comm.loss_scale(optimizer)
-        self._hooks = hooks
-        patches = Patches()
-        self._undo += [hooks.remove, patches.undo]
-        follow(patches, optimizer, self._stepped)
         self.runtime.step_begin()
 
     def _stepped(self, skipped: bool) -> None:
-        assert self._hooks is not None
-        self._hooks.step_end()
         self.runtime.step_end(skipped)
         if self.runtime.engine is None:
             # Otherwise the schedule tells when the next one begins.
@@ -119,12 +111,15 @@ class Attachment:
             OSError: it cannot be written.
         """
         if self.runtime.comm is not None:
-            residuals.save(self.runtime.comm, Path(directory))
+            residuals.save(self.runtime.comm, self._residuals(directory), _compat_comm.layout())
 
     def load(self, directory: str | Path) -> None:
         """Take what `save` wrote; without it feedback begins anew, with a warning. All ranks call it together."""
         if self.runtime.comm is not None:
-            residuals.load(self.runtime.comm, Path(directory))
+            residuals.load(self.runtime.comm, self._residuals(directory), _compat_comm.layout())
+
+    def _residuals(self, directory: str | Path) -> Path:
+        return Path(directory, "ssdtrain_comm", f"rank_{self.runtime.rank:05d}.pt")
 
     def close(self) -> None:
         """Put megatron-core's functions back and close the runtime. Idempotent."""

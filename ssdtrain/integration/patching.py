@@ -16,6 +16,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 __all__ = ["Patches", "Wrap", "is_patched"]
@@ -94,7 +95,9 @@ class _Site:
     def _link(self, wraps: list[Wrap]) -> None:
         found = self._plain
         for wrap in dict.fromkeys(wraps):
-            found = wrap(found)
+            inner, found = found, wrap(found)
+            if isinstance(found, FunctionType) and found is not inner:
+                functools.update_wrapper(found, inner)  # the next wrapper may read its signature
         self._outermost, self._wraps = found, wraps
         if not self._dispatches:
             self._placed = found

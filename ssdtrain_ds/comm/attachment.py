@@ -9,24 +9,48 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ssdtrain.comm import Communicator
 from ssdtrain.comm.exclusion import excluded
+from ssdtrain.integration import residuals
+from ssdtrain.integration.intercept import Interception, Traffic, current_traffic, in_scope
 from ssdtrain.integration.patching import Patches
 from ssdtrain_ds import _compat, _compat_comm
-from ssdtrain_ds.comm import gradients, layers, pipeline, traffic, weights
+from ssdtrain_ds.comm import gradients, weights
 
 __all__ = ["CommAttachment"]
 
 logger = logging.getLogger("ssdtrain")
 
+_SENT_BY_STAGES = {
+    "SendActivation": "pp_forward",
+    "RecvActivation": "pp_forward",
+    "SendGrad": "pp_backward",
+    "RecvGrad": "pp_backward",
+}
+"""Instruction of a pipeline -> dimension."""
+
+# All of DeepSpeed's collectives pass the methods of one class; what they carry is known where they are issued.
+_interception = Interception(lambda tensor, group: current_traffic())
+_INTERCEPTED = {
+    name: _interception.wrap(name)
+    for name in (
+        "all_reduce",
+        "inference_all_reduce",
+        "reduce_scatter_tensor",
+        "all_gather_into_tensor",
+        "all_to_all_single",
+        "send",
+        "recv",
+    )
+}
+
 
 class CommAttachment:
     """What compression changed about one engine and its optimizer, until `detach`.
 
-    The engine gets functions of its own that open a traffic scope around its gradients, weights and messages; the class of
-    DeepSpeed's backend and its layers' autograd functions look for one as long as something is attached.
+    Functions that issue gradients, weights, activations and tokens run in a traffic scope; the methods of DeepSpeed's backend
+    compress what is issued there. The autograd functions of DeepSpeed's layers belong to no engine: with several engines of
+    different policies in one process, layers of all of them follow the one that was attached last.
     """
 
     def __init__(self, engine: Any, comm: Communicator) -> None:
@@ -46,36 +70,52 @@ class CommAttachment:
         self._undo.callback(comm.forget_weights)
         patches = Patches()
         self._undo.callback(patches.undo)
-        self._undo.callback(layers.leave, comm)
-        traffic.follow(patches)
-        weights.follow(patches)
-        layers.follow(patches, comm)
+        for name, wrap in _INTERCEPTED.items():
+            patches.replace(_compat_comm.TorchBackend, name, wrap)
+        for functions, dimension in (
+            (_compat_comm.tensor_parallel_functions(), "tp"),
+            (_compat_comm.expert_functions(), "ep"),
+        ):
+            of_layers = in_scope(functools.partial(_of_layer, comm, dimension))
+            for function in functions:
+                patches.replace(function, "forward", of_layers)
+                patches.replace(function, "backward", of_layers)
         # A quantised block is coded with its neighbours, which differ from one data-parallel group to another: what several
         # groups hold alike would drift apart.
         exact = excluded(engine.module, comm.policy.exclude) | _compat_comm.repeated_parameters(engine)
-        gradients.wrap_gradients(patches, engine, comm, exact)
-        weights.wrap_weights(patches, engine, comm, exact)
+        gradients.follow(patches, engine, comm, exact)
+        weights.follow(patches, engine, comm, exact)
+        if _compat.is_pipeline(engine):
+            patches.replace(engine, _compat.INSTRUCTION_MAP, self._instructions)
         patches.replace(engine, "save_checkpoint", self._saving)
         patches.replace(engine, "load_checkpoint", self._loading)
-        if _compat.is_pipeline(engine):
-            patches.replace(engine, _compat.INSTRUCTION_MAP, functools.partial(pipeline.instructions, comm))
         comm.loss_scale = _compat_comm.loss_scale(engine)
         for reason in _compat_comm.bypasses(engine):
             comm.notices.add(reason, f"comm: {reason}")
 
-    def _file(self, directory: str | Path, tag: str) -> Path:
-        return Path(directory) / tag / f"ssdtrain_comm_rank_{self.comm.rank}.pt"
+    def _instructions(self, plain: dict[type, Callable[..., Any]]) -> dict[type, Callable[..., Any]]:
+        """A pipeline's table of instructions; those that send or receive run in their traffic scope."""
+        table = dict(plain)
+        for name, dimension in _SENT_BY_STAGES.items():
+            kind = getattr(_compat.schedule, name)
+            if kind in table:
+                table[kind] = in_scope(functools.partial(self._of_message, dimension))(table[kind])
+        return table
+
+    def _of_message(self, dimension: str, *args: Any, **kwargs: Any) -> Traffic:
+        return Traffic(self.comm, dimension, first_only=True)
+
+    def _file(self, directory: Path) -> Path:
+        return directory / f"ssdtrain_comm_rank_{self.comm.rank}.pt"
 
     def _saving(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
             found = plain(save_dir, tag, *args, **kwargs)
-            file = self._file(
-                save_dir, str(tag) if tag is not None else f"global_step{self.engine.global_steps}"
-            )
-            if file.parent.is_dir():
-                torch.save(self.comm.state_dict(), file)
+            directory = Path(save_dir) / str(f"global_step{self.engine.global_steps}" if tag is None else tag)
+            if directory.is_dir():
+                residuals.save(self.comm, self._file(directory), {})
             else:
-                logger.warning("comm: residuals are not saved: %s is no directory on this node", file.parent)
+                logger.warning("comm: residuals are not saved: %s is no directory on this node", directory)
             return found
 
         return save_checkpoint
@@ -89,22 +129,18 @@ class CommAttachment:
             path = found[0] if isinstance(found, tuple) else None
             if path is not None:
                 directory = Path(path) if Path(path).is_dir() else Path(path).parent
-                self._load(directory / f"ssdtrain_comm_rank_{self.comm.rank}.pt")
+                residuals.load(self.comm, self._file(directory), {})
+                self.comm.steps = int(self.engine.global_steps)
             return found
 
         return load_checkpoint
 
-    def _load(self, file: Path) -> None:
-        """Take residuals if every rank has its file; the step is the engine's on all ranks, whatever they found."""
-        there = torch.tensor([int(file.is_file())], device=self.comm.device)
-        torch.distributed.all_reduce(there, op=torch.distributed.ReduceOp.MIN)
-        if there.item():
-            self.comm.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-        elif self.comm.feedback is not None:
-            self.comm.feedback.clear()
-            logger.warning("comm: not every rank finds its residuals (%s): error feedback begins anew", file)
-        self.comm.steps = int(self.engine.global_steps)
-
     def detach(self) -> None:
         """The engine, its optimizer, DeepSpeed's backend and layers are as they were. Idempotent."""
         self._undo.close()
+
+
+def _of_layer(comm: Communicator, dimension: str, *args: Any, **kwargs: Any) -> Traffic:
+    around = current_traffic()
+    # The scope of an engine that was attached later.
+    return around if around is not None and around.dimension == dimension else Traffic(comm, dimension)

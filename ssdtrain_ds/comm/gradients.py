@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ from torch import Tensor
 from ssdtrain.comm import Bucket, Communicator
 from ssdtrain.comm.coding import Ranges, clip
 from ssdtrain.comm.exclusion import ranges_in_order
+from ssdtrain.integration.intercept import Traffic, current_traffic, in_scope
 from ssdtrain.integration.patching import Patches
 from ssdtrain_ds import _compat, _compat_comm
-from ssdtrain_ds.comm.traffic import Traffic, traffic_scope
 
-__all__ = ["wrap_gradients"]
+__all__ = ["follow"]
 
 Slice = tuple[int, bool]
 """Elements of one gradient in a flat tensor, and whether they are excluded."""
@@ -54,7 +53,7 @@ class BucketCursor:
         self._ranges = ranges_in_order(slices)
         self._at = 0
 
-    def __call__(self, numel: int, group: Any, scattered: bool = False) -> Bucket:
+    def __call__(self, numel: int, group: Any, by_rank: bool = False) -> Bucket:
         start, self._at = self._at, self._at + numel
         return Bucket(f"{self._name}@{start}", clip(self._ranges, start, self._at))
 
@@ -64,33 +63,28 @@ def name_of(what: str, numbers: Iterable[int]) -> str:
     return f"{what}-{hashlib.sha1(repr(tuple(numbers)).encode()).hexdigest()[:12]}"
 
 
-def wrap_gradients(patches: Patches, engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> None:
-    """Open a scope of the traffic "dp" around what issues gradient reductions.
+def follow(patches: Patches, engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> None:
+    """Run what issues gradient reductions of `engine` in a scope of the traffic "dp".
 
     Args:
-        exact: excluded parameters.
+        exact: parameters excluded from compression.
     """
-    excluded = {id(parameter) for parameter in exact}
-    # Names hold in a resumed run, too, whatever else the process has made before.
-    numbers = {id(parameter): n for n, parameter in enumerate(engine.module.parameters())}
     optimizer, stage = engine.optimizer, _compat.zero_stage(engine)
-    lists = functools.partial(_of_lists, optimizer)
-    patches.replace(
-        engine, "allreduce_bucket", functools.partial(lists, Lists("engine", engine, comm, exact))
-    )
+    lists = Lists("engine", engine, comm, exact)
+    patches.replace(engine, "allreduce_bucket", in_scope(lists.traffic))
+    buckets = Buckets(engine, comm, exact)
     if stage in (1, 2) and hasattr(optimizer, _compat_comm.AVERAGE_TENSOR):
-        average = functools.partial(_of_stage_1_and_2, optimizer, comm, excluded, numbers)
-        patches.replace(optimizer, _compat_comm.AVERAGE_TENSOR, average)
-        bucket = functools.partial(lists, Lists("list", engine, comm, exact))
-        patches.replace(optimizer, _compat_comm.ALLREDUCE_BUCKET, bucket)
+        patches.replace(optimizer, _compat_comm.AVERAGE_TENSOR, in_scope(buckets.of_stage_1_and_2))
+        lists = Lists("list", engine, comm, exact)
+        patches.replace(optimizer, _compat_comm.ALLREDUCE_BUCKET, in_scope(lists.traffic))
     elif stage == 3 and hasattr(optimizer, _compat_comm.REDUCE_AND_PARTITION):
-        reduce = functools.partial(_of_stage_3, optimizer, comm, excluded, numbers)
-        patches.replace(optimizer, _compat_comm.REDUCE_AND_PARTITION, reduce)
+        patches.replace(optimizer, _compat_comm.REDUCE_AND_PARTITION, in_scope(buckets.of_stage_3))
 
 
 class Lists:
-    """Names and excluded elements of lists of gradients that do not say whose they are: by address, or where the optimizer keeps
-    gradients of its own, by shape and by the place in the order of the step."""
+    """Traffic of lists of gradients (ZeRO-0, pipelines, ZeRO-1 and 2 without contiguous gradients), which do not say whose they
+    are: found by address, or where the optimizer keeps gradients of its own, by shape and by the place in the order of the step.
+    """
 
     def __init__(self, name: str, engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> None:
         self._name = name
@@ -100,7 +94,10 @@ class Lists:
         self._step = -1
         self._unknown = 0
 
-    def traffic(self, tensors: Sequence[Tensor]) -> Traffic:
+    def traffic(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Traffic:
+        around = current_traffic()
+        if around is not None and around.dimension == "dp":
+            return around  # inside of `average_tensor`, which knows the parameters
         if self._comm.steps != self._step:
             self._step, self._unknown = self._comm.steps, 0
         known = {
@@ -118,68 +115,49 @@ class Lists:
         return Traffic(self._comm, "dp", BucketCursor(name_of(self._name, numbers), slices))
 
 
-def _of_lists(optimizer: Any, lists: Lists, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Of the engine (ZeRO-0, pipelines), and of ZeRO-1 and 2 without contiguous gradients; not inside of `average_tensor`, whose
-    traffic is the better one."""
+class Buckets:
+    """Traffic of ZeRO's buckets, whose parameters the optimizer knows."""
 
-    def allreduce_bucket(bucket: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        if getattr(optimizer, _AVERAGING, False):
-            return plain(bucket, *args, **kwargs)
-        with traffic_scope(lists.traffic(bucket)):
-            return plain(bucket, *args, **kwargs)
+    def __init__(self, engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> None:
+        self._optimizer = engine.optimizer
+        self._comm = comm
+        self._exact = {id(parameter) for parameter in exact}
+        # Numbers, and so names of buckets, are the same in a resumed run, whatever else the process has made before.
+        self._numbers = {id(parameter): n for n, parameter in enumerate(engine.module.parameters())}
 
-    return allreduce_bucket
-
-
-_AVERAGING = "_ssdtrain_averaging"
-
-
-def _of_stage_1_and_2(
-    optimizer: Any, comm: Communicator, excluded: set[int], numbers: dict[int, int], plain: Callable[..., Any]
-) -> Callable[..., Any]:
-    def average_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        parameters = _compat_comm.parameters_of_bucket(optimizer, args)
-        cursors: dict[Any, BucketCursor] = {}
-        groups: dict[Any, list[tuple[int, Slice]]] = {}
-        for parameter, group in parameters:
-            groups.setdefault(group, []).append(
-                (numbers[id(parameter)], (parameter.numel(), id(parameter) in excluded))
+    def of_stage_1_and_2(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Traffic:
+        """Of one call of `average_tensor`: a bucket of each process group."""
+        groups: dict[Any, list[torch.nn.Parameter]] = {}
+        for parameter, group in _compat_comm.parameters_of_bucket(self._optimizer, args):
+            groups.setdefault(group, []).append(parameter)
+        cursors = {
+            group: BucketCursor(
+                name_of("zero", (self._numbers[id(p)] for p in members)),
+                [(p.numel(), id(p) in self._exact) for p in members],
             )
-        for group, members in groups.items():
-            cursors[group] = BucketCursor(
-                name_of("zero", (n for n, _ in members)), [found for _, found in members]
-            )
+            for group, members in groups.items()
+        }
         whole = next(iter(cursors.values())) if len(cursors) == 1 else None
 
-        def bucket(numel: int, group: Any, scattered: bool) -> Bucket:
+        def bucket(numel: int, group: Any, by_rank: bool) -> Bucket:
             return (whole or cursors[group])(numel, group)
 
-        optimizer.__dict__[_AVERAGING] = True
-        try:
-            with traffic_scope(Traffic(comm, "dp", bucket)):
-                return plain(tensor, *args, **kwargs)
-        finally:
-            del optimizer.__dict__[_AVERAGING]
+        return Traffic(self._comm, "dp", bucket)
 
-    return average_tensor
-
-
-def _of_stage_3(
-    optimizer: Any, comm: Communicator, excluded: set[int], numbers: dict[int, int], plain: Callable[..., Any]
-) -> Callable[..., Any]:
-    def reduce_and_partition(*args: Any, **kwargs: Any) -> Any:
-        as_filled = _compat_comm.parameters_of_zero_3_bucket(optimizer, args)
+    def of_stage_3(self, *args: Any, **kwargs: Any) -> Traffic:
+        """Of one call that reduces and partitions: whole gradients in the order of filling, or each rank's parts."""
+        as_filled = _compat_comm.parameters_of_zero_3_bucket(self._optimizer, args)
         by_id = sorted(as_filled, key=_compat_comm.zero_id)
-        name = name_of("zero3", (numbers[id(p)] for p in by_id))
-        whole = BucketCursor(name, [(_compat_comm.zero_numel(p), id(p) in excluded) for p in as_filled])
+        name = name_of("zero3", (self._numbers[id(p)] for p in by_id))
+        whole = BucketCursor(name, self._slices(as_filled))
 
-        def bucket(numel: int, group: Any, scattered: bool) -> Bucket:
-            if not scattered:
+        def bucket(numel: int, group: Any, by_rank: bool) -> Bucket:
+            if not by_rank:
                 return whole(numel, group)
-            shares = [(_compat_comm.zero_numel(p), id(p) in excluded) for p in by_id]
-            return Bucket(name, interleaved(shares, numel, torch.distributed.get_world_size(group)))
+            ranks = torch.distributed.get_world_size(group)
+            return Bucket(name, interleaved(self._slices(by_id), numel, ranks))
 
-        with traffic_scope(Traffic(comm, "dp", bucket)):
-            return plain(*args, **kwargs)
+        return Traffic(self._comm, "dp", bucket)
 
-    return reduce_and_partition
+    def _slices(self, parameters: Iterable[torch.nn.Parameter]) -> list[Slice]:
+        return [(_compat_comm.zero_numel(p), id(p) in self._exact) for p in parameters]

@@ -16,40 +16,39 @@ import torch
 from torch import Tensor
 
 from ssdtrain.comm import Bucket, Communicator
+from ssdtrain.integration.intercept import Traffic, current_traffic, in_scope, traffic_scope
 from ssdtrain.integration.patching import Patches
 from ssdtrain_ds import _compat, _compat_comm
 from ssdtrain_ds.comm.gradients import interleaved
-from ssdtrain_ds.comm.traffic import Traffic, current_traffic, traffic_scope
 
-__all__ = ["follow", "wrap_weights"]
+__all__ = ["follow"]
 
 _stepping: ContextVar[tuple[Communicator, set[torch.nn.Parameter]] | None] = ContextVar(
     "ssdtrain_stepping", default=None
 )
 
 
-def wrap_weights(patches: Patches, engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> None:
-    """Open a traffic scope around what gathers weights."""
+def follow(patches: Patches, engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> None:
+    """Compress the weights that ranks gather for training.
+
+    Args:
+        exact: parameters excluded from compression.
+    """
+    # Outside of a step of an engine that compresses, these are the plain functions.
+    for module in _compat_comm.modules_that_gather():
+        patches.replace(module, _compat_comm.GATHER_GROUPS, _all_gather_dp_groups)
     stage = _compat.zero_stage(engine)
     if stage in (1, 2):
         patches.replace(engine.optimizer, "step", functools.partial(_gathering, comm, exact))
     coordinator = _compat_comm.coordinator_of(engine)
     if stage == 3 and coordinator is not None:
-        patches.replace(coordinator, _compat_comm.FETCH, functools.partial(_fetching, comm))
+        # Until it is known what is gathered, it goes as it is.
+        unknown = Traffic(comm, "zero_gather", lambda numel, group, by_rank: Bucket("weights", ((0, numel),)))
+        patches.replace(coordinator, _compat_comm.FETCH, in_scope(lambda *args, **kwargs: unknown))
         some = functools.partial(_gathering_some, {id(parameter) for parameter in exact})
         for parameter in engine.module.parameters():
             if hasattr(parameter, _compat_comm.GATHER_PARAMETERS):
                 patches.replace(parameter, _compat_comm.GATHER_PARAMETERS, some)
-
-
-def _fetching(comm: Communicator, plain: Callable[..., Any]) -> Callable[..., Any]:
-    def fetch_sub_module(*args: Any, **kwargs: Any) -> Any:
-        # Until it is known what is gathered, it goes as it is.
-        unknown = Traffic(comm, "zero_gather", lambda numel, group, by_rank: Bucket("weights", ((0, numel),)))
-        with traffic_scope(unknown):
-            return plain(*args, **kwargs)
-
-    return fetch_sub_module
 
 
 def _gathering_some(excluded: set[int], plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,9 +122,3 @@ def _exact_in(flat: Tensor, exact: set[torch.nn.Parameter]) -> tuple[tuple[int, 
         for start, numel in sorted(starts)
         if start >= 0 and start + numel <= flat.numel()
     )
-
-
-def follow(patches: Patches) -> None:
-    """Gathers inside a step go by difference, until `patches` are undone."""
-    for module in _compat_comm.modules_that_gather():
-        patches.replace(module, _compat_comm.GATHER_GROUPS, _all_gather_dp_groups)

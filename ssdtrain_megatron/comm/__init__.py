@@ -1,9 +1,8 @@
 """Megatron's collectives, sent compressed: which traffic is which parallel dimension.
 
-Lives here: gradients and parameters of data parallelism (`data_parallel`), activations and their gradients between
-tensor-parallel ranks (`tensor_parallel`), between pipeline stages (`pipeline`), tokens to experts (`expert`), what puts all of
-that in place and takes it away again (`hooks`), the end of a step (`steps`), error feedback in checkpoints (`residuals`), and
-what cannot be compressed because the hooks would not see it (`refusals`). The algorithms are the engine's (`ssdtrain.comm`).
+Lives here: which parallel dimension a collective belongs to (`classification`), messages between pipeline stages (`pipeline`),
+what replaces Megatron's functions and restores them (`hooks`), and options whose traffic would not be seen (`refusals`). The
+algorithms are the engine's (`ssdtrain.comm`).
 
 Import from this package: `Hooks`. It needs megatron-core. It never replaces anything while nothing that compresses is attached,
 and never touches the reductions of the vocabulary-parallel cross entropy, the gradients that the first and the last pipeline

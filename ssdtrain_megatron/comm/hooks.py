@@ -1,24 +1,31 @@
-"""What is replaced in megatron-core and in torch.distributed while something that compresses is attached."""
+"""What is replaced in megatron-core and in torch.distributed while something that compresses is attached.
+
+Note: [Whose call it is]
+    megatron-core calls torch.distributed in two ways: by names bound at import, which are replaced where they are bound, and by
+    `torch.distributed.all_reduce` and others, which are everybody's. So do Transformer Engine's layers. There the replacement
+    looks at the module that calls, and at the group: what neither of these layers sends (the cross entropy's reductions, a norm
+    of gradients, a script's own) is not touched.
+
+Note: [Upstream's own function]
+    Megatron's bucket groups scale gradients, look for NaN, choose between sum and average, and keep handles. All of that stays
+    theirs: what is replaced are the collectives that they call and the manager that coalesces them.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from ssdtrain.comm import Communicator
-from ssdtrain.integration.patching import Patches
+from ssdtrain.integration.intercept import Interception, by_caller
+from ssdtrain.integration.patching import Patches, Wrap
 from ssdtrain_megatron import _compat_comm
-from ssdtrain_megatron.comm.data_parallel import DataParallel
-from ssdtrain_megatron.comm.expert import Expert
+from ssdtrain_megatron.comm.classification import Classification
 from ssdtrain_megatron.comm.pipeline import Pipeline
-from ssdtrain_megatron.comm.tensor_parallel import TensorParallel
 
 __all__ = ["Hooks"]
-
-Function = Callable[..., Any]
 
 TRANSFORMER_ENGINE = "transformer_engine"
 # Its fused cross entropy exchanges maxima and sums.
@@ -33,24 +40,27 @@ class Hooks:
 
     Args:
         chunks: wrapped by Megatron's DistributedDataParallel.
-        params_are_master: see Note: [Parameters that are also the master copy] in `data_parallel`.
+        optimizer: Megatron's, of these chunks.
+        stepped: called after each optimizer step with whether its gradients were dropped (an overflow in float16), which Megatron
+            decides from reduced gradients, on all ranks alike.
     """
 
     _installed: Hooks | None = None
 
     def __init__(
-        self, comm: Communicator, chunks: Sequence[nn.Module], params_are_master: bool = False
+        self, comm: Communicator, chunks: Sequence[nn.Module], optimizer: Any, stepped: Callable[[bool], None]
     ) -> None:
-        dimensions = _compat_comm.groups(chunks)
-        self._tensor = TensorParallel(comm, dimensions)
-        self._expert = Expert(comm, dimensions)
-        self._data = DataParallel(comm, chunks, params_are_master)
-        self._pipeline = Pipeline(comm)
+        self._comm = comm
+        self._optimizer = optimizer
+        self._stepped = stepped
+        classification = Classification(comm, chunks, _compat_comm.params_are_master(optimizer))
+        self._layers = Interception(classification.of_layers)
+        self._buffers = Interception(classification.of_buffers)
         self._patches = Patches()
 
     @staticmethod
     def refuse_second() -> None:
-        """Say no where one is installed already.
+        """Check that none is installed.
 
         Raises:
             ValueError: one is.
@@ -68,14 +78,12 @@ class Hooks:
         """
         self.refuse_second()
         Hooks._installed = self
-        wrappers = self._wrappers()
+        wraps = self._wraps()
         for name, places in _compat_comm.places().items():
             for place in places:
-                self._patches.replace(*place, wrappers[name])
-
-    def step_end(self) -> None:
-        """An optimizer step is over, on all ranks."""
-        self._pipeline.settle()
+                self._patches.replace(*place, wraps[name])
+        self._comm.loss_scale = _compat_comm.loss_scale(self._optimizer)
+        self._patches.replace(self._optimizer, "step", self._step)
 
     def remove(self) -> None:
         """Put everything back. Idempotent."""
@@ -83,46 +91,34 @@ class Hooks:
         if Hooks._installed is self:
             Hooks._installed = None
 
-    def _wrappers(self) -> Mapping[str, Callable[[Function], Function]]:
-        tensor = dict.fromkeys(_compat_comm.TENSOR_PARALLEL)
+    def _wraps(self) -> dict[str, Wrap]:
+        pipeline = Pipeline(self._comm)
         return {
-            "all_gather": self._tensor.all_gather,
-            "reduce_scatter": self._tensor.reduce_scatter,
-            "buffer_all_gather": self._data.all_gather,
-            "buffer_reduce_scatter": self._data.reduce_scatter,
-            "coalescing": self._data.coalescing,
-            "batched_p2p": self._pipeline.batched,
-            "p2p": self._pipeline.ordered,
-            "called_all_reduce": lambda plain: self._by_caller(
-                plain,
-                self._tensor.all_reduce(plain),
-                {
-                    **dict.fromkeys(tensor, self._tensor.all_reduce(plain)),
-                    _compat_comm.BUFFERS: self._data.all_reduce(plain),
-                },
-            ),
-            "called_all_gather": lambda plain: self._by_caller(plain, self._tensor.all_gather(plain), {}),
-            "called_reduce_scatter": lambda plain: self._by_caller(
-                plain, self._tensor.reduce_scatter(plain), {}
-            ),
-            "called_all_to_all": lambda plain: self._by_caller(
-                plain, None, dict.fromkeys(tensor, self._expert.all_to_all(plain))
-            ),
+            "all_gather": self._layers.wrap("all_gather_into_tensor"),
+            "reduce_scatter": self._layers.wrap("reduce_scatter_tensor"),
+            "buffer_all_gather": self._buffers.wrap("all_gather_into_tensor"),
+            "buffer_reduce_scatter": self._buffers.wrap("reduce_scatter_tensor"),
+            "coalescing": self._buffers.coalescing,
+            "batched_p2p": pipeline.batched,
+            "p2p": pipeline.ordered,
+            "called_all_reduce": by_caller("all_reduce", self._of_caller),
+            "called_all_gather": by_caller("all_gather_into_tensor", self._of_caller),
+            "called_reduce_scatter": by_caller("reduce_scatter_tensor", self._of_caller),
+            "called_all_to_all": by_caller("all_to_all_single", self._of_caller),
         }
 
-    def _by_caller(
-        self, plain: Function, in_transformer_engine: Function | None, by_module: Mapping[str, Function]
-    ) -> Function:
-        """`plain` for all but the modules that are known. See Note: [Whose call it is] in `tensor_parallel`."""
+    def _of_caller(self, module: str) -> Interception | None:
+        """See Note: [Whose call it is]."""
+        if module == _compat_comm.BUFFERS:
+            return self._buffers
+        from_engine = module.startswith(TRANSFORMER_ENGINE) and LEFT_OUT not in module
+        return self._layers if from_engine or module in _compat_comm.TENSOR_PARALLEL else None
 
-        def function(*args: Any, **kwargs: Any) -> Any:
-            # The frame between is the dispatcher's.
-            caller = sys._getframe(2).f_globals.get("__name__", "")
-            ours = by_module.get(caller)
-            if ours is None and caller.startswith(TRANSFORMER_ENGINE) and LEFT_OUT not in caller:
-                ours = in_transformer_engine
-            if ours is None:
-                return plain(*args, **kwargs)
-            return ours(*args, **kwargs)
+    def _step(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            result = plain(*args, **kwargs)
+            successful = result[0] if isinstance(result, tuple) else result
+            self._stepped(not successful)
+            return result
 
-        return function
+        return step

@@ -9,17 +9,12 @@ Note: [Messages of unknown size]
     A payload of a lossless codec follows a message with its size, and its receive begins only once that has come. Several such
     messages may be under way between the same two ranks, in both directions of the pipeline, so each has a tag of its own. They
     do not pass through Megatron's functions. Only codecs that work in host memory have them.
-
-Note: [Sends that nobody waits for]
-    Such a send ends only when the other side waits for its receive. Two stages that send to each other and wait for their sends
-    first, which Megatron may do because its receives begin at once, would wait for ever. So waiting for one of these sends does
-    nothing; its payload lives until the step is over, when all has been received, or until many others have followed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -42,8 +37,6 @@ _MESSAGES = {
 }
 _TAGS = {"pp_forward": 1 << 20, "pp_backward": 1 << 21}
 _TAG_ROUND = 1 << 19
-# More sends than a schedule has under way before it waits for a receive.
-_LINGERING = 64
 
 
 class _Message:
@@ -65,24 +58,10 @@ class _Message:
         self.payload = message
         return self
 
-    @property
-    def travels_alone(self) -> bool:
-        return self._alone is not None
-
     def wait(self) -> None:
         if self.carried is not None:
             self.carried.wait()
             self.carried = None
-
-
-class _Later:
-    """The handle of a send that is waited for at the end of the step."""
-
-    def __init__(self, lingering: deque[Any], work: Any) -> None:
-        lingering.append(work)
-
-    def wait(self) -> None:
-        """See Note: [Sends that nobody waits for]."""
 
 
 class Pipeline:
@@ -90,13 +69,11 @@ class Pipeline:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._lingering: deque[Any] = deque()
         self._sent_alone: Counter[tuple[str, int, bool]] = Counter()
 
     def batched(self, plain: Function) -> Function:
         """In the place of `_batched_p2p_ops`, which returns a list of handles."""
 
-        @functools.wraps(plain)
         def batched_p2p_ops(**arguments: Any) -> Any:
             coded = self._code(arguments)
             requests = plain(**arguments)
@@ -108,7 +85,6 @@ class Pipeline:
     def ordered(self, plain: Function) -> Function:
         """In the place of `_p2p_ops`, which returns handles by name: "send_next" and so on."""
 
-        @functools.wraps(plain)
         def p2p_ops(**arguments: Any) -> Any:
             coded = self._code(arguments)
             requests = plain(**arguments)
@@ -119,11 +95,6 @@ class Pipeline:
             return requests
 
         return p2p_ops
-
-    def settle(self, left: int = 0) -> None:
-        """Wait for sends that nobody waited for, all but the last `left`. At the end of a step they have been received."""
-        while len(self._lingering) > left:
-            self._lingering.popleft().wait()
 
     def _code(self, arguments: dict[str, Any]) -> dict[str, tuple[_Message, Any]]:
         """Put payloads in the place of tensors in `arguments`; what was coded, by argument, with its handle."""
@@ -139,11 +110,7 @@ class Pipeline:
             if work is None:
                 continue
             arguments[argument] = message.payload
-            if sends and message.travels_alone:
-                coded[argument] = message, _Later(self._lingering, work)
-                self.settle(_LINGERING)
-            else:
-                coded[argument] = message, work
+            coded[argument] = message, work
         return coded
 
     def _alone(self, dimension: str, peer: int, sends: bool, group: dist.ProcessGroup) -> Function:

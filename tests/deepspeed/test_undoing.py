@@ -18,7 +18,7 @@ import ssdtrain_ds
 from ssdtrain.offload.gathered import GatheredStorages
 from ssdtrain.runtime import Runtime
 from ssdtrain_ds import _compat, _compat_comm, attach, checkpointing
-from ssdtrain_ds.comm import CommAttachment, gradients, layers, traffic, weights
+from ssdtrain_ds.comm import CommAttachment, attachment, gradients, weights
 from tests.deepspeed import models
 from tests.deepspeed.conftest import MakeEngine, train
 from tests.deepspeed.test_attach import METHODS, PLAIN, checkpointing_is_untouched, spill_files
@@ -139,15 +139,13 @@ def test_a_model_that_an_engine_offloads_is_not_offloaded_call_by_call(
 
 
 PLACES: list[tuple[Any, str]] = [
-    (traffic, "follow"),
-    (weights, "follow"),
-    (layers, "follow"),
-    (traffic._WRAPPERS, "recv"),  # half-way in `traffic.follow`
-    (weights, "_all_gather_dp_groups"),  # in `weights.follow`
-    (_compat_comm, "expert_functions"),  # half-way in `layers.follow`
+    (attachment._INTERCEPTED, "recv"),  # the last of the backend's methods
+    (_compat_comm, "expert_functions"),  # half-way through the layers
     (_compat_comm, "repeated_parameters"),
-    (gradients, "wrap_gradients"),
-    (weights, "wrap_weights"),
+    (gradients, "follow"),
+    (gradients, "Buckets"),  # half-way through the gradients
+    (weights, "follow"),
+    (weights, "_all_gather_dp_groups"),
     (_compat_comm, "bypasses"),  # the last of all
 ]
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 
 import ssdtrain_megatron
 from ssdtrain_megatron.attachment import Attachment
@@ -124,6 +125,24 @@ def checkpoint(directory: str) -> dict[str, Any]:
         attachment.load(saved)
         assert attachment.runtime.comm is not None
         found["on another layout"] = [attachment.runtime.comm.steps, residual_bytes(attachment), list(said)]
+    return found
+
+
+def loss_scale(directory: str) -> list[Any]:
+    """A CPU does not train in float16: bfloat16 with Megatron's own scaler, whose scale doubles after every second step."""
+    found = []
+    with layout(REPLICAS):
+        trainer = Trainer(REPLICAS)
+        scaler = ConstantGradScaler(1.0)
+        for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+            part.grad_scaler, part.found_inf = scaler, torch.zeros(1)
+        with ssdtrain_megatron.attach(trainer.chunks, BALANCED, optimizer=trainer.optimizer) as attachment:
+            comm = attachment.runtime.comm
+            assert comm is not None and comm.feedback is not None
+            for number in range(5):
+                scaler.scale.fill_(2.0 ** (number // 2))
+                norm = trainer.step(number)[1]
+                found.append([float(scaler.scale), comm.feedback.scale, residual_bytes(attachment), norm])
     return found
 
 

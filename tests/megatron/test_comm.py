@@ -182,6 +182,15 @@ def test_residuals_of_another_layout_are_dropped_and_the_steps_are_kept(case: st
         assert any("are dropped" in line for line in said) == (rank == 0)
 
 
+@of_case("loss_scale")
+def test_residuals_follow_the_loss_scale_of_megatrons_optimizer(case: str) -> None:
+    for found in results(case):
+        assert [scale for scale, *_ in found] == [1.0, 1.0, 2.0, 2.0, 4.0]
+        for scale, seen, nbytes, norm in found:
+            assert seen == scale and nbytes > 0
+            assert 0 < float.fromhex(norm) < 100  # Megatron's, of unscaled gradients
+
+
 @of_case("transformer_engine")
 def test_layers_of_transformer_engine_are_told_by_module_and_group(case: str) -> None:
     for found in results(case):

@@ -12,10 +12,10 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel import mappings
 
 import ssdtrain_megatron
-from ssdtrain.comm import Policy
+from ssdtrain.comm import Bucket, Policy
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain_megatron import _compat_comm
-from ssdtrain_megatron.comm.data_parallel import DataParallel
+from ssdtrain_megatron.comm.classification import Classification
 from ssdtrain_megatron.comm.refusals import refuse
 from tests.megatron.rows import Row
 from tests.megatron.training import Trainer
@@ -107,7 +107,7 @@ def test_with_one_rank_there_is_nothing_to_compress(trainer: Trainer) -> None:
 def test_excluded_parameters_are_found_in_their_buckets(excludes: tuple[str, ...]) -> None:
     trainer = Trainer(Row("buckets", ddp={"use_distributed_optimizer": True, "bucket_size": 20_000}))
     comm: Any = SimpleNamespace(policy=policy(exclude=list(excludes)))
-    data = DataParallel(comm, trainer.chunks)
+    classification = Classification(comm, trainer.chunks, params_are_master=False)
     wanted = {
         "norm": ("layernorm",),
         "*.linear_fc1.*": ("linear_fc1",),
@@ -115,8 +115,11 @@ def test_excluded_parameters_are_found_in_their_buckets(excludes: tuple[str, ...
     }[excludes[0]]
     marked = 0
     for _, bucket in _compat_comm.buckets(trainer.chunks[0]):
-        known = data._bucket(bucket.grad_data)
-        assert known is not None and known is data._bucket(bucket.param_data)
+        gradients = classification.of_buffers(bucket.grad_data, None)
+        parameters = classification.of_buffers(bucket.param_data, None)
+        assert (gradients.dimension, parameters.dimension) == ("dp", "zero_gather")
+        known = gradients.bucket
+        assert isinstance(known, Bucket) and known is parameters.bucket
         # What the ranges say, written where the gradients are, and read through the parameters.
         bucket.grad_data.zero_()
         for start, stop in known.exact:

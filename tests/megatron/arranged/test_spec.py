@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 import ssdtrain
 from ssdtrain.config import ConfigError
+from ssdtrain.integration.patching import Patches
 from ssdtrain_megatron import _compat, spec
 from ssdtrain_megatron.attachment import attach
 from ssdtrain_megatron.discarding import read_inputs_once
@@ -156,12 +157,14 @@ def test_outputs_that_megatron_frees_stay(runtime_file: Path, row: Row) -> None:
 def test_a_loop_of_ones_own_needs_no_adapter_for_them(config: dict[str, Any], row: Row) -> None:
     """Before 0.16 Megatron's function does not stand hooks of any kind, and is mended by hand."""
     expected = _run(_plain(row))
-    put_back = read_inputs_once() if megatron.core.__version__.split(".")[:2] < ["0", "16"] else lambda: None
+    patches = Patches()
+    if megatron.core.__version__.split(".")[:2] < ["0", "16"]:
+        read_inputs_once(patches)
     own = _plain(row)
     with ssdtrain.attach(own.chunks[0].module, config) as runtime:
         assert _same(_run(own), expected)
         assert runtime.statistics().offload.saved_bytes > 2**20  # type: ignore[union-attr]
-    put_back()
+    patches.undo()
 
 
 def test_inputs_are_read_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,12 +205,13 @@ def test_inputs_are_read_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> Non
     with passing:
         assert gradients() == [None, None]
     before = function.forward, function.backward
-    put_back = read_inputs_once()
+    patches = Patches()
+    read_inputs_once(patches)
     with passing:
         found = gradients()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))  # type: ignore[arg-type]
     assert contexts[-1].ssdtrain_inputs is None
-    put_back()
+    patches.undo()
     assert (function.forward, function.backward) == before
 
 

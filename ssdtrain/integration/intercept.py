@@ -1,0 +1,382 @@
+"""Collectives of a framework, compressed where its adapter says what they carry.
+
+An adapter replaces the functions that its framework sends with by `Interception.wrap`, and says in one function,
+`classify(tensor, group) -> Traffic | None`, which parallel dimension a collective belongs to. What is not classified, and what
+the engine sends uncompressed, goes through the framework's own function with the very arguments of the call.
+
+Note: [Traffic scopes]
+    Where a tensor and a group do not tell what a collective carries, the code that issues it does: a scope around that code sets
+    the current traffic, and `classify` returns it. It is a context variable: one thread's, and gone at the end of its scope, so
+    that a norm or an overflow flag is never compressed.
+
+Note: [Coalesced collectives]
+    Inside of torch's coalescing manager nothing is sent yet. At its end each collective is offered to the engine; those that stay
+    uncompressed go through torch's own manager, together.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ssdtrain.comm import Bucket, ChainedWork, Communicator, CompressedWork
+from ssdtrain.comm.collectives import AllGather, AllReduce, ReduceScatter, Sharded
+from ssdtrain.integration import patching
+from ssdtrain.integration.patching import Wrap
+
+__all__ = [
+    "Classify",
+    "Coalesced",
+    "Interception",
+    "Traffic",
+    "by_caller",
+    "current_traffic",
+    "in_scope",
+    "traffic_scope",
+]
+
+Function = Callable[..., Any]
+Work = CompressedWork | ChainedWork
+BucketOf = Callable[[int, Any, bool], Bucket]
+"""(elements, process group, whether they are laid out by rank) of a collective's whole tensor -> what is in it."""
+
+
+class Traffic:
+    """What collectives carry.
+
+    Args:
+        comm: compresses them.
+        dimension: of parallelism, as in the `comm` section of the config.
+        bucket: the gradients or weights in a collective; None where they have no name, as activations.
+        delta: all-gathers are of weights after a step, and sent as differences from the last ones.
+        uncompressed: the reason for which they are sent as they are; counted, and written to the log once.
+        first_only: of messages to a neighbour only the first floating-point tensor is compressed: the hidden states. Others are
+            masks and the like.
+    """
+
+    __slots__ = ("bucket", "comm", "delta", "dimension", "first_only", "sent", "uncompressed")
+
+    def __init__(
+        self,
+        comm: Communicator,
+        dimension: str,
+        bucket: Bucket | BucketOf | None = None,
+        *,
+        delta: bool = False,
+        uncompressed: str | None = None,
+        first_only: bool = False,
+    ) -> None:
+        self.comm = comm
+        self.dimension = dimension
+        self.bucket = bucket
+        self.delta = delta
+        self.uncompressed = uncompressed
+        self.first_only = first_only
+        self.sent = 0
+
+    def bucket_of(self, tensor: Tensor, group: Any, by_rank: bool = False) -> Bucket | None:
+        """What is in `tensor`, the whole tensor of a collective."""
+        if self.bucket is None or isinstance(self.bucket, Bucket):
+            return self.bucket
+        return self.bucket(tensor.numel(), group, by_rank)
+
+    def compresses_next(self, tensor: Tensor) -> bool:
+        """Whether the next message to or from a neighbour, `tensor`, may be compressed."""
+        if not self.first_only or not tensor.is_floating_point() or tensor.dim() == 0:
+            return not self.first_only
+        self.sent += 1
+        return self.sent == 1
+
+
+Classify = Callable[[Tensor, Any], Traffic | None]
+"""(the tensor of all ranks' parts, process group) -> what the collective carries; None: it is not compressed, nor counted."""
+
+_current: ContextVar[Traffic | None] = ContextVar("ssdtrain_traffic", default=None)
+
+
+def current_traffic() -> Traffic | None:
+    """The traffic of this thread's innermost scope."""
+    return _current.get()
+
+
+@contextmanager
+def traffic_scope(traffic: Traffic | None) -> Iterator[None]:
+    """Set the traffic of this thread until the end; None: none, whatever scope is around."""
+    token = _current.set(traffic)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def in_scope(traffic_of: Callable[..., Traffic | None]) -> Wrap:
+    """Run a function in the scope of the traffic that `traffic_of` returns for the arguments of the call."""
+
+    def wrap(plain: Function) -> Function:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            with traffic_scope(traffic_of(*args, **kwargs)):
+                return plain(*args, **kwargs)
+
+        return function
+
+    return wrap
+
+
+class _Kind(NamedTuple):
+    """Where the arguments of a collective are. `async_op`, where there is one, follows the group."""
+
+    launch: Callable[..., Work | None]
+    whole: int
+    """The tensor that holds all ranks' parts."""
+    group: int
+    collective: type[Sharded] | None = None
+    returns: int | None = None
+    """The argument that is returned when the call has waited."""
+
+
+def _all_reduce(traffic: Traffic, tensor: Tensor, op: Any, group: Any) -> Work | None:
+    bucket = traffic.bucket_of(tensor, group)
+    return traffic.comm.all_reduce(tensor, traffic.dimension, group, _torch_op(op), bucket)
+
+
+def _reduce_scatter(traffic: Traffic, out: Tensor, tensor: Tensor, op: Any, group: Any) -> Work | None:
+    bucket = traffic.bucket_of(tensor, group, by_rank=True)
+    return traffic.comm.reduce_scatter(out, tensor, traffic.dimension, group, _torch_op(op), bucket)
+
+
+def _all_gather(traffic: Traffic, out: Tensor, tensor: Tensor, group: Any) -> Work | None:
+    bucket = traffic.bucket_of(out, group, by_rank=True)
+    if traffic.delta and bucket is not None:
+        return traffic.comm.gather_weights(out, tensor, group, bucket)
+    return traffic.comm.all_gather(out, tensor, traffic.dimension, group, bucket)
+
+
+def _all_to_all(
+    traffic: Traffic, out: Tensor, tensor: Tensor, out_splits: Any, in_splits: Any, group: Any
+) -> Work | None:
+    return traffic.comm.all_to_all(
+        out, tensor, traffic.dimension, _sizes(out_splits), _sizes(in_splits), group
+    )
+
+
+_KINDS = {
+    "all_reduce": _Kind(_all_reduce, 0, 2, AllReduce),
+    "inference_all_reduce": _Kind(_all_reduce, 0, 2, AllReduce, returns=0),
+    "reduce_scatter_tensor": _Kind(_reduce_scatter, 1, 3, ReduceScatter),
+    "all_gather_into_tensor": _Kind(_all_gather, 0, 2, AllGather),
+    "all_to_all_single": _Kind(_all_to_all, 1, 4),
+}
+
+
+def _torch_op(op: Any) -> Any:
+    """A framework's reduction as torch's, by its name; torch's own stays."""
+    return getattr(dist.ReduceOp, str(getattr(op, "name", op)).rsplit(".", 1)[-1], op)
+
+
+def _sizes(given: Any) -> Sequence[int] | None:
+    """Some callers give tensors or arrays, where they have counted tokens."""
+    return None if given is None else [int(size) for size in given]
+
+
+class Interception:
+    """Compresses the collectives of the functions that it wraps.
+
+    Args:
+        classify: what a collective carries.
+    """
+
+    def __init__(self, classify: Classify) -> None:
+        self._classify = classify
+        self.open: Coalesced | None = None
+
+    def wrap(self, name: str) -> Wrap:
+        """A wrapper of a function or method with the arguments, in torch's order, of `torch.distributed.<name>`: `all_reduce`,
+        `reduce_scatter_tensor`, `all_gather_into_tensor`, `all_to_all_single`, `send`, `recv`; also `inference_all_reduce`, which has no
+        `async_op` and returns its tensor."""
+        if name in ("send", "recv"):
+            return functools.partial(self._message, name == "send")
+        return functools.partial(self._collective, _KINDS[name])
+
+    def _collective(self, kind: _Kind, plain: Function) -> Function:
+        read = _reader(plain)
+        # A function of the framework's own returns a handle even where torch's manager coalesces.
+        own = not getattr(plain, "__module__", "").startswith("torch.")
+
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            values = read(args, kwargs)
+            traffic = self._classify(values[kind.whole], values[kind.group])
+            asynchronous = len(values) > kind.group + 1 and bool(values[kind.group + 1])
+
+            def compress() -> Work | None:
+                if traffic is None or _stays_plain(traffic, kind, values):
+                    return None
+                return kind.launch(traffic, *values[: kind.group + 1])
+
+            send = functools.partial(plain, *args, **kwargs)
+            if self.open is not None:
+                return self.open.add(compress, send, waits=own and asynchronous)
+            work = compress()
+            if work is None:
+                return send()
+            if asynchronous:
+                return work
+            work.wait()
+            return None if kind.returns is None else values[kind.returns]
+
+        return collective
+
+    def _message(self, sends: bool, plain: Function) -> Function:
+        read, is_method = _reader(plain), _is_method(plain)
+
+        def message(*args: Any, **kwargs: Any) -> Any:
+            tensor, peer, *others = read(args, kwargs)
+            receiver = args[:is_method]
+            traffic = self._classify(tensor, others[0])
+            work = None
+            if traffic is not None and peer is not None and traffic.compresses_next(tensor):
+                through = traffic.comm.point_to_point
+                work = (through.send if sends else through.receive)(
+                    tensor,
+                    traffic.dimension,
+                    peer,
+                    # It has waited when it returns.
+                    lambda payload: (plain(*receiver, payload, peer, *others), None)[1],
+                )
+            if work is None:
+                return plain(*args, **kwargs)
+            work.wait()
+            return None
+
+        return message
+
+    def coalescing(self, plain: Function) -> Function:
+        """A wrapper of torch's `_coalescing_manager` for the wrapped functions. See Note: [Coalesced collectives]."""
+
+        def coalescing_manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Coalesced:
+            return Coalesced(self, functools.partial(plain, group, device, async_ops), async_ops)
+
+        return coalescing_manager
+
+
+class Coalesced:
+    """In the place of torch's coalescing manager, and its handle."""
+
+    def __init__(self, owner: Interception, manager: Callable[[], Any], async_ops: bool) -> None:
+        self._owner = owner
+        self._manager = manager
+        self._async_ops = async_ops
+        self._calls: list[tuple[Callable[[], Work | None], Function, bool]] = []
+        self._works: list[Any] = []
+
+    def add(self, compress: Callable[[], Work | None], send: Function, waits: bool) -> Coalesced:
+        """Issue a collective at the end; the handle is that of all of them.
+
+        Args:
+            compress: issues it compressed, or returns None.
+            send: issues it as the framework does.
+            waits: what `send` returns has to be waited for beside the manager's handle.
+        """
+        self._calls.append((compress, send, waits))
+        return self
+
+    def __enter__(self) -> Coalesced:
+        self._owner.open = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._owner.open = None
+        calls, self._calls = self._calls, []
+        if error is not None:
+            return
+        plain = []
+        for compress, send, waits in calls:
+            work = compress()
+            if work is None:
+                plain.append((send, waits))
+            else:
+                self._works.append(work)
+        if plain:
+            with self._manager() as manager:
+                others = [work for send, waits in plain if (work := send()) is not None and waits]
+            # Torch's own manager has waited by now unless it is asynchronous.
+            if self._async_ops:
+                self._works += others or [manager]
+        if not self._async_ops:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until all results are there."""
+        while self._works:
+            self._works.pop(0).wait()
+
+
+def by_caller(name: str, choose: Callable[[str], Interception | None]) -> Wrap:
+    """A wrapper of a function that many modules look up in `torch.distributed`.
+
+    Args:
+        name: as for `Interception.wrap`.
+        choose: called with the name of a module that calls; None: its calls are left alone.
+    """
+
+    def wrap(plain: Function) -> Function:
+        known: dict[str, Function] = {}
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            caller = _caller()
+            found = known.get(caller)
+            if found is None:
+                chosen = choose(caller)
+                found = known[caller] = plain if chosen is None else chosen.wrap(name)(plain)
+            return found(*args, **kwargs)
+
+        return function
+
+    return wrap
+
+
+def _caller() -> str:
+    """The module that called a replaced function, which calls this."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, patching.__name__):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _reader(plain: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], list[Any]]:
+    """Reads the arguments of a call of `plain`, without `self`, in their order and with defaults."""
+    signature, begin = inspect.signature(plain), int(_is_method(plain))
+
+    def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return list(given.arguments.values())[begin:]
+
+    return read
+
+
+def _stays_plain(traffic: Traffic, kind: _Kind, values: Sequence[Any]) -> bool:
+    """Count a collective that has a reason to be sent as it is."""
+    if traffic.uncompressed is None or kind.collective is None:
+        return False
+    if traffic.comm.policy.rules[traffic.dimension].off:
+        return False  # the engine counts it as that
+    ranks = dist.get_world_size(values[kind.group])
+    if ranks > 1:
+        raw = kind.collective.ring_bytes(values[kind.whole].nbytes, ranks)
+        traffic.comm.router.fell_back(traffic.dimension, traffic.uncompressed, raw)
+    return True
+
+
+def _is_method(plain: Function) -> bool:
+    return next(iter(inspect.signature(plain).parameters), "") == "self"

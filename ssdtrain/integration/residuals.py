@@ -1,0 +1,88 @@
+"""Error feedback in checkpoints: a file of each rank beside the framework's own.
+
+Residuals belong to a rank and to the layout it was in. On another layout they are dropped, with a warning, and feedback begins
+anew; the count of steps, which decides whether warm-up is over, is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ssdtrain.comm import Communicator
+
+__all__ = ["load", "save"]
+
+logger = logging.getLogger("ssdtrain")
+
+
+def save(comm: Communicator, file: Path, layout: Mapping[str, int]) -> None:
+    """Write this rank's residuals to `file`, which appears only when it is complete.
+
+    Args:
+        layout: sizes of the parallel dimensions by name.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".new")
+    with partial.open("wb") as stream:
+        torch.save({"layout": dict(layout), "comm": comm.state_dict()}, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(partial, file)
+
+
+def load(comm: Communicator, file: Path, layout: Mapping[str, int]) -> bool:
+    """Take what `save` wrote, if every rank finds its file. All ranks of the job call it together.
+
+    Returns:
+        Whether residuals or at least the count of steps were taken; else feedback begins anew, with a warning of rank 0.
+
+    Raises:
+        RuntimeError: a rank cannot read its file; raised on all ranks, and names that rank.
+    """
+    if comm.feedback is not None:
+        comm.feedback.clear()  # those of the run before this load
+    state, error = None, None
+    if file.is_file():
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as failure:  # noqa: BLE001 - raised below, on all ranks
+            error = failure
+    found: list[Any] = [None] * dist.get_world_size()
+    steps = None if state is None else state["comm"]["steps"]
+    dist.all_gather_object(found, (steps, None if error is None else f"{file}: {error}"))
+    failed = {rank: text for rank, (_, text) in enumerate(found) if text is not None}
+    if failed:
+        rank, text = next(iter(failed.items()))
+        raise RuntimeError(
+            f"rank {rank} cannot read the error-feedback residuals {text}; without that file they begin anew"
+        ) from error
+    if state is None or len({steps for steps, _ in found}) > 1:
+        missing = [rank for rank, (steps, _) in enumerate(found) if steps is None]
+        if comm.feedback is not None and comm.rank == 0:
+            logger.warning(
+                "comm: %s has no error-feedback residuals of %s: error feedback begins anew",
+                file.parent,
+                f"ranks {missing}" if missing else f"one step, but of steps {sorted({s for s, _ in found})}",
+            )
+        return False
+    if state["layout"] != dict(layout):
+        if comm.rank == 0:
+            logger.warning(
+                "comm: the error-feedback residuals of %s are of the layout %s, this run has %s: they are dropped",
+                file.parent,
+                state["layout"],
+                dict(layout),
+            )
+        state["comm"]["feedback"] = None
+    comm.load_state_dict(state["comm"])
+    return True
