@@ -1,6 +1,6 @@
-"""What adapters share: replacing functions with undo (`patching`), conflicts between a framework's config and ours
-(`compatibility`), and whose forwards are recorded (`claims`).
+"""What adapters share: replacing functions (`patching`), interception of collectives (`intercept`), error feedback in checkpoints
+(`residuals`), conflicts between a framework's config and ours (`compatibility`), who records a model (`claims`).
 
-May be imported by adapters only (`ssdtrain.pytorch` is one); imports the engine's config. Names no framework:
-the rows of its tables live in the adapters.
+May be imported by adapters only (`ssdtrain.pytorch` is one); imports the engine. Names no framework: the rows of its tables live
+in the adapters.
 """

@@ -199,9 +199,12 @@ class Interception:
         self.open: Coalesced | None = None
 
     def wrap(self, name: str) -> Wrap:
-        """A wrapper of a function or method with the arguments, in torch's order, of `torch.distributed.<name>`: `all_reduce`,
-        `reduce_scatter_tensor`, `all_gather_into_tensor`, `all_to_all_single`, `send`, `recv`; also `inference_all_reduce`, which has no
-        `async_op` and returns its tensor."""
+        """A wrapper of a function or method with the arguments of `torch.distributed.<name>`, in torch's order.
+
+        Args:
+            name: `all_reduce`, `reduce_scatter_tensor`, `all_gather_into_tensor`, `all_to_all_single`, `send` or `recv`; or
+                `inference_all_reduce`, which has no `async_op` and returns its tensor.
+        """
         if name in ("send", "recv"):
             return functools.partial(self._message, name == "send")
         return functools.partial(self._collective, _KINDS[name])
