@@ -66,6 +66,8 @@ _TRAINING: dict[str, tuple[str, ...]] = {
     "arguments": ("add_megatron_arguments",),
     "training": (
         "setup_model_and_optimizer",
+        "get_megatron_optimizer",
+        "load_checkpoint",
         "training_log",
         "save_checkpoint",
         "get_args",
@@ -238,10 +240,9 @@ def _iteration(directory: str, iteration: int) -> Path:
     return Path(directory, f"iter_{iteration:07d}")
 
 
-def loaded_checkpoint(args: Any) -> Path | None:
-    """The directory of the checkpoint that a run of Megatron-LM resumed from, or None."""
-    resumed = getattr(args, "load", None) and getattr(args, "iteration", 0)
-    return _iteration(args.load, args.iteration) if resumed else None
+def loaded_checkpoint(args: Any, iteration: int) -> Path | None:
+    """The directory of the checkpoint that a run of Megatron-LM resumed from after `iteration`, or None."""
+    return _iteration(args.load, iteration) if getattr(args, "load", None) and iteration else None
 
 
 def saved_checkpoint(args: Any, given: Mapping[str, Any]) -> Path | None:

@@ -22,10 +22,16 @@ __all__ = ["read_inputs_once"]
 Function = Callable[..., Any]
 
 
-def read_inputs_once(patches: Patches) -> None:
-    """Replace the two functions of CheckpointWithoutOutput's that are concerned. See Note: [Inputs that are read twice]."""
+def read_inputs_once(patches: Patches | None = None) -> Patches:
+    """Replace the two functions of CheckpointWithoutOutput's that are concerned. See Note: [Inputs that are read twice].
+
+    Returns:
+        `patches`, whose `undo` restores them.
+    """
+    patches = Patches() if patches is None else patches
     for place, wrap in zip(_compat.discarding_function(), (_forward, _backward), strict=True):
         patches.replace(*place, wrap)
+    return patches
 
 
 def _forward(plain: Function) -> Function:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ssdtrain import ranks
+from ssdtrain.config import Config, ConfigError, Problem
 from ssdtrain.integration.patching import Patches
 from ssdtrain_megatron.flags import add_arguments, config_from_args
 
@@ -26,6 +27,8 @@ Function = Callable[..., Any]
 _patches = Patches()
 _of_attachment = Patches()  # for the attachment that is alive
 _attachment: Attachment | None = None
+_of_spec = Patches()  # of a run with --spec that compresses
+_attached_by_spec = False
 
 
 def install_pretrain() -> None:
@@ -45,10 +48,46 @@ def install_pretrain() -> None:
     _patches.replace(training, "setup_model_and_optimizer", functools.partial(_attaching, training))
 
 
+def install_for_spec(config: Config) -> None:
+    """Attach a runtime to the model of a run with --spec, whose builder is at work, once its optimizer is made. Idempotent.
+
+    Args:
+        config: with a comm section.
+
+    Raises:
+        ConfigError: the config does not fit this machine.
+        ImportError: as `install_pretrain`.
+    """
+    global _attached_by_spec
+    if _of_spec.active:
+        return
+    from ssdtrain_megatron import _compat
+
+    _check_start(config)
+    _, training = _compat.check_training()
+    _attached_by_spec = False
+    _of_spec.replace(training, "get_megatron_optimizer", functools.partial(_optimizing, training, config))
+    _of_spec.replace(training, "load_checkpoint", functools.partial(_loading, training))
+
+
+def attaches_for_spec() -> bool:
+    """Whether layers of --spec leave their work to the attachment of `install_for_spec`.
+
+    Raises:
+        ConfigError: it could not attach, because something else made the optimizer.
+    """
+    if _of_spec.active and not _attached_by_spec:
+        why = "is attached where get_megatron_optimizer makes the optimizer, with --spec, and this run made it otherwise"
+        allowed = "another --optimizer, the launcher (-m ssdtrain_megatron.run), or no comm section"
+        raise ConfigError([Problem("ssdtrain.comm", "(a section)", why, allowed)])
+    return _of_spec.active
+
+
 def uninstall_pretrain() -> None:
     """Put the training loop's functions back, and end what was attached. Idempotent."""
     _detach()
     _patches.undo()
+    _of_spec.undo()
 
 
 def _detach() -> None:
@@ -70,43 +109,79 @@ def _with_flags(plain: Function) -> Function:
 
 def _attaching(training: Any, plain: Function) -> Function:
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        global _attachment
         # A mistake in the flags is found before the model is built.
         config = config_from_args(training.get_args())
         if config is not None:
-            from ssdtrain.preflight import check_start
-
-            check_start(
-                config,
-                rank=ranks.global_rank(),
-                local_rank=ranks.local_rank(),
-                local_world_size=ranks.local_world_size(),
-            )
+            _check_start(config)
         result = plain(*args, **kwargs)
-        if config is None or not config.active:
+        if config is None or not config.active or not _attach(training, result[0], result[1], config):
             uninstall_pretrain()
-            return result
-        from ssdtrain_megatron import _compat
-        from ssdtrain_megatron.attachment import attach
-
-        _detach()
-        _attachment = attach(result[0], config, optimizer=result[1], logs=False)
-        if not _attachment.runtime.enabled:
-            # Collectives to compress, and one rank.
-            uninstall_pretrain()
-            return result
-        # The loop ends by sys.exit at --exit-interval, --exit-duration and signals.
-        atexit.register(_attachment.close)
-        _of_attachment.replace(training, "training_log", functools.partial(_logging, training, _attachment))
-        if _attachment.runtime.comm is not None:
-            source = _compat.loaded_checkpoint(training.get_args())
-            if source is not None:
-                _attachment.load(source)
-            saving = functools.partial(_saving, training, _attachment)
-            _of_attachment.replace(training, "save_checkpoint", saving)
+        else:
+            _load(training, getattr(training.get_args(), "iteration", 0))
         return result
 
     return setup_model_and_optimizer
+
+
+def _optimizing(training: Any, config: Config, plain: Function) -> Function:
+    signature = inspect.signature(plain)
+
+    def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
+        global _attached_by_spec
+        optimizer = plain(*args, **kwargs)
+        chunks = signature.bind(*args, **kwargs).arguments["model_chunks"]
+        _attach(training, chunks, optimizer, config)
+        _attached_by_spec = True
+        return optimizer
+
+    return get_megatron_optimizer
+
+
+def _loading(training: Any, plain: Function) -> Function:
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        _load(training, result[0])
+        return result
+
+    return load_checkpoint
+
+
+def _check_start(config: Config) -> None:
+    from ssdtrain.preflight import check_start
+
+    check_start(
+        config,
+        rank=ranks.global_rank(),
+        local_rank=ranks.local_rank(),
+        local_world_size=ranks.local_world_size(),
+    )
+
+
+def _attach(training: Any, chunks: Any, optimizer: Any, config: Config) -> bool:
+    """Attach to the model of the loop; False: there are collectives to compress, and one rank."""
+    global _attachment
+    from ssdtrain_megatron.attachment import attach
+
+    _detach()
+    _attachment = attach(chunks, config, optimizer=optimizer, logs=False)
+    if not _attachment.runtime.enabled:
+        return False
+    # The loop ends by sys.exit at --exit-interval, --exit-duration and signals.
+    atexit.register(_attachment.close)
+    _of_attachment.replace(training, "training_log", functools.partial(_logging, training, _attachment))
+    if _attachment.runtime.comm is not None:
+        saving = functools.partial(_saving, training, _attachment)
+        _of_attachment.replace(training, "save_checkpoint", saving)
+    return True
+
+
+def _load(training: Any, iteration: int) -> None:
+    """Take the residuals of the checkpoint that the loop has loaded."""
+    from ssdtrain_megatron import _compat
+
+    source = _compat.loaded_checkpoint(training.get_args(), iteration)
+    if source is not None and _attachment is not None:
+        _attachment.load(source)
 
 
 def _logging(training: Any, attachment: Attachment, plain: Function) -> Function:

@@ -9,6 +9,10 @@ layer below. No schedule of Megatron is replaced. Two autograd functions are, be
 objects than they saved: CheckpointWithoutOutput's (see `discarding`), and where the weight's gradient is accumulated by the fused
 kernel the linear layer's (see `identity`).
 
+Note: [Collectives]
+With a comm section the runtime is attached as the launcher would attach it, as soon as Megatron-LM has made the optimizer: it
+covers offloading, too, and the layers are ordinary ones.
+
 Note: [The model of --spec]
 With --spec Megatron's builder asks for no more than this module's attribute, and leaves experts, attention and norms to it. So
 the submodules of `layer_spec` are a placeholder: each layer is built of those that the builder would have chosen for its config.
@@ -48,6 +52,7 @@ from ssdtrain_megatron.discarding import read_inputs_once
 from ssdtrain_megatron.flags import config_from_args
 from ssdtrain_megatron.identity import remembering, reminded
 from ssdtrain_megatron.installation import installation
+from ssdtrain_megatron.pretrain import attaches_for_spec, install_for_spec
 from ssdtrain_megatron.refusals import option_problems, refuse
 
 __all__ = ["OffloadedTransformerLayer", "default_spec", "layer_spec", "offloaded"]
@@ -141,8 +146,11 @@ def _check_command_line() -> None:
     config = _read_config()
     if not config.active:
         return
+    if config.compresses:
+        install_for_spec(config)
+        return
     dense = not getattr(args, "num_experts", None)
-    problems = [*_comm_problems(config), *option_problems(args), *(_bias_problems(args) if dense else ())]
+    problems = [*option_problems(args), *(_bias_problems(args) if dense else ())]
     if problems:
         raise ConfigError(problems)
 
@@ -150,7 +158,7 @@ def _check_command_line() -> None:
 def _comm_problems(config: Config) -> Iterator[Problem]:
     if config.compresses:
         why = "compresses collectives, which a transformer layer has no part in"
-        allowed = "no comm section with --spec; the launcher (-m ssdtrain_megatron.run) and attach compress"
+        allowed = "ssdtrain_megatron.attach(model, config, optimizer=optimizer), or --spec of Megatron-LM's command line"
         yield Problem("ssdtrain.comm", config.comm, why, allowed)
 
 
@@ -189,7 +197,7 @@ class OffloadedTransformerLayer(TransformerLayer):  # type: ignore[misc]
                 Megatron's.
             ImportError: this megatron-core lacks a name that is needed.
         """
-        if not torch.is_grad_enabled() or installation.in_force:
+        if not torch.is_grad_enabled() or installation.in_force or attaches_for_spec():
             return super().forward(*args, **kwargs)
         recorder = _the_recorder(self)
         if not self._known:

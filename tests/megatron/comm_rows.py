@@ -30,7 +30,7 @@ QUICK = ("tp2 sp", "pp2 vp2, deallocate", "dp2", "dp2, distributed optimizer")
 the ways that would make the quick row of the same layout a slow one."""
 
 
-CASES = ("skipped", "overflow", "checkpoint", "loss_scale", "transformer_engine", "refused")
+CASES = ("skipped", "overflow", "checkpoint", "loss_scale", "spec", "transformer_engine", "refused")
 """Names of the functions of `comm_cases.py`."""
 
 

@@ -52,6 +52,8 @@ class Loop:
             self.trainer.optimizer,
             None,
         )
+        training.get_megatron_optimizer = lambda config, model_chunks: self.trainer.optimizer
+        training.load_checkpoint = lambda model, optimizer, opt_param_scheduler: (0, 0)
         training.training_log = lambda loss_dict, iteration, report_memory_flag: report_memory_flag
         training.save_checkpoint = lambda iteration, model, non_persistent_ckpt=False: None
         training.print_rank_last = self.lines.append
@@ -59,7 +61,13 @@ class Loop:
         training.get_wandb_writer = lambda: self.wandb
 
     def functions(self) -> list[Callable[..., Any]]:
-        names = ("setup_model_and_optimizer", "training_log", "save_checkpoint")
+        names = (
+            "setup_model_and_optimizer",
+            "get_megatron_optimizer",
+            "load_checkpoint",
+            "training_log",
+            "save_checkpoint",
+        )
         return [self.arguments.add_megatron_arguments, *(getattr(self.training, name) for name in names)]
 
     def pretrain(self, *flags: str, steps: int = 4) -> list[tuple[str | None, str]]:
