@@ -1,4 +1,4 @@
-"""What ranks find out about each other before the first message: that they mean the same, and which nodes they are on."""
+"""Checks between ranks at start: equal policies, and the node of each rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ssdtrain.comm.topology import node_name
 
 
 def agreed_hosts(policy: Policy) -> list[str]:
-    """The node of every rank, after all of them have shown that they mean the same. All ranks call it together.
+    """The node of every rank, once all of them have the same policy. A collective call of all ranks.
 
     Raises:
         RuntimeError: ranks differ in policy or in the version of the codecs; names them.

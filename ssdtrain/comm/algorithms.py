@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
     values: Tensor
     """Flat [numel], a view."""
-    exact: Ranges = ()
+    uncompressed_ranges: Ranges = ()
     """Elements that no codec touches, counted from the piece's start."""
     reference: Tensor | None = None
     """Flat [numel]: the codec is applied to the difference from it."""
@@ -66,8 +66,8 @@ class Call:
     scatter: Coders
     gather: Coder
     dtype: torch.dtype
-    """Of the framework's tensor: exact elements travel in it."""
-    figures: CommMetrics
+    """Of the framework's tensor: uncompressed elements travel in it."""
+    metrics: CommMetrics
     name: str
     """Names the residuals and the random numbers; the same in every step for the same gradients."""
     key: Key
@@ -81,17 +81,19 @@ class Call:
         """The payload of `piece` into `out`, with feedback where there is one and the codec loses anything."""
         name = f"{self.name}|{what}"
         key = self.key._replace(tensor=zlib.crc32(name.encode()))
-        if self.feedback is None or not coder.encodes(piece.values.numel(), piece.exact, self.dtype):
-            coder.encode(piece.values, piece.exact, self.dtype, out, key, piece.reference)
+        if self.feedback is None or not coder.encodes(
+            piece.values.numel(), piece.uncompressed_ranges, self.dtype
+        ):
+            coder.encode(piece.values, piece.uncompressed_ranges, self.dtype, out, key, piece.reference)
             return
         error = self.feedback.encode(
-            name, coder, piece.values, piece.exact, self.dtype, out, key, self.measured
+            name, coder, piece.values, piece.uncompressed_ranges, self.dtype, out, key, self.measured
         )
         if error is not None:
             self.errors.append(error)
 
     def nbytes(self, coder: Coder, piece: Piece) -> int:
-        return coder.nbytes(piece.values.numel(), piece.exact, self.dtype)
+        return coder.nbytes(piece.values.numel(), piece.uncompressed_ranges, self.dtype)
 
 
 def reduce_scatter(call: Call, shards: Sequence[Piece], part: str) -> Generator[Any, None, Tensor]:
@@ -112,17 +114,19 @@ def reduce_scatter(call: Call, shards: Sequence[Piece], part: str) -> Generator[
         )  # fmt: skip
         for payloads in arrived:
             for payload, piece, total in zip(payloads, column, sums, strict=True):
-                call.scatter.inside.accumulate(payload, total, piece.exact, call.dtype)
+                call.scatter.inside.accumulate(payload, total, piece.uncompressed_ranges, call.dtype)
     total = sums[where.node]
     if where.between is not None:
         mine = column[where.node]
-        outgoing = [[Piece(values, piece.exact)] for values, piece in zip(sums, column, strict=True)]
+        outgoing = [
+            [Piece(values, piece.uncompressed_ranges)] for values, piece in zip(sums, column, strict=True)
+        ]
         arrived = yield from _exchange(
             call, call.scatter.between, where.between, where.node, outgoing, [mine],
             [[f"{part}|out|{row[where.place]}"] for row in where.grid],
         )  # fmt: skip
         for (payload,) in arrived:
-            call.scatter.between.accumulate(payload, total, mine.exact, call.dtype)
+            call.scatter.between.accumulate(payload, total, mine.uncompressed_ranges, call.dtype)
     return total.div_(where.size) if call.average else total
 
 
@@ -156,14 +160,14 @@ def all_gather(call: Call, mine: Piece, outs: Sequence[Piece], part: str) -> Ste
     for place, payloads in rows.items():
         for row, found in zip(where.grid, payloads, strict=True):
             out = outs[row[place]]
-            decode(found, out.values, out.exact, call.dtype)
+            decode(found, out.values, out.uncompressed_ranges, call.dtype)
 
 
 def all_reduce(call: Call, shards: Sequence[Piece], part: str) -> Steps:
     """Sum `shards` [by group rank] over ranks, in place."""
     total = yield from reduce_scatter(call, shards, part)
     own = shards[call.topology.rank]
-    yield from all_gather(call, Piece(total, own.exact), shards, part)
+    yield from all_gather(call, Piece(total, own.uncompressed_ranges), shards, part)
 
 
 def reduce_scatter_into(call: Call, out: Tensor, shards: Sequence[Piece], part: str) -> Steps:
@@ -206,7 +210,7 @@ def all_to_all(
             call.encode(to[i], Piece(outgoing[i]), place, f"{part}|to|{i}")
     arrived = torch.empty(sum(receives), dtype=torch.uint8, device=device)
     work = _all_to_all(arrived, packed, receives, sends, group=where.group, async_op=True)
-    call.figures.wire_bytes += packed.numel()
+    call.metrics.wire_bytes += packed.numel()
     incoming[where.rank].copy_(outgoing[where.rank])
     yield work
     for i, place in zip(range(where.size), arrived.split(receives), strict=True):
@@ -294,7 +298,7 @@ def _exchange(
             call.encode(coder, piece, out, name)
     arrived = torch.empty(sum(receives), dtype=torch.uint8, device=device)
     work = _all_to_all(arrived, packed, receives, sends, group=group, async_op=True)
-    call.figures.wire_bytes += packed.numel()
+    call.metrics.wire_bytes += packed.numel()
     yield work
     return [list(found.split(message)) for peer, found in enumerate(arrived.split(receives)) if peer != index]
 
@@ -314,14 +318,14 @@ def _gather(
             padded = mine
         out = torch.empty(largest * count, dtype=torch.uint8, device=mine.device)
         work = _all_gather(out, padded, group=group, async_op=True)
-        call.figures.wire_bytes += largest * (count - 1)
+        call.metrics.wire_bytes += largest * (count - 1)
         yield work
         return [found[:size] for found, size in zip(out.split(largest), sizes, strict=True)]
     sends = [0 if peer == index else mine.numel() for peer in range(count)]
     receives = [0 if peer == index else size for peer, size in enumerate(sizes)]
     out = torch.empty(sum(receives), dtype=torch.uint8, device=mine.device)
     work = _all_to_all(out, mine.repeat(count - 1), receives, sends, group=group, async_op=True)
-    call.figures.wire_bytes += mine.numel() * (count - 1)
+    call.metrics.wire_bytes += mine.numel() * (count - 1)
     yield work
     found = list(out.split(receives))
     found[index] = mine

@@ -1,12 +1,12 @@
-"""Pieces of tensors to payloads and back, some of their elements exactly.
+"""Encodes pieces of tensors into payloads and decodes them; excluded elements stay uncompressed.
 
-Note: [Exact elements]
+Note: [Uncompressed elements]
     Gradients of norms, biases and embeddings lie in the same buckets as all others. Within a piece they are ranges, known to all
     ranks: what is between goes through the codec as one tensor, they follow as they are, in one message.
 
 Note: [No payload larger than its piece]
-    A codec's header and scales may outweigh what it saves on a few elements. Such a piece travels as it is. Sender and receiver
-    know its size, its excluded ranges and its dtype, so both decide alike before anything is sent.
+    A codec's header and scales may outweigh what it saves on a few elements. Such a piece is sent uncompressed. Sender and
+    receiver know its size, its excluded ranges and its dtype, so both make the same choice before anything is sent.
 """
 
 from __future__ import annotations
@@ -43,24 +43,29 @@ def _padded(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Coder:
-    """A codec for pieces. Without a codec all elements are exact.
+    """A codec for pieces. Without a codec no element is compressed.
 
-    Arguments of all methods: `exact`, the excluded elements of the piece; `dtype`, of the tensor that the piece is of: exact
-    elements travel in it.
+    Arguments of all methods: `uncompressed_ranges`, the excluded elements of the piece; `dtype`, that of the whole tensor, in which
+    uncompressed elements are sent.
     """
 
     codec: FixedSizeCodec | None
 
-    def encodes(self, numel: int, exact: Ranges, dtype: torch.dtype) -> bool:
+    def encodes(self, numel: int, uncompressed_ranges: Ranges, dtype: torch.dtype) -> bool:
         """Whether the codec is applied to a piece of this size. See Note: [No payload larger than its piece]."""
         return (
-            self.codec is not None and self._coded_bytes(numel, _count(exact), dtype) < numel * dtype.itemsize
+            self.codec is not None
+            and self._coded_bytes(numel, _count(uncompressed_ranges), dtype) < numel * dtype.itemsize
         )
 
-    def nbytes(self, numel: int, exact: Ranges, dtype: torch.dtype) -> int:
+    def nbytes(self, numel: int, uncompressed_ranges: Ranges, dtype: torch.dtype) -> int:
         """Size of a piece's payload, at most that of the piece; a multiple of 16 where the codec is applied."""
         raw = numel * dtype.itemsize
-        return raw if self.codec is None else min(raw, self._coded_bytes(numel, _count(exact), dtype))
+        return (
+            raw
+            if self.codec is None
+            else min(raw, self._coded_bytes(numel, _count(uncompressed_ranges), dtype))
+        )
 
     def _coded_bytes(self, numel: int, kept: int, dtype: torch.dtype) -> int:
         assert self.codec is not None
@@ -69,7 +74,7 @@ class Coder:
     def encode(
         self,
         x: Tensor,
-        exact: Ranges,
+        uncompressed_ranges: Ranges,
         dtype: torch.dtype,
         out: Tensor,
         key: Key,
@@ -78,18 +83,18 @@ class Coder:
         """Write the payload of the flat piece `x` [numel] to `out`, uint8 [nbytes].
 
         Args:
-            reference: [numel]; the codec is applied to the difference `x - reference`, in float32. Exact elements are those of
-                `x`, whatever the reference is.
+            reference: [numel]; the codec is applied to the difference `x - reference`, in float32. Uncompressed elements are
+                those of `x`, whatever the reference is.
         """
-        if self.codec is None or not self.encodes(x.numel(), exact, dtype):
+        if self.codec is None or not self.encodes(x.numel(), uncompressed_ranges, dtype):
             _write(out, [x], dtype)
             return
-        lossy, size = self._input(_select(x, exact)), out.numel()
+        lossy, size = self._input(_select(x, uncompressed_ranges)), out.numel()
         if reference is not None:
-            lossy = lossy.float() - _select(reference, exact).float()
-        if exact:
+            lossy = lossy.float() - _select(reference, uncompressed_ranges).float()
+        if uncompressed_ranges:
             size = self.codec.payload_bytes(lossy.numel(), torch.float32)
-            _write(out[size:], [x[a:b] for a, b in exact], dtype)
+            _write(out[size:], [x[a:b] for a, b in uncompressed_ranges], dtype)
         payload = out[:size]
         # Behind a message that is sent as it is, of any length.
         aligned = payload if payload.data_ptr() % ALIGNMENT == 0 else torch.empty_like(payload)
@@ -97,53 +102,61 @@ class Coder:
         if aligned is not payload:
             payload.copy_(aligned)
 
-    def decode(self, payload: Tensor, out: Tensor, exact: Ranges, dtype: torch.dtype) -> None:
+    def decode(self, payload: Tensor, out: Tensor, uncompressed_ranges: Ranges, dtype: torch.dtype) -> None:
         """Decode into the flat piece `out` [numel]."""
-        if not self.encodes(out.numel(), exact, dtype):
+        if not self.encodes(out.numel(), uncompressed_ranges, dtype):
             out.copy_(_read(payload, out.numel(), dtype))
-        elif not exact:
+        elif not uncompressed_ranges:
             self._decode(payload, out)
         else:
-            lossy = torch.empty(out.numel() - _count(exact), dtype=out.dtype, device=out.device)
-            kept = self._decode_both(payload, lossy, exact, dtype)
-            for place, values in _places(out, _others(exact, out.numel()), lossy):
+            lossy = torch.empty(out.numel() - _count(uncompressed_ranges), dtype=out.dtype, device=out.device)
+            kept = self._decode_both(payload, lossy, uncompressed_ranges, dtype)
+            for place, values in _places(out, _others(uncompressed_ranges, out.numel()), lossy):
                 place.copy_(values)
-            for place, values in _places(out, exact, kept):
+            for place, values in _places(out, uncompressed_ranges, kept):
                 place.copy_(values)
 
-    def accumulate(self, payload: Tensor, out: Tensor, exact: Ranges, dtype: torch.dtype) -> None:
+    def accumulate(
+        self, payload: Tensor, out: Tensor, uncompressed_ranges: Ranges, dtype: torch.dtype
+    ) -> None:
         """Add the decoded piece to the flat float32 `out` [numel]."""
-        if not self.encodes(out.numel(), exact, dtype):
+        if not self.encodes(out.numel(), uncompressed_ranges, dtype):
             out.add_(_read(payload, out.numel(), dtype))
-        elif not exact:
+        elif not uncompressed_ranges:
             self._decode(payload, out, accumulate=True)
         else:
-            lossy = torch.empty(out.numel() - _count(exact), dtype=out.dtype, device=out.device)
-            kept = self._decode_both(payload, lossy, exact, dtype)
-            for place, values in _places(out, _others(exact, out.numel()), lossy):
+            lossy = torch.empty(out.numel() - _count(uncompressed_ranges), dtype=out.dtype, device=out.device)
+            kept = self._decode_both(payload, lossy, uncompressed_ranges, dtype)
+            for place, values in _places(out, _others(uncompressed_ranges, out.numel()), lossy):
                 place.add_(values)
-            for place, values in _places(out, exact, kept):
+            for place, values in _places(out, uncompressed_ranges, kept):
                 place.add_(values)
 
-    def apply_difference(self, payload: Tensor, out: Tensor, exact: Ranges, dtype: torch.dtype) -> None:
+    def apply_difference(
+        self, payload: Tensor, out: Tensor, uncompressed_ranges: Ranges, dtype: torch.dtype
+    ) -> None:
         """Turn the reference in `out` [numel], of any dtype, into what was encoded with that reference: differences are added
-        in float32 and the sum is rounded once, exact elements replace what is there."""
-        if not self.encodes(out.numel(), exact, dtype):
+        in float32 and the sum is rounded once, uncompressed elements replace what is there."""
+        if not self.encodes(out.numel(), uncompressed_ranges, dtype):
             out.copy_(_read(payload, out.numel(), dtype))
             return
-        change = torch.empty(out.numel() - _count(exact), dtype=torch.float32, device=out.device)
-        kept = self._decode_both(payload, change, exact, dtype)
-        for place, values in _places(out, _others(exact, out.numel()), change):
+        change = torch.empty(
+            out.numel() - _count(uncompressed_ranges), dtype=torch.float32, device=out.device
+        )
+        kept = self._decode_both(payload, change, uncompressed_ranges, dtype)
+        for place, values in _places(out, _others(uncompressed_ranges, out.numel()), change):
             place.copy_(place.float() + values)
-        for place, values in _places(out, exact, kept):
+        for place, values in _places(out, uncompressed_ranges, kept):
             place.copy_(values)
 
-    def _decode_both(self, payload: Tensor, lossy: Tensor, exact: Ranges, dtype: torch.dtype) -> Tensor:
-        """Decode what the codec was applied to into `lossy`; returns the exact elements."""
+    def _decode_both(
+        self, payload: Tensor, lossy: Tensor, uncompressed_ranges: Ranges, dtype: torch.dtype
+    ) -> Tensor:
+        """Decode what the codec was applied to into `lossy`; returns the uncompressed elements."""
         assert self.codec is not None
         self._decode(payload, lossy)
         size = self.codec.payload_bytes(lossy.numel(), torch.float32)
-        return _read(payload[size:], _count(exact), dtype)
+        return _read(payload[size:], _count(uncompressed_ranges), dtype)
 
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool = False) -> None:
         assert self.codec is not None
@@ -155,11 +168,11 @@ class Coder:
         return x if x.dtype in self.codec.inputs else x.float()
 
 
-def _select(x: Tensor, exact: Ranges) -> Tensor:
-    """The elements of flat `x` that are not exact, in order."""
-    if not exact:
+def _select(x: Tensor, uncompressed_ranges: Ranges) -> Tensor:
+    """The elements of flat `x` that the codec is applied to, in order."""
+    if not uncompressed_ranges:
         return x
-    parts = [x[a:b] for a, b in _others(exact, x.numel())]
+    parts = [x[a:b] for a, b in _others(uncompressed_ranges, x.numel())]
     return torch.cat(parts) if parts else x[:0]
 
 

@@ -71,16 +71,18 @@ class Sharded(Collective):
     Args:
         values: flat; what this rank contributes.
         into: flat; takes the result. May share memory with `values`.
-        exact: elements of the whole tensor that are excluded.
+        uncompressed_ranges: elements of the whole tensor that are excluded.
     """
 
     gathers: ClassVar[bool] = False
     """Whether results go from their owners to all ranks."""
 
-    def __init__(self, values: Tensor, into: Tensor, exact: Ranges = (), op: Any = dist.ReduceOp.SUM) -> None:
+    def __init__(
+        self, values: Tensor, into: Tensor, uncompressed_ranges: Ranges = (), op: Any = dist.ReduceOp.SUM
+    ) -> None:
         self.values = values
         self.into = into
-        self.exact = exact
+        self.uncompressed_ranges = uncompressed_ranges
         self.op = op
         self.dtype = self.whole.dtype
         self.nbytes: int = self.whole.nbytes
@@ -105,7 +107,7 @@ class Sharded(Collective):
     @property
     def sizes(self) -> tuple[object, ...]:
         """What `wire_bytes` depends on, beside the call."""
-        return type(self), self.whole.numel(), self.dtype, self.exact
+        return type(self), self.whole.numel(), self.dtype, self.uncompressed_ranges
 
     def parts(self, ranks: int, chunk: int) -> Iterator[Parts]:
         """The parts of each piece, by group rank."""
@@ -125,16 +127,22 @@ class Sharded(Collective):
         """What each group rank sends in `steps`, known from sizes alone, so that all ranks find the same."""
         total = [0] * call.topology.size
         for parts in self.parts(call.topology.size, chunk):
-            sizes = [(b - a, clip(self.exact, a, b)) for a, b in parts]
+            sizes = [(b - a, clip(self.uncompressed_ranges, a, b)) for a, b in parts]
             found = []
             if self.scatters:
                 inside, between = (
-                    [coder.nbytes(count, exact, self.dtype) for count, exact in sizes]
+                    [
+                        coder.nbytes(count, uncompressed_ranges, self.dtype)
+                        for count, uncompressed_ranges in sizes
+                    ]
                     for coder in (call.scatter.inside, call.scatter.between)
                 )
                 found.append(algorithms.reduce_scatter_bytes(call.topology, inside, between))
             if self.gathers:
-                payloads = [call.gather.nbytes(count, exact, self.dtype) for count, exact in sizes]
+                payloads = [
+                    call.gather.nbytes(count, uncompressed_ranges, self.dtype)
+                    for count, uncompressed_ranges in sizes
+                ]
                 found.append(algorithms.all_gather_bytes(call.topology, payloads))
             total = [sum(sent) for sent in zip(total, *found, strict=True)]
         return total
@@ -148,7 +156,7 @@ class Sharded(Collective):
         """The same on copies of the start of the tensors, in proportion."""
 
     def _pieces(self, parts: Parts) -> list[Piece]:
-        return [Piece(self.whole[a:b], clip(self.exact, a, b)) for a, b in parts]
+        return [Piece(self.whole[a:b], clip(self.uncompressed_ranges, a, b)) for a, b in parts]
 
 
 class AllReduce(Sharded):
@@ -212,7 +220,7 @@ class AllGather(Sharded):
 
     def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
         (a, b), outs = parts[0], self._pieces(parts)
-        mine = Piece(self.values[a:b], outs[call.topology.rank].exact)
+        mine = Piece(self.values[a:b], outs[call.topology.rank].uncompressed_ranges)
         return algorithms.all_gather(call, mine, outs, part)
 
     def plain(self, group: dist.ProcessGroup) -> None:
@@ -235,13 +243,13 @@ class DeltaAllGather(AllGather):
         reference: flat [n]: what all ranks have of this rank's `values`; the new ones at the end of the call.
     """
 
-    def __init__(self, values: Tensor, into: Tensor, exact: Ranges, reference: Tensor) -> None:
-        super().__init__(values, into, exact)
+    def __init__(self, values: Tensor, into: Tensor, uncompressed_ranges: Ranges, reference: Tensor) -> None:
+        super().__init__(values, into, uncompressed_ranges)
         self.reference = reference
 
     def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
         (a, b), outs = parts[0], self._pieces(parts)
-        mine = Piece(self.values[a:b], outs[call.topology.rank].exact, self.reference[a:b])
+        mine = Piece(self.values[a:b], outs[call.topology.rank].uncompressed_ranges, self.reference[a:b])
         return algorithms.all_gather(call, mine, outs, part)
 
 

@@ -1,17 +1,17 @@
-"""What adapters call: collectives by parallel dimension.
+"""Entry point for adapters: collectives by parallel dimension.
 
 ```python
 comm = Communicator(Policy.from_config(config.comm), device)       # all ranks, once
 work = comm.all_reduce(gradients, "dp", group, bucket=Bucket("layers.0-3"))
 if work is None:
-    dist.all_reduce(gradients, group=group)                        # not compressed: as it always was
+    dist.all_reduce(gradients, group=group)                        # uncompressed: the framework's own call
 else:
     work.wait()
 comm.step_end()
 ```
 
-Every verb returns a handle, or None where the call goes uncompressed: then the caller does what it would have done without the
-plugin. Either way the call is counted.
+Every method returns a handle, or None where the call is sent uncompressed: the caller then issues the framework's own collective.
+Either way the call is counted.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ logger = logging.getLogger("ssdtrain")
 
 
 class Bucket(NamedTuple):
-    """Gradients or weights that travel together in every step."""
+    """Gradients or weights that are sent together in every step."""
 
     name: str
     """The same in every step for the same parameters: residuals are kept under it."""
-    exact: Ranges = ()
+    uncompressed_ranges: Ranges = ()
     """Elements of the flat tensor that are excluded from compression, ascending (start, stop)."""
 
 
 class Communicator:
-    """Compressed collectives on any process group, as `policy` says. One thread uses it, on all ranks in the same order.
+    """Compressed collectives on any process group, by `policy`. Used by one thread, in the same order on all ranks.
 
-    Making one is a collective call of all ranks: they compare their policies.
+    The constructor is a collective call of all ranks: they compare their policies.
 
     Raises:
         RuntimeError: ranks differ in policy or in the version of the codecs; names them.
@@ -89,7 +89,7 @@ class Communicator:
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def key(self) -> Key:
-        """Of the random numbers of this rank in this step."""
+        """The key of this rank's random numbers in this step."""
         return Key(self.policy.seed, self.steps, 0, self.rank)
 
     # Sums
@@ -112,7 +112,9 @@ class Communicator:
         flat = tensor.detach().reshape(-1)
         copied = flat.data_ptr() != tensor.data_ptr()
         then = (lambda: tensor.detach().copy_(flat.view(tensor.shape))) if copied else None
-        return self._start(AllReduce(flat, flat, _exact(bucket), op), dimension, group, bucket, then)
+        return self._start(
+            AllReduce(flat, flat, _uncompressed_ranges(bucket), op), dimension, group, bucket, then
+        )
 
     def reduce_scatter(
         self,
@@ -127,7 +129,9 @@ class Communicator:
 
         `out` may be a part of `tensor`. Sums are in float32.
         """
-        collective = ReduceScatter(tensor.detach().view(-1), out.detach().view(-1), _exact(bucket), op)
+        collective = ReduceScatter(
+            tensor.detach().view(-1), out.detach().view(-1), _uncompressed_ranges(bucket), op
+        )
         return self._start(collective, dimension, group, bucket)
 
     # Gathers
@@ -145,7 +149,9 @@ class Communicator:
 
         `tensor` may be a part of `out`.
         """
-        collective = AllGather(tensor.detach().reshape(-1), out.detach().view(-1), _exact(bucket))
+        collective = AllGather(
+            tensor.detach().reshape(-1), out.detach().view(-1), _uncompressed_ranges(bucket)
+        )
         return self._start(collective, dimension, group, bucket)
 
     def gather_weights(
@@ -161,7 +167,7 @@ class Communicator:
         """
         group = _world_if_none(group)
         flat, mine = out.detach().view(-1), tensor.detach().reshape(-1)
-        plain = AllGather(mine, flat, bucket.exact)
+        plain = AllGather(mine, flat, bucket.uncompressed_ranges)
         route = self._route(plain, "zero_gather", group)
         if route is None:
             # What comes as it is leaves nothing to take a difference from.
@@ -178,9 +184,13 @@ class Communicator:
         reference = self.references.find(bucket.name, mine)
         if reference is not None:
             return self._launch(
-                DeltaAllGather(mine, flat, bucket.exact, reference), "zero_gather", route, bucket, gathered
+                DeltaAllGather(mine, flat, bucket.uncompressed_ranges, reference),
+                "zero_gather",
+                route,
+                bucket,
+                gathered,
             )
-        self.router.fell_back(
+        self.router.count_fallback(
             "zero_gather",
             CHANGED if bucket.name in changed else IN_FULL,
             plain.raw_bytes(route.topology.size),
@@ -206,16 +216,16 @@ class Communicator:
     def _route(
         self, collective: Sharded, dimension: str, group: dist.ProcessGroup, bucket: Bucket | None = None
     ) -> Route | None:
-        """How the call goes; None: as the framework does, and counted so."""
+        """The route of the call; None: it is sent uncompressed, and counted as such."""
         second = "dp_gather" if dimension == "dp" and collective.gathers else dimension
         planned = self.router.route(collective, (dimension, second), group)
         if planned is None:
             return None
         planned = self._adapted(planned, dimension, bucket)
         warming_up = self.steps < self.policy.warmup_steps
-        milder = None if warming_up or not self.policy.probe else self.router.milder(planned)
+        with_more_bits = None if warming_up or not self.policy.probe else self.router.with_more_bits(planned)
         routes, calls = [], []
-        for route in (planned, milder):
+        for route in (planned, with_more_bits):
             if route is None:
                 continue
             call = self._call(dimension, route, collective.dtype, CommMetrics(), Bucket("probe"))
@@ -223,7 +233,7 @@ class Communicator:
                 routes.append(route)
                 calls.append(call)
         if not routes:
-            self.router.fell_back(dimension, NO_FEWER_BYTES, collective.raw_bytes(planned.topology.size))
+            self.router.count_fallback(dimension, NO_FEWER_BYTES, collective.raw_bytes(planned.topology.size))
             return None
         if not self.policy.probe:
             return routes[0]
@@ -234,7 +244,7 @@ class Communicator:
             call = self._call(dimension, route, sample.dtype, CommMetrics(), Bucket("probe"))
             call.feedback = trial
             CompressedWork(
-                sample.steps(call, self.policy.chunk), call.figures, self.meter, self._stream
+                sample.steps(call, self.policy.chunk), call.metrics, self.meter, self._stream
             ).wait()
 
         return self.router.probed(collective, dimension, routes, calls[0], warming_up, run)
@@ -247,11 +257,11 @@ class Communicator:
         bucket: Bucket | None = None,
         then: Callable[[], Any] | None = None,
     ) -> CompressedWork:
-        figures = self.meter.of(dimension)
-        figures.calls += 1
-        figures.compressed += 1
-        figures.raw_bytes += collective.raw_bytes(route.topology.size)
-        call = self._call(dimension, route, collective.dtype, figures, bucket)
+        metrics = self.meter.of(dimension)
+        metrics.calls += 1
+        metrics.compressed += 1
+        metrics.raw_bytes += collective.raw_bytes(route.topology.size)
+        call = self._call(dimension, route, collective.dtype, metrics, bucket)
         call.average = collective.op == dist.ReduceOp.AVG
         call.feedback = self._feedback_of(dimension) if bucket is not None else None
         call.measured = self.bit_widths is not None
@@ -265,7 +275,7 @@ class Communicator:
                 self.bit_widths.measured(route.topology.group, bucket.name, errors)
 
         steps = collective.steps(call, self.policy.chunk)
-        return CompressedWork(steps, figures, self.meter, self._stream, collective.tensors, finished)
+        return CompressedWork(steps, metrics, self.meter, self._stream, collective.tensors, finished)
 
     # Exchanges
 
@@ -299,13 +309,13 @@ class Communicator:
     # The loop
 
     def step_end(self, skipped: bool = False) -> None:
-        """An optimizer step is over, on all ranks.
+        """End an optimizer step. All ranks call it.
 
         Args:
             skipped: its gradients were dropped (overflow); then the residuals that came from them are, too.
         """
         self.steps += 1
-        self.point_to_point.settle()
+        self.point_to_point.wait_outstanding()
         if self.feedback is not None:
             stale = self.feedback.step_end()
             if skipped and self.feedback.clear():
@@ -319,18 +329,18 @@ class Communicator:
         self.notices.step_end(self.steps, self.policy.warmup_steps)
 
     def _warn_if_inactive(self) -> None:
-        for dimension, found in self.figures().items():
+        for dimension, found in self.metrics().items():
             if found.calls and not found.compressed and not self.policy.rules[dimension].off:
                 reasons = ", ".join(f"{reason} ({count})" for reason, count in found.fallbacks.items())
                 text = f"comm.{dimension} compressed nothing in the first {FIRST_STEPS} steps: {reasons}"
                 self.notices.add(f"{dimension} inactive", text)
 
-    def figures(self) -> dict[str, CommMetrics]:
-        """Traffic of this rank by dimension, since the start."""
+    def metrics(self) -> dict[str, CommMetrics]:
+        """Metrics of this rank by dimension, since the start."""
         return self.meter.snapshot()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on as if it had not stopped: residuals, by rank."""
+        """The state that a resumed run continues from: this rank's residuals."""
         feedback = self.feedback.state_dict() if self.feedback is not None else None
         return {
             "steps": self.steps,
@@ -340,7 +350,7 @@ class Communicator:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` of the same rank gave. Residuals of another policy or number of ranks are dropped, loudly."""
+        """Restore the `state_dict` of the same rank. Residuals of another policy or number of ranks are dropped with a warning."""
         self.steps = int(state["steps"])
         self._scaled_at = -1
         self.forget_weights()
@@ -365,14 +375,14 @@ class Communicator:
     # Parts
 
     def _call(
-        self, dimension: str, route: Route, dtype: torch.dtype, figures: CommMetrics, bucket: Bucket | None
+        self, dimension: str, route: Route, dtype: torch.dtype, metrics: CommMetrics, bucket: Bucket | None
     ) -> Call:
         where = route.topology
         inside, between = (self.router.coder(spec, dtype, self.steps) for spec in route.scatter)
         last = route.gather[0] if where.between is None else route.gather[1]
         gather = self.router.coder(last, dtype, self.steps)
-        name = bucket.name if bucket is not None else f"{dimension}#{figures.calls}"
-        return Call(where, Coders(inside, between), gather, dtype, figures, f"{dimension}|{name}", self.key())
+        name = bucket.name if bucket is not None else f"{dimension}#{metrics.calls}"
+        return Call(where, Coders(inside, between), gather, dtype, metrics, f"{dimension}|{name}", self.key())
 
     def _feedback_of(self, dimension: str) -> Feedback | None:
         if self.feedback is None or dimension != "dp":
@@ -390,8 +400,8 @@ class Communicator:
         return Route(route.topology, (inside, spec), route.gather)
 
 
-def _exact(bucket: Bucket | None) -> Ranges:
-    return () if bucket is None else bucket.exact
+def _uncompressed_ranges(bucket: Bucket | None) -> Ranges:
+    return () if bucket is None else bucket.uncompressed_ranges
 
 
 def _world_if_none(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

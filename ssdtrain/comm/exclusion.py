@@ -1,7 +1,7 @@
-"""Which parameters no codec touches: norms, biases, embeddings, and those whose names match a pattern.
+"""Parameters excluded from compression: norms, biases, embeddings, and those whose names match a pattern.
 
-They are few, and their gradients bear the least: a norm's weight scales every token, and an embedding's gradient is zero but for
-the rows of this batch. They are found by what they are and not by where they lie, so that every framework excludes the same.
+They are few, and their gradients tolerate the least compression: a norm's weight scales every token, and an embedding's gradient
+is zero except for the rows of this batch. They are found by name and class, so that every framework excludes the same ones.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _KINDS = {"norm": is_norm, "bias": is_bias, "embedding": is_embedding}
 
 
 def excluded(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
-    """The parameters of `model` that go as they are; a set of the objects themselves.
+    """The parameters of `model` that are sent uncompressed; a set of the objects themselves.
 
     A parameter with several names (tied weights) is excluded if any of them says so.
 
@@ -84,7 +84,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def ranges_of(places: Mapping[_T, tuple[int, int]], chosen: Iterable[_T]) -> Ranges:
-    """The elements of a flat bucket that `chosen` parameters take, neighbours joined: what `Bucket.exact` wants.
+    """The elements of a flat bucket that `chosen` parameters take, neighbours joined: what `Bucket.uncompressed_ranges` takes.
 
     Args:
         places: (start, stop) of each parameter in the bucket; chosen ones that are not in it are left out.
@@ -103,8 +103,8 @@ def ranges_in_order(slices: Iterable[tuple[int, bool]]) -> Ranges:
     """`ranges_of` for tensors that lie one behind the other: (elements, whether they are excluded) of each."""
     found: list[tuple[int, int]] = []
     at = 0
-    for numel, exact in slices:
-        if exact and numel:
+    for numel, is_excluded in slices:
+        if is_excluded and numel:
             begin = found.pop()[0] if found and found[-1][1] == at else at
             found.append((begin, at + numel))
         at += numel

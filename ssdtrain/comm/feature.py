@@ -49,7 +49,7 @@ class CompressedCollectives(Feature):
         self.comm.step_end(step.skipped)
 
     def metrics(self) -> list[tuple[str, CommMetrics]]:
-        return [(f"comm/{dimension}", found) for dimension, found in self.comm.figures().items()]
+        return [(f"comm/{dimension}", found) for dimension, found in self.comm.metrics().items()]
 
     def description(self) -> str:
         rules = [

@@ -22,7 +22,7 @@ _INT8 = make_fixed_size_codec("int8:block=128")
 
 
 def _all_finite(coder: Coder, payload: Tensor) -> bool:
-    """Whether the flag of a payload in host memory says so; exact elements are outside of it."""
+    """Whether the flag of a payload in host memory says so; uncompressed elements are outside of it."""
     return coder.codec is not None and bool(payload_finite(payload))
 
 
@@ -54,7 +54,7 @@ class Feedback:
         name: str,
         coder: Coder,
         x: Tensor,
-        exact: Ranges,
+        uncompressed_ranges: Ranges,
         dtype: torch.dtype,
         out: Tensor,
         key: Key,
@@ -71,16 +71,16 @@ class Feedback:
             A number on the device of `x`: the relative error |lost| / |sent| of this piece; NaN where it was not finite.
         """
         wanted = self.corrected(name, x)
-        coder.encode(wanted, exact, dtype, out, key)
+        coder.encode(wanted, uncompressed_ranges, dtype, out, key)
         got = torch.empty_like(wanted)
-        coder.decode(out, got, exact, dtype)
+        coder.decode(out, got, uncompressed_ranges, dtype)
         size = wanted.norm() if measured else None
         lost = wanted.sub_(got)
         error = lost.norm() / size if size is not None else None
         # An overflow, or what surrounds it in its block, must not stay behind.
         if lost.is_cuda or not _all_finite(coder, out):
             lost.masked_fill_(~torch.isfinite(lost), 0.0)
-        for start, stop in exact:
+        for start, stop in uncompressed_ranges:
             lost[start:stop].zero_()
         self._keep(name, lost)
         return error

@@ -1,4 +1,4 @@
-"""How many bytes each dimension would have sent, how many it sent, and why some went uncompressed."""
+"""Metrics of each dimension: bytes with and without compression, times, and reasons of uncompressed calls."""
 
 from __future__ import annotations
 
@@ -40,40 +40,43 @@ class Meter:
     """Metrics by dimension. One thread writes: the one that issues collectives."""
 
     def __init__(self) -> None:
-        self._figures: dict[str, CommMetrics] = {}
-        self._unread: list[tuple[CommMetrics, Callable[[], float | None]]] = []
+        self._metrics: dict[str, CommMetrics] = {}
+        self._pending: list[tuple[CommMetrics, Callable[[], float | None]]] = []
 
     def of(self, dimension: str) -> CommMetrics:
-        return self._figures.setdefault(dimension, CommMetrics())
+        return self._metrics.setdefault(dimension, CommMetrics())
 
-    def fell_back(self, dimension: str, reason: str, raw_bytes: int) -> bool:
+    def count_fallback(self, dimension: str, reason: str, raw_bytes: int) -> bool:
         """Count an uncompressed call; True the first time that this dimension gives this reason."""
-        figures = self.of(dimension)
-        figures.calls += 1
-        figures.raw_bytes += raw_bytes
-        figures.wire_bytes += raw_bytes
-        figures.fallbacks[reason] += 1
-        return figures.fallbacks[reason] == 1
+        metrics = self.of(dimension)
+        metrics.calls += 1
+        metrics.raw_bytes += raw_bytes
+        metrics.wire_bytes += raw_bytes
+        metrics.fallbacks[reason] += 1
+        return metrics.fallbacks[reason] == 1
 
-    def later(self, figures: CommMetrics, seconds: Callable[[], float | None]) -> None:
-        """Device seconds that are known once the device is there; None: not yet."""
-        self._unread.append((figures, seconds))
-        if len(self._unread) > 256:
+    def add_device_seconds(self, metrics: CommMetrics, seconds: Callable[[], float | None]) -> None:
+        """Add device seconds as soon as they are known.
+
+        Args:
+            seconds: returns None while the device has not got there."""
+        self._pending.append((metrics, seconds))
+        if len(self._pending) > 256:
             self._read()
 
     def snapshot(self) -> dict[str, CommMetrics]:
         """Copies, by dimension."""
         self._read()
         return {
-            name: replace(found, fallbacks=Counter(found.fallbacks)) for name, found in self._figures.items()
+            name: replace(found, fallbacks=Counter(found.fallbacks)) for name, found in self._metrics.items()
         }
 
     def _read(self) -> None:
         waiting = []
-        for figures, seconds in self._unread:
+        for metrics, seconds in self._pending:
             found = seconds()
             if found is None:
-                waiting.append((figures, seconds))
+                waiting.append((metrics, seconds))
             else:
-                figures.device_seconds += found
-        self._unread = waiting
+                metrics.device_seconds += found
+        self._pending = waiting

@@ -1,4 +1,4 @@
-"""Messages that concern the job and not a rank: written once, by rank 0, with the ranks that they are of."""
+"""Log messages about the job: written once, by rank 0, with the ranks that they come from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 logger = logging.getLogger("ssdtrain")
 
-# Steps at whose end ranks exchange what they have to say: the first ones, and now and then.
+# Steps at whose end ranks exchange messages: the first ones, then one in `INTERVAL`.
 FIRST_STEPS = 3
 INTERVAL = 50
 
@@ -31,12 +31,12 @@ class Notices:
             self._waiting.setdefault(subject, text)
 
     def step_end(self, step: int, warmup_steps: int) -> None:
-        """Exchange what is waiting, if that is due. All ranks of the job call it together."""
+        """Exchange pending messages, if that is due. A collective call of the job."""
         if step <= FIRST_STEPS or step == warmup_steps + 1 or step % INTERVAL == 0:
             self.exchange()
 
     def exchange(self) -> None:
-        """Write what any rank has to say. All ranks of the job call it together."""
+        """Write the pending messages of all ranks. A collective call of the job."""
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, self._waiting)
         self._written |= {subject for one in found for subject in one}

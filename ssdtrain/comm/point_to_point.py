@@ -1,8 +1,8 @@
-"""One tensor to one peer: what pipelines send.
+"""Messages to one peer, as pipeline stages send them.
 
-Note: [Both sides decide alike]
+Note: [Both sides make the same choice]
     Whether a message is coded follows from its shape and dtype, which the receiver's buffer has as well. Integers, masks and
-    scalars always go as they are, and so does everything smaller than the dimension's `min_bytes`.
+    scalars are never compressed, and neither is anything smaller than the dimension's `min_bytes`.
 
 Note: [Frames]
     A payload of a lossless codec has a size of its own. It follows a message of 8 bytes that says which; a tensor that does not
@@ -56,18 +56,18 @@ class PointToPoint:
         codec = self._codec(tensor, dimension, peer, sending=True)
         if codec is None:
             return None
-        figures = self._router.meter.of(dimension)
-        figures.calls += 1
-        figures.compressed += 1
-        figures.raw_bytes += tensor.numel() * tensor.element_size()
+        metrics = self._router.meter.of(dimension)
+        metrics.calls += 1
+        metrics.compressed += 1
+        metrics.raw_bytes += tensor.numel() * tensor.element_size()
         begun = time.perf_counter()
         payload = torch.empty(
             codec.max_payload_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device=tensor.device
         )
-        size = codec.encode(tensor.detach(), payload, self._key()._replace(tensor=figures.calls & 0xFFFFFFFF))
-        figures.codec_seconds += time.perf_counter() - begun
+        size = codec.encode(tensor.detach(), payload, self._key()._replace(tensor=metrics.calls & 0xFFFFFFFF))
+        metrics.codec_seconds += time.perf_counter() - begun
         if isinstance(codec, FixedSizeCodec):
-            figures.wire_bytes += size
+            metrics.wire_bytes += size
             return ChainedWork(issue(payload), held=(payload,))
         message, frame = payload[:size], torch.tensor([size], dtype=torch.int64)
         if size >= tensor.nbytes:
@@ -75,7 +75,7 @@ class PointToPoint:
                 tensor.detach().clone().contiguous(),
                 torch.tensor([_AS_IT_IS], dtype=torch.int64),
             )
-        figures.wire_bytes += frame.nbytes + message.nbytes
+        metrics.wire_bytes += frame.nbytes + message.nbytes
         for part in (frame, message):
             self._outstanding.append(ChainedWork(issue(part), held=(part,)))
         while len(self._outstanding) > MOST_OUTSTANDING:
@@ -114,8 +114,8 @@ class PointToPoint:
 
         return ChainedWork(issue(frame), rest, held=(frame,))
 
-    def settle(self) -> None:
-        """Wait for framed messages that are still under way: their peers have asked for them, or will without us."""
+    def wait_outstanding(self) -> None:
+        """Wait for framed messages that are still under way."""
         while self._outstanding:
             self._outstanding.popleft().wait()
 
@@ -148,5 +148,5 @@ class PointToPoint:
         if reason is None:
             return codec_of(spec)
         if sending:
-            self._router.fell_back(dimension, reason, nbytes)
+            self._router.count_fallback(dimension, reason, nbytes)
         return None

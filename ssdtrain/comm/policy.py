@@ -1,4 +1,4 @@
-"""What the config asks of each parallel dimension, checked and made concrete.
+"""The compression policy of each parallel dimension: the `comm` section with its preset filled in, validated.
 
 Sources of the presets: `paper-zhybrid` and `paper-mzhybrid` follow arXiv 2409.02423 (ZFP at a low rate for data-parallel
 gradients, at a high rate or lossless for what tensor and pipeline parallelism send; the paper's exact rates are not public), the
@@ -63,7 +63,7 @@ FEEDBACK = {"balanced": "int8", "aggressive": "int8"}
 
 @dataclass(frozen=True)
 class Rule:
-    """What one dimension asks for."""
+    """The codecs of one dimension."""
 
     inside: str
     """Codec between ranks of one node, or "off"."""
@@ -78,7 +78,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Policy:
-    """A checked `CommConfig`: the same on all ranks, or the job does not start."""
+    """A validated `CommConfig`. It must be equal on all ranks."""
 
     rules: dict[str, Rule]
     exclude: tuple[str, ...]
@@ -129,12 +129,12 @@ class Policy:
         )
 
     def digest(self) -> str:
-        """Equal on two ranks if their messages are made and read in the same way."""
+        """A hash that is equal on two ranks if they encode and decode messages in the same way."""
         text = json.dumps([asdict(self), FORMAT_VERSION], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def codec(self, spec: str, step: int) -> FixedSizeCodec | None:
-        """The codec of a collective in step `step`; None: bytes go as they are."""
+        """The codec of a collective in step `step`; None: elements are sent uncompressed."""
         if spec == OFF:
             return None
         found = codec_of(spec)
@@ -144,7 +144,7 @@ class Policy:
         return found
 
     def is_identity(self, spec: str, dtype: torch.dtype) -> bool:
-        """True where `spec` saves nothing for tensors of `dtype`: sums stay the framework's own then."""
+        """Whether `spec` has no fewer bits than `dtype`; sums are then left to the framework."""
         return spec in (OFF, "raw") or codec_of(spec).bits_per_value >= 8 * dtype.itemsize
 
 

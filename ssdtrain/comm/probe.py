@@ -1,4 +1,4 @@
-"""Whether a codec earns its time on this network: measured at the first call of a kind, and agreed upon by all its ranks.
+"""Whether a codec saves time on this network: measured at the first call of each kind, one verdict for all ranks of a group.
 
 Note: [Stable verdicts]
     Times of single calls vary by tens of percent on a busy machine or network, so one comparison contradicts the next. Ways are
@@ -34,7 +34,7 @@ class Verdict(NamedTuple):
     """What a probe found."""
 
     chosen: int
-    """Index of the way to go."""
+    """Index of the chosen way."""
     seconds: tuple[float, ...]
     """Median of each, of the slowest rank."""
     rounds: int
@@ -46,8 +46,8 @@ def choose(
     """Try each way in turn, several times. All ranks of `group` call it together. See Note: [Stable verdicts].
 
     Args:
-        ways: from the most wanted to the last resort, the plain one; each runs one collective to its end.
-        before: the index that stands where times do not say otherwise.
+        ways: in order of preference, the plain collective last; each runs one collective to its end.
+        before: the index that is kept where times do not decide.
     """
     for way in ways:
         way()
@@ -67,11 +67,11 @@ def choose(
 
 
 def decide(rounds: Sequence[Sequence[float]], before: int, last: bool) -> int | None:
-    """The way to go after these rounds; None: more are needed.
+    """The index of the way to take after these rounds; None: more rounds are needed.
 
     Args:
         rounds: seconds of each way, the plain one last, by round.
-        before: what stands where this is open.
+        before: the index that is kept where times do not decide.
         last: there will be no more rounds.
     """
     plain = len(rounds[0]) - 1
@@ -95,18 +95,18 @@ def _share(found: Iterable[bool]) -> float:
 
 
 def _round(ways: Sequence[Callable[[], None]], device: torch.device, number: int) -> list[float]:
-    """Seconds of each way. Who begins alternates, so that no way always runs in another's wake."""
+    """Seconds of each way. The order alternates, so that no way always runs after the same other one."""
     taken = [0.0] * len(ways)
     order = range(len(ways)) if number % 2 == 0 else reversed(range(len(ways)))
     for index in order:
-        _settle(device)
+        _synchronize(device)
         begun = time.perf_counter()
         ways[index]()
-        _settle(device)
+        _synchronize(device)
         taken[index] = time.perf_counter() - begun
     return taken
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

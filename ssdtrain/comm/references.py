@@ -1,4 +1,4 @@
-"""What other ranks hold of each other's weights, so that only what changed has to be gathered.
+"""Reference copies of gathered weights, so that ranks gather differences only.
 
 After a step of ZeRO-1 or ZeRO-2 each rank has new weights for its shard, and all others still have the old ones. The difference
 is small, and so is its error; weights themselves, quantised anew in every step, cost accuracy (SDP4Bit, arXiv 2410.15526).
@@ -68,7 +68,7 @@ class References:
         return stale
 
     def find(self, name: str, tensor: Tensor) -> Tensor | None:
-        """What the others have of this rank's shard, flat [n]; None where that is not known.
+        """The other ranks' copy of this rank's shard, flat [n]; None where it is not known.
 
         Args:
             tensor: [n]; the shard that is to be gathered.

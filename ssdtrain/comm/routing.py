@@ -1,4 +1,4 @@
-"""From a call of a framework to how it goes: which codecs on which hops, or why as it always did."""
+"""Routing of collectives: the codec of each hop, or the reason for which a call is sent uncompressed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NOTHING_SAVED = "the codec has no fewer bits than the tensor"
 NO_FEWER_BYTES = "compressed, it would be no smaller"
 IN_FULL = "the first gather of a bucket, in full"
 CHANGED = "weights changed since their last gather, in full"
-# Reasons that the user asked for: they are counted, and not worth a warning.
-ASKED = (
+# Reasons that follow from the config or from sizes: counted, without a warning.
+EXPECTED_REASONS = (
     "off in the config",
     "smaller than min_bytes",
     "off inside a node",
@@ -43,7 +43,7 @@ Specs = tuple[str, str]
 
 @dataclass(frozen=True)
 class Route:
-    """How a call goes."""
+    """The codecs of one call."""
 
     topology: Topology
     scatter: Specs
@@ -53,7 +53,7 @@ class Route:
 
     @property
     def specs(self) -> tuple[str, ...]:
-        """What is really coded with, most wanted first."""
+        """The codecs in use, those inside of a node first."""
         found = []
         for inside, between in (self.scatter, self.gather):
             if self.topology.inside is not None:
@@ -69,13 +69,13 @@ def op_name(op: object) -> str:
 
 
 class Router:
-    """Decides, and remembers. All ranks of a group decide alike: by the policy, sizes, dtypes and measurements agreed upon.
+    """Chooses the route of each call. All ranks of a group choose the same one, by policy, sizes, dtypes and shared measurements.
 
     Args:
         hosts: the node of each global rank.
 
     Raises:
-        ConfigError: the config wants two hops and the job's nodes do not have them.
+        ConfigError: `two_hop` is "on", and the job's nodes do not have two hops.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Router:
         self._last: dict[tuple[object, ...], int] = {}
 
     def topology(self, group: dist.ProcessGroup) -> Topology:
-        """The grid of `group`; its ranks ask for the first time together."""
+        """The grid of `group`. The first call is a collective of its ranks."""
         found = self._topologies.get(group)
         if found is None:
             found = self._topologies[group] = find_topology(group, self.hosts, self.policy.two_hop)
@@ -103,7 +103,7 @@ class Router:
     def route(
         self, collective: Collective, dimensions: tuple[str, str], group: dist.ProcessGroup
     ) -> Route | None:
-        """The way of a call; None: as the framework does, and counted so.
+        """The route of a call; None: it is sent uncompressed, and counted as such.
 
         Args:
             dimensions: of the reduction and of the gather; the same twice for calls that are only one of them.
@@ -123,7 +123,7 @@ class Router:
                 reason = NOTHING_SAVED
             else:
                 return found
-        self.fell_back(dimensions[0], reason, collective.raw_bytes(ranks))
+        self.count_fallback(dimensions[0], reason, collective.raw_bytes(ranks))
         return None
 
     def is_identity(self, route: Route, dtype: torch.dtype) -> bool:
@@ -142,18 +142,18 @@ class Router:
             return "smaller than min_bytes"
         return None
 
-    def fell_back(self, dimension: str, reason: str, raw_bytes: int) -> None:
-        """Count a call that goes uncompressed; the reason is written once."""
-        if self.meter.fell_back(dimension, reason, raw_bytes) and reason not in ASKED:
+    def count_fallback(self, dimension: str, reason: str, raw_bytes: int) -> None:
+        """Count an uncompressed call; its reason is logged once."""
+        if self.meter.count_fallback(dimension, reason, raw_bytes) and reason not in EXPECTED_REASONS:
             text = f"comm.{dimension}: some messages go uncompressed: {reason}"
             self.notices.add(f"{dimension}: {reason}", text)
 
     def coder(self, spec: str, dtype: torch.dtype, step: int) -> Coder:
-        """What codes tensors of `dtype` with `spec` in this step."""
+        """The coder of `spec` for tensors of `dtype` in this step."""
         return Coder(None if self.policy.is_identity(spec, dtype) else self.policy.codec(spec, step))
 
-    def milder(self, route: Route) -> Route | None:
-        """The same call with int8 wherever fewer bits were asked for; None where there is no such place."""
+    def with_more_bits(self, route: Route) -> Route | None:
+        """The same route with int8 wherever `route` has fewer bits; None where it has none."""
         scatter, gather = (
             (_at_least_8_bits(inside), _at_least_8_bits(between))
             for inside, between in (route.scatter, route.gather)
@@ -185,10 +185,11 @@ class Router:
         warming_up: bool,
         run: Callable[[Sharded, Route], None],
     ) -> Route | None:
-        """Which of `routes` to go, measured at the first call of its like; None: as the framework does, and counted so.
+        """The route to take, measured at the first call of each kind and size; None: the call is sent uncompressed, and counted as
+        such.
 
         Args:
-            routes: most wanted first.
+            routes: in order of preference.
             call: by the first of them.
             run: a sample of the collective to its end, by a route.
         """
@@ -209,7 +210,7 @@ class Router:
                 self._write(sample, dimension, routes, verdict, sent)
         chosen = self._verdicts[key]
         if chosen == len(routes):
-            self.meter.fell_back(dimension, "the codec costs more time than it saves", raw)
+            self.meter.count_fallback(dimension, "the codec costs more time than it saves", raw)
             return None
         return routes[chosen]
 
@@ -221,7 +222,7 @@ class Router:
         verdict: probe.Verdict,
         wire_bytes: int,
     ) -> None:
-        """What a probe found, where the first route does not win."""
+        """Log a probe that did not choose the first route."""
         plain = verdict.chosen == len(routes)
         instead = "as the framework sends them" if plain else f"with {WARMUP_CODEC}"
         seconds, raw_bytes = verdict.seconds, collective.raw_bytes(routes[0].topology.size)

@@ -1,4 +1,4 @@
-"""Handles of collectives that go on while the caller computes.
+"""Handles of asynchronous collectives.
 
 Note: [Steps]
     An algorithm is a generator that yields each message it has to wait for and goes on when it has come. On a CPU its first
@@ -29,12 +29,12 @@ Steps = Generator[Any, None, None]
 class CompressedWork:
     """A collective under way; what `async_op=True` returns. The interface of torch's Work that frameworks use."""
 
-    __slots__ = ("_after", "_done", "_event", "_figures", "_held", "_waiting")
+    __slots__ = ("_after", "_done", "_event", "_held", "_metrics", "_waiting")
 
     def __init__(
         self,
         steps: Sequence[Steps],
-        figures: CommMetrics,
+        metrics: CommMetrics,
         meter: Meter,
         stream: torch.cuda.Stream | None = None,
         held: Sequence[Tensor] = (),
@@ -48,7 +48,7 @@ class CompressedWork:
             held: tensors that must live until the end.
             after: runs at the end, on the stream.
         """
-        self._figures = figures
+        self._metrics = metrics
         self._waiting: deque[tuple[Steps, Any]] = deque()
         self._done = False
         self._event: torch.cuda.Event | None = None
@@ -65,12 +65,12 @@ class CompressedWork:
             if stream is not None:
                 self._finish()
                 self._event = _mark(stream)
-                meter.later(figures, _elapsed(begun, self._event))
+                meter.add_device_seconds(metrics, _elapsed(begun, self._event))
 
     def _advance(self, steps: Steps) -> None:
         begun = time.perf_counter()
         message = next(steps, None)
-        self._figures.codec_seconds += time.perf_counter() - begun
+        self._metrics.codec_seconds += time.perf_counter() - begun
         if message is not None:
             self._waiting.append((steps, message))
 
@@ -79,7 +79,7 @@ class CompressedWork:
             steps, message = self._waiting.popleft()
             begun = time.perf_counter()
             message.wait()
-            self._figures.wait_seconds += time.perf_counter() - begun
+            self._metrics.wait_seconds += time.perf_counter() - begun
             self._advance(steps)
         if self._after is not None:
             self._after()
@@ -115,7 +115,7 @@ class CompressedWork:
 
 
 class ChainedWork:
-    """Another handle, and what runs when it has been waited for."""
+    """A handle with a function that runs when it has been waited for."""
 
     __slots__ = ("_held", "_then", "_work")
 

@@ -377,7 +377,7 @@ def _stays_plain(traffic: Traffic, kind: _Kind, values: Sequence[Any]) -> bool:
     ranks = dist.get_world_size(values[kind.group])
     if ranks > 1:
         raw = kind.collective.ring_bytes(values[kind.whole].nbytes, ranks)
-        traffic.comm.router.fell_back(traffic.dimension, traffic.uncompressed, raw)
+        traffic.comm.router.count_fallback(traffic.dimension, traffic.uncompressed, raw)
     return True
 
 

@@ -62,7 +62,7 @@ class _ReduceScatter:
         if bucket is None:
             reason = f"{self._name} did not get gradients for all of its parameters"
             raw = ReduceScatter.ring_bytes(input_tensor.nbytes, dist.get_world_size(group))
-            self._comm.router.fell_back("dp", reason, raw)
+            self._comm.router.count_fallback("dp", reason, raw)
         else:
             work = self._comm.reduce_scatter(output_tensor, input_tensor, "dp", group, op, bucket)
         if work is None:

@@ -44,7 +44,7 @@ def summed(
             work.wait()
         error = (mine.float() - exact).norm() / exact.norm()
         found.append((error.item(), mine))
-    return [found, comm.figures()["dp"]]
+    return [found, comm.metrics()["dp"]]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def exchanged(rank: int) -> None:
     assert (out - plain).norm() <= 0.02 * plain.norm()
     own = slice(sum(receives[:rank]), sum(receives[: rank + 1]))
     assert torch.equal(out[own], plain[own])
-    figures = comm.figures()["ep"]
+    figures = comm.metrics()["ep"]
     assert figures.raw_bytes == 64 * 4 * (sum(sends) - sends[rank])
     assert figures.wire_bytes < 0.27 * figures.raw_bytes + 160
 
@@ -182,7 +182,7 @@ def test_an_all_to_all_with_uneven_splits() -> None:
 def counted(rank: int, size: int) -> Any:
     comm = make(preset="safe", chunk="1MiB")
     comm.all_reduce(values(rank, size), "dp").wait()
-    return comm.figures()["dp"]
+    return comm.metrics()["dp"]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -237,7 +237,7 @@ def refused(rank: int) -> Any:
     assert comm.all_reduce(torch.ones(10), "dp") is None
     assert comm.all_reduce(torch.ones(5000), "tp") is None
     assert comm.all_reduce(torch.ones(5000), "ep") is None
-    return {name: dict(found.fallbacks) for name, found in comm.figures().items()}
+    return {name: dict(found.fallbacks) for name, found in comm.metrics().items()}
 
 
 def test_what_goes_uncompressed_says_why() -> None:

@@ -47,7 +47,7 @@ def passed_on(rank: int, codec: str, error: float, dtype: torch.dtype) -> Any:
     ):
         assert comm.point_to_point.send(tensor, "pp_forward", peer, issue_send) is None
         assert comm.point_to_point.receive(tensor, "pp_forward", peer, issue_receive) is None
-    figures = comm.figures()["pp_forward"]
+    figures = comm.metrics()["pp_forward"]
     assert figures.raw_bytes == kept.nbytes + 9000 * 8 + 9000 + 4
     return figures.wire_bytes - (9000 * 9 + 4)
 
@@ -78,7 +78,7 @@ def stepped(rank: int, dtype: torch.dtype) -> Any:
         master = master + 0.01 * values(100 * step + rank, share)
         replica.view(ranks, share)[rank].copy_(master)
         comm.gather_weights(replica, replica.view(ranks, share)[rank], None, Bucket("w", exact)).wait()
-        assert comm.figures()["zero_gather"].compressed == step
+        assert comm.metrics()["zero_gather"].compressed == step
         mine = replica.view(ranks, share)[rank].float()
         far.append(float((mine - master).norm() / (0.01 * share**0.5)))
         a, b = exact[rank]
@@ -91,7 +91,7 @@ def stepped(rank: int, dtype: torch.dtype) -> Any:
     before = replica.clone()
     comm.gather_weights(replica, replica.view(ranks, share)[rank], None, Bucket("w", exact)).wait()
     assert torch.equal(replica, before)
-    assert dict(comm.figures()["zero_gather"].fallbacks) == {IN_FULL: 2}
+    assert dict(comm.metrics()["zero_gather"].fallbacks) == {IN_FULL: 2}
     return far
 
 
@@ -118,7 +118,7 @@ def slow(rank: int) -> Any:
     for _ in range(3):
         assert comm.all_reduce(values(rank, 300_000), "dp") is None
         comm.step_end()
-    found = comm.figures()["dp"]
+    found = comm.metrics()["dp"]
     return [records, dict(found.fallbacks)]
 
 
@@ -226,9 +226,9 @@ def changed_between_steps(rank: int, dtype: torch.dtype) -> list[bool]:
         own.copy_(master)
         if rank == 0 and step in writes:
             writes[step]()  # this rank alone: the other has to follow
-        before = comm.figures().get("zero_gather")
+        before = comm.metrics().get("zero_gather")
         comm.gather_weights(replica, own, None, Bucket("w")).wait()
-        after = comm.figures()["zero_gather"]
+        after = comm.metrics()["zero_gather"]
         found.append(after.fallbacks[CHANGED] > (before.fallbacks[CHANGED] if before else 0))
         comm.step_end()
         everywhere = [torch.empty_like(replica) for _ in range(2)]

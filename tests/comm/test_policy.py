@@ -92,10 +92,10 @@ def test_the_grid_of_a_group(nodes: str, grid: tuple[tuple[int, ...], ...] | Non
 def test_ring_bytes_and_the_meters_account_of_a_fallback() -> None:
     assert [kind.ring_bytes(1200, 4) for kind in (AllReduce, ReduceScatter, AllGather)] == [1800, 900, 900]
     meter = Meter()
-    assert meter.fell_back("dp", "why", 100)
-    assert not meter.fell_back("dp", "why", 100)
+    assert meter.count_fallback("dp", "why", 100)
+    assert not meter.count_fallback("dp", "why", 100)
     figures = meter.snapshot()["dp"]
     assert (figures.calls, figures.raw_bytes, figures.wire_bytes, figures.ratio) == (2, 200, 200, 1.0)
     assert dict(figures.fallbacks) == {"why": 2}
-    meter.fell_back("dp", "why", 1)
+    meter.count_fallback("dp", "why", 1)
     assert figures.calls == 2  # a snapshot stays as it was

@@ -45,7 +45,7 @@ def grouped(rank: int) -> int:
     inside = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     comm.all_reduce(torch.ones(5000), "tp", inside[rank // 2]).wait()
     comm.all_reduce(torch.ones(5000), "dp").wait()
-    return sum(found.compressed for found in comm.figures().values())
+    return sum(found.compressed for found in comm.metrics().values())
 
 
 def test_groups_inside_a_node_have_one_hop_anyway() -> None:

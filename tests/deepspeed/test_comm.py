@@ -128,10 +128,10 @@ def gathered(rank: int, stage: int) -> Any:
     parameters = list(engine.module.parameters())
     with deepspeed.zero.GatheredParameters(parameters) if stage == 3 else torch.no_grad():
         whole = [p.detach().clone() for p in parameters]
-    before = ssdtrain_ds.runtime_of(engine).comm.figures()["zero_gather"].calls
+    before = ssdtrain_ds.runtime_of(engine).comm.metrics()["zero_gather"].calls
     norm = engine.get_global_grad_norm()
     assert norm is not None and norm > 0
-    assert ssdtrain_ds.runtime_of(engine).comm.figures()["zero_gather"].calls == before > 0
+    assert ssdtrain_ds.runtime_of(engine).comm.metrics()["zero_gather"].calls == before > 0
     if stage == 3:
         own = [p.ds_tensor.clone() for p in parameters]
     else:
@@ -301,7 +301,7 @@ def written_between_steps(rank: int) -> Any:
 
     engine = engine_of(2, {**COMM, "zero_gather": "int8", "exclude": "none"})
     train(engine, rank, 0, 3)
-    figures = ssdtrain_ds.runtime_of(engine).comm.figures
+    figures = ssdtrain_ds.runtime_of(engine).comm.metrics
     before = figures()["zero_gather"].fallbacks.total()
     with torch.no_grad():
         for parameter in engine.module.parameters():

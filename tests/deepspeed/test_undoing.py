@@ -50,7 +50,7 @@ class WithComm(Runtime):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.comm = SimpleNamespace(figures=dict)  # type: ignore[assignment]
+        self.comm = SimpleNamespace(metrics=dict)  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(

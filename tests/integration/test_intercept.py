@@ -225,7 +225,7 @@ def test_traffic_with_a_reason_is_counted_and_sent_as_it_is(monkeypatch: pytest.
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     comm: Any = Comm()
     counted: list[Any] = []
-    comm.router = SimpleNamespace(fell_back=lambda *args: counted.append(args))
+    comm.router = SimpleNamespace(count_fallback=lambda *args: counted.append(args))
     for off in (False, True):
         comm.policy = SimpleNamespace(rules={"dp": SimpleNamespace(off=off)})
         backend, patches = intercepted(

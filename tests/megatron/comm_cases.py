@@ -201,7 +201,7 @@ def spec(directory: str) -> dict[str, Any]:
             "equal": trainer.weights() == expected,
             "offloaded": attachment.statistics().offload.saved_bytes,
             "recorder": str(module._recorder),
-            "compressed": attachment.runtime.comm.figures()["dp"].compressed,
+            "compressed": attachment.runtime.comm.metrics()["dp"].compressed,
         }
         loop.save_checkpoint(3, trainer.chunks)
         before = residual_bytes(attachment)
@@ -251,9 +251,9 @@ def transformer_engine(directory: str) -> dict[str, Any]:
                 ("transformer_engine.pytorch.of another group", replicas, torch.float32),
                 ("transformer_engine.pytorch.integers", group, torch.int64),
             ):
-                before = attachment.runtime.comm.figures().get("tp")
+                before = attachment.runtime.comm.metrics().get("tp")
                 got = called(name, x.to(dtype), wide.to(dtype), where)
-                now = attachment.runtime.comm.figures().get("tp")
+                now = attachment.runtime.comm.metrics().get("tp")
                 errors = [float((a - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True)]
                 found[name] = [(now.calls if now else 0) - (before.calls if before else 0), errors]
     return found

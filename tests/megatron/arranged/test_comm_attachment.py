@@ -122,7 +122,7 @@ def test_excluded_parameters_are_found_in_their_buckets(excludes: tuple[str, ...
         assert isinstance(known, Bucket) and known is parameters.bucket
         # What the ranges say, written where the gradients are, and read through the parameters.
         bucket.grad_data.zero_()
-        for start, stop in known.exact:
+        for start, stop in known.uncompressed_ranges:
             bucket.grad_data[start:stop] = 1.0
         names = {id(parameter): name for name, parameter in trainer.chunks[0].named_parameters()}
         for parameter in bucket.params:
