@@ -1,6 +1,6 @@
 """Every private name of DeepSpeed that this package relies on, checked at install.
 
-Run with the versions in `TESTED`. Others are tried with a warning; a missing name is refused by its name.
+Run with the versions in `TESTED`. Others are tried with a warning; a missing name is an ImportError that names it.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ __all__ = [
     "checkpointing",
     "checkpointing_is_configured",
     "config_of",
-    "engines_made",
+    "existing_engines",
     "foreign_instructions",
-    "held_by",
+    "gathering_points",
+    "get_saved_inputs",
     "instruction_map",
     "is_pipeline",
     "is_with_an_engine",
     "is_zero_parameter",
-    "let_hold",
-    "names_replaced",
     "parameter_dict",
     "partition_of",
-    "points_of_gathering",
+    "replaced_names",
     "rng_tracker",
     "schedule",
     "set_partition",
+    "set_saved_inputs",
     "stages_of",
     "zero_stage",
 ]
@@ -119,7 +119,7 @@ _NEEDED_ON_ENGINE = ("module", "device", "global_rank", "global_steps", "global_
 
 
 def check() -> None:
-    """Refuse a DeepSpeed that lacks a name this package needs; warn of a version that was never run.
+    """Check that DeepSpeed has every name this package needs; warn about an untested version.
 
     Raises:
         ImportError: names what is missing.
@@ -134,7 +134,7 @@ def check() -> None:
     ]
     if not missing:
         missing = [
-            f"deepspeed.checkpointing.{name}" for name in names_replaced() if not hasattr(checkpointing, name)
+            f"deepspeed.checkpointing.{name}" for name in replaced_names() if not hasattr(checkpointing, name)
         ]
     if missing:
         raise ImportError(
@@ -150,7 +150,7 @@ def check() -> None:
 
 
 def check_engine(engine: Any) -> None:
-    """Refuse an engine that lacks an attribute this package reads.
+    """Check that an engine has every attribute this package reads.
 
     Raises:
         ImportError: names what is missing.
@@ -163,7 +163,7 @@ def check_engine(engine: Any) -> None:
         )
 
 
-def names_replaced() -> tuple[str, ...]:
+def replaced_names() -> tuple[str, ...]:
     """What `ssdtrain_ds.checkpointing` replaces in DeepSpeed's module while an engine offloads."""
     names = [CHECKPOINT_FUNCTION, EXTRACT_TENSORS]
     if hasattr(checkpointing, CPU_CHECKPOINTING_ENGINE):
@@ -208,7 +208,7 @@ def parameter_dict(config_class: Any) -> dict[str, Any]:
     return found
 
 
-def engines_made() -> list[Any]:
+def existing_engines() -> list[Any]:
     """The engines of this process that still exist."""
     # By the class: objects may lie about theirs, or compute it.
     return [found for found in gc.get_objects() if issubclass(type(found), DeepSpeedEngine)]
@@ -251,7 +251,7 @@ def is_zero_parameter(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "ds_id") or (base is not None and hasattr(base, "ds_id"))
 
 
-def points_of_gathering(model: torch.nn.Module) -> dict[torch.nn.Module, Callable[[], list[torch.Tensor]]]:
+def gathering_points(model: torch.nn.Module) -> dict[torch.nn.Module, Callable[[], list[torch.Tensor]]]:
     """The modules before whose forwards ZeRO-3 gathers parameters, each with what returns those: its own, those that were
     registered as external to it, and all below it where it is a leaf (`set_z3_leaf_modules`)."""
     return {
@@ -286,14 +286,14 @@ def asks_for_offload_engine() -> bool:
     return bool(checkpointing.CPU_CHECKPOINT and not checkpointing.PARTITION_ACTIVATIONS)
 
 
-def held_by(node: Any) -> tuple[Any, ...] | None:
-    """The tensors that DeepSpeed's autograd function holds for backward on its context `node`; None: another function's."""
+def get_saved_inputs(node: Any) -> tuple[Any, ...] | None:
+    """The inputs that DeepSpeed's autograd function keeps for backward on its context `node`; None: another function's."""
     held = getattr(node, "deepspeed_saved_tensors", None)
     return None if held is None else tuple(held)
 
 
-def let_hold(node: Any, tensors: tuple[Any, ...]) -> None:
-    """Exchange what `held_by` returned."""
+def set_saved_inputs(node: Any, tensors: tuple[Any, ...]) -> None:
+    """Replace what `get_saved_inputs` returned."""
     node.deepspeed_saved_tensors = tensors
 
 
@@ -303,12 +303,12 @@ def is_with_an_engine(tensor: torch.Tensor) -> bool:
 
 
 def partition_of(tensor: torch.Tensor) -> Any:
-    """What stands in for the bytes of a held tensor, which is empty then; None: the tensor has them itself."""
+    """The holder of the bytes of a saved input that is empty itself; None: the tensor has its bytes."""
     return getattr(tensor, "saved_data", None)
 
 
 def set_partition(tensor: Any, data: Any) -> None:
-    """Let the recomputation take the bytes of `tensor` from `data.to(device)`."""
+    """Make the recomputation read the bytes of `tensor` by `data.to(device)`."""
     tensor.saved_data = data
 
 

@@ -90,7 +90,7 @@ _NEEDED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
 
 
 def check() -> None:
-    """Refuse a DeepSpeed that lacks a name that compressed collectives need.
+    """Check that DeepSpeed has every name that compressed collectives need.
 
     Raises:
         ImportError: names what is missing.
@@ -208,7 +208,7 @@ def skipped_steps(engine: Any) -> int:
 
 
 def loss_scale(engine: Any) -> Callable[[], float] | None:
-    """What gives the factor of this step's gradients; None where the optimizer scales nothing."""
+    """Reads the loss scale of this step's gradients; None where the optimizer has none."""
     optimizer = engine.optimizer
     if getattr(optimizer, "loss_scale", None) is None:
         return None
@@ -221,7 +221,7 @@ def _nodes() -> int:
 
 
 def bypasses(engine: Any) -> list[str]:
-    """What in this engine's config sends messages in a way of its own, past the collectives that can be compressed."""
+    """Parts of this engine's config whose messages do not pass the intercepted collectives."""
     found = []
     if getattr(engine, "is_deepcompile_enabled", None) is not None and engine.is_deepcompile_enabled():
         found.append("DeepCompile issues collectives inside compiled graphs: they go uncompressed")

@@ -43,12 +43,12 @@ logger = logging.getLogger("ssdtrain")
 _ATTACHMENT = "ssdtrain_attachment"
 
 _installed = Patches()
-# Engines that somebody made after `uninstall` are to train without their block.
+# Engines that are made after `uninstall` train without their block.
 _was_uninstalled = False
 
 
 def install() -> None:
-    """Let `deepspeed.initialize` read the `ssdtrain` block. Idempotent.
+    """Make `deepspeed.initialize` read the `ssdtrain` block. Idempotent.
 
     Raises:
         ImportError: this DeepSpeed lacks a name that is needed.
@@ -58,7 +58,7 @@ def install() -> None:
     if _installed.active:
         return
     if not _was_uninstalled:
-        _check_not_late()
+        _check_no_engine_made()
     _installed.replace(_compat.DeepSpeedEngine, "__init__", _reading_block)
     _compat_accelerate.install(_installed)
     checkpointing.register_random_state(ssdtrain.checkpoint)
@@ -76,7 +76,7 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
             check_place(written)
             config = load_config(written[BLOCK], path=BLOCK) if BLOCK in written else None
             if config is not None and config.active and config.offload is not None:
-                _refuse_foreign_instructions(type(self), written[BLOCK])
+                _check_instructions(type(self), written[BLOCK])
             if config is not None and config.active:
                 check_conflicts(CONFLICTS, config, written)
             if config is not None:
@@ -104,9 +104,9 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _check_not_late() -> None:
+def _check_no_engine_made() -> None:
     """An engine that was made before `install` trains without its block."""
-    for engine in _compat.engines_made():
+    for engine in _compat.existing_engines():
         written = _compat.config_of(engine)
         if BLOCK in written and load_config(written[BLOCK], path=BLOCK).active:
             why = "is the block of an engine that deepspeed.initialize made before ssdtrain_ds.install() was called"
@@ -116,7 +116,7 @@ def _check_not_late() -> None:
             raise ConfigError([Problem(BLOCK, written[BLOCK], why, allowed)])
 
 
-def _refuse_foreign_instructions(engine_class: type, block: dict[str, Any]) -> None:
+def _check_instructions(engine_class: type, block: dict[str, Any]) -> None:
     """Zero-bubble schedules sum weight gradients on `ctx.saved_tensors`, which are copies of the parameters wherever saved-tensor
     hooks are: the gradients would be lost without a word."""
     foreign = _compat.foreign_instructions(engine_class)
@@ -181,14 +181,14 @@ class _Attachment:
             self._prepare_offload(self.offload)
         self.checkpoint = checkpointing.function_for(config.checkpoint)
         self.monitor = Monitor(engine, self.runtime)
-        self._note_skips()
+        self._record_skipped_steps()
         self._undo.callback(engine.__dict__.pop, _ATTACHMENT, None)
         patches = Patches()
         self._undo.callback(patches.undo)
-        trainer.follow(patches, engine, self.runtime)
+        trainer.patch_trainer(patches, engine, self.runtime)
         if _compat.is_pipeline(engine):
-            schedule.follow(patches, engine, self.runtime, self.recording, self.step_over)
-            patches.replace(engine, _compat.EXEC_SCHEDULE, self._noting_skips)
+            schedule.patch_pipeline(patches, engine, self.runtime, self.recording, self.on_step_end)
+            patches.replace(engine, _compat.EXEC_SCHEDULE, self._recording_skipped_steps)
         else:
             patches.replace(engine, "forward", self._recorded)
             patches.replace(engine, "backward", self._prefetched)
@@ -203,7 +203,7 @@ class _Attachment:
         self._undo.callback(claim(self.engine.module, f"DeepSpeed's {BLOCK} block"))
         self.runtime.register(self.engine.module)
         if _compat.zero_stage(self.engine) == 3:
-            self.gathered = GatheredStorages(_compat.points_of_gathering(self.engine.module))
+            self.gathered = GatheredStorages(_compat.gathering_points(self.engine.module))
             self._undo.callback(self.gathered.remove)
             offload.eligible.add_parameter_predicate(self.gathered.__contains__)
         offload.eligible.add_parameter_predicate(_compat.is_zero_parameter)
@@ -211,7 +211,7 @@ class _Attachment:
         patches = Patches()
         # Also where the engine is dropped without `destroy`.
         self._undo.callback(weakref.finalize(self, patches.undo))
-        checkpointing.follow(patches)
+        checkpointing.patch_checkpointing(patches)
 
     @contextmanager
     def recording(
@@ -251,33 +251,33 @@ class _Attachment:
     def _counted(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
             before = self.engine.global_steps
-            self._note_skips()
+            self._record_skipped_steps()
             found = plain(*args, **kwargs)
             if self.engine.global_steps != before:
-                self.step_over()
+                self.on_step_end()
             return found
 
         return step
 
-    def _noting_skips(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _recording_skipped_steps(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def exec_schedule(*args: Any, **kwargs: Any) -> Any:
-            self._note_skips()
+            self._record_skipped_steps()
             return plain(*args, **kwargs)
 
         return exec_schedule
 
-    def _note_skips(self) -> None:
+    def _record_skipped_steps(self) -> None:
         """A step begins. Not when the one before ends: `load_checkpoint` may set the count to another run's in between."""
         self.skipped = _compat_comm.skipped_steps(self.engine)
 
-    def step_over(self) -> None:
+    def on_step_end(self) -> None:
         """The optimizer has made a step."""
         skipped = _compat_comm.skipped_steps(self.engine) != self.skipped
         self.runtime.step_end(skipped, self.engine.global_steps)
         self.monitor.step()
         self.steps += 1
         if self.steps == 1:
-            self._warn_of_what_is_ignored()
+            self._warn_if_checkpointing_is_ignored()
             self._warn_if_bypassed()
         if self.steps == FIRST_STEPS and self.inner_hooks is not None:
             found = self.inner_hooks.report(self.steps)
@@ -286,7 +286,7 @@ class _Attachment:
             self.inner_hooks = None
         self.runtime.step_begin()
 
-    def _warn_of_what_is_ignored(self) -> None:
+    def _warn_if_checkpointing_is_ignored(self) -> None:
         block = self.written.get("activation_checkpointing")
         asked = [key for key, value in block.items() if value] if isinstance(block, dict) else []
         if asked and not _compat.checkpointing_is_configured():

@@ -1,7 +1,7 @@
-"""No line in the training script at all: with SSDTRAIN_DS=1 in the environment, importing deepspeed installs the plugin.
+"""Installs the plugin without a line in the training script: with SSDTRAIN_DS=1 in the environment, importing deepspeed does it.
 
 `python -m ssdtrain_ds.autoload install` writes a .pth file of one line into site-packages (a .pth cannot be part of an editable
-install, and nobody should get one unasked); `remove` takes it away, `status` says what holds. Python runs that line at the
+install, and is installed on request only); `remove` deletes it, `status` reports it. Python runs that line at the
 start of every interpreter: without the variable it does nothing, and with it, it imports this module, which imports nothing
 heavy. `accelerate` and others ask for the spec of deepspeed long before anybody imports it, so the watch ends with the import
 and not with the question.
@@ -30,7 +30,7 @@ WATCHED = "deepspeed"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the module `watched` as everybody else does, and calls `then` once it has been imported."""
+    """Finds the module `watched` by the other finders, and calls `then` once it has been imported."""
 
     def __init__(self, watched: str, then: Callable[[], None]) -> None:
         self.watched = watched

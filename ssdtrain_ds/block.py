@@ -1,5 +1,5 @@
-"""Where the block stands in a DeepSpeed config: DeepSpeed ignores keys that it does not know, and so a block under a misspelled
-name, or one level too deep, would switch nothing on without a word."""
+"""Checks the place of the block in a DeepSpeed config. DeepSpeed ignores keys that it does not know: a block under a misspelled
+name, or inside of another section, would have no effect."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ _DEEPEST = 16  # levels
 
 
 def check_place(written: Mapping[str, Any]) -> None:
-    """Raises:
-    ConfigError: names every key that was probably meant to be the block, and its value.
+    """Check that the block is at the top level, under its own name.
+
+    Raises:
+        ConfigError: names every key that was probably meant to be the block, and its value.
     """
     problems = [
-        Problem(key, value, "is under a key that nobody reads", f"the key {BLOCK!r}")
+        Problem(key, value, "is under a key that is not read", f"the key {BLOCK!r}")
         for key, value in written.items()
         if isinstance(key, str) and resembles(key, BLOCK)
     ]
@@ -40,7 +42,7 @@ def _below(section: Any, path: str, depth: int) -> Iterator[Problem]:
         full = f"{path}.{key}"
         named = isinstance(key, str) and (key == BLOCK or resembles(key, BLOCK))
         if named and isinstance(value, Mapping):
-            why = f"is inside of {path}, where nobody reads it"
+            why = f"is inside of {path}, where it is not read"
             yield Problem(full, value, why, f"the key {BLOCK!r} at the top level of the DeepSpeed config")
         else:
             yield from _below(value, full, depth + 1)

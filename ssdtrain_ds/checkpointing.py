@@ -37,8 +37,8 @@ from ssdtrain_ds import _compat
 __all__ = [
     "calling",
     "checkpoint",
-    "follow",
     "function_for",
+    "patch_checkpointing",
     "recording_into",
     "register_random_state",
     "unregister_random_state",
@@ -47,7 +47,7 @@ __all__ = [
 _RANDOM_STATE = "deepspeed"
 
 
-class _Present(threading.local):
+class _ThreadState(threading.local):
     """The forwards that this thread is in, innermost last: those that offload, and what `checkpoint` calls in each; and how
     many of DeepSpeed's reentrant checkpoints."""
 
@@ -111,27 +111,27 @@ class _Held:
             ) from error
 
 
-_present = _Present()
+_state = _ThreadState()
 
 
 @contextmanager
 def calling(function: Checkpoint) -> Iterator[None]:
     """Inside, `ssdtrain_ds.checkpoint` calls `function`."""
-    _present.functions.append(function)
+    _state.functions.append(function)
     try:
         yield
     finally:
-        _present.functions.pop()
+        _state.functions.pop()
 
 
 @contextmanager
 def recording_into(engine: OffloadEngine, tape: Tape) -> Iterator[None]:
     """Inside, DeepSpeed's checkpoint functions offload what they keep to `tape`."""
-    _present.forwards.append(_Forward(engine, tape))
+    _state.forwards.append(_Forward(engine, tape))
     try:
         yield
     finally:
-        _present.forwards.pop()
+        _state.forwards.pop()
 
 
 _default = Checkpoint()
@@ -144,7 +144,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     `torch.utils.checkpoint.checkpoint`. Outside of an engine's forward nothing is offloaded and torch's defaults hold, except
     that it is not reentrant.
     """
-    inside = _present.functions[-1] if _present.functions else _default
+    inside = _state.functions[-1] if _state.functions else _default
     return inside(function, *args, **kwargs)
 
 
@@ -176,7 +176,7 @@ register_random_state(_default)
 
 def spilled(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """What DeepSpeed is to hold instead of `tensors`. See Note: [Where DeepSpeed keeps a block's inputs]."""
-    forward = _present.forwards[-1]
+    forward = _state.forwards[-1]
     made: dict[int, torch.Tensor] = {}
     return tuple(_spill(forward, tensor, made) for tensor in tensors)
 
@@ -210,18 +210,18 @@ def _reentrant_function(plain: Any) -> Any:
         def apply(cls, function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
             # Autograd's node is of DeepSpeed's own function, unless somebody derived another.
             apply = plain.apply if cls is CheckpointFunction else super().apply
-            if not _present.forwards:
+            if not _state.forwards:
                 return apply(function, all_outputs, *args)
-            _present.reentrant += 1
+            _state.reentrant += 1
             try:
                 outputs = apply(function, all_outputs, *args)
             finally:
-                _present.reentrant -= 1
+                _state.reentrant -= 1
             for output in all_outputs:
                 node: Any = output.grad_fn if isinstance(output, torch.Tensor) else None
-                held = _compat.held_by(node)
+                held = _compat.get_saved_inputs(node)
                 if held is not None:
-                    _compat.let_hold(node, spilled(held))
+                    _compat.set_saved_inputs(node, spilled(held))
                     break
             return outputs
 
@@ -232,7 +232,7 @@ def _reentrant_function(plain: Any) -> Any:
 
 def _get_cpu_offload_engine(plain: Callable[[], Any]) -> Callable[[], Any]:
     def get_cpu_offload_engine() -> Any:
-        return _present.forwards[-1] if _spills_cpu_checkpoints() else plain()
+        return _state.forwards[-1] if _spills_cpu_checkpoints() else plain()
 
     return get_cpu_offload_engine
 
@@ -253,7 +253,7 @@ def _empty_inputs(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _spills_cpu_checkpoints() -> bool:
-    return bool(_present.forwards) and _compat.asks_for_offload_engine()
+    return bool(_state.forwards) and _compat.asks_for_offload_engine()
 
 
 def _extract_tensors(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,7 +261,7 @@ def _extract_tensors(plain: Callable[..., Any]) -> Callable[..., Any]:
         tensors, others, flags = plain(all_objects=all_objects)
         # Of the two checkpoint functions only the one that is not reentrant calls this where a forward of ours runs and no
         # reentrant one: with what it is about to hold.
-        if _present.forwards and not _present.reentrant and torch.is_grad_enabled():
+        if _state.forwards and not _state.reentrant and torch.is_grad_enabled():
             tensors = spilled(tuple(tensors))
         return tensors, others, flags
 
@@ -293,7 +293,7 @@ _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def follow(patches: Patches) -> None:
+def patch_checkpointing(patches: Patches) -> None:
     """Make DeepSpeed's checkpoint functions offload, until `patches` are undone."""
-    for name in _compat.names_replaced():
+    for name in _compat.replaced_names():
         patches.replace(_compat.checkpointing, name, _REPLACEMENTS[name])

@@ -1,4 +1,4 @@
-"""What of DeepSpeed's config does not go together with the block. The table in docs/deepspeed.md is made of this one."""
+"""Keys of DeepSpeed's config that conflict with the block. The table in docs/deepspeed.md is generated from this one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Saved-tensor hooks of others that are installed inside ours.
+"""Saved-tensor hooks that a model installs inside of ours.
 
-Autograd calls only the innermost pair: what those hooks take is not offloaded. That is as it has to be (torch's checkpoint
-recomputes by such hooks), but a model that wraps itself in `save_on_cpu` would leave nothing for us in silence. So the first
-steps note who installs hooks inside a forward and how many bytes go there.
+Autograd calls only the innermost pair: what those hooks take is not offloaded. That is intended (torch's checkpoint recomputes
+by such hooks), but of a model that wraps itself in `save_on_cpu` nothing would be offloaded, silently. So during the first steps
+the hooks installed inside a forward are recorded, with the bytes that they take.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs somebody's training script with the plugin installed.
+"""Runs a training script with the plugin installed.
 
 `python -m ssdtrain_ds train.py ARGS`, `torchrun -m ssdtrain_ds train.py ARGS`, `deepspeed --module ssdtrain_ds train.py ARGS`;
 `-m package.module` in the place of the script runs a module. DeepSpeed's launcher puts `--local_rank=N` in front of all
@@ -14,7 +14,7 @@ import sys
 from collections.abc import MutableMapping
 from typing import NamedTuple
 
-__all__ = ["Command", "UsageError", "be_one_process", "main", "parse"]
+__all__ = ["Command", "UsageError", "main", "parse", "set_single_process"]
 
 USAGE = "usage: python -m ssdtrain_ds [-m] SCRIPT [ARGUMENTS ...]"
 
@@ -83,8 +83,8 @@ def parse(arguments: list[str]) -> Command:
     return Command(rest[0], module, injected + rest[1:])
 
 
-def be_one_process(environment: MutableMapping[str, str]) -> None:
-    """Without a launcher DeepSpeed asks mpi4py for the rank: say in `environment` that there is one process."""
+def set_single_process(environment: MutableMapping[str, str]) -> None:
+    """Without a launcher DeepSpeed gets the rank from mpi4py: set the variables of a single process in `environment`."""
     if any(name in environment for name in _OF_A_LAUNCHER):
         return
     environment.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not command.module and not os.path.exists(command.name):
         sys.exit(f"ssdtrain_ds: there is no file {command.name}")
 
-    be_one_process(os.environ)
+    set_single_process(os.environ)
 
     import ssdtrain_ds
 

@@ -17,7 +17,7 @@ from ssdtrain.integration.patching import Patches
 from ssdtrain.runtime import Runtime
 from ssdtrain_ds import _compat
 
-__all__ = ["Turn", "follow", "read"]
+__all__ = ["Turn", "patch_pipeline", "read"]
 
 
 class Turn(NamedTuple):
@@ -112,7 +112,7 @@ class _Announced:
             yield instruction
 
 
-def follow(
+def patch_pipeline(
     patches: Patches,
     engine: Any,
     runtime: Runtime,

@@ -12,12 +12,12 @@ from ssdtrain.telemetry.registry import shown
 from ssdtrain.telemetry.totals import Interval
 from ssdtrain_ds import _compat
 
-__all__ = ["follow"]
+__all__ = ["patch_trainer"]
 
 PREFIX = "ssdtrain"
 
 
-def follow(patches: Patches, engine: Any, runtime: Runtime) -> None:
+def patch_trainer(patches: Patches, engine: Any, runtime: Runtime) -> None:
     """Add the metrics of `runtime` to the training logs of the Trainer that drives `engine`, if there is one.
 
     A log gets what log lines show: bytes and seconds per step since the log before, of this process's rank. It is the method

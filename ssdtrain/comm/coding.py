@@ -45,8 +45,8 @@ def _padded(nbytes: int) -> int:
 class Coder:
     """A codec for pieces. Without a codec no element is compressed.
 
-    Arguments of all methods: `uncompressed_ranges`, the excluded elements of the piece; `dtype`, that of the whole tensor, in which
-    uncompressed elements are sent.
+    Arguments of all methods: `uncompressed_ranges`, the excluded elements of the piece; `dtype`, that of the whole tensor, in
+    which uncompressed elements are sent.
     """
 
     codec: FixedSizeCodec | None

@@ -350,7 +350,7 @@ class Communicator:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the `state_dict` of the same rank. Residuals of another policy or number of ranks are dropped with a warning."""
+        """Restore the `state_dict` of the same rank. Residuals of another policy or world size are dropped, with a warning."""
         self.steps = int(state["steps"])
         self._scaled_at = -1
         self.forget_weights()

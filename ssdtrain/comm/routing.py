@@ -185,8 +185,8 @@ class Router:
         warming_up: bool,
         run: Callable[[Sharded, Route], None],
     ) -> Route | None:
-        """The route to take, measured at the first call of each kind and size; None: the call is sent uncompressed, and counted as
-        such.
+        """The route to take, measured at the first call of each kind and size; None: the call is sent uncompressed, and counted
+        as such.
 
         Args:
             routes: in order of preference.

@@ -82,9 +82,9 @@ class CommAttachment:
                 patches.replace(function, "backward", of_layers)
         # A quantised block is coded with its neighbours, which differ from one data-parallel group to another: what several
         # groups hold alike would drift apart.
-        exact = excluded(engine.module, comm.policy.exclude) | _compat_comm.repeated_parameters(engine)
-        gradients.follow(patches, engine, comm, exact)
-        weights.follow(patches, engine, comm, exact)
+        uncompressed = excluded(engine.module, comm.policy.exclude) | _compat_comm.repeated_parameters(engine)
+        gradients.patch_gradients(patches, engine, comm, uncompressed)
+        weights.patch_weights(patches, engine, comm, uncompressed)
         if _compat.is_pipeline(engine):
             patches.replace(engine, _compat.INSTRUCTION_MAP, self._instructions)
         patches.replace(engine, "save_checkpoint", self._saving)

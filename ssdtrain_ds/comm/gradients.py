@@ -17,26 +17,26 @@ from ssdtrain.integration.intercept import Traffic, current_traffic, in_scope
 from ssdtrain.integration.patching import Patches
 from ssdtrain_ds import _compat, _compat_comm
 
-__all__ = ["follow"]
+__all__ = ["patch_gradients"]
 
 Slice = tuple[int, bool]
 """Elements of one gradient in a flat tensor, and whether they are excluded."""
 
 
 def interleaved(tensors: Sequence[Slice], numel: int, ranks: int) -> Ranges:
-    """Where the excluded ones lie in a tensor of `numel` elements that has each rank's part of all `tensors` behind those of the
-    rank before, every tensor padded to the same part on all ranks.
+    """Ranges of the excluded elements in a tensor of `numel` elements that holds, rank after rank, the rank's part of all
+    `tensors`, each padded to the same size on all ranks.
 
-    ZeRO-3 does not write the padding: it goes with the excluded ones, or it would spoil the block that it shares.
+    ZeRO-3 does not write the padding: it is excluded as well, or it would spoil the codec's block that it is in.
     """
     parts = [math.ceil(count / ranks) for count, _ in tensors]
     if ranks * sum(parts) != numel:
         return ((0, numel),)
     slices: list[Slice] = []
     for rank in range(ranks):
-        for (count, exact), part in zip(tensors, parts, strict=True):
+        for (count, uncompressed), part in zip(tensors, parts, strict=True):
             filled = min(max(count - rank * part, 0), part)
-            slices += [(filled, exact), (part - filled, True)]
+            slices += [(filled, uncompressed), (part - filled, True)]
     return ranges_in_order(slices)
 
 
@@ -63,19 +63,21 @@ def name_of(what: str, numbers: Iterable[int]) -> str:
     return f"{what}-{hashlib.sha1(repr(tuple(numbers)).encode()).hexdigest()[:12]}"
 
 
-def follow(patches: Patches, engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> None:
+def patch_gradients(
+    patches: Patches, engine: Any, comm: Communicator, uncompressed: set[torch.nn.Parameter]
+) -> None:
     """Run what issues gradient reductions of `engine` in a scope of the traffic "dp".
 
     Args:
-        exact: parameters excluded from compression.
+        uncompressed: parameters excluded from compression.
     """
     optimizer, stage = engine.optimizer, _compat.zero_stage(engine)
-    lists = Lists("engine", engine, comm, exact)
+    lists = Lists("engine", engine, comm, uncompressed)
     patches.replace(engine, "allreduce_bucket", in_scope(lists.traffic))
-    buckets = Buckets(engine, comm, exact)
+    buckets = Buckets(engine, comm, uncompressed)
     if stage in (1, 2) and hasattr(optimizer, _compat_comm.AVERAGE_TENSOR):
         patches.replace(optimizer, _compat_comm.AVERAGE_TENSOR, in_scope(buckets.of_stage_1_and_2))
-        lists = Lists("list", engine, comm, exact)
+        lists = Lists("list", engine, comm, uncompressed)
         patches.replace(optimizer, _compat_comm.ALLREDUCE_BUCKET, in_scope(lists.traffic))
     elif stage == 3 and hasattr(optimizer, _compat_comm.REDUCE_AND_PARTITION):
         patches.replace(optimizer, _compat_comm.REDUCE_AND_PARTITION, in_scope(buckets.of_stage_3))
@@ -86,11 +88,13 @@ class Lists:
     are: found by address, or where the optimizer keeps gradients of its own, by shape and by the place in the order of the step.
     """
 
-    def __init__(self, name: str, engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, name: str, engine: Any, comm: Communicator, uncompressed: set[torch.nn.Parameter]
+    ) -> None:
         self._name = name
         self._engine = engine
         self._comm = comm
-        self._exact = exact
+        self._uncompressed = uncompressed
         self._step = -1
         self._unknown = 0
 
@@ -101,27 +105,27 @@ class Lists:
         if self._comm.steps != self._step:
             self._step, self._unknown = self._comm.steps, 0
         known = {
-            p.grad.data_ptr(): (number, p in self._exact)
+            p.grad.data_ptr(): (number, p in self._uncompressed)
             for number, p in enumerate(self._engine.module.parameters())
             if p.grad is not None
         }
-        shapes = {parameter.shape for parameter in self._exact}
+        shapes = {parameter.shape for parameter in self._uncompressed}
         found = [known.get(t.data_ptr(), (-1, t.shape in shapes)) for t in tensors]
         numbers = [number for number, _ in found]
         if -1 in numbers:
             self._unknown += 1
             numbers += [self._unknown, *(t.numel() for t in tensors)]
-        slices = [(t.numel(), exact) for t, (_, exact) in zip(tensors, found, strict=True)]
+        slices = [(t.numel(), uncompressed) for t, (_, uncompressed) in zip(tensors, found, strict=True)]
         return Traffic(self._comm, "dp", BucketCursor(name_of(self._name, numbers), slices))
 
 
 class Buckets:
     """Traffic of ZeRO's buckets, whose parameters the optimizer knows."""
 
-    def __init__(self, engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> None:
+    def __init__(self, engine: Any, comm: Communicator, uncompressed: set[torch.nn.Parameter]) -> None:
         self._optimizer = engine.optimizer
         self._comm = comm
-        self._exact = {id(parameter) for parameter in exact}
+        self._uncompressed = {id(parameter) for parameter in uncompressed}
         # Numbers, and so names of buckets, are the same in a resumed run, whatever else the process has made before.
         self._numbers = {id(parameter): n for n, parameter in enumerate(engine.module.parameters())}
 
@@ -133,7 +137,7 @@ class Buckets:
         cursors = {
             group: BucketCursor(
                 name_of("zero", (self._numbers[id(p)] for p in members)),
-                [(p.numel(), id(p) in self._exact) for p in members],
+                [(p.numel(), id(p) in self._uncompressed) for p in members],
             )
             for group, members in groups.items()
         }
@@ -160,4 +164,4 @@ class Buckets:
         return Traffic(self._comm, "dp", bucket)
 
     def _slices(self, parameters: Iterable[torch.nn.Parameter]) -> list[Slice]:
-        return [(_compat_comm.zero_numel(p), id(p) in self._exact) for p in parameters]
+        return [(_compat_comm.zero_numel(p), id(p) in self._uncompressed) for p in parameters]

@@ -21,31 +21,33 @@ from ssdtrain.integration.patching import Patches
 from ssdtrain_ds import _compat, _compat_comm
 from ssdtrain_ds.comm.gradients import interleaved
 
-__all__ = ["follow"]
+__all__ = ["patch_weights"]
 
 _stepping: ContextVar[tuple[Communicator, set[torch.nn.Parameter]] | None] = ContextVar(
     "ssdtrain_stepping", default=None
 )
 
 
-def follow(patches: Patches, engine: Any, comm: Communicator, exact: set[torch.nn.Parameter]) -> None:
+def patch_weights(
+    patches: Patches, engine: Any, comm: Communicator, uncompressed: set[torch.nn.Parameter]
+) -> None:
     """Compress the weights that ranks gather for training.
 
     Args:
-        exact: parameters excluded from compression.
+        uncompressed: parameters excluded from compression.
     """
     # Outside of a step of an engine that compresses, these are the plain functions.
     for module in _compat_comm.modules_that_gather():
         patches.replace(module, _compat_comm.GATHER_GROUPS, _all_gather_dp_groups)
     stage = _compat.zero_stage(engine)
     if stage in (1, 2):
-        patches.replace(engine.optimizer, "step", functools.partial(_gathering, comm, exact))
+        patches.replace(engine.optimizer, "step", functools.partial(_gathering, comm, uncompressed))
     coordinator = _compat_comm.coordinator_of(engine)
     if stage == 3 and coordinator is not None:
         # Until it is known what is gathered, it goes as it is.
         unknown = Traffic(comm, "zero_gather", lambda numel, group, by_rank: Bucket("weights", ((0, numel),)))
         patches.replace(coordinator, _compat_comm.FETCH, in_scope(lambda *args, **kwargs: unknown))
-        some = functools.partial(_gathering_some, {id(parameter) for parameter in exact})
+        some = functools.partial(_gathering_some, {id(parameter) for parameter in uncompressed})
         for parameter in engine.module.parameters():
             if hasattr(parameter, _compat_comm.GATHER_PARAMETERS):
                 patches.replace(parameter, _compat_comm.GATHER_PARAMETERS, some)
@@ -71,10 +73,10 @@ def _gathering_some(excluded: set[int], plain: Callable[..., Any]) -> Callable[.
 
 
 def _gathering(
-    comm: Communicator, exact: set[torch.nn.Parameter], plain: Callable[..., Any]
+    comm: Communicator, uncompressed: set[torch.nn.Parameter], plain: Callable[..., Any]
 ) -> Callable[..., Any]:
     def step(*args: Any, **kwargs: Any) -> Any:
-        token = _stepping.set((comm, exact))
+        token = _stepping.set((comm, uncompressed))
         try:
             return plain(*args, **kwargs)
         finally:
@@ -95,7 +97,7 @@ def _all_gather_dp_groups(plain: Callable[..., Any]) -> Callable[..., Any]:
         if stepping is None:
             plain(groups_flat, partitioned_param_groups, dp_process_group, *args, **kwargs)
             return
-        comm, exact = stepping
+        comm, uncompressed = stepping
         for index, (flat, parts, group) in enumerate(
             zip(groups_flat, partitioned_param_groups, dp_process_group, strict=False)
         ):
@@ -103,7 +105,7 @@ def _all_gather_dp_groups(plain: Callable[..., Any]) -> Callable[..., Any]:
             work = None
             if torch.distributed.get_world_size(group) > 1 and own.numel() * len(parts) == flat.numel():
                 work = comm.gather_weights(
-                    flat, own, group, Bucket(f"weights{index}", _exact_in(flat, exact))
+                    flat, own, group, Bucket(f"weights{index}", _ranges_in(flat, uncompressed))
                 )
             if work is None:
                 plain([flat], [parts], [group], *args, **kwargs)
@@ -113,10 +115,10 @@ def _all_gather_dp_groups(plain: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather_dp_groups
 
 
-def _exact_in(flat: Tensor, exact: set[torch.nn.Parameter]) -> tuple[tuple[int, int], ...]:
+def _ranges_in(flat: Tensor, uncompressed: set[torch.nn.Parameter]) -> tuple[tuple[int, int], ...]:
     """Where the excluded parameters, which are views of `flat`, lie in it."""
     begin, size = flat.data_ptr(), flat.element_size()
-    starts = [((p.data_ptr() - begin) // size, p.numel()) for p in exact if p.dtype == flat.dtype]
+    starts = [((p.data_ptr() - begin) // size, p.numel()) for p in uncompressed if p.dtype == flat.dtype]
     return tuple(
         (start, start + numel)
         for start, numel in sorted(starts)

@@ -76,12 +76,12 @@ def test_install_after_initialize_is_an_error(
         )
         made.append(engine)
     # Only those of this test: others may be alive yet.
-    monkeypatch.setattr(_compat, "engines_made", lambda: made[:1])
+    monkeypatch.setattr(_compat, "existing_engines", lambda: made[:1])
     ssdtrain_ds.install()
     ssdtrain_ds.uninstall()
     monkeypatch.setattr(attach, "_was_uninstalled", False)
     monkeypatch.undo()
-    assert all(any(found is engine for found in _compat.engines_made()) for engine in made)
+    assert all(any(found is engine for found in _compat.existing_engines()) for engine in made)
     monkeypatch.setattr(attach, "_was_uninstalled", False)
     with pytest.raises(ConfigError, match=r"before ssdtrain_ds.install\(\) was called.*allowed: calling"):
         ssdtrain_ds.install()

@@ -199,7 +199,7 @@ def test_cpu_checkpointing_goes_to_the_tiers_where_deepspeed_has_no_engine_for_i
         return models.GPT(function)
 
     plain = train(make_engine(None, model=model()))
-    monkeypatch.setattr(_compat, "names_replaced", lambda: BEFORE_0_19)
+    monkeypatch.setattr(_compat, "replaced_names", lambda: BEFORE_0_19)
     configured(checkpoint_in_cpu=True)
     upstreams = {name: getattr(deepspeed.checkpointing, name) for name in BEFORE_0_19}
     engine = make_engine(model=model())
@@ -216,7 +216,7 @@ def test_cpu_checkpointing_goes_to_the_tiers_where_deepspeed_has_no_engine_for_i
 def test_a_held_input_is_read_back_where_the_recomputation_detaches_it(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_compat, "names_replaced", lambda: BEFORE_0_19)
+    monkeypatch.setattr(_compat, "replaced_names", lambda: BEFORE_0_19)
     seen: list[tuple[torch.Tensor, tuple[Any, ...], Any]] = []
 
     def look(block: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ssdtrain_ds.autoload import FILE, VARIABLE
-from ssdtrain_ds.launch import Command, UsageError, be_one_process, main, parse
+from ssdtrain_ds.launch import Command, UsageError, main, parse, set_single_process
 from tests.deepspeed import models
 from tests.deepspeed.conftest import ROOT, environment, free_port
 
@@ -65,12 +65,12 @@ def test_help_is_printed_and_nothing_is_installed(option: str, capsys: pytest.Ca
 
 def test_one_process_without_a_launcher_gets_its_rank() -> None:
     alone = {"MASTER_ADDR": "10.0.0.1"}
-    be_one_process(alone)
+    set_single_process(alone)
     assert (alone["RANK"], alone["WORLD_SIZE"], alone["LOCAL_RANK"]) == ("0", "1", "0")
     assert alone["MASTER_ADDR"] == "10.0.0.1" and int(alone["MASTER_PORT"]) > 0
     for variable in ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK"):
         launched = {variable: "1"}
-        be_one_process(launched)
+        set_single_process(launched)
         assert launched == {variable: "1"}
 
 

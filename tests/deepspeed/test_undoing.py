@@ -142,9 +142,9 @@ PLACES: list[tuple[Any, str]] = [
     (attachment._INTERCEPTED, "recv"),  # the last of the backend's methods
     (_compat_comm, "expert_functions"),  # half-way through the layers
     (_compat_comm, "repeated_parameters"),
-    (gradients, "follow"),
+    (gradients, "patch_gradients"),
     (gradients, "Buckets"),  # half-way through the gradients
-    (weights, "follow"),
+    (weights, "patch_weights"),
     (weights, "_all_gather_dp_groups"),
     (_compat_comm, "bypasses"),  # the last of all
 ]
