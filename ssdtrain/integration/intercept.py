@@ -131,9 +131,23 @@ def in_scope(traffic_of: Callable[..., Traffic | None]) -> Wrap:
     return wrap
 
 
-class _Kind(NamedTuple):
-    """Where the arguments of a collective are. `async_op`, where there is one, follows the group."""
+Parameter = tuple[tuple[str, ...], Any]
+"""Names that torch and frameworks have for an argument, and its default."""
 
+_OUT: Parameter = (("output", "output_tensor"), None)
+_IN: Parameter = (("input", "input_tensor"), None)
+_TENSOR: Parameter = (("tensor",), None)
+_OP: Parameter = (("op",), dist.ReduceOp.SUM)
+_GROUP: Parameter = (("group",), None)
+_ASYNC: Parameter = (("async_op",), False)
+_OUT_SPLITS: Parameter = (("output_split_sizes",), None)
+_IN_SPLITS: Parameter = (("input_split_sizes",), None)
+
+
+class _Kind(NamedTuple):
+    """A collective and its arguments, in torch's order. `async_op`, where there is one, follows the group."""
+
+    parameters: tuple[Parameter, ...]
     launch: Callable[..., Work | None]
     whole: int
     """The tensor that holds all ranks' parts."""
@@ -169,11 +183,15 @@ def _all_to_all(
 
 
 _KINDS = {
-    "all_reduce": _Kind(_all_reduce, 0, 2, AllReduce),
-    "inference_all_reduce": _Kind(_all_reduce, 0, 2, AllReduce, returns=0),
-    "reduce_scatter_tensor": _Kind(_reduce_scatter, 1, 3, ReduceScatter),
-    "all_gather_into_tensor": _Kind(_all_gather, 0, 2, AllGather),
-    "all_to_all_single": _Kind(_all_to_all, 1, 4),
+    "all_reduce": _Kind((_TENSOR, _OP, _GROUP, _ASYNC), _all_reduce, 0, 2, AllReduce),
+    "inference_all_reduce": _Kind((_TENSOR, _OP, _GROUP), _all_reduce, 0, 2, AllReduce, returns=0),
+    "reduce_scatter_tensor": _Kind((_OUT, _IN, _OP, _GROUP, _ASYNC), _reduce_scatter, 1, 3, ReduceScatter),
+    "all_gather_into_tensor": _Kind((_OUT, _IN, _GROUP, _ASYNC), _all_gather, 0, 2, AllGather),
+    "all_to_all_single": _Kind((_OUT, _IN, _OUT_SPLITS, _IN_SPLITS, _GROUP, _ASYNC), _all_to_all, 1, 4),
+}
+_MESSAGES: dict[str, tuple[Parameter, ...]] = {
+    "send": (_TENSOR, (("dst",), None), _GROUP, (("tag",), 0)),
+    "recv": (_TENSOR, (("src",), None), _GROUP, (("tag",), 0)),
 }
 
 
@@ -205,17 +223,19 @@ class Interception:
             name: `all_reduce`, `reduce_scatter_tensor`, `all_gather_into_tensor`, `all_to_all_single`, `send` or `recv`; or
                 `inference_all_reduce`, which has no `async_op` and returns its tensor.
         """
-        if name in ("send", "recv"):
-            return functools.partial(self._message, name == "send")
+        if name in _MESSAGES:
+            return functools.partial(self._message, name)
         return functools.partial(self._collective, _KINDS[name])
 
     def _collective(self, kind: _Kind, plain: Function) -> Function:
-        read = _reader(plain)
+        begin = int(_is_method(plain))
         # A function of the framework's own returns a handle even where torch's manager coalesces.
         own = not getattr(plain, "__module__", "").startswith("torch.")
 
         def collective(*args: Any, **kwargs: Any) -> Any:
-            values = read(args, kwargs)
+            values = _read(kind.parameters, args[begin:], kwargs)
+            if values is None:
+                return plain(*args, **kwargs)
             traffic = self._classify(values[kind.whole], values[kind.group])
             asynchronous = len(values) > kind.group + 1 and bool(values[kind.group + 1])
 
@@ -237,23 +257,24 @@ class Interception:
 
         return collective
 
-    def _message(self, sends: bool, plain: Function) -> Function:
-        read, is_method = _reader(plain), _is_method(plain)
+    def _message(self, name: str, plain: Function) -> Function:
+        begin = int(_is_method(plain))
 
         def message(*args: Any, **kwargs: Any) -> Any:
-            tensor, peer, *others = read(args, kwargs)
-            receiver = args[:is_method]
+            values = _read(_MESSAGES[name], args[begin:], kwargs)
+            if values is None:
+                return plain(*args, **kwargs)
+            tensor, peer, *others = values
             traffic = self._classify(tensor, others[0])
             work = None
             if traffic is not None and peer is not None and traffic.compresses_next(tensor):
+
+                def issue(payload: Tensor) -> None:
+                    plain(*args[:begin], payload, peer, *others)  # has waited when it returns
+
                 through = traffic.comm.point_to_point
-                work = (through.send if sends else through.receive)(
-                    tensor,
-                    traffic.dimension,
-                    peer,
-                    # It has waited when it returns.
-                    lambda payload: (plain(*receiver, payload, peer, *others), None)[1],
-                )
+                verb = through.send if name == "send" else through.receive
+                work = verb(tensor, traffic.dimension, peer, issue)
             if work is None:
                 return plain(*args, **kwargs)
             work.wait()
@@ -356,16 +377,15 @@ def _caller() -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def _reader(plain: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], list[Any]]:
-    """Reads the arguments of a call of `plain`, without `self`, in their order and with defaults."""
-    signature, begin = inspect.signature(plain), int(_is_method(plain))
-
-    def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        return list(given.arguments.values())[begin:]
-
-    return read
+def _read(parameters: Sequence[Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """The arguments of a call, in order and with defaults; None where it has one that is not among `parameters`."""
+    values = list(args)
+    unread = len(kwargs)
+    for names, default in parameters[len(args) :]:
+        given = next((name for name in names if name in kwargs), None)
+        values.append(default if given is None else kwargs[given])
+        unread -= given is not None
+    return values if unread == 0 and len(values) == len(parameters) else None
 
 
 def _stays_plain(traffic: Traffic, kind: _Kind, values: Sequence[Any]) -> bool:

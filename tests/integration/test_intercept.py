@@ -67,17 +67,24 @@ class Backend:
         return "plain"
 
     def reduce_scatter_tensor(
-        self, into: Any, of: Any, op: Any = "SUM", group: Any = None, async_op: bool = False
+        self,
+        output_tensor: Any,
+        input_tensor: Any,
+        op: Any = "SUM",
+        group: Any = None,
+        async_op: bool = False,
     ) -> str:
-        self.calls.append((into, of, op, group, async_op))
+        self.calls.append((output_tensor, input_tensor, op, group, async_op))
         return "plain"
 
     def inference_all_reduce(self, tensor: Any, op: Any, group: Any = None) -> str:
         self.calls.append((tensor, op, group))
         return "plain"
 
-    def send(self, tensor: Any, dst: int, group: Any = None, tag: int = 0) -> None:
-        self.calls.append((tensor, dst, group, tag))
+    def send(self, *args: Any, **kwargs: Any) -> None:
+        """Decorated so that its signature is lost, as those of DeepSpeed's backend are."""
+        given = {**dict(zip(("tensor", "dst", "group", "tag"), args, strict=False)), **kwargs}
+        self.calls.append((given["tensor"], given["dst"], given.get("group"), given.get("tag")))
 
 
 FLAT, WIDE = torch.zeros(4), torch.zeros(2, 2)
@@ -95,8 +102,11 @@ def test_what_is_not_classified_is_the_plain_call() -> None:
     seen = []
     backend, patches = intercepted(lambda tensor, group: seen.append((tensor, group)))
     assert backend.all_reduce(FLAT, group=GROUP) == "plain"
-    assert backend.reduce_scatter_tensor(of=WIDE, into=FLAT, async_op=True) == "plain"
+    assert backend.reduce_scatter_tensor(input_tensor=WIDE, output_tensor=FLAT, async_op=True) == "plain"
     assert backend.calls == [(FLAT, "SUM", GROUP, False), (FLAT, WIDE, "SUM", None, True)]
+    # An argument that torch does not have yet.
+    with pytest.raises(TypeError, match="later"):
+        backend.all_reduce(FLAT, later=1)  # type: ignore[call-arg]
     # It is classified by the tensor that holds all ranks' parts.
     assert seen == [(FLAT, GROUP), (WIDE, None)]
     patches.undo()
