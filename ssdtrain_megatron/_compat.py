@@ -1,7 +1,7 @@
 """Every name of megatron-core that this package relies on, checked at install.
 
-A missing name or parameter is refused by its name. The training loop's names (`megatron.training`, which is on no package
-registry) are checked by `check_training`, only where that loop is used.
+A missing name or parameter is an ImportError that names it. The training loop's names (`megatron.training`, which is on no
+package registry) are checked by `check_training`, only where that loop is used.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _TRAINING: dict[str, tuple[str, ...]] = {
 
 
 def check() -> None:
-    """Refuse a megatron-core that lacks what this package needs; warn of a version that was never run.
+    """Check that megatron-core has every name this package needs; warn about an untested version.
 
     Raises:
         ImportError: names all that is missing.

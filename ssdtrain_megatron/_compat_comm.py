@@ -62,7 +62,7 @@ _P2P = {
 
 
 def check() -> None:
-    """Refuse a megatron-core whose collectives would not be seen.
+    """Check that megatron-core's collectives can be replaced.
 
     Raises:
         ImportError: names all that is missing.
@@ -153,7 +153,7 @@ def buckets(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def loss_scale(optimizer: Any) -> Callable[[], float] | None:
-    """What gives the factor of this step's gradients; None where they are not scaled."""
+    """Reads the loss scale of this step's gradients; None where they are not scaled."""
     for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
         if getattr(part, "grad_scaler", None) is not None:
             read = part.get_loss_scale

@@ -19,10 +19,10 @@ from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.runtime import Runtime, RuntimeMetrics
 from ssdtrain_megatron import _compat, _compat_comm, apex
 from ssdtrain_megatron.comm import Hooks
-from ssdtrain_megatron.comm.refusals import refuse as refuse_comm
+from ssdtrain_megatron.comm.conflicts import check_conflicts as check_comm_conflicts
+from ssdtrain_megatron.conflicts import check_conflicts
 from ssdtrain_megatron.installation import installation
-from ssdtrain_megatron.recompute import register_tracker, tells_runs_apart
-from ssdtrain_megatron.refusals import refuse
+from ssdtrain_megatron.recompute import has_grad_mode_side_effects, register_tracker
 from ssdtrain_megatron.schedule import Schedule
 
 __all__ = ["Attachment", "attach"]
@@ -38,17 +38,20 @@ class Attachment:
     Attributes:
         runtime: for statistics and more.
         schedule: the events of this rank.
-        checkpoint: what stands in the place of `tensor_parallel.checkpoint` while a forward of these chunks runs,
-        recomputes_plainly: unless this model needs Megatron's own. See Note: [Runs that count] in `recompute`.
+        checkpoint: the replacement of `tensor_parallel.checkpoint` while a forward of these chunks runs.
+        uses_native_checkpoint: whether this model needs Megatron's own checkpoint function. See Note: [Runs that count] in
+            `recompute`.
     """
 
     def __init__(self, runtime: Runtime, chunks: Sequence[nn.Module]) -> None:
         self.runtime = runtime
-        # With comm a step ends where it is known whether its gradients were dropped: after the optimizer.
+        # With comm a step ends after the optimizer, where it is known whether its gradients were dropped.
         self.schedule = Schedule(runtime, len(chunks), ends_steps=runtime.comm is None)
         self.checkpoint = Checkpoint(runtime.config.checkpoint)
         register_tracker(self.checkpoint)
-        self.recomputes_plainly = any(tells_runs_apart(_compat.model_config(chunk)) for chunk in chunks)
+        self.uses_native_checkpoint = any(
+            has_grad_mode_side_effects(_compat.model_config(chunk)) for chunk in chunks
+        )
         self._chunks = {id(chunk): (index, chunk) for index, chunk in enumerate(chunks)}
         self._undo: list[Callable[[], None]] = []
 
@@ -98,7 +101,7 @@ class Attachment:
     def _stepped(self, skipped: bool) -> None:
         self.runtime.step_end(skipped)
         if self.runtime.engine is None:
-            # Otherwise the schedule tells when the next one begins.
+            # Otherwise the schedule begins the next one.
             self.runtime.step_begin()
 
     def save(self, directory: str | Path) -> None:
@@ -182,17 +185,17 @@ def attach(
     read = load_config(dict(config) if isinstance(config, Mapping) else config)
     if read.active:
         _compat.check()
-        _refuse_list(chunks)
+        _check_chunks(chunks)
         if read.offload is not None:
-            refuse(chunks)
+            check_conflicts(chunks)
             for chunk in chunks:
                 check_not_attached(chunk, _WAY)
         if any(installation.holds(chunk) for chunk in chunks):
             raise ValueError("a runtime is attached to this model already: close it first")
     if read.compresses and read.comm is not None:
         _compat_comm.check()
-        refuse_comm(chunks, Policy.from_config(read.comm))
-        Hooks.refuse_second()
+        check_comm_conflicts(chunks, Policy.from_config(read.comm))
+        Hooks.check_not_installed()
         if optimizer is None:
             raise ValueError(
                 "the config has a comm section: attach(model, config, optimizer=optimizer) also needs Megatron's optimizer, "
@@ -222,7 +225,7 @@ def attach(
     return attachment
 
 
-def _refuse_list(chunks: Sequence[nn.Module]) -> None:
+def _check_chunks(chunks: Sequence[nn.Module]) -> None:
     if not chunks:
         raise ValueError(
             "there are no model chunks: attach needs at least one, as the schedule of this rank gets them"

@@ -8,8 +8,8 @@ gradient to `main_grad`, and the overlapped reduction waits for that mark. The r
 activations puts the gathered data back into its input, which on every stage but the first is the leaf that the stage before
 sent.
 
-So both remember the leaf beside what they save, and their backward finds it among the saved tensors. Neither makes anything live
-longer: the weight is a parameter, and the schedule holds what a stage received until its backward.
+So both keep a reference to the leaf beside what they save, and their backward finds it among the saved tensors. Neither extends
+a lifetime: the weight is a parameter, and the schedule holds what a stage received until its backward.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["remembering", "reminded"]
+__all__ = ["restore_saved_leaf", "stash_saved_leaf"]
 
 Function = Callable[..., Any]
 
 
-def remembering(position: int, plain: Function) -> Function:
-    """`forward(ctx, *args)` of an autograd function that remembers `args[position]` if it is a leaf with gradients.
+def stash_saved_leaf(position: int, plain: Function) -> Function:
+    """`forward(ctx, *args)` of an autograd function that keeps `args[position]` on `ctx` if it is a leaf with gradients.
 
     Args:
         position: of the tensor among the arguments after `ctx`.
@@ -41,7 +41,7 @@ def remembering(position: int, plain: Function) -> Function:
     return forward
 
 
-def reminded(position: int, plain: Function) -> Function:
+def restore_saved_leaf(position: int, plain: Function) -> Function:
     """`backward(ctx, *gradients)` of such a function, which finds the leaf in `ctx.saved_tensors`.
 
     Args:

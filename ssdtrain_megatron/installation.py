@@ -14,7 +14,7 @@ from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import detach_leaves
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.discarding import read_inputs_once
-from ssdtrain_megatron.identity import remembering, reminded
+from ssdtrain_megatron.identity import restore_saved_leaf, stash_saved_leaf
 from ssdtrain_megatron.recompute import checkpoint_through
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ class Installation:
 
     def __init__(self) -> None:
         self._attachments: list[Attachment] = []
-        self._present: Attachment | None = None  # whose forward is running
-        self._first_run = False  # inside the first run of a reentrant checkpoint
+        self._active: Attachment | None = None  # whose forward is running
+        self._in_first_run = False  # inside the first run of a reentrant checkpoint
         self._patches = Patches()
         # Storages that CheckpointWithoutOutput frees and fills again by itself.
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         # Models that have nothing in common with any chunk, as seen.
-        self._strangers: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._unrelated: dict[int, weakref.ref[torch.nn.Module]] = {}
 
     @property
     def in_force(self) -> bool:
@@ -54,7 +54,7 @@ class Installation:
             except BaseException:
                 self._restore()
                 raise
-        self._strangers.clear()
+        self._unrelated.clear()
         self._attachments.append(attachment)
 
     def remove(self, attachment: Attachment) -> None:
@@ -67,9 +67,9 @@ class Installation:
         """True if something is attached to `chunk`, inside of it or around it."""
         return any(related(held, chunk) for attachment in self._attachments for held in attachment.chunks)
 
-    def _refuse_part(self, model: torch.nn.Module) -> None:
+    def _check_unrelated(self, model: torch.nn.Module) -> None:
         """Without this, an attachment to the model that was wrapped later would do nothing and never say so."""
-        known = self._strangers.get(id(model))
+        known = self._unrelated.get(id(model))
         if known is not None and known() is model:
             return
         for attachment in self._attachments:
@@ -80,14 +80,14 @@ class Installation:
                         "inside of it or around it: give attach the model chunks as the schedule gets them, after they are "
                         "wrapped (Float16Module, DistributedDataParallel)"
                     )
-        self._strangers[id(model)] = weakref.ref(model)
+        self._unrelated[id(model)] = weakref.ref(model)
 
     def must_stay(self, tensor: torch.Tensor) -> bool:
         """True for an output of CheckpointWithoutOutput and views of one, and for what is saved for nothing.
 
         See Note: [Saved for nothing] in `recompute`.
         """
-        if self._first_run:
+        if self._in_first_run:
             return True
         if not self._resized:
             return False
@@ -102,10 +102,10 @@ class Installation:
             "checkpoint": self._checkpoint,
             "discarding_checkpoint": self._discarding_checkpoint,
             # See Note: [The saved object] in `identity`. Saved are (input, weight), and the arguments after the first two.
-            "linear_forward": functools.partial(remembering, 1),
-            "linear_backward": functools.partial(reminded, 1),
-            "checkpoint_forward": functools.partial(remembering, 2),
-            "checkpoint_backward": functools.partial(reminded, 0),
+            "linear_forward": functools.partial(stash_saved_leaf, 1),
+            "linear_backward": functools.partial(restore_saved_leaf, 1),
+            "checkpoint_forward": functools.partial(stash_saved_leaf, 2),
+            "checkpoint_backward": functools.partial(restore_saved_leaf, 0),
         }
         for name, places in _compat.replaceable().items():
             for place in places:
@@ -115,7 +115,7 @@ class Installation:
     def _restore(self) -> None:
         self._patches.undo()
         self._resized.clear()
-        self._strangers.clear()
+        self._unrelated.clear()
 
     def _forward_step(self, plain: Function) -> Function:
         def forward_step(*args: Any, **kwargs: Any) -> Any:
@@ -127,19 +127,19 @@ class Installation:
                 if chunk is not None:
                     break
             else:
-                self._refuse_part(step.model)
+                self._check_unrelated(step.model)
                 return plain(*args, **kwargs)
             if step.microbatch is None:
                 return plain(*args, **kwargs)
             schedule = attachment.schedule
-            outer, self._present = self._present, attachment
+            outer, self._active = self._active, attachment
             try:
                 result = schedule.forward(
                     chunk, step.microbatch, step.microbatches, functools.partial(plain, *args, **kwargs)
                 )
             finally:
-                self._present = outer
-            schedule.produced(_compat.first_output(result), chunk, step.microbatch)
+                self._active = outer
+            schedule.record_output(_compat.first_output(result), chunk, step.microbatch)
             return result
 
         return forward_step
@@ -159,19 +159,19 @@ class Installation:
             if not torch.is_grad_enabled():
                 # Nothing is saved. See Note: [Outputs that are parameters] in `recompute`.
                 return function(*args)
-            present = self._present
+            present = self._active
             if present is None:
                 return plain(function, distribute_saved_activations, *args)
 
             def inside(*args: Any) -> Any:
                 # Checkpoints inside this one are of the same kind when it is recomputed.
-                outer, self._present = self._present, present
-                first_run, self._first_run = self._first_run, not torch.is_grad_enabled()
+                outer, self._active = self._active, present
+                first_run, self._in_first_run = self._in_first_run, not torch.is_grad_enabled()
                 try:
                     outputs = function(*args)
-                    return detach_leaves(outputs) if self._first_run else outputs
+                    return detach_leaves(outputs) if self._in_first_run else outputs
                 finally:
-                    self._present, self._first_run = outer, first_run
+                    self._active, self._in_first_run = outer, first_run
 
             return checkpoint_through(
                 present.checkpoint,
@@ -179,7 +179,7 @@ class Installation:
                 inside,
                 distribute_saved_activations,
                 args,
-                plainly=present.recomputes_plainly,
+                native=present.uses_native_checkpoint,
             )
 
         return checkpoint

@@ -34,10 +34,10 @@ from typing import Any
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain_megatron import _compat
 
-__all__ = ["checkpoint_through", "register_tracker", "tells_runs_apart"]
+__all__ = ["checkpoint_through", "has_grad_mode_side_effects", "register_tracker"]
 
 
-def tells_runs_apart(config: Any) -> bool:
+def has_grad_mode_side_effects(config: Any) -> bool:
     """True if modules of a model with this TransformerConfig do more in a run with gradients. See Note: [Runs that count]."""
     experts = getattr(config, "num_moe_experts", None)
     return bool(experts) or getattr(config, "experimental_attention_variant", None) == "dsa"
@@ -64,10 +64,10 @@ def checkpoint_through(
     distribute_saved_activations: bool,
     args: tuple[Any, ...],
     *,
-    plainly: bool,
+    native: bool,
 ) -> Any:
-    """Call `function(*args)` and recompute it in backward: by Megatron's own function with `plainly`, where the config asks for
+    """Call `function(*args)` and recompute it in backward: by Megatron's own function with `native`, where the config asks for
     the reentrant kind, or with distributed saved activations (see the note on them)."""
-    if plainly or distribute_saved_activations or checkpoint.config.use_reentrant:
+    if native or distribute_saved_activations or checkpoint.config.use_reentrant:
         return plain(function, distribute_saved_activations, *args)
     return checkpoint(function, *args)

@@ -29,7 +29,7 @@ __all__ = ["Event", "Schedule", "StepOrder"]
 Key = tuple[int, int]
 """(chunk, microbatch): names a tape."""
 
-AHEAD = 2  # backwards whose tapes are named to the runtime
+LOOKAHEAD = 2  # backwards whose tapes are named to the runtime
 
 
 class Event(NamedTuple):
@@ -59,8 +59,8 @@ class StepOrder:
         self._seen = []
         self._expected = self._known.get(count)
 
-    def happens(self, event: Event) -> None:
-        """The next event of the step is `event`."""
+    def record(self, event: Event) -> None:
+        """Record the next event of the step."""
         at = len(self._seen)
         if self._expected is not None and (at >= len(self._expected) or self._expected[at] != event):
             self._expected = None
@@ -70,7 +70,7 @@ class StepOrder:
         """The step is complete."""
         self._known[self._count] = self._seen
 
-    def follows(self) -> Event | None:
+    def next_event(self) -> Event | None:
         """The event after the present one, if it is known."""
         at = len(self._seen)
         return self._expected[at] if self._expected is not None and at < len(self._expected) else None
@@ -83,18 +83,18 @@ class StepOrder:
                 if event.key not in alive:
                     break
                 found.append(event.key)
-                if len(found) == AHEAD:
+                if len(found) == LOOKAHEAD:
                     break
         return found
 
 
 class Schedule:
-    """The forwards and backwards of one rank, told to a runtime.
+    """Reports the forwards and backwards of one rank to a runtime.
 
     Args:
         runtime: enabled.
         chunks: model chunks on this rank.
-        ends_steps: a step of the runtime ends with the last backward; else somebody else says when.
+        ends_steps: a step of the runtime ends with the last backward; else the caller ends it.
     """
 
     def __init__(self, runtime: Runtime, chunks: int, ends_steps: bool = True) -> None:
@@ -112,14 +112,14 @@ class Schedule:
         """Run `call`, the forward of `microbatch` on `chunk`, of `count` microbatches in the step.
 
         Returns:
-            What `call` returned. Tell `produced` the output whose backward will come.
+            What `call` returned. Pass `record_output` the output whose backward will come.
         """
         event = Event(False, chunk, microbatch)
         if not self._open or event.key in self._forwards:
             self._begin(count)
         self._forwards.add(event.key)
-        self.order.happens(event)
-        following = self.order.follows()
+        self.order.record(event)
+        following = self.order.next_event()
         at_once = following == Event(True, chunk, microbatch)
         keep = at_once and bool(self._alive)
         if following is not None and following.backward and not at_once:
@@ -129,7 +129,7 @@ class Schedule:
         self._alive.add(event.key)
         return result
 
-    def produced(self, output: object, chunk: int, microbatch: int) -> None:
+    def record_output(self, output: object, chunk: int, microbatch: int) -> None:
         """The forward returned `output`; its backward is known by the identity of it."""
         if isinstance(output, torch.Tensor):
             self._outputs[id(output)] = (weakref.ref(output), (chunk, microbatch))
@@ -142,7 +142,7 @@ class Schedule:
     def backward(self, output: object, call: Callable[[], Any]) -> Any:
         """Run `call`, the backward of an output that this schedule `knows`."""
         _, key = self._outputs.pop(id(output))
-        self.order.happens(Event(True, *key))
+        self.order.record(Event(True, *key))
         self._alive.discard(key)
         with self.runtime.backward(*key):
             self.runtime.next_backward(*self.order.next_backwards(self._alive))

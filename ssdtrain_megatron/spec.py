@@ -18,7 +18,7 @@ With --spec Megatron's builder asks for no more than this module's attribute, an
 the submodules of `layer_spec` are a placeholder: each layer is built of those that the builder would have chosen for its config.
 
 Note: [Steps]
-A layer knows nothing of steps. One begins with the first forward after the last one's end, and ends when an optimizer of torch
+A layer does not see steps. One begins with the first forward after the last one's end, and ends when an optimizer of torch
 (which those that Megatron uses are, inside) has stepped. A step that Megatron skips is counted together with the next.
 """
 
@@ -48,12 +48,12 @@ from ssdtrain.integration.patching import Patches
 from ssdtrain.runtime import Runtime
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.attachment import new_runtime
+from ssdtrain_megatron.conflicts import check_conflicts, option_problems
 from ssdtrain_megatron.discarding import read_inputs_once
 from ssdtrain_megatron.flags import config_from_args
-from ssdtrain_megatron.identity import remembering, reminded
+from ssdtrain_megatron.identity import restore_saved_leaf, stash_saved_leaf
 from ssdtrain_megatron.installation import installation
 from ssdtrain_megatron.pretrain import attaches_for_spec, install_for_spec
-from ssdtrain_megatron.refusals import option_problems, refuse
 
 __all__ = ["OffloadedTransformerLayer", "default_spec", "layer_spec", "offloaded"]
 
@@ -61,14 +61,14 @@ CONFIG = "SSDTRAIN_CONFIG"
 
 
 class _Recorder:
-    """The runtime of this process's layers, and the steps it is told. See Note: [Steps]."""
+    """The runtime of this process's layers, and its steps. See Note: [Steps]."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._open = False
         self._hook = register_optimizer_step_post_hook(self._stepped)
         self._patches = Patches()
-        self._remembers = False
+        self._stashes_leaves = False
         if runtime.engine is not None:
             read_inputs_once(self._patches)
             runtime.engine.eligible.add_freed_function(_compat.FREED_FUNCTION)
@@ -88,10 +88,10 @@ class _Recorder:
         """Know `layer`, at its first forward: there its parameters are where DDP and the optimizer left them."""
         self.runtime.register(layer)
         fused = _compat.model_config(layer).gradient_accumulation_fusion
-        if fused and self.runtime.engine is not None and not self._remembers:
-            self._remembers = True
+        if fused and self.runtime.engine is not None and not self._stashes_leaves:
+            self._stashes_leaves = True
             places = _compat.replaceable()
-            for name, wrap in (("linear_forward", remembering), ("linear_backward", reminded)):
+            for name, wrap in (("linear_forward", stash_saved_leaf), ("linear_backward", restore_saved_leaf)):
                 for place in places[name]:
                     self._patches.replace(*place, functools.partial(wrap, 1))
 
@@ -108,7 +108,7 @@ def _the_recorder(layer: torch.nn.Module) -> _Recorder:
     global _recorder
     if _recorder is None:
         config = _read_config()
-        _refuse(layer, config)
+        _check_layer(layer, config)
         _recorder = _Recorder(new_runtime([layer], config))
         atexit.register(_recorder.close)
     return _recorder
@@ -172,7 +172,7 @@ def _bias_problems(options: Any) -> Iterator[Problem]:
         yield Problem("Megatron's --recompute-modules", list(modules), why + " for its own output", allowed)
 
 
-def _refuse(layer: torch.nn.Module, config: Config) -> None:
+def _check_layer(layer: torch.nn.Module, config: Config) -> None:
     if not config.active:
         return
     _compat.check()
@@ -181,7 +181,7 @@ def _refuse(layer: torch.nn.Module, config: Config) -> None:
         problems += _bias_problems(_compat.model_config(layer))
     if problems:
         raise ConfigError(problems)
-    refuse([layer])
+    check_conflicts([layer])
 
 
 class OffloadedTransformerLayer(TransformerLayer):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Megatron's collectives, sent compressed: which traffic is which parallel dimension.
 
 Lives here: which parallel dimension a collective belongs to (`classification`), messages between pipeline stages (`pipeline`),
-what replaces Megatron's functions and restores them (`hooks`), and options whose traffic would not be seen (`refusals`). The
+what replaces Megatron's functions and restores them (`hooks`), and options whose traffic would not be seen (`conflicts`). The
 algorithms are the engine's (`ssdtrain.comm`).
 
 Import from this package: `Hooks`. It needs megatron-core. It never replaces anything while nothing that compresses is attached,

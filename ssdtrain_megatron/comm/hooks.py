@@ -59,7 +59,7 @@ class Hooks:
         self._patches = Patches()
 
     @staticmethod
-    def refuse_second() -> None:
+    def check_not_installed() -> None:
         """Check that none is installed.
 
         Raises:
@@ -76,7 +76,7 @@ class Hooks:
         Raises:
             ValueError: another one is installed.
         """
-        self.refuse_second()
+        self.check_not_installed()
         Hooks._installed = self
         wraps = self._wraps()
         for name, places in _compat_comm.places().items():

@@ -68,7 +68,7 @@ class Rank:
             else:
                 self.outputs[event.key] = output = torch.zeros(1)
                 self.schedule.forward(*event.key, microbatches, lambda: None)
-                self.schedule.produced(output, *event.key)
+                self.schedule.record_output(output, *event.key)
         return self.recorder.told
 
 

@@ -16,7 +16,7 @@ from ssdtrain.comm import Bucket, Policy
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain_megatron import _compat_comm
 from ssdtrain_megatron.comm.classification import Classification
-from ssdtrain_megatron.comm.refusals import refuse
+from ssdtrain_megatron.comm.conflicts import check_conflicts
 from tests.megatron.rows import Row
 from tests.megatron.training import Trainer
 
@@ -41,13 +41,13 @@ def policy(**comm: Any) -> Policy:
 def test_options_of_the_model_that_pass_by_the_hooks_are_refused(
     trainer: Trainer, option: str, value: Any, off: tuple[str, ...]
 ) -> None:
-    refuse(trainer.chunks, policy())
+    check_conflicts(trainer.chunks, policy())
     setattr(trainer.config, option, value)
     with pytest.raises(ConfigError, match="--" + option.replace("_", "-")) as error:
-        refuse(trainer.chunks, policy())
+        check_conflicts(trainer.chunks, policy())
     assert all(f'"{name}": "off"' in str(error.value) for name in off)
     if off:
-        refuse(trainer.chunks, policy(**dict.fromkeys(off, "off")))
+        check_conflicts(trainer.chunks, policy(**dict.fromkeys(off, "off")))
 
 
 @pytest.mark.parametrize("option", ["nccl_ub", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"])
@@ -56,8 +56,8 @@ def test_options_of_data_parallelism_that_pass_by_the_hooks_are_refused(
 ) -> None:
     setattr(trainer.chunks[0].ddp_config, option, True)
     with pytest.raises(ConfigError, match="--" + option.replace("_", "-")):
-        refuse(trainer.chunks, policy())
-    refuse(trainer.chunks, policy(dp="off", dp_gather="off", zero_gather="off"))
+        check_conflicts(trainer.chunks, policy())
+    check_conflicts(trainer.chunks, policy(dp="off", dp_gather="off", zero_gather="off"))
 
 
 def test_other_data_parallelism_is_refused(trainer: Trainer) -> None:
@@ -67,19 +67,19 @@ def test_other_data_parallelism_is_refused(trainer: Trainer) -> None:
             self.config = trainer.config
 
     with pytest.raises(ConfigError, match="Megatron FSDP"):
-        refuse([MegatronFSDP()], policy())
+        check_conflicts([MegatronFSDP()], policy())
 
 
 def test_a_chunk_whose_gradients_would_go_uncompressed_is_refused(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = trainer.chunks[0].module
-    refuse([inner], policy())  # one rank: nothing is reduced
+    check_conflicts([inner], policy())  # one rank: nothing is reduced
     monkeypatch.setattr(_compat_comm, "layout", lambda: {"dp": 2})
-    refuse(trainer.chunks, policy())
+    check_conflicts(trainer.chunks, policy())
     with pytest.raises(ConfigError, match="DistributedDataParallel wraps"):
-        refuse([inner], policy())
-    refuse([inner], policy(dp="off", dp_gather="off", zero_gather="off"))
+        check_conflicts([inner], policy())
+    check_conflicts([inner], policy(dp="off", dp_gather="off", zero_gather="off"))
 
 
 def test_a_refusal_leaves_nothing_replaced(trainer: Trainer) -> None:

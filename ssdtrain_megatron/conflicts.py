@@ -1,4 +1,4 @@
-"""Options of Megatron that exclude offloading, refused by name at start."""
+"""Options of Megatron that conflict with offloading: an error at start that names them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from ssdtrain.config import ConfigError, Problem
 from ssdtrain_megatron import _compat
 
-__all__ = ["option_problems", "refuse"]
+__all__ = ["check_conflicts", "option_problems"]
 
 _WITHOUT = "leaving it out, or --no-ssdtrain-enabled"
 
@@ -56,11 +56,11 @@ _WRAPPERS = {
 }
 
 
-def refuse(chunks: Sequence[nn.Module]) -> None:
-    """Refuse what cannot work together.
+def check_conflicts(chunks: Sequence[nn.Module]) -> None:
+    """Check the options of the chunks.
 
     Raises:
-        ConfigError: names every option that is in the way.
+        ConfigError: names every option that conflicts.
     """
     problems = list(dict.fromkeys(problem for chunk in chunks for problem in _problems(chunk)))
     if problems:
@@ -68,7 +68,7 @@ def refuse(chunks: Sequence[nn.Module]) -> None:
 
 
 def option_problems(options: Any) -> Iterator[Problem]:
-    """What is in the way among the options of a TransformerConfig, or of Megatron-LM's parsed command line."""
+    """The conflicts in a TransformerConfig, or in Megatron-LM's parsed command line."""
     for option, fine, why in _OPTIONS:
         value = getattr(options, option, fine)
         if value not in (fine, None):

@@ -1,4 +1,4 @@
-"""Options of Megatron that send traffic past the hooks, refused by name at start."""
+"""Options of Megatron whose traffic the hooks do not see: an error at start that names them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ssdtrain.comm import Policy
 from ssdtrain.config import ConfigError, Problem
 from ssdtrain_megatron import _compat, _compat_comm
 
-__all__ = ["refuse"]
+__all__ = ["check_conflicts"]
 
 ANY: tuple[str, ...] = ()
 
@@ -88,11 +88,11 @@ _WRAPPERS = {
 }
 
 
-def refuse(chunks: Sequence[nn.Module], policy: Policy) -> None:
-    """Refuse what would go uncompressed without a word.
+def check_conflicts(chunks: Sequence[nn.Module], policy: Policy) -> None:
+    """Check for options whose traffic would silently stay uncompressed.
 
     Raises:
-        ConfigError: names every option that is in the way.
+        ConfigError: names every option that conflicts.
     """
     problems = list(dict.fromkeys(problem for chunk in chunks for problem in _problems(chunk, policy)))
     if problems:
