@@ -47,7 +47,7 @@ class _Site:
         self._outermost = self._plain
         # Innermost first. The same wrapper may be there several times, and is applied once.
         self._wraps: list[Wrap] = []
-        self._static = isinstance(inspect.getattr_static(holder, name), staticmethod)
+        self._static = isinstance(inspect.getattr_static(holder, name, None), staticmethod)
         self._placed: Any = None
         if callable(self._plain) and not inspect.isclass(self._plain):
 
