@@ -10,7 +10,7 @@ from torch import nn
 from ssdtrain.config import ConfigError, Problem
 from ssdtrain_megatron import _compat
 
-__all__ = ["check_conflicts", "option_problems"]
+__all__ = ["check_conflicts", "option_problems", "wrapper_problems"]
 
 _WITHOUT = "leaving it out, or --no-ssdtrain-enabled"
 
@@ -78,10 +78,17 @@ def option_problems(options: Any) -> Iterator[Problem]:
 
 def _problems(chunk: nn.Module) -> Iterator[Problem]:
     yield from option_problems(_compat.model_config(chunk))
+    why = "frees and gathers parameters behind saved tensors; offloading with it is not in this version"
+    yield from wrapper_problems(chunk, why)
+
+
+def wrapper_problems(chunk: nn.Module, why: str) -> Iterator[Problem]:
+    """Wrappers of data parallelism in a chunk that reduce gradients by themselves.
+
+    Args:
+        why: the conflict, for the message.
+    """
     for module in chunk.modules():
         name = _WRAPPERS.get(type(module).__name__)
         if name is not None:
-            why = (
-                "frees and gathers parameters behind saved tensors; offloading with it is not in this version"
-            )
             yield Problem("Megatron's data parallelism", name, why, "DistributedDataParallel")

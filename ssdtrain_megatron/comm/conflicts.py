@@ -10,6 +10,7 @@ from torch import nn
 from ssdtrain.comm import Policy
 from ssdtrain.config import ConfigError, Problem
 from ssdtrain_megatron import _compat, _compat_comm
+from ssdtrain_megatron.conflicts import wrapper_problems
 
 __all__ = ["check_conflicts"]
 
@@ -81,11 +82,6 @@ _DATA_PARALLEL: tuple[tuple[str, tuple[Any, ...], tuple[str, ...], str], ...] = 
         "overwrites gathered parameters by gradients, and the next gather would be by difference from them",
     ),
 )
-_WRAPPERS = {
-    "FullyShardedDataParallel": "Megatron FSDP",
-    "MegatronFSDP": "Megatron FSDP",
-    "TorchFullyShardedDataParallel": "torch FSDP2",
-}
 
 
 def check_conflicts(chunks: Sequence[nn.Module], policy: Policy) -> None:
@@ -128,8 +124,5 @@ def _problems(chunk: nn.Module, policy: Policy) -> Iterator[Problem]:
             why,
             f"the chunk as DistributedDataParallel wraps it, or {off}",
         )
-    for module in chunk.modules():
-        name = _WRAPPERS.get(type(module).__name__)
-        if name is not None:
-            why = "reduces gradients and gathers parameters by itself; compressing with it is not in this version"
-            yield Problem("Megatron's data parallelism", name, why, "DistributedDataParallel")
+    why = "reduces gradients and gathers parameters by itself; compressing with it is not in this version"
+    yield from wrapper_problems(chunk, why)
