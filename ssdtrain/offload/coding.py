@@ -61,27 +61,29 @@ class Coding:
     def fits(self, region: Region) -> bool:
         """False if the codec of the region, as it is now, would not give back its bytes: bools that were written as another
         dtype, with other bytes than 0 and 1. Of device memory this is not asked, since the host would have to wait."""
-        if region.codec is not self._masks or region.tensor.device.type != "cpu":
+        if region.transfer.codec is not self._masks or region.tensor.device.type != "cpu":
             return True
         return int(_values(region, region.tensor, region.start).view(torch.uint8).max()) <= 1
 
-    def encode(self, region: Region) -> None:
-        """Fill `region.payload` from the region's tensor."""
-        assert region.codec is not None
+    def encode(self, region: Region) -> torch.Tensor:
+        """The payload (uint8) of the region's tensor."""
+        codec = region.transfer.codec
+        assert codec is not None
         values = _values(region, region.tensor, region.start)
-        limit = region.codec.max_payload_bytes(values.numel(), values.dtype)
+        limit = codec.max_payload_bytes(values.numel(), values.dtype)
         payload = torch.empty(limit, dtype=torch.uint8, device=values.device)
         self._count += 1
-        written = region.codec.encode(
+        written = codec.encode(
             values, payload, Key(0, region.tape.microbatch & 0xFFFFFFFF, self._count, self._rank)
         )
-        region.payload = payload[:written].clone() if written < limit // 2 else payload[:written]
+        return payload[:written].clone() if written < limit // 2 else payload[:written]
 
     def decode(self, region: Region) -> torch.Tensor:
-        """The bytes of the region (uint8) from `region.payload`."""
-        assert region.codec is not None and region.payload is not None
-        decoded = torch.empty(region.nbytes, dtype=torch.uint8, device=region.payload.device)
-        region.codec.decode(region.payload, _values(region, decoded, 0))
+        """The bytes of the region (uint8) from its payload."""
+        codec, payload = region.transfer.codec, region.transfer.payload
+        assert codec is not None and payload is not None
+        decoded = torch.empty(region.nbytes, dtype=torch.uint8, device=payload.device)
+        codec.decode(payload, _values(region, decoded, 0))
         return decoded
 
 

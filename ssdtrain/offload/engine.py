@@ -25,11 +25,13 @@ from ssdtrain.offload.mover import Mover, wait_quietly
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import KEEP, Action, ForwardProfile, OffloadPolicy, SavedTensorInfo
 from ssdtrain.offload.prefetch import Prefetcher
-from ssdtrain.offload.region import Handle, Kept, Region, Releases, State, after_close, modified
+from ssdtrain.offload.region import Handle, Kept, Region, Releases, modified
+from ssdtrain.offload.restore import Restorer
 from ssdtrain.offload.sharing import Extent, Regions
 from ssdtrain.offload.starter import StoreStarter
 from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer import DirectTransfer, StagedTransfer, Transfer
+from ssdtrain.offload.transfer_state import State
 from ssdtrain.profile.modules import ModuleNames
 from ssdtrain.storage import SpillStore, forks, make_section
 
@@ -77,8 +79,15 @@ class OffloadEngine:
         staged = device.kind != "cpu" if options.staged is None else options.staged
         made = StagedTransfer if staged else DirectTransfer
         transfer: Transfer = made(store, self.buffers, self.meter.see_own, self.coding, device)
-        self.mover = Mover(store, transfer, self.statistics, raise_when_full=options.raise_when_full)
+        self.mover = Mover(
+            store,
+            transfer,
+            self.statistics,
+            in_flight_limit=options.in_flight,
+            raise_when_full=options.raise_when_full,
+        )
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
+        self._restorer = Restorer(self.mover, self.prefetcher)
         self._regions = Regions()
         self._released = Releases()
         self._lock = make_section()
@@ -141,8 +150,8 @@ class OffloadEngine:
         try:
             action = KEEP if tape.keep else self._decide(tape, tensor, region)
             if action.offload:
-                region.codec = self.coding.choose(tensor, extent, region, action.codec)
-                region.tier = action.tier
+                codec = self.coding.choose(tensor, extent, region, action.codec)
+                self.mover.plan(region, codec, action.tier)
         except BaseException:
             self._regions.forget(region)  # a policy of somebody's own has failed
             raise
@@ -182,7 +191,7 @@ class OffloadEngine:
 
     def _handle(self, region: Region, tensor: torch.Tensor, extent: Extent) -> Handle:
         region.handles += 1
-        region.waiting += 1
+        region.pending_unpacks += 1
         offset = 0 if region.origin is not None else (extent.start - region.start) // tensor.itemsize
         return Handle(region, (tensor.dtype, tensor.shape, tensor.stride(), offset))
 
@@ -217,7 +226,7 @@ class OffloadEngine:
                 self.prefetcher.run(region.tape)
                 if tensor is not None:
                     return tensor
-                operation = region.operation
+                operation = region.transfer.operation
                 passing = self.mover.transfer.passing() if operation is None else None
             began = time.monotonic()
             if operation is not None:
@@ -238,56 +247,7 @@ class OffloadEngine:
             self.prefetcher.begin(tape)
         self._note_ends()
         tape.reached(region.index, again=handle.unpacked)
-        if region.state is State.STORED:
-            if self._closed:
-                raise after_close()
-            self.prefetcher.fit()
-            if not self.mover.begin_load(region, asked=True):
-                return None
-        if region.state is State.LOADING:
-            assert region.operation is not None
-            if not region.operation.done():
-                return None
-            self.mover.end_load(region)
-        loaded = region.loaded
-        if loaded is not None and loaded._version != region.loaded_version:
-            # Backward wrote into the buffer: those are not the bytes that were saved. See Note: [Buffers belong to the tensor].
-            if region.state is State.RESIDENT:
-                dtype, size, *_ = handle.geometry
-                raise modified(dtype, size, loaded._version, region.loaded_version)
-            if region.state is State.LOADED:
-                self.mover.drop_loaded(region)
-                return self._try_unpack(handle)
-            if region.state is State.STORING:
-                region.loaded = None  # the staging buffer or the payload still has the bytes that were saved
-        if region.state is State.STORING and not self.mover.stop_store(region):
-            self.mover.recall(region)
-        if region.state is State.STAGED:
-            self.mover.unstage(region)
-        return self._hand_out(handle)
-
-    def _hand_out(self, handle: Handle) -> torch.Tensor:
-        region = handle.region
-        if region.state is State.LOADED or region.loaded is not None:
-            self.mover.transfer.end_load(region)
-        if not handle.unpacked:
-            handle.unpacked = True
-            region.waiting -= 1
-        region.passed = region.tape.pass_number
-        if region.ahead:
-            self.mover.asked_for(region)
-        base, start = region.loaded, 0
-        # It can come from its tier again: then whoever was handed it owns the buffer.
-        last = region.waiting <= 0 and base is not None and region.slot is not None
-        if last:
-            if region.state is State.LOADED:
-                self.mover.drop_loaded(region)
-            else:
-                region.loaded = None
-        elif base is None:
-            base, start = region.tensor, region.start
-        assert base is not None
-        return region.tensor_from(base, start, handle.geometry, alone=last and not region.shared)
+        return self._restorer.restore(handle)
 
     # Between the two
 
@@ -331,7 +291,7 @@ class OffloadEngine:
             return
         with self._lock:
             self._drain()
-            self.mover.kick()
+            self.mover.flush()
 
     def _drain(self) -> None:
         self._drain_deaths()
@@ -344,7 +304,7 @@ class OffloadEngine:
             region = death.region
             region.handles -= 1
             if not death.unpacked:
-                region.waiting -= 1
+                region.pending_unpacks -= 1
             if region.handles == 0:
                 self._regions.forget(region)
                 self.mover.release(region)
@@ -363,7 +323,7 @@ class OffloadEngine:
             return self.statistics.copy()
         with self._lock:
             self._drain()
-            self.mover.kick()
+            self.mover.flush()
             statistics = self.statistics.copy()
             statistics.in_flight_bytes = self.mover.in_flight
             statistics.activation_bytes = self.meter.live_bytes
@@ -392,9 +352,13 @@ class OffloadEngine:
         with self._lock:
             if self._closed:
                 return
-            self._closed = self.prefetcher.closed = self._starter.closed = True
+            self._closed = True
+            self.prefetcher.closed = self._starter.closed = self._restorer.closed = True
             self._drain()
-            busy = [(region.operation, region.state is State.LOADING) for region in self.mover.busy()]
+            busy = [
+                (region.transfer.operation, region.transfer.state is State.LOADING)
+                for region in self.mover.busy()
+            ]
         deadline = time.monotonic() + self.options.deadline
         for operation, loading in busy:
             if operation is not None and not loading:

@@ -1,4 +1,4 @@
-"""The one place that changes where a region's bytes are.
+"""Where a region's bytes are is changed here, and in `loads` for the way back; nowhere else.
 
 ```
 RESIDENT -> STORING -> STORED -> LOADING -> LOADED -> STORED ...
@@ -17,9 +17,13 @@ import errno
 import logging
 from collections import deque
 
+from ssdtrain.codecs import Codec
+from ssdtrain.offload.departures import Departures
+from ssdtrain.offload.loads import Loads
 from ssdtrain.offload.metrics import OffloadMetrics
-from ssdtrain.offload.region import Region, State, after_close, overwritten
+from ssdtrain.offload.region import Region
 from ssdtrain.offload.transfer import Transfer
+from ssdtrain.offload.transfer_state import State
 from ssdtrain.storage import IOCancelled, IOFailure, Operation, SourceChanged, SpillStore, StoreFull
 
 __all__ = ["Mover", "wait_quietly"]
@@ -35,18 +39,14 @@ def wait_quietly(operation: Operation, timeout: float) -> bool:
         return True
 
 
-def _on_its_way(region: Region) -> bool:
-    """True if the bytes are being stored, and still in their tensor."""
-    return region.state is State.STORING and not region.emptied
-
-
 class Mover:
-    """Starts, finishes, cancels and abandons the transfers of regions.
+    """Starts, finishes and cancels stores, and releases regions; `loads` does the way back. Together they own `Region.transfer`.
 
     Args:
         store: the tiers.
         transfer: how bytes leave and enter tensors.
         statistics: counters to keep.
+        in_flight_limit: bytes of stores in flight, see `admits`.
         raise_when_full: raise `StoreFull` when no tier has room, instead of keeping the region in memory.
     """
 
@@ -56,26 +56,32 @@ class Mover:
         transfer: Transfer,
         statistics: OffloadMetrics,
         *,
+        in_flight_limit: int,
         raise_when_full: bool = False,
     ) -> None:
         self.store = store
         self.transfer = transfer
         self.statistics = statistics
+        self.departures = Departures(self._depart)
+        self.loads = Loads(transfer, statistics)
         self.in_flight = 0  # bytes of stores whose operation has not ended
-        self.ahead = 0  # bytes loaded, or being loaded, that backward has not asked for yet
-        self.together = 0  # bytes of stores that may wake the pool together: see `SpillStore.write`
-        self._later = 0  # bytes of stores queued since the pool was woken
+        self.batch_bytes = 0  # of stores that may wake the pool together: see `SpillStore.write`
+        self._deferred = 0  # bytes of stores queued since the pool was woken
+        self._in_flight_limit = in_flight_limit
         self._raise_when_full = raise_when_full
         self._stores: deque[Region] = deque()  # in the order in which they began
-        self._ahead: deque[Region] = deque()  # in the order in which backward will ask
-        self._needed: set[Region] = set()  # being loaded, while backward waits for them
-        self.device_limit = 0  # bytes of stores that may still be on the device when the next one begins
-        self._on_device: deque[Region] = deque()  # stores whose tensors are still there, the oldest first
-        self._on_device_bytes = 0
-        self._leaving: list[Region] = []  # released, but an operation still uses their memory
         self._warned_full = False
 
     # Stores
+
+    def plan(self, region: Region, codec: Codec | None, tier: str | None) -> None:
+        """The region, which is resident, is to be stored: by `codec`, in `tier`; None is plain, and the first that has room."""
+        region.transfer.codec = codec
+        region.transfer.tier = tier
+
+    def admits(self, region: Region) -> bool:
+        """True if the stores in flight leave room for one more. A single store always has room."""
+        return not self._stores or self.in_flight + region.nbytes <= self._in_flight_limit
 
     def begin_store(self, region: Region) -> bool:
         """RESIDENT -> STORING, or kept where no tier has room. False: no staging buffer now; try after a store has ended.
@@ -83,35 +89,53 @@ class Mover:
         Raises:
             StoreFull: no room, and `raise_when_full`.
         """
-        if region.codec is not None:
-            self.transfer.prepare(region)
+        transfer = region.transfer
+        if transfer.codec is not None:
+            self._encode(region)
         try:
-            region.slot = self.store.reserve(region.stored_bytes, region.tier)
+            transfer.slot = self.store.reserve(transfer.stored_bytes, transfer.tier)
         except StoreFull as error:
             self._keep_for_want_of_room(region, error)
             return True
-        later = self._later + region.nbytes <= self.together
-        if not self.transfer.begin_store(region, later=later):
+        defer = self._deferred + region.nbytes <= self.batch_bytes
+        write = self.transfer.begin_store(region, defer=defer)
+        if write is None:
             self._free_slot(region)
             return False
-        self._later = self._later + region.nbytes if later else 0
-        if region.payload is not None:
+        self._deferred = self._deferred + region.nbytes if defer else 0
+        encoded = transfer.payload is not None
+        if encoded:
             # What backward gets must not depend on how far the store has come: from here on it is the decoded payload.
             region.empty_()
             self.statistics.encoded_bytes += region.nbytes
-        region.state = State.STORING
-        region.wanted = region.forwarded = False
+        transfer.write_began(write)
         self.in_flight += region.nbytes
         self._stores.append(region)
         self.statistics.offloaded_bytes += region.nbytes
-        if self.transfer.copies and region.payload is None:
-            self._depart(region)
+        if self.transfer.copies and not encoded:
+            self.departures.add(region)
         return True
+
+    def _encode(self, region: Region) -> None:
+        payload = self.transfer.encode(region)
+        if payload is None:
+            region.transfer.codec = None
+        else:
+            region.transfer.payload = payload
+            region.transfer.stored_bytes = payload.numel()
+
+    def _depart(self, region: Region) -> None:
+        self.transfer.depart(region)
+        region.empty_()
 
     def keep(self, region: Region) -> None:
         """The region stays in memory: by plan, or because its store could not begin in time."""
-        region.payload = None
+        region.transfer.payload = None
         self.statistics.kept_bytes += region.nbytes
+
+    def keep_resident(self, region: Region) -> None:
+        """Backward is near: where the bytes are still in memory when the store ends, they stay there."""
+        region.transfer.keep_resident = True
 
     def _keep_for_want_of_room(self, region: Region, error: StoreFull) -> None:
         if self._raise_when_full:
@@ -123,78 +147,65 @@ class Mover:
             # The text, not the error: a log record must not hold the traceback, and with it the region.
             logger.warning("saved tensors stay in memory from now on where no tier has room: %s", str(error))
 
-    def furthest_ahead(self) -> Region | None:
-        """What was loaded ahead last, and not asked for since."""
-        return self._ahead[-1] if self._ahead else None
-
-    def kick(self) -> None:
-        """Begin the stores and loads that were queued for later."""
-        self._later = 0
+    def flush(self) -> None:
+        """Begin the stores and loads that were deferred."""
+        self._deferred = 0
         self.store.kick()
 
-    def oldest_store(self) -> Region | None:
-        """The store in flight that began first."""
-        return self._stores[0] if self._stores else None
+    def oldest_store(self) -> Operation | None:
+        """Of the stores in flight, the one that began first."""
+        return self._stores[0].transfer.operation if self._stores else None
 
     def reap(self) -> None:
         """Take note of what has ended. Cheap when nothing has."""
         stores = self._stores
         if self.transfer.copies:
             self.transfer.poll()
-        while stores and (operation := stores[0].operation) is not None and operation.done():
+        while stores and (operation := stores[0].transfer.operation) is not None and operation.done():
             self._end_store(stores.popleft())
-        if self._leaving:
-            self._leaving = [region for region in self._leaving if not self._gone(region)]
-
-    def _depart(self, region: Region) -> None:
-        """Let the oldest stores' tensors go at this point of the tape until no more than `device_limit` bytes of them are left.
-
-        A point of the tape, and not of time: the peak is the same in every run. What backward is about to need stays.
-        """
-        self._on_device.append(region)
-        self._on_device_bytes += region.nbytes
-        while self._on_device and (
-            self._on_device_bytes > self.device_limit or not _on_its_way(self._on_device[0])
-        ):
-            oldest = self._on_device.popleft()
-            self._on_device_bytes -= oldest.nbytes
-            # One whose owner has freed it is seen to when its store ends.
-            if _on_its_way(oldest) and not oldest.wanted and not oldest.freed():
-                self.transfer.depart(oldest)
+        self.loads.reap()
 
     def _end_store(self, region: Region) -> None:
-        assert region.operation is not None
-        error = region.operation.failed()
-        if region.state is not State.RELEASED and error is not None:
+        transfer = region.transfer
+        assert transfer.operation is not None
+        error = transfer.operation.failed()
+        if transfer.state is not State.RELEASED and error is not None:
             if isinstance(error, IOFailure):
                 self._store_failed(region, error)
             else:
                 self._store_cancelled(region)
             return
         self.in_flight -= region.nbytes
-        if region.state is State.RELEASED:
-            self.transfer.end_store(region)
+        if transfer.state is State.RELEASED:
+            self._close_write(region)
             region.empty_()
         elif region.freed():
             self._leave_to_owner(region)
-        elif region.wanted and region.in_tensor:
+        elif transfer.keep_resident and region.in_tensor:
             # Backward is near and the bytes are still here: they need not come back.
-            self.transfer.end_store(region)
-            self._forward(region)
-        elif region.loaded is not None:
-            self.transfer.end_store(region)
-            region.state = State.LOADED
+            self._close_write(region)
+            self._free_slot(region)
+            transfer.state = State.RESIDENT
+            self._count_forwarded(region)
+        elif transfer.loaded is not None:
+            self._close_write(region)
+            transfer.state = State.LOADED
         else:
-            self.transfer.end_store(region)
+            self._close_write(region)
             region.empty_()
-            region.state = State.STORED
+            transfer.state = State.STORED
+
+    def _close_write(self, region: Region) -> None:
+        """The write is over, well or not, and nothing is to be done with its buffer any more."""
+        self.transfer.give_back(region)
+        region.transfer.write_over()
 
     def _leave_to_owner(self, region: Region) -> None:
         """Nobody knows which bytes went to the tier. See Note: [Freed under the engine]."""
         self.statistics.offloaded_bytes -= region.nbytes
-        self.transfer.end_store(region)
+        self._close_write(region)
         self._free_slot(region)
-        region.state = State.RESIDENT
+        region.transfer.state = State.RESIDENT
 
     def _store_cancelled(self, region: Region) -> None:
         """STORING -> RESIDENT, or STAGED where the tensor was let go of: none of its bytes are in the tier."""
@@ -202,53 +213,50 @@ class Mover:
         self.statistics.cancelled_bytes += region.nbytes
         self.statistics.offloaded_bytes -= region.nbytes
         self._free_slot(region)
-        if region.loaded is None and region.emptied:
-            region.operation = None
-            region.state = State.STAGED
+        if region.transfer.loaded is None and region.emptied:
+            region.transfer.operation = None
+            region.transfer.state = State.STAGED
             return
-        self.transfer.end_store(region)
-        region.state = State.RESIDENT
-
-    def _forward(self, region: Region) -> None:
-        self._free_slot(region)
-        region.state = State.RESIDENT
-        self._count_forwarded(region)
+        self._close_write(region)
+        region.transfer.state = State.RESIDENT
 
     def _count_forwarded(self, region: Region) -> None:
         """Once for each store, however often backward asks."""
-        if not region.forwarded:
-            region.forwarded = True
+        if not region.transfer.forwarded:
+            region.transfer.forwarded = True
             self.statistics.forwarded_bytes += region.nbytes
 
     def _store_failed(self, region: Region, error: OSError) -> None:
         """A failing drive gets no more data; the bytes, which are still in memory, go to the next tier or stay."""
-        assert region.slot is not None
+        transfer = region.transfer
+        assert transfer.slot is not None
         self.statistics.failed_stores += 1
         # At EFAULT the memory is at fault, and no drive. See Note: [Freed under the engine].
         if error.errno != errno.EFAULT:
-            self.store.retire(region.slot, error)
+            self.store.retire(transfer.slot, error)
         if region.freed():
             self.in_flight -= region.nbytes
             self._leave_to_owner(region)
             return
         self._free_slot(region)
         try:
-            region.slot = self.store.reserve(region.stored_bytes, region.tier)
+            transfer.slot = self.store.reserve(transfer.stored_bytes, transfer.tier)
         except StoreFull as full:
             self.in_flight -= region.nbytes
             self.statistics.offloaded_bytes -= region.nbytes
-            recalled = region.loaded is not None or self.transfer.recall(region)
-            self.transfer.end_store(region)
-            region.state = State.RESIDENT
+            recalled = transfer.loaded is not None or self.bring_back(region)
+            self._close_write(region)
+            transfer.state = State.RESIDENT
             assert recalled or region.in_tensor, "a failed store had let its bytes go"
             self._keep_for_want_of_room(region, full)
             return
-        self.transfer.rewrite(region)
+        transfer.operation = self.transfer.rewrite(region)
         self._stores.append(region)
 
     def stop_store(self, region: Region) -> bool:
         """STORING -> RESIDENT or STAGED if not a byte of it has been written yet: a write avoided. False: too late."""
-        if region.operation is None or not region.operation.cancel():
+        operation = region.transfer.operation
+        if operation is None or not operation.cancel():
             return False
         self._stores.remove(region)
         self._store_cancelled(region)
@@ -256,110 +264,36 @@ class Mover:
 
     def unstage(self, region: Region) -> None:
         """STAGED -> RESIDENT: bring the bytes back to the device, where backward is about to need them."""
-        recalled = self.transfer.recall(region)
+        recalled = self.bring_back(region)
         assert recalled, "a staged region has its bytes in a buffer or encoded"
-        self.transfer.end_store(region)
-        region.state = State.RESIDENT
+        self._close_write(region)
+        region.transfer.state = State.RESIDENT
 
-    def recall(self, region: Region) -> None:
-        """Backward asks for a region being stored: where its bytes are in the staging buffer only, bring them back from there."""
-        if region.loaded is None:
-            self.transfer.recall(region)
-        self._count_forwarded(region)
-
-    # Loads
-
-    def begin_load(self, region: Region, *, asked: bool) -> bool:
-        """STORED -> LOADING. False: no buffer now.
-
-        A load that backward asked for never waits for a buffer that only backward frees: it drops what was loaded ahead,
-        the last needed first, and where that is not enough it allocates outside of the arena. It waits (False) for a buffer
-        that comes back by itself: `Transfer.passing`.
-        """
-        if not self.transfer.begin_load(region, asked=asked):
-            if not asked or self.transfer.passing() is not None:
-                return False
-            while self._evict():
-                if self.transfer.begin_load(region, asked=True):
-                    break
-            else:
-                self.transfer.begin_load(region, asked=True, outside=True)
-                self.statistics.outside_bytes += region.nbytes
-        region.state = State.LOADING
-        if asked:
-            self._needed.add(region)
-        else:
-            region.ahead = True
-            self.ahead += region.nbytes
-            self._ahead.append(region)
+    def bring_back(self, region: Region) -> bool:
+        """Have the bytes of a region being stored in memory again. False: they are still in the tensor."""
+        arrival = self.transfer.recall(region)
+        if arrival is None:
+            return False
+        region.transfer.arrived(arrival)
         return True
 
-    def end_load(self, region: Region) -> None:
-        """LOADING -> LOADED: the read has ended.
-
-        Raises:
-            IOFailure: it failed; the region goes back to STORED, and nothing is handed out.
-            RuntimeError: the same, because it was cancelled by the end of the store, or because the tier does not have the bytes
-                that were saved.
-        """
-        assert region.operation is not None
-        self._needed.discard(region)
-        error = region.operation.failed()
-        if error is not None:
-            self._not_ahead(region)
-            self.transfer.abandon_load(region)
-            region.state = State.STORED
-            if isinstance(error, IOCancelled):
-                raise after_close() from error
-            if isinstance(error, SourceChanged):
-                raise overwritten(region.dtype, region.nbytes) from error
-            raise error
-        self.transfer.advance_load(region)
-        region.state = State.LOADED
-        self.statistics.loaded_bytes += region.nbytes
-
-    def drop_loaded(self, region: Region) -> None:
-        """LOADED -> STORED: the region lets go of the buffer; tensors that were handed out own it."""
-        self._not_ahead(region)
-        region.loaded = region.payload = region.load_event = None
-        region.drop_target()
-        region.state = State.STORED
-
-    def asked_for(self, region: Region) -> None:
-        """Backward has come to this region: it is ahead no more."""
-        self._not_ahead(region)
-
-    def _not_ahead(self, region: Region) -> None:
-        if region.ahead:
-            region.ahead = False
-            self.ahead -= region.nbytes
-            self._ahead.remove(region)
-
-    def _evict(self) -> bool:
-        """Drop the load ahead that is needed last. False: there is none that can be dropped."""
-        for region in reversed(self._ahead):
-            if region.state is State.LOADING:
-                assert region.operation is not None
-                if not region.operation.cancel() and not region.operation.done():
-                    continue
-                self.transfer.abandon_load(region)
-            self.drop_loaded(region)
-            self.statistics.evicted_bytes += region.nbytes
-            return True
-        return False
+    def forward(self, region: Region) -> None:
+        """Backward asks for a region being stored, which it gets from the tensor or from the buffer that is written."""
+        if region.transfer.loaded is None:
+            self.bring_back(region)
+        self._count_forwarded(region)
 
     # Release
 
     def release(self, region: Region) -> None:
         """The last handle is gone: cancel what has not begun, free the slot, keep the memory that I/O still uses."""
-        state = region.state
+        transfer = region.transfer
+        state, operation = transfer.state, transfer.operation
         if state is State.RELEASED:
             return
-        operation = region.operation
-        self._not_ahead(region)
-        self._needed.discard(region)
-        region.state = State.RELEASED
-        region.drop_target()
+        self.loads.forget(region)
+        transfer.state = State.RELEASED
+        transfer.drop_target()
         if state is State.STORING:
             assert operation is not None
             if operation.cancel():
@@ -367,35 +301,24 @@ class Mover:
                 self.in_flight -= region.nbytes
                 self.statistics.cancelled_bytes += region.nbytes
                 self.statistics.offloaded_bytes -= region.nbytes
-                self.transfer.end_store(region)
+                self._close_write(region)
                 region.empty_()
             # Otherwise it stays among the stores, and with it the memory that is being written from.
         elif state is State.LOADING:
-            assert operation is not None
-            if operation.cancel():
-                self.transfer.abandon_load(region)
-            else:
-                self._leaving.append(region)
+            self.loads.release(region)
         else:
             if state is State.STAGED:
-                self.transfer.end_store(region)
-            region.loaded = region.payload = None
+                self._close_write(region)
+            transfer.loaded = transfer.payload = None
             region.empty_()
         self._free_slot(region)
         region.tape.remove(region)
 
-    def _gone(self, region: Region) -> bool:
-        if region.operation is not None and not region.operation.done():
-            return False
-        self.transfer.abandon_load(region)
-        return True
-
     def _free_slot(self, region: Region) -> None:
-        if region.slot is not None:
-            self.store.free(region.slot)
-            region.slot = None
+        if region.transfer.slot is not None:
+            self.store.free(region.transfer.slot)
+            region.transfer.slot = None
 
     def busy(self) -> list[Region]:
         """Regions whose memory an operation uses."""
-        ahead = [region for region in self._ahead if region.state is State.LOADING]
-        return [*self._stores, *self._leaving, *self._needed, *ahead]
+        return [*self._stores, *self.loads.busy()]

@@ -10,8 +10,9 @@ from ssdtrain.config.units import MiB
 from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.mover import Mover
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.region import Region, State
+from ssdtrain.offload.region import Region
 from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.transfer_state import State
 
 __all__ = ["Prefetcher"]
 
@@ -53,7 +54,7 @@ class Prefetcher:
             away = sum(
                 region.nbytes
                 for region in tape.regions
-                if region is not None and region.state not in (State.RESIDENT, State.RELEASED)
+                if region is not None and region.transfer.state not in (State.RESIDENT, State.RELEASED)
             )
             quarter = max(away // 4, self.largest)
             self._wanted = max(self._wanted, min(max(3 * self.largest, 24 * MiB), quarter))
@@ -80,24 +81,24 @@ class Prefetcher:
                 pass  # it is not needed yet; where backward asks for it, it is an error
         if self._enough(tape):
             return
-        begun = self._mover.ahead
+        begun = self._mover.loads.prefetched_bytes
         near = self._along(tape, self.limit)
         for following in self.next_tapes:
             if near <= 0:
                 break
             if following is not tape:
                 near = self._along(following, near)
-        if self._mover.ahead > begun:
-            self._mover.kick()
+        if self._mover.loads.prefetched_bytes > begun:
+            self._mover.flush()
 
     def _advance(self, tape: Tape) -> None:
-        """Bring the next `device_limit` bytes to the device that backward will ask for.
+        """Bring the next `Departures.limit` bytes to the device that backward will ask for.
 
         Of those that come from a tier: have the device memory, and begin the copies of those whose read has ended, in order.
         What is in a staging buffer is copied from there.
         """
         mover = self._mover
-        room = mover.device_limit
+        room = mover.departures.limit
         near = max(self.limit, room)
         in_order = True
         for region in self._coming(tape):
@@ -109,18 +110,18 @@ class Prefetcher:
             room -= region.nbytes
             if room < 0:
                 return
-            if region.payload is not None and region.state in (State.STAGED, State.STORING):
+            if region.transfer.payload is not None and region.transfer.state in (State.STAGED, State.STORING):
                 continue  # decoded on the stream that asks for it
-            if region.state is State.STAGED:
+            if region.transfer.state is State.STAGED:
                 mover.unstage(region)
-            elif region.state is State.STORING and region.loaded is None:
-                mover.transfer.recall(region)
-            elif region.state in (State.STORED, State.LOADING):
-                mover.transfer.reserve_target(region, region.stored_bytes)
-                operation = region.operation
+            elif region.transfer.state is State.STORING and region.transfer.loaded is None:
+                mover.bring_back(region)
+            elif region.transfer.state in (State.STORED, State.LOADING):
+                mover.loads.reserve_target(region)
+                operation = region.transfer.operation
                 in_order = in_order and operation is not None and operation.done() and not operation.failed()
                 if in_order:
-                    mover.end_load(region)
+                    mover.loads.end(region)
 
     def _coming(self, tape: Tape) -> Iterator[Region]:
         """Regions that backward has not had, in the order in which it will ask."""
@@ -128,13 +129,15 @@ class Prefetcher:
             start = len(following.regions) if following.cursor is None else following.cursor
             for index in range(start - 1, -1, -1):
                 region = following.regions[index]
-                if region is not None and (region.passed != following.pass_number or region.waiting):
+                if region is not None and (
+                    region.last_pass != following.pass_number or region.pending_unpacks
+                ):
                     yield region
 
     def _enough(self, tape: Tape) -> bool:
         """Whether half of the limit is ahead of backward. What it has passed without asking (the loss of another head) is not."""
-        furthest = self._mover.furthest_ahead()
-        if furthest is None or 2 * self._mover.ahead <= self.limit:
+        furthest = self._mover.loads.furthest_prefetched()
+        if furthest is None or 2 * self._mover.loads.prefetched_bytes <= self.limit:
             return False
         if furthest.tape is tape:
             return tape.cursor is None or furthest.index < tape.cursor
@@ -146,16 +149,16 @@ class Prefetcher:
         start = len(tape.regions) if tape.cursor is None else tape.cursor
         for index in range(start - 1, -1, -1):
             region = tape.regions[index]
-            if region is None or (region.passed == tape.pass_number and not region.waiting):
+            if region is None or (region.last_pass == tape.pass_number and not region.pending_unpacks):
                 continue
-            if region.state is State.STORED:
-                if mover.ahead and mover.ahead + region.nbytes > self.limit:
+            if region.transfer.state is State.STORED:
+                if mover.loads.prefetched_bytes and mover.loads.prefetched_bytes + region.nbytes > self.limit:
                     return 0
                 self.fit()
-                if not mover.begin_load(region, asked=False):
+                if not mover.loads.begin(region, on_demand=False):
                     return 0
-            elif region.state is State.STORING and not mover.stop_store(region):
-                region.wanted = True
+            elif region.transfer.state is State.STORING and not mover.stop_store(region):
+                mover.keep_resident(region)
             near -= region.nbytes
             if near <= 0:
                 return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
@@ -11,21 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ssdtrain.offload.geometry import Geometry, densest, restride, tensor_over, view_of
+from ssdtrain.offload.transfer_state import TransferState
 
 if TYPE_CHECKING:
-    from ssdtrain.codecs import Codec
-    from ssdtrain.device import Event
     from ssdtrain.offload.meter import Seen
     from ssdtrain.offload.tape import Tape
-    from ssdtrain.offload.targets import Target
-    from ssdtrain.storage import Lease, Operation, Slot
 
 __all__ = [
     "Handle",
     "Kept",
     "Region",
     "Releases",
-    "State",
     "after_close",
     "lost",
     "modified",
@@ -35,20 +30,10 @@ __all__ = [
 _NOTHING: dict[torch.device, torch.Tensor] = {}
 
 
-class State(enum.Enum):
-    """Where the bytes of a region are. Changed by the engine alone, under its lock."""
-
-    RESIDENT = "resident"  # in memory only
-    STORING = "storing"  # in memory, and on the way to a tier
-    STAGED = "staged"  # in a staging buffer, or encoded in memory, only: its store was cancelled
-    STORED = "stored"  # in a tier only
-    LOADING = "loading"  # in a tier, and on the way to memory
-    LOADED = "loaded"  # in a tier and in memory
-    RELEASED = "released"  # nowhere: nobody needs them any more
-
-
 class Region:
     """Bytes [start, start + nbytes) of one storage, kept once however many saved tensors view them.
+
+    Here is what they are, which version of them was saved, and who refers to them; where they are is in `transfer`.
 
     Note: [The probe]
     `tensor` is a detached alias of the first tensor saved. When the bytes have left memory its storage is taken away
@@ -56,8 +41,8 @@ class Region:
     original is noticed whenever it happens. Regions that hold a packed copy (`capture`) watch the original through `probe`.
 
     Note: [Buffers belong to the tensor]
-    `loaded` is the buffer that a load filled. What `unpack` hands out shares its storage and its version counter; where a
-    region has one handle only, its tensor has the buffer for itself, and a counter of its own. The storage owns the
+    `transfer.loaded` is the buffer that a load filled. What `unpack` hands out shares its storage and its version counter; where
+    a region has one handle only, its tensor has the buffer for itself, and a counter of its own. The storage owns the
     buffer: it goes back to the arena when the last view dies, not when the handle does. A backward may return
     its saved tensor, modified, as the gradient (vocabulary-parallel cross entropy does); a buffer that went back with the
     handle would be overwritten under it. A write is seen on the counter, and the buffer is not handed out again.
@@ -73,44 +58,28 @@ class Region:
 
     __slots__ = (
         "__weakref__",
-        "ahead",
-        "codec",
         "dtype",
-        "event",
-        "forwarded",
         "handles",
         "index",
         "key",
-        "lead",
-        "lease",
-        "load_event",
-        "loaded",
-        "loaded_version",
+        "last_pass",
         "module",
         "nbytes",
-        "operation",
         "origin",
         "owner",
         "packed",
-        "passed",
-        "payload",
+        "pending_unpacks",
         "pointer",
         "probe",
         "releases",
         "seen",
         "shared",
-        "slot",
         "start",
-        "state",
-        "stored_bytes",
         "stream",
         "tape",
-        "target",
         "tensor",
-        "tier",
+        "transfer",
         "version",
-        "waiting",
-        "wanted",
     )
 
     def __init__(
@@ -133,35 +102,18 @@ class Region:
         self.index = -1  # place on the tape
         self.key = 0  # of its storage, among the regions that can be joined
         self.owner: weakref.ref[torch.Tensor] | None = None  # see Note: [Owners of version counters]
-        self.origin: Geometry | None = (
-            None  # where a thin view lies in its storage, whose bytes are copied together
-        )
+        # Where a thin view lies in its storage, whose bytes are copied together.
+        self.origin: Geometry | None = None
         self.packed: tuple[int, ...] | None = None  # shape of that copy, when it was made
-        self.state = State.RESIDENT
         self.handles = 0  # handles alive
         self.shared = False  # there was ever more than one
-        self.waiting = 0  # handles alive that were never unpacked
-        self.passed = -1  # the tape's pass in which backward last used it
-        self.wanted = False  # backward is near: keep the bytes when the store ends
-        self.forwarded = False  # backward got it while it was being stored; counted
-        self.ahead = False  # loaded, or being loaded, before anybody asked
+        self.pending_unpacks = 0  # handles alive that were never unpacked
+        self.last_pass = -1  # the tape's pass in which backward last used it
         self.dtype = tensor.dtype
         self.module = ""  # qualified name of the module that saved it; "": nobody knows
-        self.tier: str | None = None  # that the policy wants it in
-        self.codec: Codec | None = None  # encodes it on the way to a tier
-        self.payload: torch.Tensor | None = None  # encoded bytes, on their way to or from the tier
-        self.stored_bytes = nbytes  # in the tier
-        self.lead = 0  # address modulo the I/O alignment
-        self.slot: Slot | None = None
-        self.operation: Operation | None = None
         self.stream: Any | None = None  # of the device, on which it was saved
-        self.event: Event | None = None  # the copy off the device
-        self.load_event: Event | None = None  # the copy onto the device
-        self.target: Target | None = None  # the device memory that it fills
-        self.lease: Lease | None = None  # the staging buffer of a device copy
-        self.loaded: torch.Tensor | None = None
-        self.loaded_version = 0
         self.pointer = tensor.untyped_storage().data_ptr()  # 0: `tensor` was emptied
+        self.transfer = TransferState(nbytes)  # the mover's
 
     @property
     def name(self) -> str:
@@ -196,12 +148,6 @@ class Region:
         if self.origin is not None:  # a thin view that was not copied
             return view_of(base, 0, self.origin)
         return tensor_over(base, geometry) if alone else view_of(base, start, geometry)
-
-    def drop_target(self) -> None:
-        """Give up the device memory that was reserved for it, if nothing has been copied there yet."""
-        if self.target is not None:
-            self.target.tensor = None
-            self.target = None
 
     @property
     def emptied(self) -> bool:

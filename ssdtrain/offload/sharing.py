@@ -33,8 +33,9 @@ from typing import NamedTuple
 import torch
 
 from ssdtrain.offload.geometry import Geometry
-from ssdtrain.offload.region import Region, Releases, State
+from ssdtrain.offload.region import Region, Releases
 from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.transfer_state import State
 
 __all__ = ["Extent", "Regions", "no_overlap"]
 
@@ -86,7 +87,7 @@ class Regions:
             if (
                 region.tape is tape
                 and _contains(region, tensor, extent)
-                and region.state is not State.RELEASED
+                and region.transfer.state is not State.RELEASED
                 and not region.changed()
                 and region.owner is not None
                 and region.owner() is _owner(tensor)
@@ -150,7 +151,7 @@ def _origin(tensor: torch.Tensor) -> Geometry:
 def _contains(region: Region, tensor: torch.Tensor, extent: Extent) -> bool:
     if region.origin is not None:
         return region.origin == _origin(tensor)
-    if region.codec is not None and region.dtype is not tensor.dtype:
+    if region.transfer.codec is not None and region.dtype is not tensor.dtype:
         return False  # see Note: [Codecs and views]
     itemsize = tensor.itemsize
     return (

@@ -23,8 +23,9 @@ from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.mover import Mover, wait_quietly
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.reasons import CROWDED, LATE, TOO_LARGE, Reasons
-from ssdtrain.offload.region import Region, State
+from ssdtrain.offload.region import Region
 from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.transfer_state import State
 
 __all__ = ["StoreStarter"]
 
@@ -75,7 +76,7 @@ class StoreStarter:
         """Store `region`, which was saved just now, once its operator has ended."""
         if region.nbytes > self._largest:
             self._largest = region.nbytes
-            self._mover.together = min(TOGETHER, self._options.in_flight // 4, region.nbytes)
+            self._mover.batch_bytes = min(TOGETHER, self._options.in_flight // 4, region.nbytes)
         tape.unstored.append(region)
         tape.operator = _sequence_number()
         tape.stream = region.stream = self._device.current_stream()
@@ -99,23 +100,19 @@ class StoreStarter:
         """How much may be on the device that is on its way out of it, or back: what two operators save, at least."""
         self._largest_operator = max(self._largest_operator, operator_bytes)
         self._largest_tape = max(self._largest_tape, tape.nbytes)
-        self._mover.device_limit = max(2 * self._largest_operator, int(DEVICE_SHARE * self._largest_tape))
+        self._mover.departures.limit = max(2 * self._largest_operator, int(DEVICE_SHARE * self._largest_tape))
 
     def _begin(self, region: Region) -> bool:
-        if region.state is not State.RESIDENT:
+        if region.transfer.state is not State.RESIDENT:
             return True  # released
-        if self.closed or region.passed >= 0 or region.changed() or self._device.capturing():
+        if self.closed or region.last_pass >= 0 or region.changed() or self._device.capturing():
             self._mover.keep(region)
             return True
         if region.capture():
             region.stream = self._device.current_stream()  # which allocated the copy
             self._statistics.packed_bytes += region.nbytes
             self._meter.see_own(region.tensor.untyped_storage())
-        oldest = self._mover.oldest_store()
-        return self._has_room(region, oldest) and self._mover.begin_store(region)
-
-    def _has_room(self, region: Region, oldest: Region | None) -> bool:
-        return oldest is None or self._mover.in_flight + region.nbytes <= self._options.in_flight
+        return self._mover.admits(region) and self._mover.begin_store(region)
 
     # Without the lock
 
@@ -130,20 +127,22 @@ class StoreStarter:
                 oldest = self._mover.oldest_store()
                 if not (full and oldest is not None) and self._begin(region):
                     return
-                full = full or self._has_room(region, oldest)
-                size, limit = region.stored_bytes, self._staging.capacity if self._staging is not None else 0
+                full = full or self._mover.admits(region)
+                size, limit = (
+                    region.transfer.stored_bytes,
+                    self._staging.capacity if self._staging is not None else 0,
+                )
                 # How large an encoded one is is known when its store was tried.
-                large = self._staging is not None and size > limit and (full or not region.codec)
+                large = self._staging is not None and size > limit and (full or not region.transfer.codec)
                 passing = self._mover.transfer.passing()
                 if large or (full and oldest is None and passing is None):
                     self._keep(region, TOO_LARGE if large else CROWDED, size, limit)
                     return
-                operation = oldest.operation if oldest is not None else None
             now = time.monotonic()
             deadline = now + self._options.deadline if deadline is None else deadline
             ended = now < deadline
-            if operation is not None:
-                ended = ended and wait_quietly(operation, deadline - now)
+            if oldest is not None:
+                ended = ended and wait_quietly(oldest, deadline - now)
             elif passing is not None:
                 self._device.block(passing)  # every buffer is in use by copies that are under way
             with lock:

@@ -5,7 +5,8 @@ stays until its write has ended. `StagedTransfer` is for device memory: a copy o
 the pool; the tensor goes as soon as the copy has left the device. On the CPU the staged way works too (its events are
 no-ops), which is how it is tested without a GPU.
 
-Both are called with the engine's lock held and never wait.
+Both are called with the engine's lock held and never wait. They read the state of a region's transfer and change nothing of
+it: what they began or made is returned to the mover.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from ssdtrain.device import Device, Event
 from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.region import Region
-from ssdtrain.offload.targets import LoadTargets
-from ssdtrain.storage import ALIGNMENT, Lease, SpillStore
+from ssdtrain.offload.targets import LoadTargets, Target
+from ssdtrain.offload.transfer_state import Arrival, Read, Write
+from ssdtrain.storage import ALIGNMENT, Lease, Operation, SpillStore
 
 __all__ = ["DirectTransfer", "StagedTransfer", "Transfer"]
 
@@ -31,43 +33,46 @@ class Transfer(Protocol):
 
     buffers: Buffers
     copies: bool
-    """Tensors are copied to a buffer first, so that one may be emptied (`departed`) before its write has ended."""
+    """Tensors are copied to a buffer first, so that one may be emptied (`depart`) before its write has ended."""
 
-    def prepare(self, region: Region) -> None:
-        """Encode a region that has a codec, which it loses if that does not fit its bytes; `region.stored_bytes` then go to the
-        tier."""
+    def encode(self, region: Region) -> torch.Tensor | None:
+        """The payload of a region that has a codec; None: the codec does not fit its bytes."""
 
-    def begin_store(self, region: Region, *, later: bool) -> bool:
-        """Queue the write of `region` to `region.slot`, `later` (see `SpillStore.write`) where nothing waits for it. False:
-        there is no buffer for it now."""
+    def begin_store(self, region: Region, *, defer: bool) -> Write | None:
+        """Queue the write of the region, or of its payload, to its slot. None: there is no buffer for it now.
+
+        Args:
+            defer: nothing waits for it, see `SpillStore.write`.
+        """
 
     def depart(self, region: Region) -> None:
-        """Empty the tensor of a region being stored before the write has ended: what follows on its stream waits for the copy."""
+        """Let the stream of a region that is being stored wait for its copy: then its tensor may be emptied."""
 
-    def end_store(self, region: Region) -> None:
-        """The write is over, well or not, and nothing is to be done with its buffer any more."""
+    def give_back(self, region: Region) -> None:
+        """Return the staging buffer of the region once no copy uses it."""
 
-    def rewrite(self, region: Region) -> None:
-        """Write again, to a new `region.slot`, what a failed write left in memory."""
+    def rewrite(self, region: Region) -> Operation:
+        """Write again, to a new slot, what a failed write left in memory."""
 
-    def recall(self, region: Region) -> bool:
-        """Make the bytes of a region being stored resident again from its buffer. False: they are still in the tensor."""
+    def recall(self, region: Region) -> Arrival | None:
+        """Bring back the bytes of a region being stored from its payload or its buffer. None: they are still in the tensor."""
 
-    def begin_load(self, region: Region, *, asked: bool, outside: bool = False) -> bool:
-        """Queue the read of `region`, for later unless backward `asked` for it. False: the arena is full (`outside`: then
-        allocate outside of it)."""
+    def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
+        """Queue the read of the region. None: the arena is full.
 
-    def advance_load(self, region: Region) -> None:
+        Args:
+            on_demand: backward waits for it; else it may begin with others.
+            allow_unpooled: allocate outside of the arena where that is full.
+        """
+
+    def advance_load(self, region: Region) -> Arrival:
         """The read has ended: begin what follows it."""
 
-    def end_load(self, region: Region) -> None:
-        """Order what follows on the current stream after the load."""
+    def end_load(self, region: Region) -> torch.Tensor | None:
+        """Order what follows on the current stream after the load. Returns the values of what came back encoded."""
 
-    def abandon_load(self, region: Region) -> None:
-        """Let go of the buffers of a load that was cancelled, failed or is of no use any more."""
-
-    def reserve_target(self, region: Region, nbytes: int) -> None:
-        """Have the device memory for a region that is about to come back."""
+    def reserve_target(self, nbytes: int) -> Target:
+        """The device memory for a region that is about to come back."""
 
     def poll(self) -> None:
         """Return the buffers whose copies have passed."""
@@ -92,22 +97,26 @@ def _bytes_of(lease: Lease) -> torch.Tensor:
     return torch.frombuffer(lease.give(), dtype=torch.uint8)
 
 
-def _encode(coding: Coding, region: Region, seen: Callable[[torch.UntypedStorage], None]) -> None:
-    if region.payload is not None:
-        return
-    if not coding.fits(region):
-        region.codec = None
-        return
-    coding.encode(region)
-    assert region.payload is not None
-    region.stored_bytes = region.payload.numel()
-    seen(region.payload.untyped_storage())
+class _Encoding:
+    """The payloads of both ways, seen by the meter."""
 
+    def __init__(self, coding: Coding, seen: Callable[[torch.UntypedStorage], None]) -> None:
+        self._coding = coding
+        self._seen = seen
 
-def _decode(coding: Coding, region: Region, seen: Callable[[torch.UntypedStorage], None]) -> None:
-    region.loaded = coding.decode(region)
-    region.loaded_version = region.loaded._version
-    seen(region.loaded.untyped_storage())
+    def encode(self, region: Region) -> torch.Tensor | None:
+        if region.transfer.payload is not None:
+            return region.transfer.payload
+        if not self._coding.fits(region):
+            return None
+        payload = self._coding.encode(region)
+        self._seen(payload.untyped_storage())
+        return payload
+
+    def decode(self, region: Region) -> torch.Tensor:
+        loaded = self._coding.decode(region)
+        self._seen(loaded.untyped_storage())
+        return loaded
 
 
 class DirectTransfer:
@@ -126,69 +135,57 @@ class DirectTransfer:
         self.store = store
         self.buffers = buffers
         self._seen = seen
-        self._coding = coding
+        self._encoding = _Encoding(coding, seen)
 
-    def prepare(self, region: Region) -> None:
-        _encode(self._coding, region, self._seen)
+    def encode(self, region: Region) -> torch.Tensor | None:
+        return self._encoding.encode(region)
 
-    def begin_store(self, region: Region, *, later: bool) -> bool:
-        assert region.slot is not None
-        address = region.address if region.payload is None else region.payload.data_ptr()
-        region.lead = address % ALIGNMENT
-        region.operation = self.store.write(region.slot, address, later=later)
-        return True
+    def begin_store(self, region: Region, *, defer: bool) -> Write | None:
+        slot = region.transfer.slot
+        assert slot is not None
+        address = _address(region)
+        return Write(self.store.write(slot, address, later=defer), address % ALIGNMENT)
 
     def depart(self, region: Region) -> None:
         raise AssertionError("the pool reads the tensor itself, or it was emptied when it was encoded")
 
-    def end_store(self, region: Region) -> None:
-        region.operation = None
-        region.payload = None
+    def give_back(self, region: Region) -> None:
+        return None
 
-    def rewrite(self, region: Region) -> None:
-        assert region.slot is not None and region.operation is not None
-        address = region.address if region.payload is None else region.payload.data_ptr()
-        region.operation = self.store.write(region.slot, address, check=region.operation.check)
+    def rewrite(self, region: Region) -> Operation:
+        slot, operation = region.transfer.slot, region.transfer.operation
+        assert slot is not None and operation is not None
+        return self.store.write(slot, _address(region), check=operation.check)
 
-    def recall(self, region: Region) -> bool:
-        if region.payload is None:
-            return False
-        _decode(self._coding, region, self._seen)
-        return True
+    def recall(self, region: Region) -> Arrival | None:
+        payload = region.transfer.payload
+        return None if payload is None else Arrival(self._encoding.decode(region), payload)
 
-    def begin_load(self, region: Region, *, asked: bool, outside: bool = False) -> bool:
-        assert region.slot is not None
-        lease = self.buffers.acquire(region.stored_bytes, region.lead)
+    def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
+        transfer = region.transfer
+        assert transfer.slot is not None
+        lease = self.buffers.acquire(transfer.stored_bytes, transfer.page_offset)
         if lease is not None:
             buffer = _bytes_of(lease)
-        elif outside:
-            buffer = torch.empty(region.stored_bytes, dtype=torch.uint8)
+        elif allow_unpooled:
+            buffer = torch.empty(transfer.stored_bytes, dtype=torch.uint8)
             self._seen(buffer.untyped_storage())
         else:
-            return False
-        region.operation = self.store.read(region.slot, buffer.data_ptr(), later=not asked)
-        if region.codec is None:
-            region.loaded = buffer
-        else:
-            region.payload = buffer
-        return True
+            return None
+        operation = self.store.read(transfer.slot, buffer.data_ptr(), later=not on_demand)
+        if transfer.codec is None:
+            return Read(operation, loaded=buffer)
+        return Read(operation, payload=buffer)
 
-    def advance_load(self, region: Region) -> None:
-        region.operation = None
-        if region.loaded is not None:
-            region.loaded_version = region.loaded._version
+    def advance_load(self, region: Region) -> Arrival:
+        return Arrival(region.transfer.loaded, region.transfer.payload)
 
-    def end_load(self, region: Region) -> None:
-        if region.payload is not None and region.loaded is None:
-            _decode(self._coding, region, self._seen)
-            region.payload = None
+    def end_load(self, region: Region) -> torch.Tensor | None:
+        if region.transfer.payload is None or region.transfer.loaded is not None:
+            return None
+        return self._encoding.decode(region)
 
-    def abandon_load(self, region: Region) -> None:
-        region.operation = None
-        region.loaded = None
-        region.payload = None
-
-    def reserve_target(self, region: Region, nbytes: int) -> None:
+    def reserve_target(self, nbytes: int) -> Target:
         raise AssertionError("what the pool reads lies in the arena")
 
     def poll(self) -> None:
@@ -196,6 +193,12 @@ class DirectTransfer:
 
     def passing(self) -> None:
         return None
+
+
+def _address(region: Region) -> int:
+    """Of what is written: the region, or its payload."""
+    payload = region.transfer.payload
+    return region.address if payload is None else payload.data_ptr()
 
 
 class StagedTransfer:
@@ -223,151 +226,135 @@ class StagedTransfer:
     ) -> None:
         self.store = store
         self._seen = seen
-        self._coding = coding
+        self._encoding = _Encoding(coding, seen)
         self.buffers = buffers
         self.device = device
         self.targets = LoadTargets(device)
         # Buffers that a copy alone uses, by direction, each in the order of the copies. See Note: [Buffers in passing].
         self._passing: tuple[deque[_Passing], deque[_Passing]] = (deque(), deque())
 
-    def prepare(self, region: Region) -> None:
-        _encode(self._coding, region, self._seen)
+    def encode(self, region: Region) -> torch.Tensor | None:
+        payload = self._encoding.encode(region)
         # The tensor is let go of next: what reuses its memory comes after the encoding.
         current = self.device.current_stream()
-        if region.payload is not None and region.stream is not None and region.stream != current:
+        if payload is not None and region.stream is not None and region.stream != current:
             encoded = self.device.record(current)
             if encoded is not None:
                 self.device.wait(encoded, region.stream)
+        return payload
 
-    def begin_store(self, region: Region, *, later: bool) -> bool:  # its workers wait for a device anyway
-        assert region.slot is not None
-        lease = self.buffers.acquire(region.stored_bytes)
+    def begin_store(self, region: Region, *, defer: bool) -> Write | None:
+        lease = self.buffers.acquire(region.transfer.stored_bytes)
         if lease is None:
-            return False
-        source = region.payload
+            return None
+        source = region.transfer.payload
         if source is None:
             source = torch.empty(0, dtype=torch.uint8, device=region.tensor.device)
             source.set_(region.tensor.untyped_storage(), region.start, (region.nbytes,), (1,))
-        region.lease = lease
-        region.lead = 0
-        region.event = self.device.copy_to_host(source, torch.frombuffer(lease.view(), dtype=torch.uint8))
-        self._write(region)
-        return True
+        event = self.device.copy_to_host(source, torch.frombuffer(lease.view(), dtype=torch.uint8))
+        # Never deferred: the pool's workers wait for the device anyway.
+        return Write(self._write(region, lease, event), lease=lease, event=event)
 
-    def _write(self, region: Region) -> None:
-        assert region.slot is not None and region.lease is not None
-        handle = self.device.event_handle(region.event)
-        region.operation = self.store.write(region.slot, region.lease.address, after_event=handle)
+    def _write(self, region: Region, lease: Lease, event: Event | None) -> Operation:
+        assert region.transfer.slot is not None
+        handle = self.device.event_handle(event)
+        return self.store.write(region.transfer.slot, lease.address, after_event=handle)
 
     def depart(self, region: Region) -> None:
-        if region.event is not None and not region.event.query():
-            self.device.wait(region.event, region.stream)
+        event = region.transfer.event
+        if event is not None and not event.query():
+            self.device.wait(event, region.stream)
             current = self.device.current_stream()
             if current != region.stream:
-                self.device.wait(region.event, current)
-        region.empty_()
+                self.device.wait(event, current)
 
-    def end_store(self, region: Region) -> None:
-        region.operation = None
-        self._give_back(region)
-        region.event = None
-        region.payload = None
+    def give_back(self, region: Region) -> None:
+        transfer = region.transfer
+        self._return(transfer.lease, transfer.load_event, transfer.event, region)
 
-    def _give_back(self, region: Region) -> None:
-        """Return the staging buffer when the copy that uses it has passed, that of a cancelled store or one back to the device.
+    def _return(
+        self, lease: Lease | None, load_event: Event | None, store_event: Event | None, region: Region
+    ) -> None:
+        """Return a staging buffer when the copy that uses it has passed, that of a cancelled store or one back to the device.
 
         A copy off the device also reads memory that its owner may let go of next.
         """
-        lease, region.lease = region.lease, None
         if lease is None:
             return
-        event = region.load_event or region.event
+        event = load_event or store_event
         if event is None or event.query():
             lease.release()
-        elif region.load_event is not None:
+        elif load_event is not None:
             self._passing[_TO_DEVICE].append(_Passing(event, lease, None))
         else:
             self._passing[_TO_HOST].append(_Passing(event, lease, region.tensor.untyped_storage()))
 
-    def rewrite(self, region: Region) -> None:
-        self._write(region)
+    def rewrite(self, region: Region) -> Operation:
+        lease = region.transfer.lease
+        assert lease is not None
+        return self._write(region, lease, region.transfer.event)
 
-    def recall(self, region: Region) -> bool:
-        if region.payload is not None:
-            _decode(self._coding, region, self._seen)
-            return True
-        if region.lease is None or region.in_tensor:
-            return False
-        host = torch.frombuffer(region.lease.view(), dtype=torch.uint8)
-        region.loaded = self._copy_in(region, host, region.event)
-        region.loaded_version = region.loaded._version
-        return True
+    def recall(self, region: Region) -> Arrival | None:
+        transfer = region.transfer
+        if transfer.payload is not None:
+            return Arrival(self._encoding.decode(region), transfer.payload)
+        if transfer.lease is None or region.in_tensor:
+            return None
+        host = torch.frombuffer(transfer.lease.view(), dtype=torch.uint8)
+        return self._copy_in(region, host, transfer.event)
 
-    def begin_load(self, region: Region, *, asked: bool, outside: bool = False) -> bool:
-        assert region.slot is not None
-        lease = self.buffers.acquire(region.stored_bytes)
+    def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
+        transfer = region.transfer
+        assert transfer.slot is not None
+        lease = self.buffers.acquire(transfer.stored_bytes)
         if lease is not None:
-            region.lease = lease
-            region.operation = self.store.read(region.slot, lease.address, later=not asked)
-        elif outside:
-            region.loaded = torch.empty(region.stored_bytes, dtype=torch.uint8)
-            region.operation = self.store.read(region.slot, region.loaded.data_ptr())
-        else:
-            return False
-        return True
+            operation = self.store.read(transfer.slot, lease.address, later=not on_demand)
+            return Read(operation, lease)
+        if not allow_unpooled:
+            return None
+        buffer = torch.empty(transfer.stored_bytes, dtype=torch.uint8)
+        return Read(self.store.read(transfer.slot, buffer.data_ptr()), loaded=buffer)
 
-    def advance_load(self, region: Region) -> None:
-        if region.lease is not None:
-            host = torch.frombuffer(region.lease.view(), dtype=torch.uint8)
+    def advance_load(self, region: Region) -> Arrival:
+        lease = region.transfer.lease
+        if lease is not None:
+            host = torch.frombuffer(lease.view(), dtype=torch.uint8)
         else:
-            assert region.loaded is not None
-            host = region.loaded
-        target = self._copy_in(
-            region, host
-        )  # may find no memory: then it is as before, and may be tried again
-        region.operation = None
-        if region.lease is None and region.load_event is not None:
-            self._passing[_TO_DEVICE].append(_Passing(region.load_event, None, host))
-        self._give_back(region)
-        if region.codec is None:
-            region.loaded = target
-            region.loaded_version = target._version
-        else:
-            region.loaded, region.payload = None, target
+            assert region.transfer.loaded is not None
+            host = region.transfer.loaded
+        # It may find no memory: then the region is as before, and this may be tried again.
+        arrival = self._copy_in(region, host)
+        if lease is None and arrival.event is not None:
+            self._passing[_TO_DEVICE].append(_Passing(arrival.event, None, host))
+        self._return(lease, arrival.event, region.transfer.event, region)
+        if region.transfer.codec is None:
+            return arrival
+        return arrival._replace(loaded=None, payload=arrival.loaded)
 
-    def _copy_in(self, region: Region, host: torch.Tensor, after: Event | None = None) -> torch.Tensor:
+    def _copy_in(self, region: Region, host: torch.Tensor, after: Event | None = None) -> Arrival:
         """Queue the copy of `host` to the device, behind `after`."""
-        self.reserve_target(region, host.numel())
-        target = region.target
-        assert target is not None
+        target = region.transfer.target
+        if target is None or target.tensor is None:  # none yet, or that of an earlier load
+            target = self.reserve_target(host.numel())
         tensor = self.targets.take(target)
         awaited = target.awaited if after is None else [*target.awaited, after]
-        region.load_event = self.device.copy_to_device(host, tensor, awaited)
-        return tensor
+        return Arrival(tensor, None, target, self.device.copy_to_device(host, tensor, awaited))
 
-    def reserve_target(self, region: Region, nbytes: int) -> None:
-        """Have the device memory for `region`, whose load is under way. See Note: [Load targets]."""
-        if region.target is None or region.target.tensor is None:  # none yet, or that of an earlier load
-            region.target = self.targets.reserve(nbytes)
-            assert region.target.tensor is not None
-            self._seen(region.target.tensor.untyped_storage())
+    def reserve_target(self, nbytes: int) -> Target:
+        target = self.targets.reserve(nbytes)
+        assert target.tensor is not None
+        self._seen(target.tensor.untyped_storage())
+        return target
 
-    def end_load(self, region: Region) -> None:
-        if region.load_event is not None:
-            self.device.wait(region.load_event)
-        if region.target is not None:
-            self.targets.hand_out(region.target)
-        if region.payload is not None and region.loaded is None:
-            _decode(self._coding, region, self._seen)
-            region.payload = region.target = region.load_event = None
-
-    def abandon_load(self, region: Region) -> None:
-        region.operation = None
-        self._give_back(region)
-        region.loaded = None
-        region.payload = None
-        region.load_event = None
-        region.drop_target()
+    def end_load(self, region: Region) -> torch.Tensor | None:
+        transfer = region.transfer
+        if transfer.load_event is not None:
+            self.device.wait(transfer.load_event)
+        if transfer.target is not None:
+            self.targets.hand_out(transfer.target)
+        if transfer.payload is None or transfer.loaded is not None:
+            return None
+        return self._encoding.decode(region)
 
     def poll(self) -> None:
         self.targets.note_deaths()

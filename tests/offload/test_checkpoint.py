@@ -47,7 +47,7 @@ def test_its_inputs_are_loaded_ahead_of_the_recomputation(make_runtime: MakeRunt
         loss = y.square().mean()
     settled(runtime)
     for block in blocks:
-        block.register_forward_pre_hook(lambda *_: ahead.append(runtime.engine.mover.ahead))  # type: ignore[union-attr]
+        block.register_forward_pre_hook(lambda *_: ahead.append(runtime.engine.mover.loads.prefetched_bytes))  # type: ignore[union-attr]
     loss.backward()
     assert ahead[0] > 0, "nothing was loaded ahead while the last block was recomputed"
 

@@ -13,7 +13,7 @@ import torch
 
 from ssdtrain.offload import engine as engine_module
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.region import State
+from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import SpillStore, inside_section, section
 from tests.offload.conftest import MakeRuntime, Variant, stored_forward
@@ -68,7 +68,7 @@ def loads_held(runtime: Runtime) -> tuple[torch.nn.Sequential, torch.Tensor]:
     pool_of(runtime).hold(writes=False)
     engine = engine_of(runtime)
     engine.prefetch(next(tape for known in runtime.offload._tapes.values() if (tape := known()) is not None))
-    assert sum(region.state is State.LOADING for region in engine.mover.busy()) > 1
+    assert sum(region.transfer.state is State.LOADING for region in engine.mover.busy()) > 1
     return layers, loss
 
 

@@ -211,7 +211,7 @@ def test_what_backward_wrote_into_a_buffer_is_not_handed_out_again(
     del y
     if storing:
         pool.kick()
-        operations = [region.operation for region in runtime.engine.mover._stores]
+        operations = [region.transfer.operation for region in runtime.engine.mover._stores]
         assert operations
         deadline = time.monotonic() + 10
         while not all(operation is not None and operation.begun() for operation in operations):
@@ -220,7 +220,7 @@ def test_what_backward_wrote_into_a_buffer_is_not_handed_out_again(
         runtime.engine.drain()
         for region in runtime.engine.mover._stores:
             if not region.emptied:  # as when a later store needs the room
-                runtime.engine.mover.transfer.depart(region)
+                runtime.engine.mover._depart(region)
     else:
         settled(runtime)
     loss.backward()

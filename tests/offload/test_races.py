@@ -17,7 +17,8 @@ import torch
 
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.region import Handle, Region, State
+from ssdtrain.offload.region import Handle, Region
+from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, holds_nothing, settled
 
@@ -105,7 +106,7 @@ def test_what_is_still_in_memory_when_backward_begins_is_not_read(
     runtime = make_runtime(way, prefetch="16MiB")
     pool_of(runtime).hold()  # type: ignore[attr-defined]
     x, loss = chain(runtime)
-    stores = [region.operation for region in engine_of(runtime).mover._stores]
+    stores = [region.transfer.operation for region in engine_of(runtime).mover._stores]
     assert len(stores) > 3
     pool_of(runtime).release()  # type: ignore[attr-defined]
     pool_of(runtime).kick()  # type: ignore[attr-defined]
@@ -134,15 +135,15 @@ def test_a_backward_that_begins_in_the_middle_reads_ahead_from_there(
             other = other.cos()
         loss, other = y.sum(), other.sum()
     settled(runtime)
-    mover = engine_of(runtime).mover
+    loads = engine_of(runtime).mover.loads
     asked: list[bool] = []
-    begin_load = mover.begin_load
+    begin = loads.begin
 
-    def count(region: Region, *, asked: bool, calls: list[bool] = asked) -> bool:
-        calls.append(asked)
-        return begin_load(region, asked=asked)
+    def count(region: Region, *, on_demand: bool) -> bool:
+        asked.append(on_demand)
+        return begin(region, on_demand=on_demand)
 
-    mover.begin_load = count  # type: ignore[method-assign]
+    loads.begin = count  # type: ignore[method-assign]
     with runtime.backward() if named else nullcontext():
         loss.backward(retain_graph=True)
     assert sum(asked) <= 1, f"{sum(asked)} of {len(asked)} loads began when backward asked for them"
@@ -157,7 +158,7 @@ def test_a_store_is_forwarded_once_however_often_it_is_asked_for(
     pool_of(runtime).hold(begun=True, reads=False)  # type: ignore[attr-defined]
     _, loss = chain(runtime, depth=2)
     pool_of(runtime).kick()  # type: ignore[attr-defined]
-    until(lambda: engine_of(runtime).mover._stores[0].operation.begun(), "the first store")  # type: ignore[union-attr]
+    until(lambda: engine_of(runtime).mover._stores[0].transfer.operation.begun(), "the first store")  # type: ignore[union-attr]
     for _ in range(3):
         loss.backward(retain_graph=True)
     pool_of(runtime).release()  # type: ignore[attr-defined]
@@ -176,7 +177,7 @@ def test_unpack_overtakes_a_prefetch(way: Variant, make_runtime: MakeRuntime) ->
     for begun in (False, True):
         pool_of(runtime).hold(begun=begun, writes=False)  # type: ignore[attr-defined]
         engine_of(runtime).prefetch(tape)
-        assert engine_of(runtime).mover.ahead > 0
+        assert engine_of(runtime).mover.loads.prefetched_bytes > 0
         timer = threading.Timer(0.05, pool_of(runtime).release)  # type: ignore[attr-defined]
         timer.start()
         loss.backward(retain_graph=not begun)
@@ -203,9 +204,10 @@ def test_a_released_region_keeps_its_memory_until_its_store_has_ended(
         busy = engine.mover.busy()
         if busy:
             break
-    assert busy and all(region.state is State.RELEASED for region in busy)
+    assert busy and all(region.transfer.state is State.RELEASED for region in busy)
     written_from = [
-        region.lease if way is STAGED else region.tensor.untyped_storage().nbytes() for region in busy
+        region.transfer.lease if way is STAGED else region.tensor.untyped_storage().nbytes()
+        for region in busy
     ]
     assert all(written_from), "memory was let go under a store"
     live = runtime.statistics().store.live_slots  # type: ignore[union-attr]
@@ -248,10 +250,12 @@ def test_a_pool_exhausted_by_prefetches_gives_way(way: Variant, make_runtime: Ma
     tape = runtime.offload.tape(0, -1)
     assert tape is not None
     engine_of(runtime).prefetch(tape)
-    first = next(region for region in tape.regions if region is not None and region.state is State.STORED)
+    first = next(
+        region for region in tape.regions if region is not None and region.transfer.state is State.STORED
+    )
     handle = Handle(first, (torch.float32, torch.Size((SIZE, SIZE)), (SIZE, 1), 0))
     first.handles += 1
-    first.waiting += 1
+    first.pending_unpacks += 1
     assert torch.equal(engine_of(runtime).unpack(handle), x.detach())
     del handle, first, tape
     assert runtime.statistics().offload.evicted_bytes > 0  # type: ignore[union-attr]

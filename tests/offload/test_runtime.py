@@ -132,9 +132,11 @@ def test_the_next_tape_is_loaded_while_this_one_runs_backward(make_runtime: Make
     with runtime.backward(0, 0):
         losses[0].backward()
     del losses[0]
-    assert runtime.engine is not None and runtime.engine.mover.ahead > 0
+    assert runtime.engine is not None and runtime.engine.mover.loads.prefetched_bytes > 0
     tape = runtime.offload.tape(0, 1)
-    assert tape is not None and any(region is not None and region.ahead for region in tape.regions)
+    assert tape is not None and any(
+        region is not None and region.transfer.prefetched for region in tape.regions
+    )
     del tape
     losses[1].backward()
 
@@ -240,7 +242,11 @@ def test_an_amount_keeps_the_last_saved(make_runtime: MakeRuntime) -> None:
                 y = y.sin()
             loss = y.sum()
         assert tape is not None
-        states = ["kept" if region.slot is None else "left" for region in tape.regions if region is not None]
+        states = [
+            "kept" if region.transfer.slot is None else "left"
+            for region in tape.regions
+            if region is not None
+        ]
         loss.backward()
         del loss, y
     assert states == ["left"] * 5 + ["kept"] * 5

@@ -34,15 +34,15 @@ def test_loads_are_issued_several_at_a_time(way: Variant, make_runtime: MakeRunt
     runtime = make_runtime(way, prefetch="1MiB")  # four regions
     _, loss = chain(runtime, depth=12)
     settled(runtime)
-    mover = engine_of(runtime).mover
+    loads = engine_of(runtime).mover.loads
     cursors: list[int | None] = []
-    begin_load = mover.begin_load
+    begin = loads.begin
 
-    def record(region: Region, *, asked: bool) -> bool:
+    def record(region: Region, *, on_demand: bool) -> bool:
         cursors.append(region.tape.cursor)
-        return begin_load(region, asked=asked)
+        return begin(region, on_demand=on_demand)
 
-    mover.begin_load = record  # type: ignore[method-assign]
+    loads.begin = record  # type: ignore[method-assign]
     with runtime.backward():
         loss.backward()
     assert len(cursors) >= 10 and len(set(cursors)) <= len(cursors) // 2

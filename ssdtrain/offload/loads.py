@@ -1,0 +1,173 @@
+"""Loads: a region's bytes on the way back from a tier. A part of the mover; see there for the states."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ssdtrain.offload.metrics import OffloadMetrics
+from ssdtrain.offload.region import Region, after_close, overwritten
+from ssdtrain.offload.transfer import Transfer
+from ssdtrain.offload.transfer_state import State
+from ssdtrain.storage import IOCancelled, SourceChanged
+
+__all__ = ["Loads"]
+
+
+class Loads:
+    """Starts, finishes, evicts and abandons loads. Called with the engine's lock held, and never waits.
+
+    Args:
+        transfer: how bytes enter tensors.
+        statistics: counters to keep.
+    """
+
+    def __init__(self, transfer: Transfer, statistics: OffloadMetrics) -> None:
+        self.transfer = transfer
+        self.statistics = statistics
+        self.prefetched_bytes = 0  # loaded, or being loaded, that backward has not asked for yet
+        self._prefetched: deque[Region] = deque()  # in the order in which backward will ask
+        self._needed: set[Region] = set()  # being loaded, while backward waits for them
+        self._leaving: list[Region] = []  # released, but an operation still uses their memory
+
+    def begin(self, region: Region, *, on_demand: bool) -> bool:
+        """STORED -> LOADING. False: no buffer now.
+
+        A load that backward asked for never waits for a buffer that only backward frees: it drops what was prefetched,
+        the last needed first, and where that is not enough it allocates outside of the arena. It waits (False) for a buffer
+        that comes back by itself: `Transfer.passing`.
+        """
+        read = self.transfer.begin_load(region, on_demand=on_demand)
+        if read is None:
+            if not on_demand or self.transfer.passing() is not None:
+                return False
+            while read is None and self._evict():
+                read = self.transfer.begin_load(region, on_demand=True)
+            if read is None:
+                read = self.transfer.begin_load(region, on_demand=True, allow_unpooled=True)
+                self.statistics.outside_bytes += region.nbytes
+        assert read is not None
+        region.transfer.read_began(read)
+        if on_demand:
+            self._needed.add(region)
+        else:
+            region.transfer.prefetched = True
+            self.prefetched_bytes += region.nbytes
+            self._prefetched.append(region)
+        return True
+
+    def furthest_prefetched(self) -> Region | None:
+        """What was prefetched last, and not asked for since."""
+        return self._prefetched[-1] if self._prefetched else None
+
+    def reserve_target(self, region: Region) -> None:
+        """Have the device memory for a region whose load is under way. See Note: [Load targets]."""
+        transfer = region.transfer
+        if transfer.target is None or transfer.target.tensor is None:  # none yet, or that of an earlier load
+            transfer.target = self.transfer.reserve_target(transfer.stored_bytes)
+
+    def end(self, region: Region) -> None:
+        """LOADING -> LOADED: the read has ended.
+
+        Raises:
+            IOFailure: it failed; the region goes back to STORED, and nothing is handed out.
+            RuntimeError: the same, because it was cancelled by the end of the store, or because the tier does not have the bytes
+                that were saved.
+        """
+        transfer = region.transfer
+        assert transfer.operation is not None
+        self._needed.discard(region)
+        error = transfer.operation.failed()
+        if error is not None:
+            self._not_prefetched(region)
+            self._abandon(region)
+            transfer.state = State.STORED
+            if isinstance(error, IOCancelled):
+                raise after_close() from error
+            if isinstance(error, SourceChanged):
+                raise overwritten(region.dtype, region.nbytes) from error
+            raise error
+        transfer.arrived(self.transfer.advance_load(region))
+        transfer.operation = transfer.lease = None
+        transfer.state = State.LOADED
+        self.statistics.loaded_bytes += region.nbytes
+
+    def hand_out(self, region: Region) -> None:
+        """Backward gets the region now: what it does is ordered after the load."""
+        transfer = region.transfer
+        if transfer.state is State.LOADED or transfer.loaded is not None:
+            decoded = self.transfer.end_load(region)
+            if decoded is not None:
+                transfer.decoded(decoded)
+        if transfer.prefetched:
+            self._not_prefetched(region)
+
+    def let_go(self, region: Region) -> None:
+        """What was handed out owns the loaded bytes, or has changed them: they are not handed out again."""
+        if region.transfer.state is State.LOADED:
+            self._drop(region)
+        else:
+            region.transfer.loaded = None
+
+    def _drop(self, region: Region) -> None:
+        """LOADED -> STORED."""
+        self._not_prefetched(region)
+        region.transfer.drop_loaded()
+        region.transfer.state = State.STORED
+
+    def _not_prefetched(self, region: Region) -> None:
+        if region.transfer.prefetched:
+            region.transfer.prefetched = False
+            self.prefetched_bytes -= region.nbytes
+            self._prefetched.remove(region)
+
+    def _evict(self) -> bool:
+        """Drop the prefetched region that is needed last. False: there is none that can be dropped."""
+        for region in reversed(self._prefetched):
+            if region.transfer.state is State.LOADING:
+                operation = region.transfer.operation
+                assert operation is not None
+                if not operation.cancel() and not operation.done():
+                    continue
+                self._abandon(region)
+            self._drop(region)
+            self.statistics.evicted_bytes += region.nbytes
+            return True
+        return False
+
+    def _abandon(self, region: Region) -> None:
+        """Let go of the buffers of a load that was cancelled, failed or is of no use any more."""
+        self.transfer.give_back(region)
+        region.transfer.operation = region.transfer.lease = None
+        region.transfer.drop_loaded()
+
+    # Release
+
+    def forget(self, region: Region) -> None:
+        """Nobody waits for the region any more."""
+        self._not_prefetched(region)
+        self._needed.discard(region)
+
+    def release(self, region: Region) -> None:
+        """The region is being loaded, and nobody needs it any more: cancel, or keep its memory until the read has ended."""
+        operation = region.transfer.operation
+        assert operation is not None
+        if operation.cancel():
+            self._abandon(region)
+        else:
+            self._leaving.append(region)
+
+    def reap(self) -> None:
+        """Let go of released regions whose reads have ended. Cheap when nothing has."""
+        if self._leaving:
+            self._leaving = [region for region in self._leaving if not self._gone(region)]
+
+    def _gone(self, region: Region) -> bool:
+        if region.transfer.operation is not None and not region.transfer.operation.done():
+            return False
+        self._abandon(region)
+        return True
+
+    def busy(self) -> list[Region]:
+        """Regions whose memory a read uses."""
+        loading = [region for region in self._prefetched if region.transfer.state is State.LOADING]
+        return [*self._leaving, *self._needed, *loading]

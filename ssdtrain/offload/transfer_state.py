@@ -1,0 +1,152 @@
+"""Where the bytes of a region are, and what their transfer holds meanwhile.
+
+Owned by the mover: it alone changes a `TransferState`, with the engine's lock held. A transfer (`ssdtrain.offload.transfer`)
+reads it and returns what it began (`Write`, `Read`) or made (`Arrival`), which the mover enters here.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from ssdtrain.codecs import Codec
+    from ssdtrain.device import Event
+    from ssdtrain.offload.targets import Target
+    from ssdtrain.storage import Lease, Operation, Slot
+
+__all__ = ["Arrival", "Read", "State", "TransferState", "Write"]
+
+
+class State(enum.Enum):
+    """Where the bytes of a region are."""
+
+    RESIDENT = "resident"  # in memory only
+    STORING = "storing"  # in memory, and on the way to a tier
+    STAGED = "staged"  # in a staging buffer, or encoded in memory, only: its store was cancelled
+    STORED = "stored"  # in a tier only
+    LOADING = "loading"  # in a tier, and on the way to memory
+    LOADED = "loaded"  # in a tier and in memory
+    RELEASED = "released"  # nowhere: nobody needs them any more
+
+
+class Write(NamedTuple):
+    """A write that was queued."""
+
+    operation: Operation
+    page_offset: int = 0
+    """Address of the bytes modulo the I/O alignment. They are read back to an address of the same offset."""
+    lease: Lease | None = None
+    """The staging buffer that is written from."""
+    event: Event | None = None
+    """The end of the copy into it."""
+
+
+class Read(NamedTuple):
+    """A read that was queued, into one of the three."""
+
+    operation: Operation
+    lease: Lease | None = None
+    loaded: torch.Tensor | None = None
+    payload: torch.Tensor | None = None
+
+
+class Arrival(NamedTuple):
+    """Bytes of a region that came back to memory, or are on the way there on the load stream."""
+
+    loaded: torch.Tensor | None
+    payload: torch.Tensor | None = None
+    """In place of `loaded`: still encoded."""
+    target: Target | None = None
+    """The device memory that was filled; None: nothing was copied."""
+    event: Event | None = None
+    """The end of that copy."""
+
+
+class TransferState:
+    """Of one region, with the fields of a transfer that do not apply being None.
+
+    Args:
+        nbytes: of the region.
+    """
+
+    __slots__ = (
+        "codec",
+        "event",
+        "forwarded",
+        "keep_resident",
+        "lease",
+        "load_event",
+        "loaded",
+        "loaded_version",
+        "operation",
+        "page_offset",
+        "payload",
+        "prefetched",
+        "slot",
+        "state",
+        "stored_bytes",
+        "target",
+        "tier",
+    )
+
+    def __init__(self, nbytes: int) -> None:
+        self.state = State.RESIDENT
+        self.codec: Codec | None = None  # encodes it on the way to a tier
+        self.tier: str | None = None  # that the policy wants it in
+        self.stored_bytes = nbytes  # in the tier
+        self.page_offset = 0
+        self.slot: Slot | None = None
+        self.operation: Operation | None = None
+        self.lease: Lease | None = None  # the staging buffer of a device copy
+        self.event: Event | None = None  # the copy off the device
+        self.load_event: Event | None = None  # the copy onto the device
+        self.target: Target | None = None  # the device memory that it fills
+        self.payload: torch.Tensor | None = None  # encoded bytes, on their way to or from the tier
+        # What came back. See Note: [Buffers belong to the tensor] in `region`.
+        self.loaded: torch.Tensor | None = None
+        self.loaded_version = 0
+        self.keep_resident = False  # backward is near: keep the bytes when the store ends
+        self.forwarded = False  # backward got it while it was being stored; counted
+        self.prefetched = False  # loaded, or being loaded, before backward asked for it
+
+    def write_began(self, write: Write) -> None:
+        """RESIDENT -> STORING."""
+        self.operation, self.page_offset, self.lease, self.event = write
+        self.state = State.STORING
+        self.keep_resident = self.forwarded = False
+
+    def write_over(self) -> None:
+        """Let go of what the write needed; its staging buffer has been given back."""
+        self.operation = self.lease = self.event = self.payload = None
+
+    def read_began(self, read: Read) -> None:
+        """STORED -> LOADING."""
+        self.operation, self.lease, self.loaded, self.payload = read
+        self.state = State.LOADING
+
+    def arrived(self, arrival: Arrival) -> None:
+        """The bytes are in memory, or follow on the load stream."""
+        self.loaded, self.payload = arrival.loaded, arrival.payload
+        if arrival.loaded is not None:
+            self.loaded_version = arrival.loaded._version
+        if arrival.target is not None:
+            self.target, self.load_event = arrival.target, arrival.event
+
+    def decoded(self, values: torch.Tensor) -> None:
+        """What was encoded is in memory as `values`."""
+        self.arrived(Arrival(values))
+        self.target = self.load_event = None
+
+    def drop_loaded(self) -> None:
+        """Let go of what came back; tensors that were handed out own its memory."""
+        self.loaded = self.payload = self.load_event = None
+        self.drop_target()
+
+    def drop_target(self) -> None:
+        """Give up the device memory that was reserved, if nothing has been copied there yet."""
+        if self.target is not None:
+            self.target.tensor = None
+            self.target = None
