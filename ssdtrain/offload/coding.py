@@ -46,12 +46,15 @@ class Coding:
         """The codec for the region that `tensor`, of `extent`, has made, or None: its plain bytes.
 
         Args:
-            named: that the policy wants for floating-point tensors; None: that of the config.
+            named: by the policy, for floating-point tensors; None: that of the config.
+
+        Raises:
+            ValueError: the policy's does not exist, or cannot encode on this device.
         """
         if tensor.dtype is torch.bool:
             codec: Codec | None = self._masks
         elif tensor.dtype in (torch.float32, torch.float16, torch.bfloat16):
-            codec = self._floats if named is None else _made(named)
+            codec = self._floats if named is None else _made(named, tensor.device.type)
         else:
             codec = None
         if codec is None or extent.own != region.nbytes:
@@ -88,8 +91,23 @@ class Coding:
 
 
 @functools.cache
-def _made(name: str) -> Codec:
-    return make_codec(name)
+def _made(name: str, device: str) -> Codec:
+    """The codec that a policy names.
+
+    Raises:
+        ValueError: no such codec, or it cannot encode on this device.
+    """
+    codec = make_codec(name)
+    if not _encodes_on(codec, device):
+        raise ValueError(
+            f"an offload policy asks for the codec {name!r}, which encodes in host memory and is not in this version for tensors "
+            f"of a {device} device: use a codec of fixed size, such as int8"
+        )
+    return codec
+
+
+def _encodes_on(codec: Codec, device: str) -> bool:
+    return device == "cpu" or not isinstance(codec, VariableSizeCodec)
 
 
 def _values(region: Region, base: torch.Tensor, start: int) -> torch.Tensor:
@@ -113,7 +131,7 @@ def check_codec(offload: OffloadConfig, device: str) -> None:
         raise ConfigError(
             [Problem("ssdtrain.offload.codec", offload.codec, f"cannot be used: {error}", OFFLOAD_ALLOWED)]
         ) from None
-    if device != "cpu" and isinstance(codec, VariableSizeCodec):
+    if not _encodes_on(codec, device):
         why = f"encodes in host memory and is not in this version for tensors of a {device} device"
         raise ConfigError(
             [Problem("ssdtrain.offload.codec", offload.codec, why, "a codec of fixed size, such as int8")]

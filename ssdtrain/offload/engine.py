@@ -263,7 +263,7 @@ class OffloadEngine:
                 waits = self.statistics.store_wait_seconds, self.statistics.load_wait_seconds
                 self.policy.observe(ForwardProfile(tape.chunk, tape.microbatch, tape.nbytes, *waits))
                 crowded = self._starter.begin(tape, ended=True)
-            tape.unstored.clear()
+            self._starter.abandon(tape)
             self._regions.forget_dead()
         for region in crowded:
             self._starter.wait(region, self._lock)
@@ -366,6 +366,11 @@ class OffloadEngine:
         for operation, loading in busy:
             while operation is not None and loading and not wait_quietly(operation, PATIENCE):
                 logger.warning("close has waited %g s for %d bytes to come back", PATIENCE, operation.nbytes)
-        with self._lock:
-            self._drain()
-            self.buffers.close()
+        while True:
+            with self._lock:
+                self._drain()
+                passing = self.mover.transfer.passing()
+                if passing is None:
+                    self.buffers.close()
+                    return
+            self.device.block(passing)  # a copy still uses a buffer of the arena

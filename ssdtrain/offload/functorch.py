@@ -27,7 +27,9 @@ without_modes = torch._C._DisableTorchDispatch
 
 _lock = threading.Lock()
 _recorders = 0
-_plain: Any = None
+_torchs = torch.autograd.graph.disable_saved_tensors_hooks
+# What stood there when the first recorder came. Somebody else's function may call ours, so it is put back and never called.
+_replaced: Any = None
 
 
 def tracing() -> bool:
@@ -52,10 +54,10 @@ class StepAside:
     """A context manager for the time that a recorder's hooks are installed."""
 
     def __enter__(self) -> None:
-        global _recorders, _plain
+        global _recorders, _replaced
         with _lock:
             if _recorders == 0:
-                _plain = torch.autograd.graph.disable_saved_tensors_hooks
+                _replaced = torch.autograd.graph.disable_saved_tensors_hooks
                 torch.autograd.graph.disable_saved_tensors_hooks = _disable_without_ours
             _recorders += 1
 
@@ -64,7 +66,7 @@ class StepAside:
         with _lock:
             _recorders -= 1
             if _recorders == 0 and torch.autograd.graph.disable_saved_tensors_hooks is _disable_without_ours:
-                torch.autograd.graph.disable_saved_tensors_hooks = _plain
+                torch.autograd.graph.disable_saved_tensors_hooks = _replaced
 
 
 @contextmanager
@@ -76,7 +78,7 @@ def _disable_without_ours(error_message: str) -> Iterator[None]:
     if taken:
         warn_once()
     try:
-        with _plain(error_message):
+        with _torchs(error_message):
             yield
     finally:
         for pack, unpack in reversed(taken):

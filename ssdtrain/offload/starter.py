@@ -96,6 +96,13 @@ class StoreStarter:
         self._device.wait_stream(tape.stream)
         return [region for region in regions if not self._begin(region)]
 
+    def abandon(self, tape: Tape) -> None:
+        """Keep what was saved on `tape` and not stored yet: its forward is over."""
+        for region in tape.unstored:
+            if region.transfer.state is State.RESIDENT:
+                self._mover.keep(region)
+        tape.unstored.clear()
+
     def _size(self, tape: Tape, operator_bytes: int) -> None:
         """How much may be on the device that is on its way out of it, or back: what two operators save, at least."""
         self._largest_operator = max(self._largest_operator, operator_bytes)

@@ -54,18 +54,29 @@ class ModuleNames:
                 name = name[len(_WRAPPER) :]
             running = Running(name, type(module).__name__)
             before = module.register_forward_pre_hook(_Enter(self, running), prepend=True)
-            after = module.register_forward_hook(_Leave(self), always_call=True)
+            after = module.register_forward_hook(_Leave(self, running), always_call=True)
             self._removals += [before.remove, after.remove]
 
     def enter(self, running: Running) -> None:
-        """The forward of a module begins."""
-        if not torch.compiler.is_compiling():
-            self._local.stack = (*self.stack, running)
+        """The forward of a module begins.
 
-    def leave(self) -> None:
-        """The forward of the innermost module is over."""
-        if not torch.compiler.is_compiling() and self.stack:
-            self._local.stack = self.stack[:-1]
+        One that is on the stack already was left there by an interrupt (Ctrl-C), after which torch calls no hooks: it goes, and
+        all that ran inside of it.
+        """
+        if not torch.compiler.is_compiling():
+            self._local.stack = (*self._below(running), running)
+
+    def leave(self, running: Running) -> None:
+        """The forward of a module is over, and all that ran inside of it."""
+        if not torch.compiler.is_compiling():
+            self._local.stack = self._below(running)
+
+    def _below(self, running: Running) -> tuple[Running, ...]:
+        stack = self.stack
+        for index, known in enumerate(stack):
+            if known is running:
+                return stack[:index]
+        return stack
 
     def close(self) -> None:
         """Take the hooks away."""
@@ -95,11 +106,11 @@ class _Enter:
 
 
 class _Leave:
-    def __init__(self, names: ModuleNames) -> None:
-        self.names = names
+    def __init__(self, names: ModuleNames, running: Running) -> None:
+        self.names, self.running = names, running
 
     def __call__(self, *_: Any) -> None:
-        self.names.leave()
+        self.names.leave(self.running)
 
     def __reduce__(self) -> Any:
         return _no_hook, ()

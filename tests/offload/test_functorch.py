@@ -170,3 +170,29 @@ def test_make_fx_of_a_backward_whose_forward_was_offloaded(make_runtime: MakeRun
     settled(runtime)
     graph = make_fx(lambda scale: torch.autograd.grad(loss, w, scale)[0])(torch.ones(()))
     assert torch.equal(graph(torch.tensor(3.0)), 6 * w.cos().detach())
+
+
+def test_a_function_that_somebody_put_over_ours_is_not_called_by_it(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    model, x = model_and_input()
+    calls = 0
+    try:
+        with runtime.forward():
+            ours = torch.autograd.graph.disable_saved_tensors_hooks
+
+            def counted(message: str) -> AbstractContextManager[Any]:
+                nonlocal calls
+                calls += 1
+                return ours(message)
+
+            torch.autograd.graph.disable_saved_tensors_hooks = counted
+        assert torch.autograd.graph.disable_saved_tensors_hooks is counted, "somebody else's stays"
+        for _ in range(2):
+            with runtime.forward():
+                TRANSFORMS["grad"](model, x)
+            assert torch.autograd.graph.disable_saved_tensors_hooks is counted
+        with counted("no hooks"), pytest.raises(RuntimeError, match="no hooks"):
+            torch.autograd.graph.saved_tensors_hooks(lambda y: y, lambda y: y).__enter__()
+        assert calls == 1
+    finally:
+        torch.autograd.graph.disable_saved_tensors_hooks = PLAIN

@@ -338,3 +338,15 @@ def test_training_for_many_steps_grows_nothing(make_runtime: MakeRuntime) -> Non
             sizes.add((len(runtime.engine._regions._by_storage), len(runtime.engine.meter._seen)))  # type: ignore[union-attr]
     # What is alive between steps is the last graph at most.
     assert max(a for a, _ in sizes) <= 8 and max(b for _, b in sizes) <= 16
+
+
+def test_what_a_forward_that_raised_has_saved_is_counted_as_kept(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    with pytest.raises(ZeroDivisionError), runtime.forward():
+        y = (x * 2).sin()
+        raise ZeroDivisionError
+    found = runtime.statistics().offload  # type: ignore[union-attr]
+    assert found.saved_bytes == found.kept_bytes + found.offloaded_bytes == y.nbytes
+    y.sum().backward()
+    assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]

@@ -11,7 +11,11 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.config import ConfigError
+from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
+from ssdtrain.offload.region import Region, Releases
+from ssdtrain.offload.sharing import Extent
+from ssdtrain.offload.tape import Tape
 
 BYTES = 64 * 64 * 4  # of what one activation function saves
 
@@ -115,3 +119,14 @@ def test_a_policy_that_leaves_nothing_is_reported(tmp_path: Path, caplog: pytest
 def test_patterns_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"offload\.include.*LayerNorm"):
         ssdtrain.attach(model(), {"offload": {"host": "1MiB", "include": [3]}})
+
+
+def test_a_codec_that_cannot_encode_on_the_device_is_an_error_of_the_policy() -> None:
+    saved = torch.empty(64, device="meta")
+    extent = Extent.of(saved, saved.untyped_storage())
+    region = Region(saved, saved, 0, saved.nbytes, Tape(), Releases())
+    with pytest.raises(ValueError, match=r"policy asks for the codec 'lossless'.*meta device"):
+        Coding().choose(saved, extent, region, "lossless")
+    assert Coding().choose(saved, extent, region, "int8") is not None
+    with pytest.raises(ValueError, match="int99"):
+        Coding().choose(saved, extent, region, "int99")

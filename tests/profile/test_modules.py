@@ -101,3 +101,22 @@ def test_a_pattern_is_of_names_or_classes_of_any_running_module(
 ) -> None:
     stack = (Running("", "GPT"), Running("layers.0.mlp", "MLP"), Running("layers.0.mlp.fc", "Linear"))
     assert matches(stack, patterns) is matched
+
+
+def test_an_interrupted_forward_leaves_no_names_to_the_next_one() -> None:
+    names = ModuleNames()
+    seen = Seen(names)
+    interrupting = nn.Identity()
+    model = nn.Sequential(nn.Sequential(interrupting), seen)
+    names.watch(model)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = interrupting.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.zeros(1))
+    hook.remove()
+    model(torch.zeros(1))
+    assert [module.name for module in seen.stacks[0]] == ["", "1"]
+    assert names.stack == ()

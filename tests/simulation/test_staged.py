@@ -7,11 +7,13 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.simulated_device import GB, LOADS, Load, gpt, measure, uniform
 from benchmarks.simulation.training import LayerTimes, Machine, keep_peak, train
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.targets import LoadTargets
+from ssdtrain.offload.transfer import StagedTransfer
 
 MiB = 1 << 20
 
@@ -140,3 +142,22 @@ def test_the_benchmark_has_every_kind_of_load() -> None:
     made = [load(25 * GB) for load in LOADS.values()]
     assert any(load.sufficient for load in made) and any(not load.sufficient for load in made)
     assert any(load.alive > 1 for load in made) and any(load.host_bytes for load in made)
+
+
+def test_close_waits_for_copies_that_use_the_arena_and_unmaps_it() -> None:
+    made = Machine(400e6, [(200e6, 200e6)])
+    engine = made.engine(EngineOptions(min_bytes=1024, buffer=4 * MiB, prefetch=2 * MiB, staged=True))
+    transfer, arena = engine.mover.transfer, engine.buffers._arena
+    assert isinstance(transfer, StagedTransfer) and arena is not None
+    # 1. A region was handed out and released while its copy to the device is under way: the copy alone uses the buffer.
+    lease = engine.buffers.acquire(MiB)
+    assert lease is not None
+    event = made.device.copy_to_device(
+        torch.frombuffer(lease.view(), dtype=torch.uint8), made.device.load_target(MiB)
+    )
+    transfer._return(lease, event, None, None)  # type: ignore[arg-type]
+    assert not event.done and arena.allocated
+    # 2. The engine closes: nobody looks at the buffer any more after that.
+    engine.close()
+    assert event.done and not arena.allocated and not engine.buffers._outgrown
+    made.close()
