@@ -233,7 +233,7 @@ class Runtime:
 
         Args:
             chunk: the model chunk (virtual pipeline stage) on this rank.
-            microbatch: names the tape together with `chunk` until its backward; None: one that nobody names.
+            microbatch: names the tape together with `chunk` until its backward; None: an unnamed one.
             keep: its backward follows at once, so nothing leaves memory.
         """
         forward = Forward(chunk, UNNAMED if microbatch is None else microbatch, keep)

@@ -1,4 +1,4 @@
-"""The arena that restored tensors live in, sized by what was seen unless the user said how large it may be."""
+"""The arena that restored tensors live in, sized by what forwards saved, unless the config gives its size."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Note: [What must not move]
 
 - Parameters and buffers, and every view of one: they are not activations, and they stay in memory anyway. A view is found
   by its storage where the model was registered, by `_base` otherwise (ZeRO-3 hands out `W.t()` of a gathered parameter whose
-  storage nobody could register in advance).
+  storage cannot be registered in advance).
 - The copy that autocast makes of a parameter: it lives in autocast's cache as long as the region does. Its `grad_fn` (or
   that of its base) is a `ToCopyBackward0` whose next function accumulates into a Parameter.
 - Tensors of classes the engine does not know, and tensors whose bytes alone do not say their value: conjugate or negative
@@ -38,7 +38,7 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class Eligibility:
-    """Decides by looks alone whether a saved tensor may move; says nothing about whether it should.
+    """Decides whether a saved tensor may move, from its properties alone. Whether it should is the policy's decision.
 
     Args:
         min_bytes: saved tensors of fewer bytes stay.

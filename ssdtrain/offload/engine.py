@@ -1,4 +1,4 @@
-"""The offload engine: answers autograd's saved-tensor hooks.
+"""The offload engine: what autograd's saved-tensor hooks call.
 
 Note: [Threads]
 Pack runs on the threads that run forward, unpack on those that run backward (autograd's own threads for devices). One lock
@@ -69,7 +69,7 @@ class OffloadEngine:
         self.policy = policy
         self.modules = ModuleNames()
         self.device = device
-        self.statistics = OffloadMetrics()
+        self.metrics = OffloadMetrics()
         self.meter = ActivationMeter(timeline=options.timeline)
         self.eligible = Eligibility(max(1, options.min_bytes), torch_device.type)
         # On a GPU the arena is host memory: it is not what activations take there.
@@ -82,7 +82,7 @@ class OffloadEngine:
         self.mover = Mover(
             store,
             transfer,
-            self.statistics,
+            self.metrics,
             in_flight_limit=options.in_flight,
             raise_when_full=options.raise_when_full,
         )
@@ -92,7 +92,7 @@ class OffloadEngine:
         self._released = Releases()
         self._lock = make_section()
         self._starter = StoreStarter(
-            self.mover, self.statistics, self.meter, self.buffers if staged else None, device, options
+            self.mover, self.metrics, self.meter, self.buffers if staged else None, device, options
         )
         self._closed = False
         self.forked = False
@@ -126,24 +126,24 @@ class OffloadEngine:
             if self._closed:  # meanwhile, by another thread
                 return Kept(tensor)
             self._drain()
-            crowded = self._starter.begin(tape) if tape.unstored else None
+            postponed = self._starter.begin(tape) if tape.unstored else None
             held = self._save(tape, tensor, storage)
-        if crowded:
-            for region in crowded:
+        if postponed:
+            for region in postponed:
                 self._starter.wait(region, self._lock)
         return held
 
     def _save(self, tape: Tape, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Handle | Kept:
-        self.statistics.saved_tensors += 1
+        self.metrics.saved_tensors += 1
         seen = self.meter.see(storage)
-        if tensor.nbytes < self.eligible.min_bytes or self._refused(tensor, storage):
+        if tensor.nbytes < self.eligible.min_bytes or self._must_stay(tensor, storage):
             return Kept(tensor)
         extent = Extent.of(tensor, storage)
         if extent.end - extent.start < self.eligible.min_bytes:
             return Kept(tensor)  # an expanded tensor looks larger than it is
         region = self._regions.find(tensor, storage, extent, tape)
         if region is not None:
-            self.statistics.shared_tensors += 1
+            self.metrics.shared_tensors += 1
             region.shared = True
             return self._handle(region, tensor, extent)
         region = self._regions.make(tensor, storage, extent, tape, self._released)
@@ -153,10 +153,10 @@ class OffloadEngine:
                 codec = self.coding.choose(tensor, extent, region, action.codec)
                 self.mover.plan(region, codec, action.tier)
         except BaseException:
-            self._regions.forget(region)  # a policy of somebody's own has failed
+            self._regions.forget(region)  # the policy has failed
             raise
-        self.statistics.saved_bytes += region.nbytes
-        self.statistics.live_regions += 1
+        self.metrics.saved_bytes += region.nbytes
+        self.metrics.live_regions += 1
         region.seen = seen
         seen.regions += 1
         if region.nbytes > self.prefetcher.largest:
@@ -184,7 +184,7 @@ class OffloadEngine:
             )
         )
 
-    def _refused(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    def _must_stay(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         # What is saved while a backward runs (recomputation, double backward) is needed at once.
         in_backward = _graph_task() != -1
         return in_backward or self.eligible.is_excluded(tensor, storage) or self.device.capturing()
@@ -219,7 +219,7 @@ class OffloadEngine:
         while True:
             with self._lock:
                 if waited:
-                    self.statistics.count_load_wait(region.name, waited)
+                    self.metrics.count_load_wait(region.name, waited)
                 if region.changed():
                     raise modified(held.geometry[0], held.geometry[1], region.probe._version, region.version)
                 tensor = self._try_unpack(held)
@@ -241,7 +241,7 @@ class OffloadEngine:
     def _try_unpack(self, handle: Handle) -> torch.Tensor | None:
         """The tensor if its bytes are in memory; else None, with their load under way."""
         region, tape = handle.region, handle.region.tape
-        self._drain_deaths()
+        self._drain_released()
         if tape.cursor is None:
             tape.cursor = region.index + 1  # backward begins here, which need not be the end
             self.prefetcher.begin(tape)
@@ -257,15 +257,15 @@ class OffloadEngine:
             return
         with self._lock:
             # What the drive has finished is not noted: if backward comes next, it is still in memory.
-            self._drain_deaths()
-            crowded = []
+            self._drain_released()
+            postponed = []
             if complete:
-                waits = self.statistics.store_wait_seconds, self.statistics.load_wait_seconds
+                waits = self.metrics.store_wait_seconds, self.metrics.load_wait_seconds
                 self.policy.observe(ForwardProfile(tape.chunk, tape.microbatch, tape.nbytes, *waits))
-                crowded = self._starter.begin(tape, ended=True)
+                postponed = self._starter.begin(tape, ended=True)
             self._starter.abandon(tape)
             self._regions.forget_dead()
-        for region in crowded:
+        for region in postponed:
             self._starter.wait(region, self._lock)
 
     def prefetch(self, tape: Tape) -> None:
@@ -273,7 +273,7 @@ class OffloadEngine:
         if self.forked:
             return
         with self._lock:
-            self._drain_deaths()
+            self._drain_released()
             tape.begin()
             self.prefetcher.begin(tape)
             self._note_ends()
@@ -294,23 +294,23 @@ class OffloadEngine:
             self.mover.flush()
 
     def _drain(self) -> None:
-        self._drain_deaths()
+        self._drain_released()
         self._note_ends()
 
-    def _drain_deaths(self) -> None:
+    def _drain_released(self) -> None:
         if self._released.empty():
             return
-        while (death := self._released.next()) is not None:
-            region = death.region
+        while (released := self._released.next()) is not None:
+            region = released.region
             region.handles -= 1
-            if not death.unpacked:
+            if not released.unpacked:
                 region.pending_unpacks -= 1
             if region.handles == 0:
                 self._regions.forget(region)
                 self.mover.release(region)
                 assert region.seen is not None
                 self.meter.release(region.seen)
-                self.statistics.live_regions -= 1
+                self.metrics.live_regions -= 1
 
     def _note_ends(self) -> None:
         self.mover.reap()
@@ -320,17 +320,17 @@ class OffloadEngine:
     def snapshot(self) -> OffloadMetrics:
         """The counters now; in a forked child as they were at the fork."""
         if self.forked:
-            return self.statistics.copy()
+            return self.metrics.copy()
         with self._lock:
             self._drain()
             self.mover.flush()
-            statistics = self.statistics.copy()
-            statistics.in_flight_bytes = self.mover.in_flight
-            statistics.activation_bytes = self.meter.live_bytes
-            statistics.activation_peak_bytes = self.meter.peak_bytes
-            statistics.unoffloaded_peak_bytes = self.meter.unoffloaded_peak_bytes
-            statistics.buffer_bytes = self.buffers.counted_bytes
-            return statistics
+            metrics = self.metrics.copy()
+            metrics.in_flight_bytes = self.mover.in_flight
+            metrics.activation_bytes = self.meter.live_bytes
+            metrics.activation_peak_bytes = self.meter.peak_bytes
+            metrics.unoffloaded_peak_bytes = self.meter.unoffloaded_peak_bytes
+            metrics.buffer_bytes = self.buffers.counted_bytes
+            return metrics
 
     def reset_peak(self) -> None:
         """Begin a new peak of activation memory, and a new timeline where one is recorded."""

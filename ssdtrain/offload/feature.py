@@ -34,7 +34,7 @@ class ActivationOffload(Feature):
         policy, faults, staged, timeline: see `Runtime`.
 
     Attributes:
-        engine: answers the saved-tensor hooks.
+        engine: what the saved-tensor hooks call.
         store: the tiers.
 
     Raises:

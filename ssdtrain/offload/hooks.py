@@ -18,7 +18,7 @@ _disabled_because = torch._C._autograd._saved_tensors_hooks_get_disabled_error_m
 class SavedTensorRecorder:
     """A context manager: what is saved for backward inside goes to `tape`.
 
-    Hooks are installed for the thread that enters. Hooks that somebody installs inside win, as autograd has it: only the
+    Hooks are installed for the thread that enters. Hooks that others install inside take precedence, as in autograd: only the
     innermost pair is called. Where torch allows none (inside of torch.func.grad, vjp, jacrev, hessian) none are installed, and
     the tape stays empty; where one of these begins inside, the hooks step aside for as long as it runs.
     """

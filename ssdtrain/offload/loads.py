@@ -18,12 +18,12 @@ class Loads:
 
     Args:
         transfer: how bytes enter tensors.
-        statistics: counters to keep.
+        metrics: counters to keep.
     """
 
-    def __init__(self, transfer: Transfer, statistics: OffloadMetrics) -> None:
+    def __init__(self, transfer: Transfer, metrics: OffloadMetrics) -> None:
         self.transfer = transfer
-        self.statistics = statistics
+        self.metrics = metrics
         self.prefetched_bytes = 0  # loaded, or being loaded, that backward has not asked for yet
         self._prefetched: deque[Region] = deque()  # in the order in which backward will ask
         self._needed: set[Region] = set()  # being loaded, while backward waits for them
@@ -44,7 +44,7 @@ class Loads:
                 read = self.transfer.begin_load(region, on_demand=True)
             if read is None:
                 read = self.transfer.begin_load(region, on_demand=True, allow_unpooled=True)
-                self.statistics.outside_bytes += region.nbytes
+                self.metrics.outside_bytes += region.nbytes
         assert read is not None
         region.transfer.read_began(read)
         if on_demand:
@@ -89,7 +89,7 @@ class Loads:
         transfer.arrived(self.transfer.advance_load(region))
         transfer.operation = transfer.lease = None
         transfer.state = State.LOADED
-        self.statistics.loaded_bytes += region.nbytes
+        self.metrics.loaded_bytes += region.nbytes
 
     def hand_out(self, region: Region) -> None:
         """Backward gets the region now: what it does is ordered after the load."""
@@ -130,7 +130,7 @@ class Loads:
                     continue
                 self._abandon(region)
             self._drop(region)
-            self.statistics.evicted_bytes += region.nbytes
+            self.metrics.evicted_bytes += region.nbytes
             return True
         return False
 
@@ -143,12 +143,12 @@ class Loads:
     # Release
 
     def forget(self, region: Region) -> None:
-        """Nobody waits for the region any more."""
+        """Backward does not need the region any more."""
         self._not_prefetched(region)
         self._needed.discard(region)
 
     def release(self, region: Region) -> None:
-        """The region is being loaded, and nobody needs it any more: cancel, or keep its memory until the read has ended."""
+        """The region is being loaded, and is not needed any more: cancel, or keep its memory until the read has ended."""
         operation = region.transfer.operation
         assert operation is not None
         if operation.cancel():

@@ -45,7 +45,7 @@ class Mover:
     Args:
         store: the tiers.
         transfer: how bytes leave and enter tensors.
-        statistics: counters to keep.
+        metrics: counters to keep.
         in_flight_limit: bytes of stores in flight, see `admits`.
         raise_when_full: raise `StoreFull` when no tier has room, instead of keeping the region in memory.
     """
@@ -54,16 +54,16 @@ class Mover:
         self,
         store: SpillStore,
         transfer: Transfer,
-        statistics: OffloadMetrics,
+        metrics: OffloadMetrics,
         *,
         in_flight_limit: int,
         raise_when_full: bool = False,
     ) -> None:
         self.store = store
         self.transfer = transfer
-        self.statistics = statistics
+        self.metrics = metrics
         self.departures = Departures(self._depart)
-        self.loads = Loads(transfer, statistics)
+        self.loads = Loads(transfer, metrics)
         self.in_flight = 0  # bytes of stores whose operation has not ended
         self.batch_bytes = 0  # of stores that may wake the pool together: see `SpillStore.write`
         self._deferred = 0  # bytes of stores queued since the pool was woken
@@ -107,11 +107,11 @@ class Mover:
         if encoded:
             # What backward gets must not depend on how far the store has come: from here on it is the decoded payload.
             region.empty_()
-            self.statistics.encoded_bytes += region.nbytes
+            self.metrics.encoded_bytes += region.nbytes
         transfer.write_began(write)
         self.in_flight += region.nbytes
         self._stores.append(region)
-        self.statistics.offloaded_bytes += region.nbytes
+        self.metrics.offloaded_bytes += region.nbytes
         if self.transfer.copies and not encoded:
             self.departures.add(region)
         return True
@@ -131,7 +131,7 @@ class Mover:
     def keep(self, region: Region) -> None:
         """The region stays in memory: by plan, or because its store could not begin in time."""
         region.transfer.payload = None
-        self.statistics.kept_bytes += region.nbytes
+        self.metrics.kept_bytes += region.nbytes
 
     def keep_resident(self, region: Region) -> None:
         """Backward is near: where the bytes are still in memory when the store ends, they stay there."""
@@ -140,7 +140,7 @@ class Mover:
     def _keep_for_want_of_room(self, region: Region, error: StoreFull) -> None:
         if self._raise_when_full:
             raise error
-        self.statistics.kept_full_bytes += region.nbytes
+        self.metrics.kept_full_bytes += region.nbytes
         self.keep(region)
         if not self._warned_full:
             self._warned_full = True
@@ -201,8 +201,8 @@ class Mover:
         region.transfer.write_over()
 
     def _leave_to_owner(self, region: Region) -> None:
-        """Nobody knows which bytes went to the tier. See Note: [Freed under the engine]."""
-        self.statistics.offloaded_bytes -= region.nbytes
+        """Which bytes went to the tier is unknown. See Note: [Freed under the engine]."""
+        self.metrics.offloaded_bytes -= region.nbytes
         self._close_write(region)
         self._free_slot(region)
         region.transfer.state = State.RESIDENT
@@ -210,8 +210,8 @@ class Mover:
     def _store_cancelled(self, region: Region) -> None:
         """STORING -> RESIDENT, or STAGED where the tensor was let go of: none of its bytes are in the tier."""
         self.in_flight -= region.nbytes
-        self.statistics.cancelled_bytes += region.nbytes
-        self.statistics.offloaded_bytes -= region.nbytes
+        self.metrics.cancelled_bytes += region.nbytes
+        self.metrics.offloaded_bytes -= region.nbytes
         self._free_slot(region)
         if region.transfer.loaded is None and region.emptied:
             region.transfer.operation = None
@@ -224,13 +224,13 @@ class Mover:
         """Once for each store, however often backward asks."""
         if not region.transfer.forwarded:
             region.transfer.forwarded = True
-            self.statistics.forwarded_bytes += region.nbytes
+            self.metrics.forwarded_bytes += region.nbytes
 
     def _store_failed(self, region: Region, error: OSError) -> None:
         """A failing drive gets no more data; the bytes, which are still in memory, go to the next tier or stay."""
         transfer = region.transfer
         assert transfer.slot is not None
-        self.statistics.failed_stores += 1
+        self.metrics.failed_stores += 1
         # At EFAULT the memory is at fault, and no drive. See Note: [Freed under the engine].
         if error.errno != errno.EFAULT:
             self.store.retire(transfer.slot, error)
@@ -243,7 +243,7 @@ class Mover:
             transfer.slot = self.store.reserve(transfer.stored_bytes, transfer.tier)
         except StoreFull as full:
             self.in_flight -= region.nbytes
-            self.statistics.offloaded_bytes -= region.nbytes
+            self.metrics.offloaded_bytes -= region.nbytes
             recalled = transfer.loaded is not None or self.bring_back(region)
             self._close_write(region)
             transfer.state = State.RESIDENT
@@ -299,8 +299,8 @@ class Mover:
             if operation.cancel():
                 self._stores.remove(region)
                 self.in_flight -= region.nbytes
-                self.statistics.cancelled_bytes += region.nbytes
-                self.statistics.offloaded_bytes -= region.nbytes
+                self.metrics.cancelled_bytes += region.nbytes
+                self.metrics.offloaded_bytes -= region.nbytes
                 self._close_write(region)
                 region.empty_()
             # Otherwise it stays among the stores, and with it the memory that is being written from.

@@ -1,4 +1,4 @@
-"""What the engine is told when it is made."""
+"""Sizes and times of the offload engine."""
 
 from __future__ import annotations
 

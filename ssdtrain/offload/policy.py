@@ -1,6 +1,6 @@
 """Which saved tensors leave memory: the object that the pack hook asks for every region.
 
-`AmountPolicy` is `offload.amount`, `ModuleFilter` is `offload.include` and `offload.exclude`. A policy of one's own is given to
+`AmountPolicy` is `offload.amount`, `ModuleFilter` is `offload.include` and `offload.exclude`. Another policy is given to
 `Runtime` or `ssdtrain.attach` and takes the place of the amount:
 
 ```python
@@ -43,7 +43,7 @@ class SavedTensorInfo(NamedTuple):
     chunk: int
     """The model chunk (virtual pipeline stage)."""
     microbatch: int
-    """-1 where nobody names it."""
+    """-1 where the training loop does not name it."""
     position: int
     """On the tape, from 0."""
     saved_before: int
@@ -52,11 +52,11 @@ class SavedTensorInfo(NamedTuple):
     dtype: torch.dtype
     """Of the first tensor saved in the region."""
     modules: tuple[Running, ...]
-    """The modules that were running, outermost first; () where nobody knows, or the policy needs none."""
+    """The modules that were running, outermost first; () where they are unknown, or the policy needs none."""
 
     @property
     def module(self) -> str:
-        """Qualified name of the module that saved it; "" where nobody knows."""
+        """Qualified name of the module that saved it; "" where it is unknown."""
         return self.modules[-1].name if self.modules else ""
 
 

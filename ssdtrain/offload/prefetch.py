@@ -30,7 +30,7 @@ class Prefetcher:
     Args:
         mover: starts the loads.
         buffers: sized for what is ahead and what backward holds.
-        options: how many bytes ahead, where the user said it; 0: none.
+        options: how many bytes ahead, where the config gives it; 0: none.
     """
 
     def __init__(self, mover: Mover, buffers: Buffers, options: EngineOptions) -> None:

@@ -49,9 +49,9 @@ class Region:
 
     Note: [Freed under the engine]
     `storage.resize_` frees memory that a store may still read, and leaves no trace on the version counter. A region whose
-    storage has another address or too few bytes when its store is over (`freed`) is not read back from the tier: nobody knows
-    which bytes went there. It stays as its owner leaves it: backward raises while the storage is too small for it (`lost`), and
-    gets what its owner filled in again otherwise, as autograd would give it. Storage of the same address and size at the end may
+    storage has another address or too few bytes when its store is over (`freed`) is not read back from the tier: which
+    bytes went there is unknown. It stays as its owner leaves it: backward raises while the storage is too small for it (`lost`),
+    and gets what its owner filled in again otherwise, as autograd would give it. Storage of the same address and size at the end may
     have been freed and used by others in between: then the store took other bytes, as the sample of the write shows when they are
     read (`overwritten`). Storages that are known to be freed do not come this far: see `eligible`.
     """
@@ -110,7 +110,7 @@ class Region:
         self.pending_unpacks = 0  # handles alive that were never unpacked
         self.last_pass = -1  # the tape's pass in which backward last used it
         self.dtype = tensor.dtype
-        self.module = ""  # qualified name of the module that saved it; "": nobody knows
+        self.module = ""  # qualified name of the module that saved it; "": unknown
         self.stream: Any | None = None  # of the device, on which it was saved
         self.pointer = tensor.untyped_storage().data_ptr()  # 0: `tensor` was emptied
         self.transfer = TransferState(nbytes)  # the mover's
@@ -125,7 +125,7 @@ class Region:
         """Host or device address of the first byte, while the bytes are in `tensor`.
 
         Raises:
-            RuntimeError: somebody freed them.
+            RuntimeError: their owner has freed them.
         """
         if self.lost():
             raise lost(self.dtype, self.tensor.shape)
@@ -198,24 +198,24 @@ def _nothing(device: torch.device) -> torch.Tensor:
 class Handle:
     """What the pack hook returns for a tensor that may move. Its life is autograd's own reference; see `Releases`."""
 
-    __slots__ = ("__weakref__", "_death", "geometry", "region")
+    __slots__ = ("__weakref__", "_ref", "geometry", "region")
 
     def __init__(self, region: Region, geometry: Geometry) -> None:
         self.region = region
         self.geometry = geometry
-        self._death = region.releases.watch(self, region)
+        self._ref = region.releases.watch(self, region)
 
     @property
     def unpacked(self) -> bool:
         """True if backward has had it."""
-        return self._death.unpacked
+        return self._ref.unpacked
 
     @unpacked.setter
     def unpacked(self, value: bool) -> None:
-        self._death.unpacked = value
+        self._ref.unpacked = value
 
 
-class Death(weakref.ref[Handle]):
+class HandleRef(weakref.ref[Handle]):
     """What remains of a handle: which region it held, and whether backward had it."""
 
     __slots__ = ("region", "unpacked")
@@ -235,28 +235,28 @@ class Releases:
     """
 
     def __init__(self) -> None:
-        self._dead: SimpleQueue[Death] = SimpleQueue()
+        self._dead: SimpleQueue[HandleRef] = SimpleQueue()
         self.empty = self._dead.empty
         """`empty()`: no handle has died since."""
         # The collector calls back for a weak reference only if that is no garbage itself.
-        self._watched: dict[int, Death] = {}
+        self._watched: dict[int, HandleRef] = {}
 
-    def watch(self, handle: Handle, region: Region) -> Death:
-        """Note the death of `handle` when it comes."""
-        death = Death(handle, self._dead.put)
-        death.region = region
-        death.unpacked = False
-        self._watched[id(death)] = death
-        return death
+    def watch(self, handle: Handle, region: Region) -> HandleRef:
+        """Put the reference that is returned into the queue when `handle` dies."""
+        ref = HandleRef(handle, self._dead.put)
+        ref.region = region
+        ref.unpacked = False
+        self._watched[id(ref)] = ref
+        return ref
 
-    def next(self) -> Death | None:
-        """The next death, once; None: there is none."""
+    def next(self) -> HandleRef | None:
+        """The next handle that died, once; None: there is none."""
         try:
-            death = self._dead.get_nowait()
+            ref = self._dead.get_nowait()
         except Empty:
             return None
-        del self._watched[id(death)]
-        return death
+        del self._watched[id(ref)]
+        return ref
 
 
 class Kept:

@@ -6,7 +6,7 @@ joins a region of the same tape that contains its bytes and watches the same ver
 
 Note: [Regions of one tape]
 A version counter says nothing of writes by NumPy, a loader in C++, another owner of a DLPack capsule or a kernel that does
-not declare them. A region of an earlier forward is therefore a snapshot that nobody joins: buffers are refilled between
+not declare them. A region of an earlier forward is therefore a snapshot that is never joined: buffers are refilled between
 forwards. Memory that torch did not allocate never comes this far (see `eligible`). What remains is a kernel that writes into
 saved memory in the middle of a forward and hides it from torch.
 
@@ -132,7 +132,7 @@ class Regions:
                 del self._by_storage[region.key]
 
     def forget_dead(self) -> None:
-        """Drop the entries of storages that have died: nobody can join their regions any more."""
+        """Drop the entries of storages that have died: their regions cannot be joined any more."""
         dead = [key for key, (storage, _) in self._by_storage.items() if storage() is None]
         for key in dead:
             del self._by_storage[key]

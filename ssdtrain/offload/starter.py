@@ -22,10 +22,10 @@ from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.mover import Mover, wait_quietly
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.reasons import CROWDED, LATE, TOO_LARGE, Reasons
 from ssdtrain.offload.region import Region
 from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer_state import State
+from ssdtrain.offload.warn_once import BUFFER_FULL, STORE_TIMEOUT, TOO_LARGE, WarnOnce
 
 __all__ = ["StoreStarter"]
 
@@ -38,11 +38,11 @@ _sequence_number = torch.autograd._get_sequence_nr
 
 
 class StoreStarter:
-    """Turns the regions of a tape into stores.
+    """Starts the stores of a tape's regions.
 
     Args:
         mover: begins them.
-        statistics: counters to keep.
+        metrics: counters to keep.
         meter: sees the copies of thin views.
         staging: the buffers that stores pass through; None where tensors are stored without.
         device: whose streams run the operators.
@@ -52,7 +52,7 @@ class StoreStarter:
     def __init__(
         self,
         mover: Mover,
-        statistics: OffloadMetrics,
+        metrics: OffloadMetrics,
         meter: ActivationMeter,
         staging: Buffers | None,
         device: Device,
@@ -60,12 +60,12 @@ class StoreStarter:
     ) -> None:
         self.closed = False
         self._mover = mover
-        self._statistics = statistics
+        self._metrics = metrics
         self._meter = meter
         self._staging = staging
         self._device = device
         self._options = options
-        self._reasons = Reasons()
+        self._warn_once = WarnOnce()
         self._largest = 0
         self._largest_operator = 0
         self._largest_tape = 0
@@ -117,7 +117,7 @@ class StoreStarter:
             return True
         if region.capture():
             region.stream = self._device.current_stream()  # which allocated the copy
-            self._statistics.packed_bytes += region.nbytes
+            self._metrics.packed_bytes += region.nbytes
             self._meter.see_own(region.tensor.untyped_storage())
         return self._mover.admits(region) and self._mover.begin_store(region)
 
@@ -143,7 +143,7 @@ class StoreStarter:
                 large = self._staging is not None and size > limit and (full or not region.transfer.codec)
                 passing = self._mover.transfer.passing()
                 if large or (full and oldest is None and passing is None):
-                    self._keep(region, TOO_LARGE if large else CROWDED, size, limit)
+                    self._keep(region, TOO_LARGE if large else BUFFER_FULL, size, limit)
                     return
             now = time.monotonic()
             deadline = now + self._options.deadline if deadline is None else deadline
@@ -153,13 +153,13 @@ class StoreStarter:
             elif passing is not None:
                 self._device.block(passing)  # every buffer is in use by copies that are under way
             with lock:
-                self._statistics.store_wait_seconds += time.monotonic() - now
+                self._metrics.store_wait_seconds += time.monotonic() - now
                 full = False
                 if not ended:
-                    self._keep(region, LATE, self._options.deadline, region.nbytes)
+                    self._keep(region, STORE_TIMEOUT, self._options.deadline, region.nbytes)
                     return
 
-    def _keep(self, region: Region, why: str, *figures: float) -> None:
-        self._reasons.tell(why, *figures)
-        self._statistics.kept_late_bytes += region.nbytes
+    def _keep(self, region: Region, message: str, *figures: float) -> None:
+        self._warn_once(message, *figures)
+        self._metrics.kept_late_bytes += region.nbytes
         self._mover.keep(region)

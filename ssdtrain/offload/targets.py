@@ -11,7 +11,7 @@ Targets are reserved a few regions before they are filled. So several are alive 
 one that was used a few regions ago, not of the last: its copy waits for work that is long over.
 
 The death of a storage is noticed through a weak reference and a queue, perhaps later than the allocator notices it. A new target
-that overlaps one which nobody knows to be dead proves that it is: its event is recorded then.
+that overlaps one that is not known to be dead proves that it is: its event is recorded then.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class LoadTargets:
         return target
 
     def take(self, target: Target) -> torch.Tensor:
-        """The tensor, which from now on is alive only while somebody else holds it."""
+        """The tensor, which from now on is alive only while others hold it."""
         tensor, target.tensor = target.tensor, None
         assert tensor is not None
         return tensor

@@ -29,7 +29,7 @@ class State(enum.Enum):
     STORED = "stored"  # in a tier only
     LOADING = "loading"  # in a tier, and on the way to memory
     LOADED = "loaded"  # in a tier and in memory
-    RELEASED = "released"  # nowhere: nobody needs them any more
+    RELEASED = "released"  # nowhere: they are not needed any more
 
 
 class Write(NamedTuple):

@@ -129,7 +129,7 @@ def attach(
         rank, local_rank, local_world_size: of this process, for directories and shared drives; by default torch.distributed's,
             and what torchrun, srun or mpirun say.
         policy: decides for each saved tensor instead of `offload.amount`: see `ssdtrain.offload.policy`.
-        features: more features of one's own: see `ssdtrain.features`.
+        features: more features: see `ssdtrain.features`.
 
     Raises:
         ConfigError: names the key, the value and what is allowed.

@@ -62,7 +62,7 @@ class AttachedForward:
     themselves, and nothing of a copy is recorded. A shallow copy shares what is in `__dict__`, and so this object.
 
     Note: [Attached twice]
-    Runtimes may be closed in any order: one that is not the outermost takes itself out of the chain. Where somebody else's
+    Runtimes may be closed in any order: one that is not the outermost takes itself out of the chain. Where another
     function stands in front of it, it stays and only calls what is behind.
     """
 

@@ -35,7 +35,7 @@ class _Hook:
     # DDP reads the annotations: they have to be the classes themselves.
     def reduce(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            # What a backward that raised has left is of no use to anybody.
+            # What a backward that raised has left is not needed.
             self._waiting.clear()
         gradients = bucket.buffer().div_(dist.get_world_size(self._group))
         work = self._comm.all_reduce(gradients, "dp", self._group, bucket=self._named(bucket))

@@ -171,7 +171,7 @@ def test_a_feature_that_does_nothing_is_reported(
                         loss = zoo.noise(64, 64).requires_grad_().sin().sum()
                     loss.backward()
                     if options.get("amount") == 0.0:  # the first tape is offloaded: its size has to be learnt
-                        found = runtime.engine.statistics  # type: ignore[union-attr]
+                        found = runtime.engine.metrics  # type: ignore[union-attr]
                         found.offloaded_bytes = found.cancelled_bytes = 0
         warnings = [
             record.getMessage() for record in caplog.records if "moved nothing" in record.getMessage()
