@@ -49,11 +49,11 @@ class Region:
 
     Note: [Freed under the engine]
     `storage.resize_` frees memory that a store may still read, and leaves no trace on the version counter. A region whose
-    storage has another address or too few bytes when its store is over (`freed`) is not read back from the tier: which
-    bytes went there is unknown. It stays as its owner leaves it: backward raises while the storage is too small for it (`lost`),
-    and gets what its owner filled in again otherwise, as autograd would give it. Storage of the same address and size at the end may
-    have been freed and used by others in between: then the store took other bytes, as the sample of the write shows when they are
-    read (`overwritten`). Storages that are known to be freed do not come this far: see `eligible`.
+    storage has another address or too few bytes when its store is over (`freed`) is not read back from the tier: which bytes
+    went there is unknown. It stays as its owner leaves it: backward raises while the storage is too small for it (`lost`),
+    and gets what its owner filled in again otherwise, as autograd would give it. Storage of the same address and size at the
+    end may have been freed and used by others in between: then the store took other bytes, as the sample of the write shows
+    when they are read (`overwritten`). Storages that are known to be freed do not come this far: see `eligible`.
     """
 
     __slots__ = (
