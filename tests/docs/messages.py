@@ -43,21 +43,21 @@ def _of(tree: ast.Module) -> Iterator[str]:
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-            first = {"warning": 0, "tell": 0, "warn": 0, "add": 1}.get(node.func.attr)
+            first = {"warning": 0, "warn": 0, "add": 1}.get(node.func.attr)
             if first is None or len(node.args) <= first or not _is_ours(node.func):
                 continue
             argument = node.args[first]
             if isinstance(argument, ast.Name):
                 argument = named.get(argument.id, argument)
             yield from _texts(argument)
-    for name, value in named.items():  # reasons that are passed on: offload/reasons.py
+    for name, value in named.items():  # passed on as an argument: offload/warn_once.py
         if name.isupper() and len(name) > 3:
             yield from (text for text in _texts(value) if "stays in memory" in text)
 
 
 def _is_ours(function: ast.Attribute) -> bool:
     holder = ast.unparse(function.value)
-    return holder == "logger" or holder.endswith(("notices", "_reasons"))
+    return holder == "logger" or holder.endswith("notices")
 
 
 def _texts(node: ast.expr) -> Iterator[str]:
