@@ -1,0 +1,340 @@
+"""Transformers on paper: parameters, FLOPs, saved bytes and model-state bytes of one rank, from the shape alone.
+
+What is counted is what fused kernels save: FlashAttention (no matrix of scores), one kernel for a norm, one for a gated
+activation. The sum for a GPT block, 34 x sequence x microbatch x hidden bytes in bfloat16 with dropout, is that of arXiv
+2205.05198 without its attention scores. Implementations that save more (unfused norms and activations, as in many Hugging Face
+models) are better profiled: `ssdtrain estimate`.
+
+Letters in comments: h hidden, f width of the MLP, k width of keys (and of values), t tensor-parallel ranks. Bytes are per token
+until `saved_items` multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ssdtrain.config.errors import Refusal
+
+__all__ = ["FAMILIES", "Item", "Layout", "Transformer", "model_state_bytes"]
+
+FAMILIES = ("gpt", "bert", "t5", "llama", "mixtral")
+
+BlockKind = Literal["block", "decoder"]
+"""What repeats; "decoder": T5's decoder block, which has cross-attention."""
+
+STATISTIC, PROBABILITY = 4, 4
+"""Bytes of a float32: norms' statistics and softmax's sums are kept in it."""
+
+
+class Item(NamedTuple):
+    """A tensor that a block saves: what it is, and its bytes for one microbatch on one rank."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over ranks.
+
+    Attributes:
+        tp, pp, dp: ranks of tensor, pipeline and data parallelism.
+        virtual: model chunks per pipeline rank (interleaved schedule); 1: none.
+        sequence_parallel: norms and residuals are split over the tp ranks too.
+        zero: stage 0 to 3: optimizer state, then gradients, then parameters split over the dp ranks.
+        expert: ranks over which experts are spread; of the dp ranks.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    virtual: int = 1
+    sequence_parallel: bool = False
+    zero: int = 0
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "dp", "virtual", "expert"):
+            if getattr(self, name) < 1:
+                raise Refusal(f"has {name} {getattr(self, name)}", "1 or more")
+        if self.zero not in (0, 1, 2, 3):
+            raise Refusal(f"has ZeRO stage {self.zero}", "0, 1, 2 or 3")
+        if self.dp % self.expert:
+            raise Refusal(
+                f"has {self.expert} expert ranks of {self.dp} data-parallel ones", "a divisor of dp"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A model by its shape.
+
+    Attributes:
+        family: one of `FAMILIES`. gpt and bert: LayerNorm, biases, GELU. t5: RMSNorm, no biases, GELU (Megatron's; `activation`
+            "relu" for the original), an encoder and a decoder of `layers` blocks each. llama: RMSNorm, grouped keys, SwiGLU.
+            mixtral: the same with `experts`, `top_k` of which each token passes.
+        ffn: width of the MLP (of one expert).
+        kv_heads: heads of keys and values.
+        activation: "gelu", "relu" (saves one tensor, not two) or "swiglu".
+        fused: the gated activation is one kernel; else its silu is saved too.
+        tied: the output layer shares the embedding's weight.
+    """
+
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    ffn: int
+    kv_heads: int
+    experts: int = 1
+    top_k: int = 1
+    activation: Literal["gelu", "relu", "swiglu"] = "gelu"
+    dropout: bool = True
+    fused: bool = True
+    tied: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        family: str,
+        *,
+        hidden: int,
+        layers: int,
+        sequence: int,
+        heads: int | None = None,
+        vocabulary: int | None = None,
+        ffn: int | None = None,
+        kv_heads: int | None = None,
+        experts: int | None = None,
+        top_k: int | None = None,
+        dropout: bool | None = None,
+        fused: bool = True,
+    ) -> Transformer:
+        """A model of `family`; what is left out is as usual for the family: heads of 128 (64 below hidden 2048), an MLP of 4 h
+        (or 8/3 h in multiples of 256, Mixtral 3.5 h), vocabularies of 50304, 30592, 32128 and 32000, no dropout in llama and mixtral.
+
+        Raises:
+            Refusal: unknown family; hidden is no multiple of heads, or heads of kv_heads; a number below 1.
+        """
+        if family not in FAMILIES:
+            raise Refusal(f'has the unknown family "{family}"', ", ".join(FAMILIES))
+        gated = family in ("llama", "mixtral")
+        if heads is None:
+            head = 128 if hidden >= 2048 and hidden % 128 == 0 else 64
+            heads = max(1, hidden // head)
+        if ffn is None:
+            ffn = 4 * hidden
+            if gated:
+                ffn = 7 * hidden // 2 if family == "mixtral" else -(-(8 * hidden // 3) // 256) * 256
+        vocabularies = {"gpt": 50304, "bert": 30592, "t5": 32128, "llama": 32000, "mixtral": 32000}
+        model = cls(
+            family=family,
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            vocabulary=vocabularies[family] if vocabulary is None else vocabulary,
+            sequence=sequence,
+            ffn=ffn,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            experts=(8 if family == "mixtral" else 1) if experts is None else experts,
+            top_k=(2 if family == "mixtral" else 1) if top_k is None else top_k,
+            activation="swiglu" if gated else "gelu",
+            dropout=not gated if dropout is None else dropout,
+            fused=fused,
+            tied=not gated,
+        )
+        for name in (
+            "hidden",
+            "layers",
+            "heads",
+            "vocabulary",
+            "sequence",
+            "ffn",
+            "kv_heads",
+            "experts",
+            "top_k",
+        ):
+            if getattr(model, name) < 1:
+                raise Refusal(f"has {name} {getattr(model, name)}", "1 or more")
+        if hidden % model.heads or model.heads % model.kv_heads:
+            raise Refusal(
+                f"has hidden {hidden}, {model.heads} heads and {model.kv_heads} heads of keys",
+                "hidden a multiple of heads, and heads of the heads of keys",
+            )
+        return model
+
+    @property
+    def key_width(self) -> int:
+        """Of keys, and of values."""
+        return self.hidden // self.heads * self.kv_heads
+
+    @property
+    def block_kinds(self) -> tuple[BlockKind, ...]:
+        """The blocks in the order in which they run."""
+        if self.family == "t5":
+            return ("block",) * self.layers + ("decoder",) * self.layers
+        return ("block",) * self.layers
+
+    # Parameters
+
+    def block_parameters(self, kind: BlockKind = "block") -> int:
+        """Of one block, all experts included."""
+        attention, mlp, rest = self._matrices(kind)
+        return attention + self.experts * mlp + rest
+
+    def _matrices(self, kind: BlockKind) -> tuple[int, int, int]:
+        """Weights of attention, of the MLP (one expert), and all else."""
+        h, f, k = self.hidden, self.ffn, self.key_width
+        attention = 2 * h * h + 2 * h * k
+        mlp = (3 if self.activation == "swiglu" else 2) * h * f
+        if self.family in ("gpt", "bert"):
+            return attention, mlp, (h + 2 * k) + h + f + h + 2 * (2 * h)
+        norms = 2 * h
+        if kind == "decoder":
+            return 2 * attention, mlp, norms + h
+        return attention, mlp, norms + (h * self.experts if self.experts > 1 else 0)
+
+    def embedding_parameters(self) -> int:
+        h = self.hidden
+        positions = self.sequence * h if self.family in ("gpt", "bert") else 0
+        # BERT: two segment types and a norm. T5: buckets of relative positions, in each half.
+        rest = {"bert": 2 * h + 2 * h, "t5": 2 * 32 * self.heads}.get(self.family, 0)
+        return self.vocabulary * h + positions + rest
+
+    def head_parameters(self) -> int:
+        """The final norm and the output layer."""
+        h = self.hidden
+        output = 0 if self.tied else self.vocabulary * h
+        # BERT's masked-language head: a transformation, its norm, a bias per word.
+        norm = {"gpt": 2 * h, "bert": h * h + h + 2 * h + self.vocabulary, "t5": 2 * h}.get(self.family, h)
+        return norm + output
+
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return (
+            self.embedding_parameters()
+            + sum(self.block_parameters(kind) for kind in self.block_kinds)
+            + self.head_parameters()
+        )
+
+    # FLOPs
+
+    def block_flops(self, microbatch: int, kind: BlockKind = "block") -> float:
+        """FLOPs of one block's forward on one microbatch, over all tensor-parallel ranks. A multiplication and an addition are
+        two. Causal attention is counted in full, as publications of FLOP rates do."""
+        attention, mlp, _ = self._matrices(kind)
+        tokens = microbatch * self.sequence
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        scores = 4 * self.sequence * self.hidden * (2 if kind == "decoder" else 1)
+        return tokens * (2.0 * (attention + self.top_k * mlp + router) + scores)
+
+    def head_flops(self, microbatch: int) -> float:
+        transformation = self.hidden * self.hidden if self.family == "bert" else 0
+        return 2.0 * microbatch * self.sequence * (self.hidden * self.vocabulary + transformation)
+
+    # Saved bytes
+
+    def saved_items(
+        self, microbatch: int, layout: Layout | None = None, kind: BlockKind = "block", itemsize: int = 2
+    ) -> list[Item]:
+        """What one block saves for backward, for one microbatch on one rank, without weights.
+
+        Args:
+            itemsize: bytes of an activation's element.
+        """
+        layout = layout or Layout()
+        tokens = microbatch * self.sequence
+        return [Item(name, int(tokens * nbytes)) for name, nbytes in self._per_token(layout, kind, itemsize)]
+
+    def saved_bytes(
+        self, microbatch: int, layout: Layout | None = None, kind: BlockKind = "block", itemsize: int = 2
+    ) -> int:
+        """The sum of `saved_items`."""
+        return sum(item.nbytes for item in self.saved_items(microbatch, layout, kind, itemsize))
+
+    def block_input_bytes(self, microbatch: int, layout: Layout | None = None, itemsize: int = 2) -> int:
+        """What a recomputed block saves: its input."""
+        split = layout.tp if layout is not None and layout.sequence_parallel else 1
+        return microbatch * self.sequence * self.hidden * itemsize // split
+
+    def head_saved_bytes(self, microbatch: int, layout: Layout | None = None, itemsize: int = 2) -> int:
+        """Of the final norm, the output layer and the loss: two tensors of the hidden width, and log-probabilities in float32."""
+        layout = layout or Layout()
+        split = layout.tp if layout.sequence_parallel else 1
+        tokens = microbatch * self.sequence
+        return tokens * (2 * self.hidden * itemsize // split + PROBABILITY * self.vocabulary // layout.tp)
+
+    def head_transient_bytes(self, microbatch: int, layout: Layout | None = None, itemsize: int = 2) -> int:
+        """Alive for a moment when backward begins, beside what is saved: the gradient of the logits, in float32 and as they
+        are."""
+        tp = layout.tp if layout is not None else 1
+        return microbatch * self.sequence * self.vocabulary * (PROBABILITY + itemsize) // tp
+
+    def _per_token(self, layout: Layout, kind: BlockKind, itemsize: int) -> Iterator[tuple[str, float]]:
+        t = layout.tp
+        split = t if layout.sequence_parallel else 1
+        h, k = self.hidden * itemsize, self.key_width * itemsize
+        statistics = STATISTIC * (2 if self.family in ("gpt", "bert") else 1) / split
+        for part in ("attention",) if kind == "block" else ("attention", "cross-attention"):
+            yield f"{part}: input of its norm", h / split
+            yield f"{part}: statistics of its norm", statistics
+            yield f"{part}: input of its projections", h / split
+            yield f"{part}: queries, keys, values", (h + 2 * k) / t
+            yield f"{part}: output", h / t
+            yield f"{part}: sums of its softmax", STATISTIC * self.heads / t
+            if self.dropout:
+                yield f"{part}: dropout mask", self.hidden / split
+        yield "mlp: input of its norm", h / split
+        yield "mlp: statistics of its norm", statistics
+        yield "mlp: input", h / split
+        yield from self._mlp_per_token(layout, itemsize)
+        if self.dropout:
+            yield "mlp: dropout mask", self.hidden / split
+
+    def _mlp_per_token(self, layout: Layout, itemsize: int) -> Iterator[tuple[str, float]]:
+        copies = self.top_k if self.experts > 1 else 1
+        h, f = self.hidden * itemsize, copies * self.ffn * itemsize / layout.tp
+        if self.experts > 1:
+            yield "router: probabilities", PROBABILITY * self.experts
+            yield "experts: their tokens", copies * h
+        if self.activation == "swiglu":
+            yield "mlp: gate and up", 2 * f
+            if not self.fused:
+                yield "mlp: silu of the gate", f
+        elif self.activation == "gelu":
+            yield "mlp: input of its activation", f
+        yield "mlp: output of its activation", f
+        if self.experts > 1:
+            yield "experts: their outputs", copies * h
+
+
+def model_state_bytes(
+    parameters: float,
+    layout: Layout,
+    *,
+    weight: int = 2,
+    gradient: int = 2,
+    optimizer: int = 12,
+) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer state that one rank holds.
+
+    Args:
+        parameters: that this rank would hold without ZeRO.
+        weight, gradient, optimizer: bytes per parameter; by default mixed precision with Adam (a float32 copy and two moments).
+            Megatron-LM accumulates gradients in float32: `gradient=4`.
+    """
+    split = {
+        "parameters": layout.dp if layout.zero >= 3 else 1,
+        "gradients": layout.dp if layout.zero >= 2 else 1,
+        "optimizer": layout.dp if layout.zero >= 1 else 1,
+    }
+    each = {"parameters": weight, "gradients": gradient, "optimizer": optimizer}
+    return {name: int(parameters * each[name] / split[name]) for name in each}
