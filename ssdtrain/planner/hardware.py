@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 MATMUL_EFFICIENCY = 0.5
-"""Of the peak FLOP rate in a whole training step. Megatron-LM reports 0.47 to 0.52 for dense GPT on A100 (arXiv 2104.04473), Llama
-3 0.38 to 0.43 on 16 thousand H100 (arXiv 2407.21783)."""
+"""Of the peak FLOP rate in a whole training step. Megatron-LM reports 0.47 to 0.52 for dense GPT on A100 (arXiv 2104.04473),
+Llama 3 0.38 to 0.43 on 16 thousand H100 (arXiv 2407.21783)."""
 
 LINK_EFFICIENCY = 0.8
 """Of a link's raw rate in large copies: pinned copies over PCIe 4.0 x16 reach about 26 of 32 GB/s."""

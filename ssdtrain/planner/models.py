@@ -119,7 +119,8 @@ class Transformer:
         fused: bool = True,
     ) -> Transformer:
         """A model of `family`; what is left out is as usual for the family: heads of 128 (64 below hidden 2048), an MLP of 4 h
-        (or 8/3 h in multiples of 256, Mixtral 3.5 h), vocabularies of 50304, 30592, 32128 and 32000, no dropout in llama and mixtral.
+        (or 8/3 h in multiples of 256, Mixtral 3.5 h), vocabularies of 50304, 30592, 32128 and 32000, no dropout in llama and
+        mixtral.
 
         Raises:
             Refusal: unknown family; hidden is no multiple of heads, or heads of kv_heads; a number below 1.
@@ -179,9 +180,10 @@ class Transformer:
     @property
     def block_kinds(self) -> tuple[BlockKind, ...]:
         """The blocks in the order in which they run."""
+        kinds: list[BlockKind] = ["block" for _ in range(self.layers)]
         if self.family == "t5":
-            return ("block",) * self.layers + ("decoder",) * self.layers
-        return ("block",) * self.layers
+            kinds += ["decoder" for _ in range(self.layers)]
+        return tuple(kinds)
 
     # Parameters
 
