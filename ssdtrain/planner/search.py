@@ -1,0 +1,492 @@
+"""The best plan under limits: which action for which block.
+
+Note: [How plans are searched]
+Few blocks are tried out completely. With more, plans of a shape are tried, as in ProTrain (arXiv 2406.08334): so many blocks are
+recomputed, so many offloaded, the last ones kept, in five layouts (offloaded blocks first; after the recomputed ones; spread
+among these, so that their transfers hide; these spread among them; spread over all). For each number of recomputed blocks,
+ascending, the smallest number of offloaded ones that fits into memory is found by bisection; numbers whose computation alone
+takes longer than the best plan so far are left out. The best of these plans are then improved by changing one or two blocks. Every plan is judged by the
+one cost model (`simulate`). The number of simulations is bounded, not their time, so that the same question gets the same answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ssdtrain.config.units import format_size
+from ssdtrain.planner.step import DEVICE, KEEP, RECOMPUTE, Block, Choice, Machine, Pass, StepTimeline
+from ssdtrain.planner.timeline import simulate
+
+__all__ = ["Limits", "NoPlan", "Objective", "Plan", "Problem", "actions_for", "search"]
+
+EXACT = 3000
+"""Plans at most that are all tried."""
+
+STARTS = 12
+"""Plans that are improved one block at a time."""
+
+PAIRS = 16
+"""Blocks at most of which two are changed at a time too."""
+
+BLOCK_PASSES = 400_000
+"""Of a search, in all simulations: some seconds."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be planned.
+
+    Attributes:
+        chunks: the blocks of each model chunk, in forward order.
+        order: passes of one rank in a step.
+        machine: bandwidths, and capacities of the tiers.
+        actions: by name, what may be done with a block. Must have "keep". Lossy ones are here only where the config allows them.
+        fixed: blocks, by their number over all chunks, that are always kept.
+    """
+
+    chunks: Sequence[Sequence[Block]]
+    order: Sequence[Pass]
+    machine: Machine
+    actions: Mapping[str, Choice]
+    fixed: frozenset[int] = frozenset()
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Over all chunks."""
+        return [block for chunk in self.chunks for block in chunk]
+
+    @property
+    def decided(self) -> list[int]:
+        """Numbers of the blocks that are decided about."""
+        return [
+            number for number, block in enumerate(self.blocks) if block.saved and number not in self.fixed
+        ]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan must keep to; None: no limit.
+
+    Attributes:
+        device: bytes on the device of what the blocks describe, at most.
+        written: bytes written in a step to the tier "ssd", at most (its endurance).
+        seconds: of a step, at most.
+    """
+
+    device: int | None = None
+    written: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is made as small as possible: `time` x seconds + `memory` x peak bytes + `wear` x bytes written.
+
+    By default the time of a step. `Objective(0, 1)` is the least memory (give `Limits.seconds`), `Objective(dollars per second,
+    0, dollars per byte)` the cheapest step. Among equals fewer bytes written win where the device has a limit, else the smaller
+    peak.
+    """
+
+    time: float = 1.0
+    memory: float = 0.0
+    wear: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An action for each block, and what comes of it.
+
+    Attributes:
+        actions: names, one per block over all chunks.
+        timeline: the simulated step.
+    """
+
+    actions: tuple[str, ...]
+    timeline: StepTimeline = field(compare=False)
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.seconds
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return self.timeline.peak_bytes
+
+    @property
+    def written(self) -> int:
+        """Bytes to SSD in a step."""
+        return self.timeline.written.get("ssd", 0)
+
+    def count(self, action: str) -> int:
+        return self.actions.count(action)
+
+    def summary(self) -> str:
+        """Such as "5 keep, 7 ssd"."""
+        names = dict.fromkeys(self.actions)
+        return ", ".join(f"{self.count(name)} {name}" for name in names)
+
+
+class NoPlan(ValueError):
+    """No plan keeps to the limits.
+
+    Attributes:
+        smallest: the plan with the smallest peak that was found.
+    """
+
+    def __init__(self, smallest: Plan, limits: Limits, blocks: Sequence[Block]) -> None:
+        self.smallest = smallest
+        parts = _parts(smallest, blocks)
+        wanted = [
+            f"{format_size(limits.device)} on the device" if limits.device is not None else "",
+            f"{limits.seconds:.3g} s a step" if limits.seconds is not None else "",
+            f"{format_size(limits.written)} written a step" if limits.written is not None else "",
+        ]
+        listed = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
+        super().__init__(
+            f"no plan keeps to {' and '.join(w for w in wanted if w)}: the smallest peak of activations found is "
+            f"{format_size(smallest.peak)} ({smallest.summary()}), of which {listed}; use a smaller microbatch or sequence, more "
+            "tensor or pipeline parallelism, or a faster or larger tier"
+        )
+
+
+def _parts(plan: Plan, blocks: Sequence[Block]) -> dict[str, int]:
+    kept = sum(b.saved for b, action in zip(blocks, plan.actions, strict=True) if action == "keep")
+    inputs = sum(b.inputs for b, action in zip(blocks, plan.actions, strict=True) if action == "recompute")
+    fixed = sum(b.fixed for b in blocks)
+    known = {"kept of each microbatch": kept, "inputs of recomputed blocks": inputs, "always there": fixed}
+    largest = max(blocks, key=lambda b: b.saved + b.backward_transient)
+    known["the largest block while its backward runs"] = largest.saved + largest.backward_transient
+    return known
+
+
+def actions_for(
+    machine: Machine, *, recompute: bool = True, compress: Choice | None = None
+) -> dict[str, Choice]:
+    """The actions that a machine has: "keep", "recompute", each of its tiers, and "compress" where it is allowed.
+
+    Args:
+        compress: a lossy codec of what stays on the device; None: not allowed.
+    """
+    found = {"keep": KEEP}
+    if recompute:
+        found["recompute"] = RECOMPUTE
+    found |= {tier.name: Choice(tier.name) for tier in machine.tiers}
+    if compress is not None:
+        found["compress"] = compress
+    return found
+
+
+def search(
+    problem: Problem,
+    limits: Limits | None = None,
+    objective: Objective | None = None,
+    *,
+    exact: int = EXACT,
+    runners_up: int = 3,
+) -> list[Plan]:
+    """The best plans, best first: see Note: [How plans are searched].
+
+    Args:
+        exact: try all plans where there are at most so many.
+        runners_up: how many more than the best, each of another sum of actions.
+
+    Raises:
+        NoPlan: none keeps to the limits.
+    """
+    return _Search(problem, limits or Limits(), objective or Objective()).run(exact, runners_up)
+
+
+Score = tuple[float, ...]
+
+
+class _Search:
+    def __init__(self, problem: Problem, limits: Limits, objective: Objective) -> None:
+        self.problem, self.limits, self.objective = problem, limits, objective
+        self.blocks = problem.blocks
+        self.decided = problem.decided
+        self.plans: dict[tuple[str, ...], Plan] = {}
+        self.best: Plan | None = None
+        passes = sum(len(problem.chunks[p.chunk]) for p in problem.order if p.kind != "idle")
+        self.simulations = max(BLOCK_PASSES // max(passes, 1), 50)
+        self.tiers = [name for name, choice in problem.actions.items() if choice.tier != DEVICE]
+        # What a tier holds between forward and backward.
+        self.room = {tier.name: tier.capacity for tier in problem.machine.tiers}
+
+    def run(self, exact: int, runners_up: int) -> list[Plan]:
+        names = list(self.problem.actions)
+        if len(names) ** len(self.decided) <= exact:
+            for chosen in itertools.product(names, repeat=len(self.decided)):
+                self.plan(chosen)
+        else:
+            self.shapes()
+            for start in self.starts():
+                self.improve(start)
+        ranked = self.ranked()
+        if self.excess(ranked[0]) > 0:
+            raise NoPlan(min(ranked, key=lambda plan: plan.peak), self.limits, self.blocks)
+        found: list[Plan] = []
+        seen: set[tuple[str, ...]] = set()
+        for plan in ranked:
+            kinds = tuple(sorted(plan.actions))
+            if kinds not in seen and self.excess(plan) == 0:
+                seen.add(kinds)
+                found.append(plan)
+        return found[: 1 + runners_up]
+
+    # Judging
+
+    def plan(self, chosen: Sequence[str]) -> Plan:
+        """The plan in which the decided blocks have the actions `chosen`, in their order."""
+        names = ["keep"] * len(self.blocks)
+        for number, name in zip(self.decided, chosen, strict=True):
+            names[number] = name
+        key = tuple(names)
+        known = self.plans.get(key)
+        if known is None:
+            choices, start = [], 0
+            for chunk in self.problem.chunks:
+                choices.append([self.problem.actions[name] for name in key[start : start + len(chunk)]])
+                start += len(chunk)
+            timeline = simulate(self.problem.chunks, choices, self.problem.order, self.problem.machine)
+            known = self.plans[key] = Plan(key, timeline)
+            if self.best is None or self.score(known) < self.score(self.best):
+                self.best = known
+        return known
+
+    def excess(self, plan: Plan) -> float:
+        """By how much it breaks the limits, relative to them; 0: it keeps to them."""
+        limits, total = self.limits, 0.0
+        for value, limit in (
+            (plan.peak, limits.device),
+            (plan.written, limits.written),
+            (plan.seconds, limits.seconds),
+        ):
+            if limit is not None and value > limit * (1 + 1e-9):
+                total += (value - limit) / max(limit, 1e-12)
+        return total
+
+    def score(self, plan: Plan) -> Score:
+        """Smaller is better."""
+        wanted = self.objective
+        value = wanted.time * plan.seconds + wanted.memory * plan.peak + wanted.wear * plan.written
+        # Memory that is there may be used; without a limit less is better.
+        ties = (plan.peak, plan.written) if self.limits.device is None else (plan.written, plan.peak)
+        return self.excess(plan), value, *ties, plan.seconds
+
+    def ranked(self) -> list[Plan]:
+        return sorted(self.plans.values(), key=lambda plan: (self.score(plan), plan.actions))
+
+    @property
+    def exhausted(self) -> bool:
+        return len(self.plans) >= self.simulations
+
+    # Shapes
+
+    def shapes(self) -> None:
+        count = len(self.decided)
+        recompute = "recompute" in self.problem.actions
+        numbers = list(range(count + 1)) if recompute else [0]
+        step = max(1, count // 12) if recompute else 1
+        for _ in range(3):
+            for number in numbers[::step]:
+                if not self.too_slow(number):
+                    self.with_recomputed(number)
+            if step == 1 or self.best is None:
+                return
+            near = self.best.count("recompute")
+            numbers = [n for n in range(near - step, near + step + 1) if 0 <= n <= count]
+            step = max(1, step // 4)
+
+    def too_slow(self, recomputed: int) -> bool:
+        """Whether its computation alone takes longer than the best plan."""
+        best = self.best
+        if self.exhausted or best is None or self.objective.memory or self.objective.wear:
+            return self.exhausted
+        if self.excess(best) > 0:
+            return False
+        cheapest = sorted(self.blocks[number].recompute for number in self.decided)[:recomputed]
+        passes = sum(1 for one in self.problem.order if one.kind == "backward")
+        return self.plan(["keep"] * len(self.decided)).timeline.compute_seconds + passes * sum(
+            cheapest
+        ) > best.seconds * (1 + 1e-9)
+
+    def with_recomputed(self, recomputed: int) -> None:
+        """Plans with so many recomputed blocks."""
+        most = len(self.decided) - recomputed
+        for rest, fill in itertools.product(self.fillings(), self.assignments()):
+            for layout in (
+                _offloaded_first,
+                _offloaded_after,
+                _among_recomputed,
+                _among_offloaded,
+                _over_all,
+            ):
+
+                def make(
+                    offloaded: int,
+                    layout: Layout = layout,
+                    rest: str = rest,
+                    fill: Callable[[list[int]], dict[int, str]] = fill,
+                ) -> Plan:
+                    chosen = layout(len(self.decided), offloaded, recomputed)
+                    tiers = fill([i for i, name in enumerate(chosen) if name == "offload"])
+                    return self.plan(
+                        [
+                            tiers.get(i, "keep") if name == "offload" else rest if name == "keep" else name
+                            for i, name in enumerate(chosen)
+                        ]
+                    )
+
+                if not self.tiers:
+                    make(0)
+                    break
+                self.bisect(make, most)
+                if self.exhausted:
+                    return
+
+    def fillings(self) -> list[str]:
+        """What happens to blocks that are neither offloaded nor recomputed."""
+        return [
+            name
+            for name, choice in self.problem.actions.items()
+            if choice.tier == DEVICE and not choice.recompute
+        ]
+
+    def assignments(self) -> list[Callable[[list[int]], dict[int, str]]]:
+        """Ways to spread offloaded blocks over the tiers: one tier for all, or the ones needed soonest (the last) in the first
+        tier up to its capacity, the others in the next."""
+        found: list[Callable[[list[int]], dict[int, str]]] = [
+            lambda blocks, name=name: dict.fromkeys(blocks, name)  # type: ignore[misc]
+            for name in self.tiers
+        ] or [lambda blocks: {}]
+        if len(self.tiers) > 1:
+            found.append(self.fill_in_order)
+        return found
+
+    def fill_in_order(self, blocks: list[int]) -> dict[int, str]:
+        room = {name: self.room.get(name) for name in self.tiers}
+        alive = max(_alive(self.problem.order), 1)
+        chosen = {}
+        for place in reversed(blocks):
+            size = self.blocks[self.decided[place]].saved * alive
+            for name in self.tiers:
+                left = room[name]
+                if left is None or left >= size:
+                    room[name] = None if left is None else left - size
+                    chosen[place] = name
+                    break
+            else:
+                chosen[place] = self.tiers[-1]
+        return chosen
+
+    def bisect(self, make: Callable[[int], Plan], most: int) -> None:
+        """Try the fewest offloaded blocks that fit into memory, the most that fit into the time, and some between."""
+        limits = self.limits
+        for number in sorted({0, most, most // 2}):
+            make(number)
+        for fits in (
+            (lambda plan: plan.peak <= limits.device) if limits.device is not None else None,
+            (lambda plan: plan.seconds > limits.seconds) if limits.seconds is not None else None,
+        ):
+            if fits is None:
+                continue
+            low, high = 0, most
+            while low < high and not self.exhausted:
+                middle = (low + high) // 2
+                if fits(make(middle)):
+                    high = middle
+                else:
+                    low = middle + 1
+            for number in (low - 1, low, low + 1):
+                if 0 <= number <= most:
+                    make(number)
+
+    # One block at a time
+
+    def starts(self) -> list[Plan]:
+        """The best plans that differ in how many blocks have which action."""
+        found: dict[tuple[str, ...], Plan] = {}
+        for plan in self.ranked():
+            found.setdefault(tuple(sorted(plan.actions)), plan)
+        return list(found.values())[:STARTS]
+
+    def improve(self, plan: Plan) -> None:
+        names = list(self.problem.actions)
+        best, better = plan, True
+        while better and not self.exhausted:
+            better = False
+            for candidate in self.neighbours(best, names):
+                if self.exhausted:
+                    return
+                found = self.plan(candidate)
+                if self.score(found) < self.score(best):
+                    best, better = found, True
+                    break
+
+    def neighbours(self, plan: Plan, names: Sequence[str]) -> Iterable[list[str]]:
+        """Plans in which one block has another action, two have each other's, or (of few blocks) two have others."""
+        present = [plan.actions[number] for number in self.decided]
+        for place, name in itertools.product(range(len(present)), names):
+            if present[place] != name:
+                yield [*present[:place], name, *present[place + 1 :]]
+        for first, second in itertools.combinations(range(len(present)), 2):
+            if present[first] != present[second]:
+                swapped = list(present)
+                swapped[first], swapped[second] = swapped[second], swapped[first]
+                yield swapped
+        if len(present) <= PAIRS:
+            for first, second in itertools.combinations(range(len(present)), 2):
+                for one, other in itertools.product(names, repeat=2):
+                    if one != present[first] and other != present[second]:
+                        changed = list(present)
+                        changed[first], changed[second] = one, other
+                        yield changed
+
+
+Layout = Callable[[int, int, int], list[str]]
+"""(blocks, offloaded, recomputed) to one of "offload", "recompute", "keep" for each block."""
+
+
+def _offloaded_first(count: int, offloaded: int, recomputed: int) -> list[str]:
+    kept = count - offloaded - recomputed
+    return ["offload"] * offloaded + ["recompute"] * recomputed + ["keep"] * kept
+
+
+def _offloaded_after(count: int, offloaded: int, recomputed: int) -> list[str]:
+    kept = count - offloaded - recomputed
+    return ["recompute"] * recomputed + ["offload"] * offloaded + ["keep"] * kept
+
+
+def _among_recomputed(count: int, offloaded: int, recomputed: int) -> list[str]:
+    kept = count - offloaded - recomputed
+    return _spread("offload", offloaded, ["recompute"] * recomputed) + ["keep"] * kept
+
+
+def _among_offloaded(count: int, offloaded: int, recomputed: int) -> list[str]:
+    kept = count - offloaded - recomputed
+    return _spread("recompute", recomputed, ["offload"] * offloaded) + ["keep"] * kept
+
+
+def _over_all(count: int, offloaded: int, recomputed: int) -> list[str]:
+    kept = count - offloaded - recomputed
+    return _spread("offload", offloaded, ["recompute"] * recomputed + ["keep"] * kept)
+
+
+def _spread(name: str, count: int, others: list[str]) -> list[str]:
+    """`others` in their order, with `count` times `name` at even distances, the first at the front."""
+    total = count + len(others)
+    rest = iter(others)
+    places = {i * total // count for i in range(count)} if count else set()
+    return [name if place in places else next(rest) for place in range(total)]
+
+
+def _alive(order: Sequence[Pass]) -> int:
+    """The most microbatches between their forward and their backward at once."""
+    alive = most = 0
+    for one in order:
+        alive += {"forward": 1, "backward": -1}.get(one.kind, 0)
+        most = max(most, alive)
+    return most
