@@ -5,8 +5,9 @@ Few blocks are tried out completely. With more, plans of a shape are tried, as i
 recomputed, so many offloaded, the last ones kept, in five layouts (offloaded blocks first; after the recomputed ones; spread
 among these, so that their transfers hide; these spread among them; spread over all). For each number of recomputed blocks,
 ascending, the smallest number of offloaded ones that fits into memory is found by bisection; numbers whose computation alone
-takes longer than the best plan so far are left out. The best of these plans are then improved by changing one or two blocks. Every plan is judged by the
-one cost model (`simulate`). The number of simulations is bounded, not their time, so that the same question gets the same answer.
+takes longer than the best plan so far are left out. The best of these plans are then improved by changing one or two blocks.
+Every plan is judged by the one cost model (`simulate`). The number of simulations is bounded, not their time, so that the same
+question gets the same answer.
 """
 
 from __future__ import annotations
