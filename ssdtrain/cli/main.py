@@ -10,6 +10,7 @@ COMMANDS = {
     "demo": "train a GPT with DeepSpeed, keeping, recomputing and offloading its activations, and compare",
     "doctor": "what is installed, what was built, and what the drives behind directories can do",
     "report": "what a run did, as one HTML file made from the journals of report.path",
+    "plan": "predict microbatch, step time, SSD bandwidth and life of a model on GPUs and drives that need not be here",
 }
 """Each is a module of this package with `run(arguments) -> exit status`."""
 

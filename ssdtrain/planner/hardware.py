@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 MATMUL_EFFICIENCY = 0.5
-"""Of the peak FLOP rate in a whole training step. Megatron-LM reports 0.47 to 0.52 for dense GPT on A100 (arXiv 2104.04473),
+"""Of the peak FLOP rate in a whole training step. Published: 0.47 to 0.52 for dense GPT on A100 (arXiv 2104.04473),
 Llama 3 0.38 to 0.43 on 16 thousand H100 (arXiv 2407.21783)."""
 
 LINK_EFFICIENCY = 0.8

@@ -2,8 +2,8 @@
 
 What is counted is what fused kernels save: FlashAttention (no matrix of scores), one kernel for a norm, one for a gated
 activation. The sum for a GPT block, 34 x sequence x microbatch x hidden bytes in bfloat16 with dropout, is that of arXiv
-2205.05198 without its attention scores. Implementations that save more (unfused norms and activations, as in many Hugging Face
-models) are better profiled: `ssdtrain estimate`.
+2205.05198 without its attention scores. Implementations that are not fused, as in many model
+libraries, save more than is predicted here.
 
 Letters in comments: h hidden, f width of the MLP, k width of keys (and of values), t tensor-parallel ranks. Bytes are per token
 until `saved_items` multiplies.
@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from ssdtrain.config.errors import Refusal
 
-__all__ = ["FAMILIES", "Item", "Layout", "Transformer", "model_state_bytes"]
+__all__ = ["FAMILIES", "BlockKind", "Item", "Layout", "Transformer", "model_state_bytes"]
 
 FAMILIES = ("gpt", "bert", "t5", "llama", "mixtral")
 
@@ -76,7 +76,7 @@ class Transformer:
     """A model by its shape.
 
     Attributes:
-        family: one of `FAMILIES`. gpt and bert: LayerNorm, biases, GELU. t5: RMSNorm, no biases, GELU (Megatron's; `activation`
+        family: one of `FAMILIES`. gpt and bert: LayerNorm, biases, GELU. t5: RMSNorm, no biases, GELU (`activation`
             "relu" for the original), an encoder and a decoder of `layers` blocks each. llama: RMSNorm, grouped keys, SwiGLU.
             mixtral: the same with `experts`, `top_k` of which each token passes.
         ffn: width of the MLP (of one expert).
@@ -331,7 +331,7 @@ def model_state_bytes(
     Args:
         parameters: that this rank would hold without ZeRO.
         weight, gradient, optimizer: bytes per parameter; by default mixed precision with Adam (a float32 copy and two moments).
-            Megatron-LM accumulates gradients in float32: `gradient=4`.
+            `gradient=4` where they are accumulated in float32.
     """
     split = {
         "parameters": layout.dp if layout.zero >= 3 else 1,

@@ -222,9 +222,12 @@ class _Search:
             for chosen in itertools.product(names, repeat=len(self.decided)):
                 self.plan(chosen)
         else:
-            self.shapes()
-            for start in self.starts():
-                self.improve(start)
+            kept = self.plan(["keep"] * len(self.decided))
+            if self.excess(kept) or self.objective.memory or self.objective.wear:
+                self.shapes()
+                if not self.unbeatable(kept):
+                    for start in self.starts():
+                        self.improve(start)
         ranked = self.ranked()
         if self.excess(ranked[0]) > 0:
             raise NoPlan(min(ranked, key=lambda plan: plan.peak), self.limits, self.blocks)
@@ -280,6 +283,12 @@ class _Search:
     def ranked(self) -> list[Plan]:
         return sorted(self.plans.values(), key=lambda plan: (self.score(plan), plan.actions))
 
+    def unbeatable(self, kept: Plan) -> bool:
+        """Whether the best plan so far takes no longer than computation alone, and time is all that counts."""
+        if self.best is None or self.excess(self.best) or self.objective.memory or self.objective.wear:
+            return False
+        return self.best.seconds <= kept.seconds * (1 + 1e-6)
+
     @property
     def exhausted(self) -> bool:
         return len(self.plans) >= self.simulations
@@ -310,9 +319,8 @@ class _Search:
             return False
         cheapest = sorted(self.blocks[number].recompute for number in self.decided)[:recomputed]
         passes = sum(1 for one in self.problem.order if one.kind == "backward")
-        return self.plan(["keep"] * len(self.decided)).timeline.compute_seconds + passes * sum(
-            cheapest
-        ) > best.seconds * (1 + 1e-9)
+        computing = self.plan(["keep"] * len(self.decided)).timeline.compute_seconds
+        return computing + passes * sum(cheapest) > best.seconds * (1 + 1e-9)
 
     def with_recomputed(self, recomputed: int) -> None:
         """Plans with so many recomputed blocks."""
