@@ -92,8 +92,6 @@ class Communicator:
         """The key of this rank's random numbers in this step."""
         return Key(self.policy.seed, self.steps, 0, self.rank)
 
-    # Sums
-
     def all_reduce(
         self,
         tensor: Tensor,
@@ -112,9 +110,7 @@ class Communicator:
         flat = tensor.detach().reshape(-1)
         copied = flat.data_ptr() != tensor.data_ptr()
         then = (lambda: tensor.detach().copy_(flat.view(tensor.shape))) if copied else None
-        return self._start(
-            AllReduce(flat, flat, _uncompressed_ranges(bucket), op), dimension, group, bucket, then
-        )
+        return self._start(AllReduce(flat, flat, _ranges(bucket), op), dimension, group, bucket, then)
 
     def reduce_scatter(
         self,
@@ -129,12 +125,8 @@ class Communicator:
 
         `out` may be a part of `tensor`. Sums are in float32.
         """
-        collective = ReduceScatter(
-            tensor.detach().view(-1), out.detach().view(-1), _uncompressed_ranges(bucket), op
-        )
+        collective = ReduceScatter(tensor.detach().view(-1), out.detach().view(-1), _ranges(bucket), op)
         return self._start(collective, dimension, group, bucket)
-
-    # Gathers
 
     def all_gather(
         self,
@@ -149,9 +141,7 @@ class Communicator:
 
         `tensor` may be a part of `out`.
         """
-        collective = AllGather(
-            tensor.detach().reshape(-1), out.detach().view(-1), _uncompressed_ranges(bucket)
-        )
+        collective = AllGather(tensor.detach().reshape(-1), out.detach().view(-1), _ranges(bucket))
         return self._start(collective, dimension, group, bucket)
 
     def gather_weights(
@@ -277,8 +267,6 @@ class Communicator:
         steps = collective.steps(call, self.policy.chunk)
         return CompressedWork(steps, metrics, self.meter, self._stream, collective.tensors, finished)
 
-    # Exchanges
-
     def all_to_all(
         self,
         out: Tensor,
@@ -400,7 +388,7 @@ class Communicator:
         return Route(route.topology, (inside, spec), route.gather)
 
 
-def _uncompressed_ranges(bucket: Bucket | None) -> Ranges:
+def _ranges(bucket: Bucket | None) -> Ranges:
     return () if bucket is None else bucket.uncompressed_ranges
 
 

@@ -4,11 +4,6 @@ An adapter replaces the functions that its framework sends with by `Interception
 `classify(tensor, group) -> Traffic | None`, which parallel dimension a collective belongs to. What is not classified, and what
 the engine sends uncompressed, goes through the framework's own function with the very arguments of the call.
 
-Note: [Traffic scopes]
-    Where a tensor and a group do not tell what a collective carries, the code that issues it does: a scope around that code sets
-    the current traffic, and `classify` returns it. It is a context variable: one thread's, and gone at the end of its scope, so
-    that a norm or an overflow flag is never compressed.
-
 Note: [Coalesced collectives]
     Inside of torch's coalescing manager nothing is sent yet. At its end each collective is offered to the engine; those that stay
     uncompressed go through torch's own manager, together.
@@ -19,117 +14,31 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ssdtrain.comm import Bucket, ChainedWork, Communicator, CompressedWork
+from ssdtrain.comm import ChainedWork, CompressedWork
 from ssdtrain.comm.collectives import AllGather, AllReduce, ReduceScatter, Sharded
 from ssdtrain.integration import patching
 from ssdtrain.integration.patching import Wrap
+from ssdtrain.integration.traffic import Traffic
 
 __all__ = [
     "Classify",
     "Coalesced",
     "Interception",
-    "Traffic",
     "by_caller",
-    "current_traffic",
-    "in_scope",
-    "traffic_scope",
 ]
 
 Function = Callable[..., Any]
 Work = CompressedWork | ChainedWork
-BucketOf = Callable[[int, Any, bool], Bucket]
-"""(elements, process group, whether they are laid out by rank) of a collective's whole tensor -> what is in it."""
-
-
-class Traffic:
-    """What collectives carry.
-
-    Args:
-        comm: compresses them.
-        dimension: of parallelism, as in the `comm` section of the config.
-        bucket: the gradients or weights in a collective; None where they have no name, as activations.
-        delta: all-gathers are of weights after a step, and sent as differences from the last ones.
-        uncompressed: the reason for which they are sent as they are; counted, and written to the log once.
-        first_only: of messages to a neighbour only the first floating-point tensor is compressed: the hidden states. Others are
-            masks and the like.
-    """
-
-    __slots__ = ("bucket", "comm", "delta", "dimension", "first_only", "sent", "uncompressed")
-
-    def __init__(
-        self,
-        comm: Communicator,
-        dimension: str,
-        bucket: Bucket | BucketOf | None = None,
-        *,
-        delta: bool = False,
-        uncompressed: str | None = None,
-        first_only: bool = False,
-    ) -> None:
-        self.comm = comm
-        self.dimension = dimension
-        self.bucket = bucket
-        self.delta = delta
-        self.uncompressed = uncompressed
-        self.first_only = first_only
-        self.sent = 0
-
-    def bucket_of(self, tensor: Tensor, group: Any, by_rank: bool = False) -> Bucket | None:
-        """What is in `tensor`, the whole tensor of a collective."""
-        if self.bucket is None or isinstance(self.bucket, Bucket):
-            return self.bucket
-        return self.bucket(tensor.numel(), group, by_rank)
-
-    def compresses_next(self, tensor: Tensor) -> bool:
-        """Whether the next message to or from a neighbour, `tensor`, may be compressed."""
-        if not self.first_only or not tensor.is_floating_point() or tensor.dim() == 0:
-            return not self.first_only
-        self.sent += 1
-        return self.sent == 1
-
 
 Classify = Callable[[Tensor, Any], Traffic | None]
 """(the tensor of all ranks' parts, process group) -> what the collective carries; None: it is not compressed, nor counted."""
-
-_current: ContextVar[Traffic | None] = ContextVar("ssdtrain_traffic", default=None)
-
-
-def current_traffic() -> Traffic | None:
-    """The traffic of this thread's innermost scope."""
-    return _current.get()
-
-
-@contextmanager
-def traffic_scope(traffic: Traffic | None) -> Iterator[None]:
-    """Set the traffic of this thread until the end; None: none, whatever scope is around."""
-    token = _current.set(traffic)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
-def in_scope(traffic_of: Callable[..., Traffic | None]) -> Wrap:
-    """Run a function in the scope of the traffic that `traffic_of` returns for the arguments of the call."""
-
-    def wrap(plain: Function) -> Function:
-        def function(*args: Any, **kwargs: Any) -> Any:
-            with traffic_scope(traffic_of(*args, **kwargs)):
-                return plain(*args, **kwargs)
-
-        return function
-
-    return wrap
-
 
 Parameter = tuple[tuple[str, ...], Any]
 """Names that torch and frameworks have for an argument, and its default."""

@@ -12,8 +12,9 @@ from typing import Any
 from ssdtrain.comm import Communicator
 from ssdtrain.comm.exclusion import excluded
 from ssdtrain.integration import residuals
-from ssdtrain.integration.intercept import Interception, Traffic, current_traffic, in_scope
+from ssdtrain.integration.intercept import Interception
 from ssdtrain.integration.patching import Patches
+from ssdtrain.integration.traffic import Traffic, current_traffic, in_scope
 from ssdtrain_ds import _compat, _compat_comm
 from ssdtrain_ds.comm import gradients, weights
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from ssdtrain.comm import Bucket, Communicator
 from ssdtrain.comm.coding import Ranges, clip
 from ssdtrain.comm.exclusion import ranges_in_order
-from ssdtrain.integration.intercept import Traffic, current_traffic, in_scope
 from ssdtrain.integration.patching import Patches
+from ssdtrain.integration.traffic import Traffic, current_traffic, in_scope
 from ssdtrain_ds import _compat, _compat_comm
 
 __all__ = ["patch_gradients"]

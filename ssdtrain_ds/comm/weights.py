@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ssdtrain.comm import Bucket, Communicator
-from ssdtrain.integration.intercept import Traffic, current_traffic, in_scope, traffic_scope
 from ssdtrain.integration.patching import Patches
+from ssdtrain.integration.traffic import Traffic, current_traffic, in_scope, traffic_scope
 from ssdtrain_ds import _compat, _compat_comm
 from ssdtrain_ds.comm.gradients import interleaved
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ssdtrain.comm import Bucket, Communicator
 from ssdtrain.comm.exclusion import excluded, ranges_of
-from ssdtrain.integration.intercept import Traffic
+from ssdtrain.integration.traffic import Traffic
 from ssdtrain_megatron import _compat_comm
 
 __all__ = ["Classification"]

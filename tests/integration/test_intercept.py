@@ -10,15 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ssdtrain.comm import Bucket
-from ssdtrain.integration.intercept import (
-    Interception,
-    Traffic,
-    by_caller,
-    current_traffic,
-    in_scope,
-    traffic_scope,
-)
+from ssdtrain.integration.intercept import Interception, by_caller
 from ssdtrain.integration.patching import Patches
+from ssdtrain.integration.traffic import Traffic, current_traffic, in_scope, traffic_scope
 
 GROUP = object()
 
