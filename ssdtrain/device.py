@@ -16,16 +16,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "device_for"]
+__all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "HostTimestamp", "Timestamp", "device_for"]
 
 
 logger = logging.getLogger("ssdtrain")
+
+LINK_PROBE = 64 << 20  # bytes of a copy by which a link is measured
 
 TESTED_TORCH = ("2.13.0",)
 
@@ -50,10 +53,50 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
+class Timestamp(Protocol):
+    """A point in the time line of a device."""
+
+    def seconds(self) -> float | None:
+        """On a clock of the device; None: it has not come to that point. Does not block."""
+
+
+class HostTimestamp:
+    """A point in time of the host, which computes itself.
+
+    Args:
+        now: seconds.
+    """
+
+    __slots__ = ("now",)
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def seconds(self) -> float:
+        return self.now
+
+
+class _CudaTimestamp:
+    __slots__ = ("_event", "_origin")
+
+    def __init__(self, origin: torch.cuda.Event, event: torch.cuda.Event) -> None:
+        self._origin, self._event = origin, event
+
+    def seconds(self) -> float | None:
+        return self._origin.elapsed_time(self._event) / 1e3 if self._event.query() else None
+
+
 class Device(Protocol):
     """What the engine needs of a device."""
 
     kind: str
+
+    def timestamp(self) -> Timestamp:
+        """When the current stream comes to what it is given next."""
+
+    def link_bandwidth(self) -> tuple[float, float] | None:
+        """Bytes per second of copies to the host and from it, measured at the first call, which blocks the host; None where
+        there is no link."""
 
     def load_target(self, nbytes: int) -> torch.Tensor:
         """Uninitialised bytes of the device (uint8), allocated on the load stream. See `ssdtrain.offload.targets`."""
@@ -98,6 +141,12 @@ class CpuDevice:
     """The CPU: no streams, no pinning; the I/O pool reads and writes tensors where they are."""
 
     kind = "cpu"
+
+    def timestamp(self) -> HostTimestamp:
+        return HostTimestamp(time.monotonic())
+
+    def link_bandwidth(self) -> None:
+        return None
 
     def load_target(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -154,6 +203,33 @@ class CudaDevice:
         self.device = torch.device("cuda", index)
         self._store_stream = torch.cuda.Stream(self.device)
         self._load_stream = torch.cuda.Stream(self.device)
+        self._origin: torch.cuda.Event | None = None  # of timestamps
+        self._link: tuple[float, float] | None = None
+
+    def timestamp(self) -> Timestamp:
+        stream = torch.cuda.current_stream(self.device)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        if self._origin is None:
+            self._origin = event
+        return _CudaTimestamp(self._origin, event)
+
+    def link_bandwidth(self) -> tuple[float, float]:
+        if self._link is None:
+            host = torch.empty(LINK_PROBE, dtype=torch.uint8, pin_memory=True)
+            device = torch.empty(LINK_PROBE, dtype=torch.uint8, device=self.device)
+            self._link = self._copy_rate(device, host), self._copy_rate(host, device)
+        return self._link
+
+    def _copy_rate(self, source: torch.Tensor, target: torch.Tensor) -> float:
+        target.copy_(source, non_blocking=True)  # the first one of a direction is slower
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self.device)
+        began.record(stream)
+        target.copy_(source, non_blocking=True)
+        ended.record(stream)
+        ended.synchronize()
+        return source.nbytes / max(began.elapsed_time(ended) / 1e3, 1e-9)
 
     def load_target(self, nbytes: int) -> torch.Tensor:
         with torch.cuda.stream(self._load_stream):

@@ -36,12 +36,14 @@ from torch import nn
 from ssdtrain.comm import Communicator
 from ssdtrain.comm.feature import CompressedCollectives
 from ssdtrain.compact.feature import CompactLinear
-from ssdtrain.config import Config
+from ssdtrain.config import Config, OffloadConfig
 from ssdtrain.features import UNNAMED, Feature, Forward, Microbatch, Placement, Step
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tape import Tape
+from ssdtrain.planner.adaptive import AdaptivePolicy
+from ssdtrain.planner.controller import AdaptiveOffload
 from ssdtrain.preflight import check_start, make_directories, warn_about_drives
 from ssdtrain.storage import Faults, forks, inside_section
 from ssdtrain.telemetry.journal import Journal
@@ -60,7 +62,7 @@ class Runtime:
         device: where the model's activations live.
         rank, local_rank: fill the placeholders of directories.
         local_world_size: ranks that share this node's drives and memory.
-        policy: decides for each saved tensor in place of `offload.amount`.
+        policy: decides for each saved tensor in place of `offload.amount`, also where that is "auto".
         features: more features, see `ssdtrain.features`. They are closed with the runtime.
         faults: for tests.
         staged: move CPU tensors by the way of device memory too (tests); None: by the device.
@@ -126,11 +128,17 @@ class Runtime:
                 make_directories(directories)
                 if local_rank == 0:
                     warn_about_drives(config.offload, directories)
+                adaptive = (
+                    AdaptivePolicy() if policy is None and config.offload.amount.kind == "auto" else None
+                )
+                policy = adaptive or policy
                 self.offload = ActivationOffload(
                     config.offload, place, policy=policy, faults=faults, staged=staged, timeline=timeline
                 )
                 self.engine = self.offload.engine
                 self.features.append(self.offload)
+                if adaptive is not None:
+                    self.features.append(self._planning(self.offload, adaptive, config.offload))
             if collectives is not None:
                 self.comm = collectives.comm
                 self.features.append(collectives)
@@ -145,6 +153,17 @@ class Runtime:
             raise
         if self._reports and self.features:
             report(" | ".join(text for feature in self.features if (text := feature.description())))
+
+    def _planning(
+        self, offload: ActivationOffload, policy: AdaptivePolicy, config: OffloadConfig
+    ) -> AdaptiveOffload:
+        return AdaptiveOffload(
+            offload.engine,
+            offload.store,
+            policy,
+            device_budget=config.device_budget,
+            reports=self._reports,
+        )
 
     def _open_journal(self, place: Placement, interval: int) -> None:
         path = self.config.report.expand(rank=place.rank, local_rank=place.local_rank)

@@ -43,12 +43,17 @@ class SimulatedEvent:
     def __init__(self, device: SimulatedDevice) -> None:
         self.handle = next(device.handles)
         self.done = False
+        self.when: float | None = None
         self.waiters: list[Callable[[], None]] = []
         self._device = device
         device.events[self.handle] = self
 
     def query(self) -> bool:
         return self.done
+
+    def seconds(self) -> float | None:
+        """When it was complete, in virtual time."""
+        return self.when
 
     def synchronize(self) -> None:
         """Blocks the host, which is what the engine should never do: counted."""
@@ -59,6 +64,7 @@ class SimulatedEvent:
 
     def complete(self) -> None:
         self.done = True
+        self.when = self._device.timeline.now
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
             waiter()
@@ -216,6 +222,12 @@ class SimulatedDevice:
 
     def current_stream(self) -> Stream:
         return self._current
+
+    def timestamp(self) -> SimulatedEvent:
+        return self._current.record()
+
+    def link_bandwidth(self) -> tuple[float, float]:
+        return self.pcie, self.pcie
 
     def wait_stream(self, stream: Stream | None) -> None:
         if stream is not None and stream is not self._current:

@@ -28,11 +28,13 @@ class Channel:
         self.bandwidth = bandwidth
         self.latency = latency
         self.nbytes = 0
+        self.seconds = 0.0  # with a transfer under way
         self._free_at = 0.0
 
     def take(self, now: float, nbytes: int) -> float:
         """When a transfer of `nbytes` that is handed over now has ended."""
         self._free_at = max(now, self._free_at) + nbytes / self.bandwidth
+        self.seconds += nbytes / self.bandwidth
         self.nbytes += nbytes
         return self._free_at + self.latency
 
@@ -186,7 +188,8 @@ class SimulatedPool:
         raise NotImplementedError("virtual time stands still by itself")
 
     def counters(self) -> tuple[list[tuple[int, int, float, float]], int]:
-        return [(written, read, 0.0, 0.0) for written, read in self._moved], 0
+        figures = zip(self._moved, self.drives, strict=True)
+        return [(moved[0], moved[1], write.seconds, read.seconds) for moved, (write, read) in figures], 0
 
     def close(self) -> None:
         self._bytes.clear()

@@ -6,7 +6,7 @@ import ctypes
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ssdtrain.config import Amount
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.hooks import SavedTensorRecorder
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.policy import AmountPolicy
+from ssdtrain.offload.policy import AmountPolicy, OffloadPolicy
 from ssdtrain.offload.tape import Tape
 from ssdtrain.storage import SpillStore
 
@@ -76,7 +76,12 @@ class Machine:
         self.pool = SimulatedPool(self.timeline, self.device, channels, Channel(self.host_bandwidth))
 
     def engine(
-        self, options: EngineOptions, *, host_bytes: int = 0, capacity: int = 1 << 30
+        self,
+        options: EngineOptions,
+        *,
+        host_bytes: int = 0,
+        capacity: int = 1 << 30,
+        policy: OffloadPolicy | None = None,
     ) -> OffloadEngine:
         """The real engine on a real store, whose transfers happen in virtual time."""
         self._directory = tempfile.TemporaryDirectory(prefix="ssdtrain-")
@@ -87,7 +92,8 @@ class Machine:
         store.pool.close()
         store.pool = self.pool
         self.store = store
-        policy = AmountPolicy(Amount("all"))
+        policy = AmountPolicy(Amount("all")) if policy is None else policy
+        options = replace(options, clock=lambda: self.timeline.now)
         # The engine sees CPU tensors; to its streams, copies and transfers they are those of the device.
         engine = OffloadEngine(store, self.device, torch.device("cpu"), policy, options)
         engine.eligible.moves_foreign_memory = True  # the device's, which torch did not allocate

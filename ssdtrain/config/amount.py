@@ -1,4 +1,5 @@
-"""How much of a microbatch's saved tensors is offloaded: everything, a fraction, or all but some bytes."""
+"""How much of a microbatch's saved tensors is offloaded: everything, a fraction, all but some bytes, or as much as can be
+hidden."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -7,7 +8,7 @@ from ssdtrain.config.errors import Refusal
 from ssdtrain.config.units import exact_size, parse_fraction, parse_size
 
 AMOUNT_ALLOWED = (
-    '"all", a fraction of the saved bytes such as 0.6 or "60%", '
+    '"all", "auto", a fraction of the saved bytes such as 0.6 or "60%", '
     'or a size with its unit such as "512MiB" (bytes that are kept, the last saved)'
 )
 
@@ -20,15 +21,16 @@ class Amount:
     SSD has the least time to bring them back (arXiv 2408.10013).
     """
 
-    kind: Literal["all", "fraction", "keep"]
+    kind: Literal["all", "auto", "fraction", "keep"]
     value: float | int = 1.0
-    """all: 1.0. fraction: the share of a tape's bytes that is offloaded, 0 <= value < 1. keep: bytes of a
+    """all, auto: 1.0. fraction: the share of a tape's bytes that is offloaded, 0 <= value < 1. keep: bytes of a
     tape that stay."""
 
     def __post_init__(self) -> None:
-        fits = {"all": self.value == 1, "fraction": 0 <= self.value < 1, "keep": self.value >= 0}
+        whole = self.value == 1
+        fits = {"all": whole, "auto": whole, "fraction": 0 <= self.value < 1, "keep": self.value >= 0}
         if self.kind not in fits:
-            raise Refusal(f'has the unknown kind "{self.kind}"', '"all", "fraction", "keep"')
+            raise Refusal(f'has the unknown kind "{self.kind}"', '"all", "auto", "fraction", "keep"')
         if not fits[self.kind]:
             raise Refusal(
                 f"has the value {self.value}, which the kind {self.kind} cannot have", AMOUNT_ALLOWED
@@ -39,18 +41,18 @@ class Amount:
 
     def plain(self) -> str | float:
         """The same amount as a config file writes it."""
-        if self.kind == "all":
-            return "all"
+        if self.kind in ("all", "auto"):
+            return self.kind
         return float(self.value) if self.kind == "fraction" else exact_size(int(self.value))
 
 
 def parse_amount(value: Any) -> Amount:
-    """Reads "all", a fraction (0.6, "0.6", "60%") or the bytes to keep ("512MiB").
+    """Reads "all", "auto", a fraction (0.6, "0.6", "60%") or the bytes to keep ("512MiB").
 
     A bare number above 1 is refused: 60 may mean a percentage or bytes. 1 and "100%" are "all".
 
     Raises:
-        Refusal: none of the three.
+        Refusal: none of these.
     """
     if isinstance(value, Amount):
         return value
@@ -60,7 +62,7 @@ def parse_amount(value: Any) -> Amount:
             if text.lower() == "all":
                 return Amount("all")
             if text.lower() == "auto":
-                raise Refusal("is not in this version", AMOUNT_ALLOWED)
+                return Amount("auto")
             if text[-1:].isalpha():
                 return Amount("keep", parse_size(text))
         fraction = parse_fraction(value)

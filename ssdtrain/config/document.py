@@ -34,8 +34,9 @@ This page is generated from the schema by `make docs`; edit `ssdtrain/config/sch
 
 One schema serves the `"ssdtrain"` block of a DeepSpeed JSON, a YAML or JSON file, a Python dict and
 command-line flags. Leaving a key out gives its default, and so does the value
-`"auto"` for any key (under accelerate see deepspeed.md). A feature whose section is
-absent is off. Unknown keys, values of the wrong kind and values that exclude each other are refused when the
+`"auto"` for any key but `offload.amount`, where it has a meaning of its own (under
+accelerate see deepspeed.md). A feature whose section is absent is off. Unknown keys,
+values of the wrong kind and values that exclude each other are refused when the
 config is read, all in one error:
 
 ```

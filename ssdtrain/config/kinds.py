@@ -39,6 +39,8 @@ class Kind:
     choices: tuple[str, ...] = ()
     many: bool = False
     """A flag takes several values."""
+    accepts_auto: bool = False
+    """"auto" is a value of its own, and not that of a key left out."""
 
 
 POSITIVE_SIZE_ALLOWED = f"more than zero: {units.SIZE_ALLOWED}"
@@ -76,7 +78,7 @@ SIZE = Kind("size", units.SIZE_ALLOWED, units.parse_size, units.exact_size)
 POSITIVE_SIZE = Kind("size", POSITIVE_SIZE_ALLOWED, _positive_size, units.exact_size)
 CAPACITY = Kind("size", CAPACITY_ALLOWED, _capacity, units.exact_size)
 DURATION = Kind("seconds", units.DURATION_ALLOWED, units.parse_duration)
-AMOUNT = Kind("amount", AMOUNT_ALLOWED, parse_amount, Amount.plain)
+AMOUNT = Kind("amount", AMOUNT_ALLOWED, parse_amount, Amount.plain, accepts_auto=True)
 DIRECTORY = Kind("directory", DIRECTORY_ALLOWED, parse_directory)
 DIRECTORIES = Kind(
     "directories",

@@ -88,8 +88,10 @@ def _known_part(
             allowed = "a block of keys, or leaving it out"
             problems.append(Problem(f"{path}.{key}", value, "is no block of keys", allowed))
             continue
-        if inner is None and _is_auto(value) and AUTO not in kind_of(field).choices:
-            continue
+        if inner is None and _is_auto(value):
+            kind = kind_of(field)
+            if AUTO not in kind.choices and not kind.accepts_auto:
+                continue
         known[key] = value
     for key in unknown[:LISTED]:
         problems.append(_unknown_key(key, block[key], section, path, within))

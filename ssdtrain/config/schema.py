@@ -87,8 +87,13 @@ class OffloadConfig(Section):
     """Bytes of host memory per rank, a tier in front of the drives. By default there is none."""
 
     amount: AmountField = Amount("all")
-    """How much of what a microbatch saves is offloaded: "all", a fraction such as 0.6 or "60%", or the bytes
-    that stay such as "512MiB". What stays is what was saved last, because backward needs it first."""
+    """How much of what a microbatch saves is offloaded: "all", a fraction such as 0.6 or "60%", the bytes that
+    stay such as "512MiB" (those saved last, because backward needs them first), or "auto": as much as transfers
+    can be hidden for, measured in the first steps and again when something changes (docs/policy.md)."""
+
+    device_budget: PositiveSize | None = None
+    """With `amount: "auto"`: bytes of activations that should be on the device at most, at the least waiting. By
+    default as few as transfers can be hidden for."""
 
     include: Patterns = ()
     """Offload only what these modules save, and what is inside of them: patterns of qualified names or classes, such as
@@ -146,6 +151,9 @@ class OffloadConfig(Section):
         if not self.directories and self.direct == "on":
             why = "concerns drives, but directories is empty"
             yield "direct", self.direct, why, "leaving it out, or at least one directory"
+        if self.device_budget is not None and self.amount.kind != "auto":
+            why = f'needs amount: "auto", but amount is {self.amount}'
+            yield "device_budget", exact_size(self.device_budget), why, 'leaving it out, or "amount": "auto"'
         yield from self._too_large("min_bytes", "capacity", "so nothing would be offloaded")
         yield from self._too_large("min_bytes", "buffer", "so nothing would fit through it")
         if self.host:

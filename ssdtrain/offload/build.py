@@ -39,6 +39,7 @@ def build_engine(
         staged: pass CPU tensors through staging buffers, as those of a GPU (tests); None: by the device.
 
     Raises:
+        ValueError: `amount: "auto"` without a policy.
         HostBudgetExceeded: the ranks of the node would take more memory than it has.
         OSError: a directory cannot be used; names the path and the remedy.
     """
@@ -84,6 +85,8 @@ def build_engine(
 
 
 def _policy(offload: OffloadConfig, given: OffloadPolicy | None) -> OffloadPolicy:
+    if given is None and offload.amount.kind == "auto":
+        raise ValueError('amount "auto" needs a policy of the planner: make the engine through Runtime')
     policy = AmountPolicy(offload.amount) if given is None else given
     if offload.include or offload.exclude:
         return ModuleFilter(policy, offload.include, offload.exclude)

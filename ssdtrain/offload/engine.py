@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from ssdtrain.device import Device
+from ssdtrain.device import Device, Timestamp
 from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.eligible import Eligibility
@@ -33,6 +33,7 @@ from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer import DirectTransfer, StagedTransfer, Transfer
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.profile.modules import ModuleNames
+from ssdtrain.profile.passes import PassRecorder
 from ssdtrain.storage import SpillStore, forks, make_section
 
 __all__ = ["OffloadEngine"]
@@ -95,6 +96,8 @@ class OffloadEngine:
             self.mover, self.metrics, self.meter, self.buffers if staged else None, device, options
         )
         self._closed = False
+        self.recorder: PassRecorder | None = None
+        """Told when hooks begin and end, while it is active."""
         self.forked = False
         """True in a forked child: files and buffers are the parent's, and its threads may have held the lock. All is inert."""
         forks.track(self)
@@ -122,6 +125,7 @@ class OffloadEngine:
 
     def _pack(self, tape: Tape, tensor: torch.Tensor) -> Handle | Kept:
         storage = tensor.untyped_storage()
+        began = self._timestamp()
         with self._lock:
             if self._closed:  # meanwhile, by another thread
                 return Kept(tensor)
@@ -131,6 +135,8 @@ class OffloadEngine:
         if postponed:
             for region in postponed:
                 self._starter.wait(region, self._lock)
+        if began is not None and self.recorder is not None:
+            self.recorder.packed(tape, began, self.device.timestamp())
         return held
 
     def _save(self, tape: Tape, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Handle | Kept:
@@ -213,8 +219,14 @@ class OffloadEngine:
                 return self._unpack(held)
         return self._unpack(held)
 
+    def _timestamp(self) -> Timestamp | None:
+        """Of the beginning of a hook, where passes are recorded."""
+        recording = self.recorder is not None and self.recorder.active and not self.device.capturing()
+        return self.device.timestamp() if recording else None
+
     def _unpack(self, held: Handle) -> torch.Tensor:
         region = held.region
+        entered = self._timestamp()
         waited = 0.0
         while True:
             with self._lock:
@@ -225,10 +237,12 @@ class OffloadEngine:
                 tensor = self._try_unpack(held)
                 self.prefetcher.run(region.tape)
                 if tensor is not None:
+                    if entered is not None and self.recorder is not None:
+                        self.recorder.unpacked(region.tape, region.index, entered, self.device.timestamp())
                     return tensor
                 operation = region.transfer.operation
                 passing = self.mover.transfer.passing() if operation is None else None
-            began = time.monotonic()
+            began = self.options.clock()
             if operation is not None:
                 if not wait_quietly(operation, PATIENCE):
                     logger.warning(
@@ -236,7 +250,7 @@ class OffloadEngine:
                     )
             elif passing is not None:
                 self.device.block(passing)  # every buffer is in use by copies that are under way
-            waited = time.monotonic() - began
+            waited = self.options.clock() - began
 
     def _try_unpack(self, handle: Handle) -> torch.Tensor | None:
         """The tensor if its bytes are in memory; else None, with their load under way."""
@@ -250,6 +264,12 @@ class OffloadEngine:
         return self._restorer.restore(handle)
 
     # Between the two
+
+    def begin_forward(self, tape: Tape) -> None:
+        """The forward of `tape` begins."""
+        began = self._timestamp()
+        if began is not None and self.recorder is not None:
+            self.recorder.forward_began(tape, began)
 
     def finish_forward(self, tape: Tape, *, complete: bool = True) -> None:
         """The forward of `tape` is over; not `complete`: by an exception, and its size says nothing of the next."""
@@ -289,6 +309,9 @@ class OffloadEngine:
         """Take note of what autograd dropped and of what the drives have finished, and begin what was queued for later."""
         if self.forked:
             return
+        ended = self._timestamp()
+        if ended is not None and self.recorder is not None:
+            self.recorder.backward_ended(ended)
         with self._lock:
             self._drain()
             self.mover.flush()

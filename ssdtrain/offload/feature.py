@@ -171,7 +171,9 @@ class ActivationOffload(Feature):
         metrics = self.store.stats
         tiers = [f"host memory ({size_text(metrics.host.capacity)})"] if metrics.host is not None else []
         tiers += [f"{drive.path} ({size_text(drive.capacity)})" for drive in metrics.drives]
-        way = f"offload: {self._config.amount} of what is saved, to {', then '.join(tiers)}"
+        amount = self._config.amount
+        much = "as much as can be hidden" if amount.kind == "auto" else f"{amount} of what is saved"
+        way = f"offload: {much}, to {', then '.join(tiers)}"
         return f"{way} | codec: {self._config.codec or 'none'}"
 
     def close(self) -> None:

@@ -37,6 +37,7 @@ class SavedTensorRecorder:
             self._installed = True
         else:
             warn_once()
+        self.engine.begin_forward(self.tape)
         return self.tape
 
     def __exit__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ssdtrain.config.units import MiB
@@ -26,3 +28,4 @@ class EngineOptions:
     timeline: bool = False
     codec: str | None = None  # of floating-point tensors on their way to a tier
     rank: int = 0
+    clock: Callable[[], float] = time.monotonic  # by which waits of the host are measured

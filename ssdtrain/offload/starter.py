@@ -10,7 +10,6 @@ by then is not stored, since its unpack raises; nor is one that backward had mea
 
 from __future__ import annotations
 
-import time
 from contextlib import AbstractContextManager
 
 import torch
@@ -145,7 +144,7 @@ class StoreStarter:
                 if large or (full and oldest is None and passing is None):
                     self._keep(region, TOO_LARGE if large else BUFFER_FULL, size, limit)
                     return
-            now = time.monotonic()
+            now = self._options.clock()
             deadline = now + self._options.deadline if deadline is None else deadline
             ended = now < deadline
             if oldest is not None:
@@ -153,7 +152,7 @@ class StoreStarter:
             elif passing is not None:
                 self._device.block(passing)  # every buffer is in use by copies that are under way
             with lock:
-                self._metrics.store_wait_seconds += time.monotonic() - now
+                self._metrics.store_wait_seconds += self._options.clock() - now
                 full = False
                 if not ended:
                     self._keep(region, STORE_TIMEOUT, self._options.deadline, region.nbytes)

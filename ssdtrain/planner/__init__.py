@@ -1,7 +1,9 @@
 """What to keep, offload or recompute: costs, search and control.
 
-What lives here: `step` (its words) and `timeline` (the one cost model: the time line of a step under given
-choices); `models` and `hardware` (shapes and published figures, for machines that are not at hand); `search`
-(the plan that is best under limits). May import everything below the runtime; nothing below it imports this.
-It never moves a tensor itself: it chooses, and the engine's policies carry out.
+What lives here: the one cost model (`step` its words, `timeline` the simulation, `queues` what transfers wait for);
+`models` and `hardware` (shapes and published figures, for machines that are not at hand); `search` (the plan that is
+best under limits); and `offload.amount: "auto"`: `measured` (a step as blocks), `choose` (which of them to offload),
+`adaptive` (the engine's policy), `controller` (when to plan again), `decisions` (what is said of it). May import
+everything below the runtime; nothing below it imports this. It never moves a tensor itself: it chooses, and the engine's
+policies carry out.
 """

@@ -78,6 +78,7 @@ class Tier:
         write, read: bytes per second for this rank.
         shared: reads and writes take turns; else both run at full speed at once.
         latency: seconds of a transfer on top, overlapped with others.
+        depth: writes that may be under way at once, which cannot be cancelled any more; they share the bandwidth in turn.
         capacity: bytes; a store that finds no room stays on the device. None: no limit.
     """
 
@@ -86,6 +87,7 @@ class Tier:
     read: float
     shared: bool = False
     latency: float = 0.0
+    depth: int = 1
     capacity: int | None = None
 
 
@@ -164,7 +166,7 @@ class StepTimeline:
     """The outcome of `simulate`."""
 
     seconds: float
-    """From the first forward to the end of the last pass."""
+    """From the first forward to the end of the last pass, of the last step."""
     compute_seconds: float
     """Forward, backward, recomputation and codecs."""
     idle_seconds: float

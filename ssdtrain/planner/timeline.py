@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ssdtrain.planner.queues import Bounded, Job, Server
 from ssdtrain.planner.step import (
     DEVICE,
     KEEP,
@@ -59,100 +60,14 @@ __all__ = [
 ]
 
 
-class _Job:
-    """One store: its copy off the device and its write. Times are known once it has been served."""
-
-    __slots__ = ("begin", "cancelled", "end", "left", "nbytes", "ready", "served")
-
-    def __init__(self, nbytes: int, ready: float) -> None:
-        self.nbytes = nbytes
-        self.ready = ready  # for the tier
-        self.left = ready  # when the tensor's bytes are off the device (its copy has ended, or without a link its write)
-        self.begin = self.end = 0.0  # of the write
-        self.served = self.cancelled = False
-
-
-class _Server:
-    """A tier: writes wait in line until time has come to them, so that one may still be cancelled; reads go
-    before them."""
-
-    def __init__(self, tier: Tier) -> None:
-        self.tier = tier
-        self.write_free = self.read_free = 0.0
-        self.used = self.peak = self.written = self.read = 0
-        self._line: deque[_Job] = deque()
-
-    def enqueue(self, job: _Job) -> None:
-        self._line.append(job)
-
-    def serve(self, until: float) -> None:
-        """Begin the writes that can begin by `until`."""
-        line = self._line
-        while line:
-            job = line[0]
-            if not job.cancelled:
-                begin = max(job.ready, self.write_free)
-                if begin > until:
-                    return
-                self._begin(job, begin)
-            line.popleft()
-
-    def finish(self, job: _Job) -> float:
-        """The end of `job`, which nothing will cancel any more."""
-        while not job.served:
-            ahead = self._line.popleft()
-            if not ahead.cancelled:
-                self._begin(ahead, max(ahead.ready, self.write_free))
-        return job.end
-
-    def _begin(self, job: _Job, begin: float) -> None:
-        job.begin, self.write_free = begin, begin + job.nbytes / self.tier.write
-        if self.tier.shared:
-            self.read_free = self.write_free
-        job.end = self.write_free + self.tier.latency
-        job.served = True
-        self.written += job.nbytes
-
-    def begin_read(self, nbytes: int, ready: float) -> float:
-        """Read from `ready` on; returns the end."""
-        self.serve(ready)
-        self.read_free = max(ready, self.read_free) + nbytes / self.tier.read
-        if self.tier.shared:
-            self.write_free = self.read_free
-        self.read += nbytes
-        return self.read_free + self.tier.latency
-
-
 @dataclass(slots=True)
 class _Saved:
     """What one block of one tape left for backward."""
 
     nbytes: int  # of it on the device before its store and after its load
-    job: _Job | None = None
-    server: _Server | None = None
+    job: Job | None = None
+    server: Server | None = None
     departed: bool = False
-
-
-class _Bounded:
-    """Bytes that are in use until known times, first come first served."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
-        self._until: deque[tuple[float, int]] = deque()
-
-    def admit(self, nbytes: int, now: float) -> float:
-        """When there is room for `nbytes`, not before `now`. One alone always has room."""
-        until = self._until
-        while until and (until[0][0] <= now or self.used + nbytes > self.limit):
-            when, size = until.popleft()
-            self.used -= size
-            now = max(now, when)
-        return now
-
-    def hold(self, nbytes: int, until: float) -> None:
-        self.used += nbytes
-        self._until.append((until, nbytes))
 
 
 class _Simulation:
@@ -160,16 +75,16 @@ class _Simulation:
         self, chunks: Sequence[Sequence[Block]], choices: Sequence[Sequence[Choice]], machine: Machine
     ) -> None:
         self.chunks, self.choices, self.machine = chunks, choices, machine
-        self.servers = {tier.name: _Server(tier) for tier in machine.tiers}
-        self.now = 0.0
+        self.servers = {tier.name: Server(tier) for tier in machine.tiers}
+        self.now = self.began = 0.0
         self.compute = self.idle = 0.0
         self.store_link_free = self.load_link_free = 0.0
-        self.stores: deque[tuple[_Job, _Server, BlockTimes]] = deque()  # under way
+        self.stores: deque[tuple[Job, Server, BlockTimes]] = deque()  # under way
         self.store_bytes = 0
         self.leaving: deque[tuple[_Saved, BlockTimes]] = deque()  # stores whose tensors are on the device
         self.leaving_bytes = 0
-        self.staged = _Bounded(machine.prefetch)
-        self.ahead = _Bounded(machine.window)
+        self.staged = Bounded(machine.prefetch)
+        self.ahead = Bounded(machine.window)
         self.memory: list[tuple[float, int]] = []
         self.tapes: dict[tuple[int, int], tuple[list[_Saved], float]] = {}  # and the end of its forward
         self.backward_began: float | None = None  # the latest
@@ -206,7 +121,7 @@ class _Simulation:
             tape.append(saved)
         self.tapes[chunk, microbatch] = tape, self.now
 
-    def store(self, saved: _Saved, server: _Server, times: BlockTimes) -> None:
+    def store(self, saved: _Saved, server: Server, times: BlockTimes) -> None:
         nbytes, capacity = saved.nbytes, server.tier.capacity
         if capacity is not None and server.used + nbytes > capacity:
             return
@@ -220,7 +135,7 @@ class _Simulation:
                 self.wait(its_server.finish(job), its_times)
             self.store_bytes -= job.nbytes
             self.stores.popleft()
-        job = _Job(nbytes, self.now)
+        job = Job(nbytes, self.now)
         if self.machine.link is not None:
             self.store_link_free = max(self.now, self.store_link_free) + nbytes / self.machine.link.to_host
             job.ready = job.left = self.store_link_free
@@ -293,14 +208,14 @@ class _Simulation:
             if not self.machine.link:
                 self.depart()
 
-    def load(self, saved: _Saved, server: _Server, job: _Job, announced: float, times: BlockTimes) -> float:
+    def load(self, saved: _Saved, server: Server, job: Job, announced: float, times: BlockTimes) -> float:
         """When the bytes are on the device, in memory that is counted from when they may be copied into
         it."""
         nbytes, link = saved.nbytes, self.machine.link
         issued = self.staged.admit(nbytes, announced)
         server.serve(issued)
         server.used -= nbytes
-        if not job.served:
+        if not server.begun(job, issued):
             job.cancelled = True
             times.stored -= nbytes
         if link is None:
@@ -329,6 +244,16 @@ class _Simulation:
 
     # The outcome
 
+    def next_step(self) -> None:
+        """What is counted from now on is the next step's."""
+        self.began, self.compute, self.idle = self.now, 0.0, 0.0
+        for chunk in self.blocks:
+            for times in chunk:
+                times.store_stall = times.load_stall = 0.0
+                times.stored = 0
+        for server in self.servers.values():
+            server.written = server.read = 0
+
     def outcome(self) -> StepTimeline:
         live = peak = 0
         when = 0.0
@@ -340,7 +265,7 @@ class _Simulation:
             server.serve(float("inf"))
         flat = [times for chunk in self.blocks for times in chunk]
         return StepTimeline(
-            self.now,
+            self.now - self.began,
             self.compute,
             self.idle,
             sum(times.store_stall for times in flat),
@@ -359,8 +284,10 @@ def simulate(
     choices: Sequence[Sequence[Choice]],
     order: Sequence[Pass],
     machine: Machine,
+    *,
+    steps: int = 1,
 ) -> StepTimeline:
-    """The time line of one step.
+    """The time line of one step; with `steps` that of the last one, which begins while transfers of those before are under way.
 
     Args:
         chunks: the blocks of each model chunk (virtual pipeline stage), in forward order.
@@ -377,12 +304,15 @@ def simulate(
         if len(blocks) != len(chosen):
             raise ValueError(f"chunk {number} has {len(blocks)} blocks and {len(chosen)} choices")
     running = _Simulation(chunks, choices, machine)
-    for one in order:
-        if one.kind == "idle":
-            running.now += one.seconds
-            running.idle += one.seconds
-        elif one.kind == "forward":
-            running.forward(one.chunk, one.microbatch)
-        else:
-            running.backward(one.chunk, one.microbatch)
+    for number in range(steps):
+        if number:
+            running.next_step()
+        for one in order:
+            if one.kind == "idle":
+                running.now += one.seconds
+                running.idle += one.seconds
+            elif one.kind == "forward":
+                running.forward(one.chunk, one.microbatch)
+            else:
+                running.backward(one.chunk, one.microbatch)
     return running.outcome()

@@ -13,6 +13,9 @@ from ssdtrain.config.similar import resembles
 MINIMUM: dict[str, Any] = {"offload": {"directories": ["/nvme0"], "host": "1GiB"}, "comm": {}, "compact": {}}
 
 
+AUTO_IS_DEFAULT = [flag for flag in flags() if not flag.kind.accepts_auto]
+
+
 def parser(**options: Any) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(**options)
     add_flags(made.add_argument_group("ssdtrain"))
@@ -20,7 +23,16 @@ def parser(**options: Any) -> argparse.ArgumentParser:
     return made
 
 
-@pytest.mark.parametrize("flag", list(flags()), ids=lambda flag: flag.path)
+def test_auto_is_an_amount() -> None:
+    assert load_config({"offload": {"directories": "/nvme0", "amount": "auto"}}).offload.amount.kind == "auto"
+
+
+def test_a_device_budget_needs_the_policy_that_keeps_it() -> None:
+    with pytest.raises(ConfigError, match=r'device_budget.*needs amount: "auto"'):
+        load_config({"offload": {"directories": "/nvme0", "device_budget": "1GiB"}})
+
+
+@pytest.mark.parametrize("flag", AUTO_IS_DEFAULT, ids=lambda flag: flag.path)
 def test_auto_is_a_key_left_out(flag: Flag) -> None:
     with_auto: dict[str, Any] = {key: dict(section) for key, section in MINIMUM.items()}
     without: dict[str, Any] = {key: dict(section) for key, section in MINIMUM.items()}
@@ -32,7 +44,9 @@ def test_auto_is_a_key_left_out(flag: Flag) -> None:
     assert load_config(with_auto) == load_config(without)
 
 
-@pytest.mark.parametrize("flag", [flag for flag in flags() if not flag.boolean], ids=lambda flag: flag.path)
+@pytest.mark.parametrize(
+    "flag", [flag for flag in AUTO_IS_DEFAULT if not flag.boolean], ids=lambda flag: flag.path
+)
 def test_a_flag_of_auto_wins_over_the_file(flag: Flag, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(

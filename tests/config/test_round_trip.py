@@ -44,7 +44,7 @@ sizes = st.integers(1 * MiB, 2**50) | st.integers(1, 4096).map(lambda n: f"{n}Mi
 small = st.integers(1, 512 * KiB) | st.sampled_from(["64KiB", "0.5MB", "1e5"])
 below_buffer = st.integers(1, GiB) | st.sampled_from(["1MiB", "0.5GiB", "1GB"])
 amounts = (
-    st.sampled_from(["all", "60%", "0.25", "512MiB", "0B", 1])
+    st.sampled_from(["all", "auto", "60%", "0.25", "512MiB", "0B", 1])
     | st.floats(0, 1, allow_nan=False)
     | st.integers(0, 2**40).map(lambda n: f"{n}B")
 )

@@ -198,6 +198,7 @@ def test_what_is_no_fraction_is_refused(value: object) -> None:
         (0, Amount("fraction", 0.0)),
         ("512MiB", Amount("keep", 512 * 2**20)),
         ("0B", Amount("keep", 0)),
+        ("auto", Amount("auto")),
         (Amount("keep", 5), Amount("keep", 5)),
     ],
 )
@@ -212,7 +213,6 @@ def test_an_amount_is_all_a_fraction_or_bytes_to_keep(value: object, amount: Amo
         (60, "is more than 1 and has no unit"),
         ("512", "is more than 1 and has no unit"),
         ("120%", "is more than 1"),
-        ("auto", "is not in this version"),
         ("some", "is not a number with or without a unit"),
         ("5M", 'has the unknown unit "M" (did you mean "MiB" or "MB"?)'),
         ("-1MiB", "is negative"),

@@ -1,0 +1,54 @@
+"""`offload.amount: "auto"`: the policy that follows a plan by the place of a region on its tape."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
+
+__all__ = ["AdaptivePolicy"]
+
+REMEMBERED = 8
+"""Forwards of a chunk whose largest says how large its tapes are."""
+
+
+class AdaptivePolicy:
+    """Offloads what its plan says, and everything before there is one and past its end: memory must not run
+    out first.
+
+    The plan changes between steps only (`ssdtrain.planner.controller`), and holds no state that a checkpoint
+    would need: three steps suffice to learn it again.
+    """
+
+    needs_modules = False
+
+    def __init__(self) -> None:
+        self.plans: dict[int, tuple[bool, ...]] = {}
+        """By model chunk: whether the region at each position of a tape is offloaded."""
+        self._bytes: dict[int, deque[int]] = {}
+        self._planned: dict[int, int] = {}
+
+    def decide(self, saved: SavedTensorInfo) -> Action:
+        plan = self.plans.get(saved.chunk)
+        if plan is None or saved.position >= len(plan):
+            return OFFLOAD
+        return OFFLOAD if plan[saved.position] else KEEP
+
+    def observe(self, forward: ForwardProfile) -> None:
+        if forward.saved_bytes:
+            self._bytes.setdefault(forward.chunk, deque(maxlen=REMEMBERED)).append(forward.saved_bytes)
+
+    def follow(self, plans: Mapping[int, Sequence[bool]]) -> None:
+        """Follow these plans from the next tape on. Called between steps."""
+        self.plans = {chunk: tuple(plan) for chunk, plan in plans.items()}
+        self._planned = {chunk: max(sizes) for chunk, sizes in self._bytes.items()}
+
+    def shape_changed(self) -> bool:
+        """The largest of the latest tapes of a chunk has another size than when the plan was made, by a fifth
+        and more."""
+        for chunk, sizes in self._bytes.items():
+            before = self._planned.get(chunk)
+            if before is not None and not 0.8 * before <= max(sizes) <= 1.2 * before:
+                return True
+        return False

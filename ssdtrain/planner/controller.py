@@ -1,0 +1,254 @@
+"""The controller of `offload.amount: "auto"`: profiles steps, plans what is offloaded, and plans again when
+things change.
+
+Every rank plans for itself, from what it measures: what a rank offloads changes nothing that another one
+sees.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ssdtrain.features import Feature, Step
+from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.planner.adaptive import AdaptivePolicy
+from ssdtrain.planner.choose import Chosen, choose_offloads
+from ssdtrain.planner.decisions import Outcome, decision_table
+from ssdtrain.planner.measured import Bandwidths, Profile, Rates
+from ssdtrain.planner.timeline import KEEP, Link, Machine, Tier
+from ssdtrain.profile.passes import PassRecorder, StepRecord
+from ssdtrain.storage import SpillStore
+from ssdtrain.telemetry.messages import report
+from ssdtrain.telemetry.registry import MetricSet, Over, Unit, counter, gauge
+
+__all__ = ["AdaptiveMetrics", "AdaptiveOffload"]
+
+logger = logging.getLogger("ssdtrain")
+
+WARM_UP = 2
+"""Steps before the first plan: the first one has costs of its own."""
+
+CALM_PERIOD = 8
+"""Steps between two that are recorded, while nothing changes."""
+
+PROBE_PERIOD = 16
+"""Steps after which a plan that offloads nothing lets one block go, to see whether the drive is faster
+now."""
+
+DRIFT = 0.25
+"""Of a bandwidth, in two steps in turn: plan again. Each time that the plan stays the same, half as much more is
+tolerated, up to `MOST_DRIFT`: a drive whose speed varies from step to step is no reason to plan all the time."""
+
+MOST_DRIFT = 0.6
+
+STALL = 0.02
+"""Of a step's time, more than predicted, in two steps in turn: plan again with a margin."""
+
+ALL_BEGUN = 1 << 30
+"""Writes that are taken to be under way at once: a plan must not count on stores that are cancelled."""
+
+MARGIN = 0.85
+"""By which the bandwidths are reduced where a plan stalls though they are as measured."""
+
+
+@dataclass
+class AdaptiveMetrics(MetricSet):
+    """Of the plan that is followed. Bytes and seconds of the cost model."""
+
+    plans: int = counter(Unit.COUNT, "plans")
+    """Made since the start."""
+    planned_bytes: int = gauge(Unit.BYTES, "planned to offload")
+    """Of one microbatch, over all chunks of the rank."""
+    predicted_peak_bytes: int = gauge(Unit.BYTES)
+    predicted_step_ratio: float = gauge(Unit.COUNT, ranks=Over.MAX)
+    """Predicted step time over that of keeping everything."""
+
+
+class AdaptiveOffload(Feature):
+    """Plans for an engine whose policy is an `AdaptivePolicy`.
+
+    Args:
+        engine, store: see `ActivationOffload`.
+        policy: the engine's.
+        device_budget: bytes that activations should stay under; None: as low as transfers can be hidden.
+        reports: log a table of what was decided.
+    """
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        store: SpillStore,
+        policy: AdaptivePolicy,
+        *,
+        device_budget: int | None = None,
+        reports: bool = False,
+    ) -> None:
+        self.chosen: Chosen | None = None
+        """The plan that is followed."""
+        self.metric = AdaptiveMetrics()
+        self._engine, self._store, self._policy = engine, store, policy
+        self._device_budget = device_budget
+        self._reports = reports
+        self._recorder = engine.recorder = PassRecorder()
+        self._recorder.active = True
+        self._records: list[
+            tuple[int, StepRecord]
+        ] = []  # with their steps; the device has not passed them yet
+        self._profile: Profile | None = None
+        self._planned_profile: Profile | None = None
+        self._bandwidths = Bandwidths()
+        self._planned_rates = self._rates = Rates(None, None)
+        self._steps = 0
+        self._planned_at = 0  # step of the latest plan
+        self._profile_since = WARM_UP  # the next plan is made from a profile of this step, or a later one
+        self._wanted = "profiled"  # why the next plan is made; "": none is due
+        self._drifted = self._stalled = 0  # steps in turn
+        self._drift = DRIFT
+        self._stall_seconds = 0.0
+        self._margin = 1.0
+        self._outcome_due = False
+        self._link = engine.device.link_bandwidth()
+
+    def on_step_end(self, step: Step) -> None:
+        self._steps += 1
+        record = self._recorder.take()
+        if record.order:
+            self._records.append((self._steps, record))
+        latest = self._bandwidths.since(self._store.stats)
+        self._rates = Rates(latest.write or self._rates.write, latest.read or self._rates.read)
+        fresh = self._resolve()
+        if not self._wanted:
+            self._watch(latest, fresh, step)
+        if self._wanted and fresh and self._profile is not None and self._rates.write and self._rates.read:
+            self._plan(self._profile)
+        elif self._outcome_due and self._steps >= self._planned_at + 2:
+            self._outcome_due = False
+            self._tell(step)
+        calm = not self._wanted and self._steps > self._planned_at + 3
+        self._recorder.active = not calm or self._steps % CALM_PERIOD == 0
+
+    def _resolve(self) -> bool:
+        """Read the records that the device has passed. True: one of a step that the next plan may be made
+        from."""
+        fresh = False
+        while self._records and self._records[0][1].passed():
+            number, record = self._records.pop(0)
+            profile = Profile(record)
+            if profile.chunks:
+                self._profile = profile
+                fresh = number >= self._profile_since
+        return fresh
+
+    # When to plan again
+
+    def _watch(self, latest: Rates, fresh: bool, step: Step) -> None:
+        if self._policy.shape_changed():
+            return self._want("the size of the tapes changed")
+        pairs = zip(latest, self._planned_rates, strict=True)
+        least = 1 - self._drift
+        drifted = any(now and then and not least <= now / then <= 1 / least for now, then in pairs)
+        self._drifted = self._drifted + 1 if drifted else 0
+        if self._drifted >= 2:
+            self._margin = 1.0
+            return self._want("the bandwidth of the tiers changed")
+        if self._offloads_nothing() and self._steps >= self._planned_at + PROBE_PERIOD:
+            return self._want("to see whether the tiers are faster now")
+        self._note_stall(fresh, step)
+        if self._stalled >= 2:
+            self._margin *= MARGIN
+            return self._want("transfers were waited for")
+
+    def _note_stall(self, fresh: bool, step: Step) -> None:
+        """What computation waited for: that of a device is known of steps that were recorded."""
+        seconds = self._engine.statistics.stall_seconds
+        found, self._stall_seconds = seconds - self._stall_seconds, seconds
+        total = step.seconds
+        if self._engine.device.kind != "cpu":  # the host may wait while the device computes what was queued
+            if not fresh or self._profile is None:
+                return
+            found, total = self._profile.stall, self._profile.seconds
+        if self._steps <= self._planned_at + 1 or not total or self.chosen is None:
+            return  # the first step of a plan still waits for transfers of the one before
+        predicted = self.chosen.predicted.stall / self.chosen.predicted.seconds
+        self._stalled = self._stalled + 1 if found / total > predicted + STALL else 0
+
+    def _offloads_nothing(self) -> bool:
+        return self.chosen is not None and all(
+            choice == KEEP for one in self.chosen.choices for choice in one
+        )
+
+    def _want(self, why: str) -> None:
+        self._wanted = why
+        self._profile_since = self._steps
+        self._drifted = self._stalled = 0
+
+    # Planning
+
+    def machine(self) -> Machine:
+        """The machine as measured."""
+        write, read = (self._margin * (rate or 1.0) for rate in self._rates)
+        engine, options = self._engine, self._engine.options
+        link = Link(*(self._margin * rate for rate in self._link)) if self._link is not None else None
+        return Machine(
+            (Tier("tiers", write, read, depth=ALL_BEGUN),),
+            link,
+            options.in_flight,
+            max(engine.prefetcher.limit, 1),
+            max(engine.mover.device_limit, 1),
+        )
+
+    def _plan(self, profile: Profile) -> None:
+        self.chosen = found = choose_offloads(
+            profile.blocks, profile.order, self.machine(), device_budget=self._device_budget
+        )
+        self._planned_profile = profile
+        plans = {}
+        for chunk, spans, choices in zip(profile.chunks, profile.spans, found.choices, strict=True):
+            plan = [False] * spans[-1][1]
+            for (begin, end), choice in zip(spans, choices, strict=True):
+                plan[begin:end] = [choice != KEEP] * (end - begin)
+            plans[chunk] = plan
+        if self._offloads_nothing() and plans:
+            first = min(plans)
+            plans[first][0] = True  # one region, by which a change of the bandwidth is seen
+        same = all(self._policy.plans.get(chunk) == tuple(plan) for chunk, plan in plans.items())
+        self._drift = min(MOST_DRIFT, 1.5 * self._drift) if same else DRIFT
+        self._policy.follow(plans)
+        self._planned_rates, self._planned_at, self._outcome_due = self._rates, self._steps, True
+        self._count(profile, found)
+        logger.debug("planned at step %d: %s", self._steps, self._wanted)
+        self._wanted = ""
+
+    def _count(self, profile: Profile, found: Chosen) -> None:
+        self.metric.plans += 1
+        self.metric.planned_bytes = sum(
+            block.saved
+            for blocks, choices in zip(profile.blocks, found.choices, strict=True)
+            for block, choice in zip(blocks, choices, strict=True)
+            if choice != KEEP
+        )
+        self.metric.predicted_peak_bytes = found.predicted.peak_bytes
+        self.metric.predicted_step_ratio = found.predicted.seconds / found.kept.seconds
+
+    # What is said
+
+    def _tell(self, step: Step) -> None:
+        if self.chosen is None or self._planned_profile is None or self._profile is None:
+            return
+        now = self._engine.snapshot()
+        outcome = Outcome(
+            now.activation_peak_bytes,
+            now.unoffloaded_peak_bytes,
+            step.seconds,
+            self._profile.stall,
+            now.load_waits,
+        )
+        if self._reports:
+            report(decision_table(self._planned_profile, self.chosen, outcome))
+        for warning in outcome.warnings():
+            logger.warning(warning)
+
+    def metrics(self) -> Sequence[tuple[str, MetricSet]]:
+        return [("auto", self.metric)]

@@ -1,0 +1,88 @@
+"""What was decided and what came of it, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from ssdtrain.planner.choose import Chosen
+from ssdtrain.planner.measured import Profile
+from ssdtrain.planner.timeline import KEEP, Block, BlockTimes, Choice
+from ssdtrain.telemetry.text import duration_text, size_text
+
+__all__ = ["Outcome", "decision_table"]
+
+
+class Outcome(NamedTuple):
+    """What was measured under a plan."""
+
+    peak_bytes: int
+    unoffloaded_peak_bytes: int
+    """What the peak would be had nothing left memory."""
+    step_seconds: float
+    stall_seconds: float
+    """Of a step, of the device."""
+    load_waits: Mapping[str, float]
+    """Seconds that backward waited on the host since the start, by module."""
+
+    def warnings(self) -> Iterator[str]:
+        """Lines to be logged where offloading gave nothing, or costs more than it gives."""
+        whole = self.unoffloaded_peak_bytes
+        saved = (whole - self.peak_bytes) / whole if whole else 0.0
+        waited = self.stall_seconds / self.step_seconds if self.step_seconds else 0.0
+        if saved <= 0.01:
+            yield (
+                f"offload saved nothing: the activation peak is {size_text(self.peak_bytes)}, and {size_text(whole)} without "
+                "it: the tiers are too slow for this model, or its forwards too short"
+            )
+        elif waited > saved:
+            yield (
+                f"offload costs more than it gives: {waited:.0%} of a step is waiting, for {saved:.0%} of the activation "
+                "memory; use a smaller offload.amount, or faster drives"
+            )
+
+
+class _Row(NamedTuple):
+    block: Block
+    choice: Choice
+    times: BlockTimes
+
+    @property
+    def why(self) -> str:
+        if self.choice == KEEP:
+            return "no time to hide its transfers, or no lower peak"
+        return "hidden" if self.times.hidden else "not hidden"
+
+
+def decision_table(profile: Profile, chosen: Chosen, outcome: Outcome) -> str:
+    """A line for each run of neighbouring blocks of one action, then what was predicted and measured."""
+    lines = ["offload.amount auto decided, for each microbatch:"]
+    for number, chunk in enumerate(profile.chunks):
+        parts = profile.blocks[number], chosen.choices[number], chosen.predicted.blocks[number]
+        rows = [_Row(*row) for row in zip(*parts, strict=True)]
+        for (choice, why), group in groupby(rows, key=lambda row: (row.choice, row.why)):
+            lines.append(f"  chunk {chunk} {_group_text(list(group), choice, why)}")
+    predicted = chosen.predicted
+    lines.append(
+        f"  activation peak: {size_text(predicted.peak_bytes)} predicted, {size_text(outcome.peak_bytes)} measured, "
+        f"{size_text(outcome.unoffloaded_peak_bytes)} without offload"
+    )
+    ratio = predicted.seconds / chosen.kept.seconds
+    lines.append(
+        f"  forward and backward: x{ratio:.3f} of keeping everything predicted, of which waits {duration_text(predicted.stall)};"
+        f" step {duration_text(outcome.step_seconds)}, waits {duration_text(outcome.stall_seconds)} measured"
+    )
+    for name, seconds in sorted(outcome.load_waits.items(), key=lambda item: -item[1])[:3]:
+        lines.append(f"  since the start backward waited {duration_text(seconds)} for {name}")
+    return "\n".join(lines)
+
+
+def _group_text(rows: Sequence[_Row], choice: Choice, why: str) -> str:
+    name = rows[0].block.name
+    if len(rows) > 1:
+        name += f" .. {rows[-1].block.name} ({len(rows)} blocks)"
+    stall = sum(row.times.store_stall + row.times.load_stall for row in rows)
+    cost = f", waits {duration_text(stall)}" if stall > 1e-9 else ""
+    size = size_text(sum(row.block.saved for row in rows))
+    return f"{name}: {'keep' if choice == KEEP else 'offload'} {size}: {why}{cost}"

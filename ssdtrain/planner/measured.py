@@ -1,0 +1,120 @@
+"""From what was measured in steps to what the cost model reads: blocks, the order of passes, bandwidths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ssdtrain.planner.timeline import Block, Pass
+from ssdtrain.profile.passes import StepRecord, TapeTimes
+from ssdtrain.storage.metrics import StoreMetrics, TierMetrics
+
+__all__ = ["Bandwidths", "Profile", "Rates"]
+
+MOST_BLOCKS = 64
+MOST_PASSES = 512
+"""Blocks times passes that the cost model plays at a time."""
+
+
+class Profile:
+    """A recorded step.
+
+    Args:
+        record: of a step that the device has passed.
+
+    Attributes:
+        chunks: the model chunks seen, in the order in which `blocks` has them.
+        blocks: neighbouring regions taken together, so that there are at most 64 for a chunk; of its largest
+        tape. spans: the positions on the tape that each block covers, [begin, end). order: the passes of the
+        step; only the first microbatches of many. stall: seconds that the device waited for transfers.
+        seconds: what it computed and waited, in all.
+    """
+
+    def __init__(self, record: StepRecord) -> None:
+        tapes = [tape for tape in record.tapes() if tape.regions and tape.used]
+        largest: dict[int, TapeTimes] = {}
+        for tape in tapes:
+            known = largest.get(tape.chunk)
+            if known is None or _bytes(tape) > _bytes(known):
+                largest[tape.chunk] = tape
+        self.chunks = sorted(largest)
+        self.order = _order(record, {tape.serial for tape in tapes}, self.chunks)
+        most = max(8, min(MOST_BLOCKS, MOST_PASSES // max(1, len(self.order))))
+        self.blocks: list[list[Block]] = []
+        self.spans: list[list[tuple[int, int]]] = []
+        for chunk in self.chunks:
+            blocks, spans = _blocks(largest[chunk], most)
+            self.blocks.append(blocks)
+            self.spans.append(spans)
+        regions = [region for tape in tapes for region in tape.regions]
+        self.stall = sum(region.store_stall + region.load_stall for region in regions)
+        self.seconds = self.stall + sum(region.forward + region.backward for region in regions)
+
+
+def _bytes(tape: TapeTimes) -> int:
+    return sum(region.nbytes for region in tape.regions)
+
+
+def _order(record: StepRecord, used: set[int], chunks: Sequence[int]) -> list[Pass]:
+    """The passes of the tapes that were used, of so many tapes that those alive at once come to their steady
+    number."""
+    alive = most = 0
+    for kind, serial, _ in record.order:
+        if serial in used:
+            alive += 1 if kind == "forward" else -1
+            most = max(most, alive)
+    first = {serial for serial in sorted(used)[: most + 3]}
+    return [
+        Pass("forward" if kind == "forward" else "backward", serial, chunks.index(chunk))
+        for kind, serial, chunk in record.order
+        if serial in first
+    ]
+
+
+def _blocks(tape: TapeTimes, most: int) -> tuple[list[Block], list[tuple[int, int]]]:
+    share = _bytes(tape) / most
+    blocks: list[Block] = []
+    spans: list[tuple[int, int]] = []
+    begin, size = 0, 0
+    for position, region in enumerate(tape.regions):
+        size += region.nbytes
+        if size >= share or position + 1 == len(tape.regions):
+            regions = tape.regions[begin : position + 1]
+            forward, backward = sum(one.forward for one in regions), sum(one.backward for one in regions)
+            blocks.append(Block(regions[0].name, forward, backward, size))
+            spans.append((begin, position + 1))
+            begin, size = position + 1, 0
+    return blocks, spans
+
+
+class Rates(NamedTuple):
+    """Bytes per second of all tiers together; None where nothing was moved."""
+
+    write: float | None
+    read: float | None
+
+
+class Bandwidths:
+    """Of the tiers under load, from the store's counters: bytes over the seconds in which at least one
+    transfer was under way."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, TierMetrics] = {}
+
+    def since(self, store: StoreMetrics) -> Rates:
+        """The rates since the last call."""
+        tiers = [*store.drives, *([store.host] if store.host is not None else [])]
+        written = read = 0.0
+        for tier in tiers:
+            old = self._before.get(tier.path)
+            if old is not None:
+                written += _rate(
+                    tier.bytes_written - old.bytes_written, tier.write_seconds - old.write_seconds
+                )
+                read += _rate(tier.bytes_read - old.bytes_read, tier.read_seconds - old.read_seconds)
+        self._before = {tier.path: tier for tier in tiers}
+        return Rates(written or None, read or None)
+
+
+def _rate(nbytes: int, seconds: float) -> float:
+    return nbytes / seconds if nbytes and seconds > 0 else 0.0

@@ -1,0 +1,111 @@
+"""What transfers queue for in the cost model: the tiers, and bytes of limited buffers."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ssdtrain.planner.step import Tier
+
+__all__ = ["Bounded", "Job", "Server"]
+
+
+class Job:
+    """One store: its copy off the device and its write. Times are known once it has been served."""
+
+    __slots__ = ("begin", "cancelled", "end", "left", "nbytes", "ready", "served")
+
+    def __init__(self, nbytes: int, ready: float) -> None:
+        self.nbytes = nbytes
+        self.ready = ready  # for the tier
+        self.left = ready  # when the tensor's bytes are off the device (its copy has ended, or without a link its write)
+        self.begin = self.end = 0.0  # of the write
+        self.served = self.cancelled = False
+
+
+class Server:
+    """A tier: writes wait in line until time has come to them, so that one may still be cancelled; reads go
+    before them."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.write_free = self.read_free = 0.0
+        self.used = self.peak = self.written = self.read = 0
+        self._line: deque[Job] = deque()
+
+    def enqueue(self, job: Job) -> None:
+        self._line.append(job)
+
+    def serve(self, until: float) -> None:
+        """Begin the writes that can begin by `until`."""
+        line = self._line
+        while line:
+            job = line[0]
+            if not job.cancelled:
+                begin = max(job.ready, self.write_free)
+                if begin > until:
+                    return
+                self._begin(job, begin)
+            line.popleft()
+
+    def begun(self, job: Job, when: float) -> bool:
+        """Its write is under way at `when`, and cannot be cancelled."""
+        if job.served:
+            return True
+        if job.ready > when or self.tier.depth == 1:
+            return False
+        ahead = 1  # one that is being served
+        for other in self._line:
+            if other is job or ahead >= self.tier.depth:
+                break
+            ahead += not other.cancelled
+        return ahead < self.tier.depth
+
+    def finish(self, job: Job) -> float:
+        """The end of `job`, which nothing will cancel any more."""
+        while not job.served:
+            ahead = self._line.popleft()
+            if not ahead.cancelled:
+                self._begin(ahead, max(ahead.ready, self.write_free))
+        return job.end
+
+    def _begin(self, job: Job, begin: float) -> None:
+        job.begin, self.write_free = begin, begin + job.nbytes / self.tier.write
+        if self.tier.shared:
+            self.read_free = self.write_free
+        job.end = self.write_free + self.tier.latency
+        job.served = True
+        self.written += job.nbytes
+
+    def begin_read(self, nbytes: int, ready: float) -> float:
+        """Read from `ready` on; returns the end."""
+        self.serve(ready)
+        self.read_free = max(ready, self.read_free) + nbytes / self.tier.read
+        if self.tier.shared:
+            self.write_free = self.read_free
+        self.read += nbytes
+        return self.read_free + self.tier.latency
+
+
+class Bounded:
+    """Bytes that are in use until known times, first come first served."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._admitted = 0.0
+        self._until: deque[tuple[float, int]] = deque()
+
+    def admit(self, nbytes: int, now: float) -> float:
+        """When there is room for `nbytes`, not before `now`. One alone always has room."""
+        until = self._until
+        now = max(now, self._admitted)  # in order: not before an earlier one
+        while until and (until[0][0] <= now or self.used + nbytes > self.limit):
+            when, size = until.popleft()
+            self.used -= size
+            now = max(now, when)
+        self._admitted = now
+        return now
+
+    def hold(self, nbytes: int, until: float) -> None:
+        self.used += nbytes
+        self._until.append((until, nbytes))

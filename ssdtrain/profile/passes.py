@@ -1,0 +1,179 @@
+"""When each region of a tape was saved and needed, by timestamps of the device at the begin and end of every
+hook.
+
+Between the end of one hook and the begin of the next a device computes for the model; between a hook's begin
+and its end it waits for transfers (what the hook queued into its stream, or the host that was blocked). So
+computation and stalls are told apart without blocking the host: timestamps are read when the device has
+passed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+__all__ = ["PassRecorder", "RegionTimes", "StepRecord", "TapeTimes"]
+
+
+class _Timestamp(Protocol):
+    def seconds(self) -> float | None: ...
+
+
+class _Tape(Protocol):
+    chunk: int
+    nbytes: int
+    regions: list[Any]
+
+
+class RegionTimes(NamedTuple):
+    """A region of a tape. Seconds of the device."""
+
+    nbytes: int
+    name: str
+    """Of the module that saved it, or of its place on the tape."""
+    forward: float
+    """Computed between the region before and this one."""
+    backward: float
+    """Computed between its use and that of the next region (the one saved before)."""
+    store_stall: float
+    """Waited for stores in the hook that saved it."""
+    load_stall: float
+    """Waited in the hook that brought it back."""
+
+
+class TapeTimes(NamedTuple):
+    """A forward, and the backward if it came."""
+
+    serial: int
+    chunk: int
+    regions: tuple[RegionTimes, ...]
+    used: bool
+    """Backward has used it."""
+
+
+class _Pass:
+    def __init__(self, serial: int, chunk: int) -> None:
+        self.serial, self.chunk = serial, chunk
+        # Regions and bytes of the tape so far, name of the latest region, begin and end of the hook.
+        self.hooks: list[tuple[int, int, str, _Timestamp, _Timestamp]] = []
+        self.uses: list[tuple[int, _Timestamp, _Timestamp]] = []
+        self.began: _Timestamp | None = None
+        self.ended: _Timestamp | None = None  # the end of its backward
+
+    def times(self) -> TapeTimes:
+        """Raises TypeError where the device has not come to its end: ask `StepRecord.passed` first."""
+        forward, nbytes, names, stored = self._forward()
+        backward, loaded = self._backward(len(nbytes))
+        regions = zip(nbytes, names, forward, backward, stored, loaded, strict=True)
+        return TapeTimes(
+            self.serial, self.chunk, tuple(RegionTimes(*one) for one in regions), bool(self.uses)
+        )
+
+    def _forward(self) -> tuple[list[float], list[int], list[str], list[float]]:
+        seconds: list[float] = []
+        nbytes: list[int] = []
+        names: list[str] = []
+        stalls: list[float] = []
+        before = _passed(self.began) if self.began is not None else None
+        computed = waited = 0.0
+        known = 0
+        for count, total, name, began, ended in self.hooks:
+            if before is not None:
+                computed += max(0.0, _passed(began) - before)
+            before = _passed(ended)
+            waited += before - _passed(began)
+            if count > len(nbytes):
+                seconds.append(computed)
+                nbytes.append(total - known)
+                names.append(name)
+                stalls.append(waited)
+                computed = waited = 0.0
+                known = total
+        return seconds, nbytes, names, stalls
+
+    def _backward(self, count: int) -> tuple[list[float], list[float]]:
+        seconds, stalls = [0.0] * count, [0.0] * count
+        for number, (index, began, ended) in enumerate(self.uses):
+            if index >= count:
+                continue
+            stalls[index] += _passed(ended) - _passed(began)
+            last = number + 1 == len(self.uses)
+            after = self.ended if last else self.uses[number + 1][1]
+            if after is not None:
+                seconds[index] += max(0.0, _passed(after) - _passed(ended))
+        return seconds, stalls
+
+
+def _passed(timestamp: _Timestamp) -> float:
+    seconds = timestamp.seconds()
+    if seconds is None:
+        raise TypeError("the device has not come to this timestamp")
+    return seconds
+
+
+class StepRecord:
+    """The passes of one step, in the order in which they began."""
+
+    def __init__(self) -> None:
+        self.order: list[tuple[str, int, int]] = []
+        """("forward" or "backward", serial number of the tape, chunk)"""
+        self._passes: list[_Pass] = []
+        self._last: _Timestamp | None = None
+
+    def passed(self) -> bool:
+        """The device has come to the end of the step."""
+        return self._last is None or self._last.seconds() is not None
+
+    def tapes(self) -> Sequence[TapeTimes]:
+        """The forwards, after `passed`."""
+        return [one.times() for one in self._passes]
+
+
+class PassRecorder:
+    """Collects timestamps while `active`. The engine calls it on the threads that train."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self._serial = 0
+        self._step = StepRecord()
+        self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
+        self._current: _Pass | None = None  # whose backward runs
+
+    def forward_began(self, tape: _Tape, now: _Timestamp) -> None:
+        self._serial += 1
+        found = self._passes[tape] = _Pass(self._serial, tape.chunk)
+        found.began = self._step._last = now
+        self._step._passes.append(found)
+        self._step.order.append(("forward", found.serial, tape.chunk))
+
+    def packed(self, tape: _Tape, began: _Timestamp, ended: _Timestamp) -> None:
+        """A tensor was saved, in a region of its own or not."""
+        found = self._passes.get(tape)
+        if found is not None:
+            region = tape.regions[-1] if tape.regions else None
+            name = region.name if region is not None else ""
+            found.hooks.append((len(tape.regions), tape.nbytes, name, began, ended))
+            self._step._last = ended
+
+    def unpacked(self, tape: _Tape, index: int, began: _Timestamp, ended: _Timestamp) -> None:
+        """Backward was handed a saved tensor of region `index`."""
+        found = self._passes.get(tape)
+        if found is None:
+            return
+        if not found.uses:
+            self._step.order.append(("backward", found.serial, tape.chunk))
+        self._current = found
+        found.uses.append((index, began, ended))
+        self._step._last = ended
+
+    def backward_ended(self, now: _Timestamp) -> None:
+        """The backward that ran last is over."""
+        if self._current is not None:
+            self._current.ended = self._step._last = now
+            self._current = None
+
+    def take(self) -> StepRecord:
+        """What was recorded since the last call."""
+        taken, self._step = self._step, StepRecord()
+        return taken

@@ -1,0 +1,110 @@
+"""`offload.amount: "auto"` in a real run on the CPU: gradients to the bit, a plan after the first steps, what is said."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ssdtrain.config import load_config
+from ssdtrain.planner.adaptive import AdaptivePolicy
+from ssdtrain.planner.choose import choose_offloads
+from ssdtrain.planner.decisions import Outcome, decision_table
+from ssdtrain.planner.measured import Profile
+from ssdtrain.planner.timeline import Machine, Tier
+from ssdtrain.runtime import Runtime
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+
+
+def gradients(model: nn.Module, runtime: Runtime | None, seed: int, rows: int = 256) -> list[torch.Tensor]:
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
+    model.zero_grad()
+    if runtime is None:
+        model(x).square().sum().backward()
+    else:
+        with runtime.step():
+            with runtime.forward():
+                loss = model(x).square().sum()
+            with runtime.backward():
+                loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def config(directory: Path, **more: str) -> dict[str, dict[str, str]]:
+    offload = {"directories": str(directory), "amount": "auto", "min_bytes": "4KiB", **more}
+    return {"offload": offload}
+
+
+def test_gradients_are_those_without_and_a_plan_is_followed(tmp_path: Path) -> None:
+    model = make_model()
+    runtime = Runtime(load_config(config(tmp_path)), logs=False)
+    runtime.register(model)
+    try:
+        assert runtime.engine is not None and isinstance(runtime.engine.policy, AdaptivePolicy)
+        for step in range(5):
+            # The size changes in between; what was planned for another tape still gives the same bits.
+            rows = 256 if step < 3 else 512
+            found = gradients(model, runtime, step, rows)
+            assert all(map(torch.equal, found, gradients(model, None, step, rows)))
+        assert runtime.engine.policy.plans
+        found_metrics = dict(runtime.offload.metrics() if runtime.offload else [])
+        assert found_metrics
+    finally:
+        runtime.close()
+
+
+def test_a_policy_of_ones_own_takes_the_place_of_the_amount(tmp_path: Path) -> None:
+    policy = AdaptivePolicy()
+    runtime = Runtime(load_config(config(tmp_path)), policy=policy, logs=False)
+    assert runtime.engine is not None and runtime.engine.policy is policy
+    assert runtime.engine.recorder is None  # nobody plans for it
+    runtime.close()
+
+
+def test_what_was_decided_is_a_table_with_reasons(tmp_path: Path) -> None:
+    model = make_model()
+    runtime = Runtime(load_config(config(tmp_path)), logs=False)
+    runtime.register(model)
+    assert runtime.engine is not None and runtime.engine.recorder is not None
+    runtime.engine.recorder.take()
+    with runtime.forward():
+        loss = model(torch.randn(256, 64)).sum()
+    with runtime.backward():
+        loss.backward()
+    profile = Profile(runtime.engine.recorder.take())
+    runtime.close()
+    chosen = choose_offloads(profile.blocks, profile.order, Machine((Tier("tiers", 1e12, 1e12),), prefetch=1))
+    text = decision_table(profile, chosen, Outcome(5 << 20, 10 << 20, 0.1, 0.01, {"layers.1": 0.02}))
+    assert "offload" in text and "hidden" in text
+    assert "5.00 MiB measured, 10.0 MiB without offload" in text
+    assert "waited 20.0 ms for layers.1" in text
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (Outcome(100, 100, 1.0, 0.0, {}), "saved nothing"),
+        (Outcome(90, 100, 1.0, 0.5, {}), "costs more than it gives: 50% of a step is waiting, for 10%"),
+        (Outcome(50, 100, 1.0, 0.01, {}), None),
+    ],
+)
+def test_a_loud_line_where_offload_gives_nothing(outcome: Outcome, said: str | None) -> None:
+    found = list(outcome.warnings())
+    assert found == [] if said is None else said in found[0]
+
+
+def test_evaluation_leaves_no_record_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "ssdtrain")
+    model = make_model()
+    with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
+        runtime.register(model)
+        for step in range(3):
+            gradients(model, runtime, step)
+            with runtime.forward():
+                model(torch.randn(64, 64)).sum()  # its backward never comes
+        assert runtime.engine is not None and runtime.engine.policy.plans  # type: ignore[attr-defined]

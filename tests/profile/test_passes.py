@@ -1,0 +1,78 @@
+"""What computed and what waited, told apart by the timestamps of hooks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from ssdtrain.profile.passes import PassRecorder
+
+
+class At:
+    """A timestamp that may not have come yet."""
+
+    def __init__(self, when: float | None) -> None:
+        self.when = when
+
+    def seconds(self) -> float | None:
+        return self.when
+
+
+class Tape:
+    """As much of a tape as the recorder looks at; it keeps a weak reference."""
+
+    def __init__(self) -> None:
+        self.chunk, self.nbytes = 0, 0
+        self.regions: list[Any] = []
+
+    def save(self, nbytes: int, name: str) -> None:
+        self.regions.append(SimpleNamespace(name=name))
+        self.nbytes += nbytes
+
+
+def test_between_hooks_it_computes_and_inside_it_waits() -> None:
+    recorder, tape = PassRecorder(), Tape()
+    recorder.forward_began(tape, At(0.0))
+    tape.save(100, "a")
+    recorder.packed(tape, At(1.0), At(1.5))  # computed 1, waited 0.5
+    recorder.packed(
+        tape, At(2.0), At(2.0)
+    )  # a tensor without a region: computed 0.5, which the next region gets
+    tape.save(50, "b")
+    recorder.packed(tape, At(3.0), At(3.25))
+    recorder.unpacked(tape, 1, At(3.25), At(4.0))  # backward waits 0.75 for b, then computes 2
+    recorder.unpacked(tape, 0, At(6.0), At(6.0))
+    recorder.backward_ended(At(9.0))
+    record = recorder.take()
+    assert record.passed()
+    (times,) = record.tapes()
+    a, b = times.regions
+    assert (a.name, a.nbytes, a.forward, a.store_stall, a.load_stall, a.backward) == (
+        "a",
+        100,
+        1.0,
+        0.5,
+        0.0,
+        3.0,
+    )
+    assert (b.name, b.nbytes, b.forward, b.store_stall, b.load_stall, b.backward) == (
+        "b",
+        50,
+        1.5,
+        0.25,
+        0.75,
+        2.0,
+    )
+    assert [kind for kind, _, _ in record.order] == ["forward", "backward"]
+    assert recorder.take().order == []
+
+
+def test_a_step_that_the_device_has_not_passed_is_not_read() -> None:
+    recorder, tape = PassRecorder(), Tape()
+    end = At(None)
+    recorder.forward_began(tape, At(0.0))
+    tape.save(1, "a")
+    recorder.packed(tape, At(1.0), end)
+    record = recorder.take()
+    assert not record.passed()
+    end.when = 2.0
+    assert record.passed()
+    assert not record.tapes()[0].used

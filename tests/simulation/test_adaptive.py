@@ -1,0 +1,71 @@
+"""`offload.amount: "auto"` on the simulated device: the real engine, policy and controller, in virtual time."""
+
+import pytest
+
+from benchmarks.adaptive_amount import AutoRun, against_all
+from benchmarks.simulated_device import GB, Load, gpt
+from ssdtrain.config.units import MiB
+
+
+def small(drive: float, pcie: float = 25.0, layers: int = 4) -> Load:
+    """GPT layers that save 10 GB/s, on a drive of `drive` GB/s."""
+    return Load(gpt(layers, MiB, MiB / (10 * GB)), pcie * GB, drive * GB, 16 * MiB, MiB)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drive", [3, 6, 12])
+def test_transfers_are_hidden_at_the_lowest_peak_there_is(drive: float) -> None:
+    found = against_all(5, drive, 25)
+    assert found["total_over_keep"] <= 1.02
+    assert found["bits_equal"]
+    assert found["peak_over_lowest"] <= 1.05
+
+
+def test_a_throttled_drive_gets_less_and_everything_again_when_it_recovers() -> None:
+    load = small(12)
+    with AutoRun(load) as run:
+        before = [run.step() for _ in range(6)][-1]
+        run.throttle(0.1)
+        slow = [run.step() for _ in range(10)]
+        run.throttle(1.0)
+        after = [run.step() for _ in range(10)][-1]
+    assert before.total_over_keep <= 1.02
+    assert max(step.total_over_keep for step in slow) > 1.5  # or the test would prove nothing
+    assert slow[-1].total_over_keep <= 1.05
+    assert slow[-1].stored < before.stored
+    assert after.total_over_keep <= 1.02
+    assert after.peak_over_keep <= before.peak_over_keep * 1.01
+
+
+def test_a_longer_sequence_is_planned_for_again() -> None:
+    with AutoRun(small(12)) as run:
+        short = [run.step() for _ in range(4)][-1]
+        run.load = Load(gpt(4, 2 * MiB, 2 * MiB / (10 * GB)), 25 * GB, 12 * GB, 16 * MiB)
+        plans = run.plans
+        long = [run.step() for _ in range(12)][-1]
+        assert run.plans > plans
+    assert short.total_over_keep <= 1.02
+    assert long.total_over_keep <= 1.05
+
+
+def test_an_evaluation_in_between_changes_nothing() -> None:
+    with AutoRun(small(12)) as run:
+        for _ in range(4):
+            before = run.step()
+        plans = run.plans
+        for _ in range(3):
+            run.evaluate()
+        after = [run.step() for _ in range(4)][-1]
+        assert run.plans == plans
+    assert after.peak_over_keep == before.peak_over_keep
+
+
+def test_a_pipeline_stage_with_fewer_microbatches_alive_offloads_no_more_than_its_time_allows() -> None:
+    for alive in (1, 3):
+        load = Load(
+            gpt(3, MiB, MiB / (8 * GB)), 25 * GB, 6 * GB, 16 * MiB, microbatches=6, alive=alive
+        )  # twice what the drive takes
+        with AutoRun(load) as run:
+            found = [run.step() for _ in range(5)][-1]
+        assert found.total_over_keep <= 1.02
+        assert found.peak_over_keep < 1.0
