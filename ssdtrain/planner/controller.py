@@ -162,7 +162,7 @@ class AdaptiveOffload(Feature):
 
     def _note_stall(self, fresh: bool, step: Step) -> None:
         """What computation waited for: that of a device is known of steps that were recorded."""
-        seconds = self._engine.statistics.stall_seconds
+        seconds = self._engine.metrics.stall_seconds
         found, self._stall_seconds = seconds - self._stall_seconds, seconds
         total = step.seconds
         if self._engine.device.kind != "cpu":  # the host may wait while the device computes what was queued
@@ -196,7 +196,7 @@ class AdaptiveOffload(Feature):
             link,
             options.in_flight,
             max(engine.prefetcher.limit, 1),
-            max(engine.mover.device_limit, 1),
+            max(engine.mover.departures.limit, 1),
         )
 
     def _plan(self, profile: Profile) -> None:
