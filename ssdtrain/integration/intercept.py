@@ -2,11 +2,11 @@
 
 An adapter replaces the functions that its framework sends with by `Interception.wrap`, and says in one function,
 `classify(tensor, group) -> Traffic | None`, which parallel dimension a collective belongs to. What is not classified, and what
-the engine sends uncompressed, goes through the framework's own function with the very arguments of the call.
+the communicator leaves, goes through the framework's own function with the very arguments of the call.
 
 Note: [Coalesced collectives]
-    Inside of torch's coalescing manager nothing is sent yet. At its end each collective is offered to the engine; those that stay
-    uncompressed go through torch's own manager, together.
+    Inside of torch's coalescing manager nothing is sent. At its end each collective is offered to the communicator; those that
+    stay uncompressed go through torch's own manager, together.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ def _stays_plain(traffic: Traffic, kind: _Kind, values: Sequence[Any]) -> bool:
     if traffic.uncompressed is None or kind.collective is None:
         return False
     if traffic.comm.policy.rules[traffic.dimension].off:
-        return False  # the engine counts it as that
+        return False  # the communicator counts it as off
     ranks = dist.get_world_size(values[kind.group])
     if ranks > 1:
         raw = kind.collective.ring_bytes(values[kind.whole].nbytes, ranks)
