@@ -119,7 +119,7 @@ def warn_about_drives(offload: OffloadConfig, directories: Sequence[Path]) -> No
         if offload.capacity is not None and offload.capacity > size:
             logger.warning(
                 "ssdtrain.offload.capacity: %s is more than the %s of the file system of %s: it will be full before, and what "
-                "finds no room stays in memory; set a smaller capacity, or leave it out for 90%% of the free space",
+                "finds no room stays in memory; set a smaller capacity, or leave it out for nine tenths of the free space",
                 exact_size(offload.capacity),
                 format_size(size),
                 directory,

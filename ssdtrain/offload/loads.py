@@ -123,6 +123,8 @@ class Loads:
     def _evict(self) -> bool:
         """Drop the prefetched region that is needed last. False: there is none that can be dropped."""
         for region in reversed(self._prefetched):
+            if region.transfer.state is State.LOADED and self.transfer.copies:
+                continue  # on the device: its buffer is back already, or comes back with its copy
             if region.transfer.state is State.LOADING:
                 operation = region.transfer.operation
                 assert operation is not None

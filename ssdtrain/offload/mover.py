@@ -24,7 +24,15 @@ from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.region import Region
 from ssdtrain.offload.transfer import Transfer
 from ssdtrain.offload.transfer_state import State
-from ssdtrain.storage import IOCancelled, IOFailure, Operation, SourceChanged, SpillStore, StoreFull
+from ssdtrain.storage import (
+    IOCancelled,
+    IOFailure,
+    Operation,
+    SourceChanged,
+    SpillStore,
+    StoreClosed,
+    StoreFull,
+)
 
 __all__ = ["Mover", "wait_quietly"]
 
@@ -137,7 +145,9 @@ class Mover:
         """Backward is near: where the bytes are still in memory when the store ends, they stay there."""
         region.transfer.keep_resident = True
 
-    def _keep_for_want_of_room(self, region: Region, error: StoreFull) -> None:
+    def _keep_for_want_of_room(self, region: Region, error: StoreFull | StoreClosed) -> None:
+        if isinstance(error, StoreClosed):
+            return self.keep(region)
         if self._raise_when_full:
             raise error
         self.metrics.kept_full_bytes += region.nbytes
@@ -241,14 +251,14 @@ class Mover:
         self._free_slot(region)
         try:
             transfer.slot = self.store.reserve(transfer.stored_bytes, transfer.tier)
-        except StoreFull as full:
+        except (StoreFull, StoreClosed) as none:
             self.in_flight -= region.nbytes
             self.metrics.offloaded_bytes -= region.nbytes
             recalled = transfer.loaded is not None or self.bring_back(region)
             self._close_write(region)
             transfer.state = State.RESIDENT
             assert recalled or region.in_tensor, "a failed store had let its bytes go"
-            self._keep_for_want_of_room(region, full)
+            self._keep_for_want_of_room(region, none)
             return
         transfer.operation = self.transfer.rewrite(region)
         self._stores.append(region)
@@ -303,7 +313,9 @@ class Mover:
                 self.metrics.offloaded_bytes -= region.nbytes
                 self._close_write(region)
                 region.empty_()
-            # Otherwise it stays among the stores, and with it the memory that is being written from.
+            # Otherwise it stays among the stores, and with it the memory that is being written from: of a copy the buffer.
+            elif self.transfer.copies and region.in_tensor:
+                self._depart(region)
         elif state is State.LOADING:
             self.loads.release(region)
         else:

@@ -1,0 +1,109 @@
+"""What the way of device memory does with tensors and buffers, and what follows a close, on the CPU's streams that do nothing."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from ssdtrain.offload.transfer_state import State
+from ssdtrain.storage import Faults
+from tests.offload.conftest import VARIANTS, MakeRuntime, holds_nothing, settled
+from tests.offload.test_races import chain, engine_of, expected, pool_of, until
+
+STAGED = VARIANTS[2]
+
+
+def test_a_released_region_keeps_its_buffer_and_not_its_tensor_until_its_store_has_ended(
+    make_runtime: MakeRuntime,
+) -> None:
+    """The copy is in the buffer: device memory would stay taken for as long as the drive takes."""
+    runtime = make_runtime(STAGED)
+    engine = engine_of(runtime)
+    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
+    x, loss = chain(runtime, depth=1)
+    stores = list(engine.mover._stores)
+    until(lambda: any(region.transfer.operation.begun() for region in stores), "a store")  # type: ignore[union-attr]
+    stores = [region for region in stores if region.transfer.operation.begun()]  # type: ignore[union-attr]
+    del x, loss
+    gc.collect()
+    engine.drain()
+    assert stores and all(
+        region.transfer.state is State.RELEASED and region.transfer.lease is not None for region in stores
+    )
+    assert not any(region.in_tensor for region in stores)
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+    holds_nothing(runtime)
+
+
+def test_what_is_on_the_device_already_is_not_dropped_for_a_buffer(make_runtime: MakeRuntime) -> None:
+    """Its staging buffer is back: dropping it would give none, and it would be read again."""
+    runtime = make_runtime(STAGED, prefetch=0)
+    engine = engine_of(runtime)
+    x, loss = chain(runtime)
+    settled(runtime)
+    first, *_, last = [
+        region for region in runtime.offload.tape(0, -1).regions if region.transfer.state is State.STORED
+    ]  # type: ignore[union-attr]
+    mover: Any = engine.mover
+    with engine._lock:
+        assert mover.loads.begin(last, on_demand=False)
+    last.transfer.operation.wait(10)
+    with engine._lock:
+        mover.loads.end(last)
+        engine.buffers.acquire = lambda nbytes, lead=0: None  # type: ignore[method-assign]
+        assert mover.loads.begin(first, on_demand=True)
+    del engine.buffers.acquire
+    assert last.transfer.state is State.LOADED and mover.metrics.evicted_bytes == 0
+    assert mover.metrics.outside_bytes == first.nbytes
+    del first, last, _
+    loss.backward()
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+
+
+def test_no_device_memory_ahead_of_need_is_no_error(
+    make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = make_runtime(STAGED)
+    engine = engine_of(runtime)
+    x, loss = chain(runtime)
+    settled(runtime)
+    prefetcher: Any = engine.prefetcher
+    advance, load_target = prefetcher._advance, engine.device.load_target
+    refused: list[int] = []
+
+    def none_left(nbytes: int) -> torch.Tensor:
+        refused.append(nbytes)
+        raise torch.OutOfMemoryError("none left")
+
+    def advance_without_memory(tape: Any) -> None:
+        monkeypatch.setattr(engine.device, "load_target", none_left)
+        try:
+            advance(tape)
+        finally:
+            monkeypatch.setattr(engine.device, "load_target", load_target)
+
+    prefetcher._advance = advance_without_memory
+    loss.backward()
+    assert refused, "nothing was tried ahead of need"
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+
+
+def test_a_store_that_fails_after_close_leaves_its_bytes_where_they_are(make_runtime: MakeRuntime) -> None:
+    """1. stores are under way; 2. the engine closes; 3. they fail; 4. the store closes; 5. backward."""
+    runtime = make_runtime(VARIANTS[0], deadline=0, faults=Faults(write_failure=1.0))
+    engine = engine_of(runtime)
+    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
+    x, loss = chain(runtime)
+    operations = [region.transfer.operation for region in engine.mover.busy()]
+    until(lambda: any(operation.begun() for operation in operations), "a store")  # type: ignore[union-attr]
+    engine.close()
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+    while not all(operation.done() for operation in operations):  # type: ignore[union-attr]
+        time.sleep(0.001)
+    runtime.offload.store.close()  # type: ignore[union-attr]
+    loss.backward()
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
