@@ -156,17 +156,20 @@ def make(arguments: Any, directory: Path) -> Trial:
         layers=arguments.layers, hidden=arguments.hidden, sequence=arguments.sequence
     )
     offload: dict[str, Any] = {"directories": str(directory), "in_flight": arguments.in_flight}
+    offload["amount"] = arguments.amount
     offload |= {
         key: getattr(arguments, key) for key in ("buffer", "prefetch") if getattr(arguments, key) is not None
     }
-    runtime = Runtime(load_config({"offload": offload}), device=device, logs=False)
+    report = {"interval": 0 if arguments.process_peaks else 100}
+    runtime = Runtime(load_config({"offload": offload, "report": report}), device=device, logs=False)
     trial = Trial(model.to(device), arguments.sequence, arguments.batch, runtime)
     return trial
 
 
 def warm_up(trial: Trial) -> None:
-    for way in (KEEP, SSDTRAIN, KEEP, SSDTRAIN):
-        trial.gradients(way)  # the second SSDTrain step has its arena from the start
+    auto = trial.runtime.config.offload is not None and trial.runtime.config.offload.amount.kind == "auto"
+    for way in (KEEP, SSDTRAIN) * (6 if auto else 2):
+        trial.gradients(way)  # the second SSDTrain step has its arena from the start; "auto" plans after some
 
 
 def process_peaks(arguments: Any, directory: Path) -> dict[str, int]:
@@ -224,6 +227,7 @@ def run(arguments: Any, directory: Path) -> dict[str, Any]:
         "hidden": arguments.hidden,
         "sequence": arguments.sequence,
         "batch": arguments.batch,
+        "amount": arguments.amount,
         "parameters": parameters,
         "pairs": arguments.pairs,
         "loss_equal": bool(torch.equal(kept[0], offloaded[0])),
@@ -261,6 +265,9 @@ def main() -> None:
     arguments.add_argument("--hidden", type=int, default=384, help="width")
     arguments.add_argument("--sequence", type=int, default=512, help="tokens")
     arguments.add_argument("--batch", type=int, default=6, help="sequences")
+    arguments.add_argument(
+        "--amount", default="all", help='of `offload.amount`: "all", "auto", a fraction, a size that stays'
+    )
     arguments.add_argument(
         "--pairs", type=int, default=30, help="interleaved rounds; at least 30 for a figure to report"
     )
