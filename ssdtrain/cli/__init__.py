@@ -1,7 +1,7 @@
 """The console script `ssdtrain`.
 
 What lives here: `main` (which command), and one module per command: `demo` (starts `examples.deepspeed_gpt` in a process of its
-own), `doctor` (what is installed and what the drives are), `report` (what a run did), `plan`
+own), `doctor` (what is installed and what the drives are), `report` (what a run did), `plan` and `estimate`
 (what a job will take, on machines that need not be there).
 
 May import everything in `ssdtrain`; never a framework or its adapter, so that it runs where they are missing or

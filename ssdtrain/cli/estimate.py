@@ -1,0 +1,130 @@
+"""`ssdtrain estimate`: what your own model takes on a GPU, counted under fake tensors: no GPU and no memory is needed.
+
+    ssdtrain estimate my_package.model:build --batch 8 --gpu h100 --ssd "4 x 7GB/s"
+
+`build(batch)` returns the model and a function without arguments that runs its forward and returns the loss.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ssdtrain.cli.plan import given
+from ssdtrain.config.errors import Refusal
+from ssdtrain.config.units import GiB, parse_size
+from ssdtrain.planner.estimate import Estimate, Hardware, estimate
+from ssdtrain.planner.hardware import GPUS, find_gpu, parse_ssds
+from ssdtrain.telemetry.text import duration_text, size_text
+
+
+def run(arguments: list[str]) -> int:
+    """0; 1 where nothing fits or there is no such model."""
+    chosen = parser().parse_args(arguments)
+    hardware = Hardware(
+        chosen.gpu, chosen.ssd, chosen.gpus_per_node, chosen.reserve, chosen.state_bytes, chosen.efficiency
+    )
+    try:
+        found = estimate(factory(chosen.model), chosen.batch, hardware, patterns=chosen.blocks)
+    except (Refusal, ValueError) as error:
+        print(f"ssdtrain estimate: the model {error}", file=sys.stderr)
+        return 1
+    if chosen.json:
+        print(json.dumps(figures(found)))
+    else:
+        show(found, Console())
+    return 0 if found.plan is not None else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="ssdtrain estimate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("model", help="module:function")
+    made.add_argument("--batch", type=int, default=1, help="sequences of a microbatch; default: 1")
+    made.add_argument(
+        "--blocks", nargs="*", default=(), help="patterns of blocks' names; default: the longest ModuleList's"
+    )
+    made.add_argument("--gpu", type=given(find_gpu), required=True, help=", ".join(GPUS))
+    made.add_argument("--ssd", type=given(parse_ssds), help='of a node: "4 x 7GB/s"')
+    made.add_argument("--gpus-per-node", type=int, default=8, help="which share the drives; default: 8")
+    made.add_argument(
+        "--reserve", type=given(parse_size), default=4 * GiB, help="device memory for all else; default: 4GiB"
+    )
+    made.add_argument(
+        "--state-bytes", type=int, default=16, help="per parameter; default: 16 (mixed precision and Adam)"
+    )
+    made.add_argument(
+        "--efficiency", type=float, default=0.5, help="part of the peak FLOP rate; default: 0.5"
+    )
+    made.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    return made
+
+
+def factory(name: str) -> Callable[[int], Any]:
+    """The function that `module:function` names; modules of the working directory are found.
+
+    Raises:
+        ValueError: there is none.
+    """
+    module, colon, function = name.partition(":")
+    if not colon or not function:
+        raise ValueError(f'is named "{name}"; allowed: module:function')
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found: Callable[[int], Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f'is named "{name}", which cannot be imported: {error}') from error
+    return found
+
+
+def figures(found: Estimate) -> dict[str, Any]:
+    """Bytes, seconds, and bytes per second."""
+    actions = found.plan.actions if found.plan is not None else ("",) * len(found.blocks)
+    return {
+        "batch": found.batch,
+        "largest_batch": found.largest,
+        "saved_bytes": found.saved,
+        "model_state_bytes": found.state,
+        "activation_budget_bytes": found.budget,
+        "seconds": found.seconds,
+        "bandwidth_for_all": found.bandwidth_for_all,
+        "planned_seconds": found.plan.seconds if found.plan is not None else None,
+        "activation_peak_bytes": found.plan.peak if found.plan is not None else None,
+        "blocks": [
+            {"name": block.name, "saved_bytes": block.saved, "input_bytes": block.inputs, "action": action}
+            for block, action in zip(found.blocks, actions, strict=True)
+        ],
+    }
+
+
+def show(found: Estimate, console: Console) -> None:
+    values = figures(found)
+    table = Table(title=f"microbatch of {found.batch}")
+    for column in ("block", "saved", "inputs", "forward", "action"):
+        table.add_column(column)
+    for block, row in zip(found.blocks, values["blocks"], strict=True):
+        table.add_row(
+            block.name,
+            size_text(block.saved),
+            size_text(block.inputs),
+            duration_text(block.forward),
+            row["action"],
+        )
+    console.print(table)
+    console.print(f"saved by a microbatch: {size_text(found.saved)}; model state: {size_text(found.state)}")
+    console.print(f"bandwidth needed to offload all of it: {found.bandwidth_for_all / 1e9:.2f} GB/s")
+    if found.plan is None:
+        console.print(f"no plan fits into {size_text(found.budget)}")
+    else:
+        console.print(
+            f"plan: {found.plan.summary()}; activation peak {size_text(found.plan.peak)} of {size_text(found.budget)}; "
+            f"{duration_text(found.plan.seconds)}, with everything kept {duration_text(found.seconds)}"
+        )
+    console.print(f"largest microbatch: {found.largest}")
