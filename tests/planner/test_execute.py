@@ -1,0 +1,78 @@
+"""A plan that is carried out changes memory and nothing else."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ssdtrain
+from examples.support.model import GPT, GPTConfig
+from ssdtrain.planner.execute import BlockPolicy, plan_blocks, recompute_blocks
+from ssdtrain.planner.search import NoPlan
+from ssdtrain.planner.step import Machine, Tier
+from ssdtrain.profile.blocks import profile_blocks
+
+LAYERS = 4
+
+
+def model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(layers=LAYERS, hidden=64, heads=2, sequence=64, dropout=0.1))
+
+
+def gradients(of: GPT) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    tokens = torch.randint(256, (4, 64))
+    loss = of(tokens, tokens)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in of.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [
+        ["ssd", "recompute", "keep", "host"],
+        ["recompute"] * LAYERS,
+        ["offload"] * LAYERS,
+    ],
+    ids=str,
+)
+def test_gradients_are_those_without_a_plan(actions: list[str], tmp_path: Path) -> None:
+    expected = gradients(model())
+    planned = model()
+    named = {f"blocks.{i}": action for i, action in enumerate(actions)}
+    config = {
+        "offload": {"directories": str(tmp_path), "host": "16MiB", "min_bytes": "1KiB"},
+        "report": {"interval": 0},
+    }
+    runtime = ssdtrain.attach(planned, config, policy=BlockPolicy(named))
+    undo = recompute_blocks(planned, named)
+    try:
+        found = gradients(planned)
+        metrics = runtime.statistics()
+    finally:
+        undo()
+        runtime.close()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert metrics is not None and metrics.offload is not None
+    moved = metrics.offload.offloaded_bytes + metrics.offload.cancelled_bytes
+    assert (moved > 0) == any(action in ("ssd", "host", "offload") for action in actions)
+    assert not any("forward" in block.__dict__ for block in planned.blocks)
+
+
+def test_the_plan_of_a_measured_model_keeps_to_its_memory() -> None:
+    planned = model()
+    tokens = torch.randint(256, (4, 64))
+    profile = profile_blocks(planned, lambda: planned(tokens, tokens), steps=1)
+    machine = Machine((Tier("ssd", 1e6, 1e6),))
+    assert set(plan_blocks(profile, machine, 1 << 40).values()) == {"keep"}
+    one = profile.blocks[0].saved
+    tight = plan_blocks(profile, Machine(), profile.saved - one + profile.blocks[0].backward_transient)
+    assert set(tight.values()) == {"keep", "recompute"}
+    with pytest.raises(NoPlan):
+        plan_blocks(profile, machine, one // 2)
+
+
+def test_an_unknown_action_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"\['burn'\]; allowed: keep"):
+        BlockPolicy({"blocks.0": "burn"})
