@@ -64,6 +64,11 @@ class Job:
             raise Refusal(
                 f"has {blocks} blocks on {chunks} pipeline chunks", "a number of blocks that they divide"
             )
+        if self.model.heads % self.layout.tp or self.model.hidden % self.layout.tp:
+            raise Refusal(
+                f"has {self.model.heads} heads and hidden {self.model.hidden} on {self.layout.tp} tensor-parallel ranks",
+                "a number of ranks that divides both",
+            )
         if not 0 < self.efficiency <= 1:
             raise Refusal(f"has the efficiency {self.efficiency}", "above 0, at most 1")
 

@@ -87,6 +87,8 @@ def test_what_cannot_fit_is_an_error_that_says_what_is_in_it() -> None:
         plan_job(small(layout=Layout(), optimizer=100), 1)
     with pytest.raises(NoPlan, match="smallest peak of activations"):
         plan_job(small(batch=512), 512)
+    with pytest.raises(Refusal, match="divides both"):
+        small(layout=Layout(tp=3))
     with pytest.raises(Refusal, match="a multiple"):
         plan_job(small(batch=16), 3)
 
