@@ -26,7 +26,7 @@ from ssdtrain.config.paths import (
 )
 from ssdtrain.storage import drive_of
 from ssdtrain.storage.memory import HUGE_PAGES
-from ssdtrain.storage.slab import open_nameless, refuses_direct
+from ssdtrain.storage.slab import direct_io_error, open_nameless
 from ssdtrain.telemetry.text import size_text
 
 GOOD, NOTE, WARNING, BROKEN = "ok", "-", "warning", "broken"
@@ -97,7 +97,7 @@ def extensions() -> Iterator[Finding]:
     """The C extensions, and what is without them."""
     stand_ins = {
         "storage._iopool": ("C I/O engine", "slower, by Python threads"),
-        "storage._section": (
+        "storage._signal_safe_lock": (
             "signals deferred",
             "an exception of a signal handler (Ctrl-C) may leave the engine to be built anew",
         ),
@@ -166,7 +166,7 @@ def drive(directory: Path) -> Iterator[Finding]:
         yield Finding(subject, error.strerror or str(error), BROKEN, f"give {WRITABLE_ALLOWED}")
         return
     try:
-        reason = refuses_direct(descriptor)
+        reason = direct_io_error(descriptor)
     finally:
         os.close(descriptor)
     memory = behind.filesystem == "tmpfs"

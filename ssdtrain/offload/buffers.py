@@ -75,7 +75,7 @@ class Buffers:
 
     def acquire(self, nbytes: int, lead: int = 0) -> Lease | None:
         """A buffer of `nbytes` whose address is `lead` modulo the I/O alignment, or None: full, or none made yet."""
-        return self._arena.acquire(nbytes, lead=lead) if self._arena is not None else None
+        return self._arena.acquire(nbytes, page_offset=lead) if self._arena is not None else None
 
     def _close_returned(self) -> None:
         still = []

@@ -34,7 +34,7 @@ from ssdtrain.offload.transfer import DirectTransfer, StagedTransfer, Transfer
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.profile.modules import ModuleNames
 from ssdtrain.profile.passes import PassRecorder
-from ssdtrain.storage import SpillStore, forks, make_section
+from ssdtrain.storage import SpillStore, forks, make_signal_safe_lock
 
 __all__ = ["OffloadEngine"]
 
@@ -91,7 +91,7 @@ class OffloadEngine:
         self._restorer = Restorer(self.mover, self.prefetcher)
         self._regions = Regions()
         self._released = Releases()
-        self._lock = make_section()
+        self._lock = make_signal_safe_lock()
         self._starter = StoreStarter(
             self.mover, self.metrics, self.meter, self.buffers if staged else None, device, options
         )

@@ -16,7 +16,7 @@ from types import FrameType
 
 import pytest
 
-from ssdtrain.storage.section import Section, _native, defer_signals, make_section
+from ssdtrain.storage.signal_safe_lock import SignalSafeLock, _native, defer_signals, make_signal_safe_lock
 
 pytestmark = pytest.mark.skipif(_native is None, reason="the C extension was not built")
 
@@ -47,11 +47,11 @@ def heard() -> Iterator[list[int]]:
 
 
 @pytest.fixture
-def section() -> Section:
-    return make_section()
+def section() -> SignalSafeLock:
+    return make_signal_safe_lock()
 
 
-def test_a_signal_inside_is_heard_right_after(section: Section) -> None:
+def test_a_signal_inside_is_heard_right_after(section: SignalSafeLock) -> None:
     done = []
     with pytest.raises(Heard):
         with section:
@@ -63,18 +63,18 @@ def test_a_signal_inside_is_heard_right_after(section: Section) -> None:
         pass
 
 
-def test_a_signal_in_an_inner_section_waits_for_the_outermost(section: Section) -> None:
+def test_a_signal_in_an_inner_section_waits_for_the_outermost(section: SignalSafeLock) -> None:
     done = []
     with pytest.raises(Heard):
         with section:
-            with make_section():
+            with make_signal_safe_lock():
                 signal.raise_signal(signal.SIGUSR1)
             done.append("between")
         done.append("after")
     assert done == ["between"]
 
 
-def test_every_signal_that_came_inside_is_heard(section: Section, heard: list[int]) -> None:
+def test_every_signal_that_came_inside_is_heard(section: SignalSafeLock, heard: list[int]) -> None:
     with pytest.raises(Heard):
         with section:
             signal.raise_signal(signal.SIGUSR1)
@@ -82,7 +82,7 @@ def test_every_signal_that_came_inside_is_heard(section: Section, heard: list[in
     assert heard == [signal.SIGUSR2]
 
 
-def test_a_signal_that_came_just_before_is_heard_before_anything_is_locked(section: Section) -> None:
+def test_a_signal_that_came_just_before_is_heard_before_anything_is_locked(section: SignalSafeLock) -> None:
     """The interpreter knows of it and has not yet run the handler: no bytecode lies between the two calls."""
     send = functools.partial(getattr(ctypes.CDLL(None), "raise"), int(signal.SIGUSR1))
     enter = functools.partial(section.__enter__)
@@ -93,7 +93,7 @@ def test_a_signal_that_came_just_before_is_heard_before_anything_is_locked(secti
     section.release()
 
 
-def test_an_exception_inside_goes_on_and_the_signal_is_heard_after_it(section: Section) -> None:
+def test_an_exception_inside_goes_on_and_the_signal_is_heard_after_it(section: SignalSafeLock) -> None:
     caught = []
     with pytest.raises(Heard):
         try:
@@ -106,7 +106,7 @@ def test_an_exception_inside_goes_on_and_the_signal_is_heard_after_it(section: S
     assert caught[:1] == [KeyError]
 
 
-def test_entering_twice_is_an_error_and_no_hang(section: Section) -> None:
+def test_entering_twice_is_an_error_and_no_hang(section: SignalSafeLock) -> None:
     with section:
         with pytest.raises(RuntimeError, match="already inside"):
             section.acquire()
@@ -115,7 +115,7 @@ def test_entering_twice_is_an_error_and_no_hang(section: Section) -> None:
     signal.raise_signal(signal.SIGUSR2)
 
 
-def test_a_section_of_another_thread_holds_up_no_signal(section: Section) -> None:
+def test_a_section_of_another_thread_holds_up_no_signal(section: SignalSafeLock) -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -134,7 +134,7 @@ def test_a_section_of_another_thread_holds_up_no_signal(section: Section) -> Non
         thread.join()
 
 
-def test_what_has_no_handler_of_pythons_is_left_alone(section: Section) -> None:
+def test_what_has_no_handler_of_pythons_is_left_alone(section: SignalSafeLock) -> None:
     assert not _native.defer(signal.SIGTERM)
     with pytest.raises(ValueError, match="no signal"):
         _native.defer(0)
@@ -146,7 +146,7 @@ def test_what_has_no_handler_of_pythons_is_left_alone(section: Section) -> None:
 
 
 def test_only_one_thread_is_inside_and_no_exception_of_a_storm_of_signals_comes_out_there(
-    section: Section,
+    section: SignalSafeLock,
 ) -> None:
     """Two threads and the main one change two figures together, while a fourth sends signals."""
     figures = [0, 0]
@@ -205,7 +205,7 @@ def test_only_one_thread_is_inside_and_no_exception_of_a_storm_of_signals_comes_
     assert heard == before + 1
 
 
-def test_a_child_forked_by_another_thread_hears_its_signals(section: Section) -> None:
+def test_a_child_forked_by_another_thread_hears_its_signals(section: SignalSafeLock) -> None:
     """The main thread, which was inside, does not exist there."""
     status: list[int] = []
 
@@ -227,7 +227,7 @@ def test_a_child_forked_by_another_thread_hears_its_signals(section: Section) ->
 
 
 def test_a_thread_that_forks_inside_hears_its_signals_in_the_child(
-    section: Section, heard: list[int]
+    section: SignalSafeLock, heard: list[int]
 ) -> None:
     status: list[int] = []
 
@@ -252,7 +252,7 @@ def test_a_thread_that_forks_inside_hears_its_signals_in_the_child(
 
 
 def test_a_library_that_chains_to_the_handler_before_it_makes_no_circle(
-    section: Section, tmp_path: Path
+    section: SignalSafeLock, tmp_path: Path
 ) -> None:
     with (tmp_path / "stacks").open("w") as file:
         faulthandler.register(signal.SIGUSR2, file=file, chain=True)
@@ -267,7 +267,7 @@ def test_a_library_that_chains_to_the_handler_before_it_makes_no_circle(
 
 
 def test_a_handler_that_runs_where_a_section_begins_hears_other_signals(
-    section: Section, heard: list[int]
+    section: SignalSafeLock, heard: list[int]
 ) -> None:
     """It may wait for one."""
     found = []
@@ -284,7 +284,7 @@ def test_a_handler_that_runs_where_a_section_begins_hears_other_signals(
     assert found == [signal.SIGUSR2]
 
 
-def test_a_child_forked_inside_leaves_the_section_and_hears_what_came_there(section: Section) -> None:
+def test_a_child_forked_inside_leaves_the_section_and_hears_what_came_there(section: SignalSafeLock) -> None:
     """A finalizer of somebody else's may fork anywhere."""
     child = -1
     try:
