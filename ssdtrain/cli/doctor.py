@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ssdtrain import __version__, ranks
 from ssdtrain.cli.versions import OLDEST, TESTED, installed, too_old
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.paths import (
     WRITABLE_ALLOWED,
     expand_path,
@@ -147,8 +147,8 @@ def drive(directory: Path) -> Iterator[Finding]:
         directory = expand_path(
             parse_directory(subject), rank=ranks.global_rank(), local_rank=ranks.local_rank()
         )
-    except Refusal as refusal:
-        yield Finding(subject, refusal.why, BROKEN, f"give {refusal.allowed}")
+    except InvalidValue as error:
+        yield Finding(subject, error.why, BROKEN, f"give {error.allowed}")
         return
     why = problem_with_directory(directory) or problem_with_writing(directory)
     if why is not None:

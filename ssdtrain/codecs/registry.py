@@ -17,7 +17,7 @@ from ssdtrain.codecs.lossless import Lossless
 from ssdtrain.codecs.mask import Mask, SparseMask
 from ssdtrain.codecs.zfp import Zfp
 from ssdtrain.config.codecs import CODECS, parse_codec
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 
 BACKENDS = ("auto", "torch", "native", "triton")
 _DEFAULT_HADAMARD = 128
@@ -90,8 +90,8 @@ def make_codec(spec: str, backend: str = "auto") -> Codec:
     """
     try:
         asked = parse_codec(spec)
-    except Refusal as refusal:
-        raise ValueError(f"codec {spec!r} {refusal}") from None
+    except InvalidValue as error:
+        raise ValueError(f"codec {spec!r} {error}") from None
     if backend not in BACKENDS:
         raise ValueError(f"no codec backend {backend!r}; there are {', '.join(BACKENDS)}")
     return _BUILD[asked.name](asked.values, backend)

@@ -232,14 +232,14 @@ def test_ctrl_c_in_the_middle_of_a_release_gives_no_space_twice(
 ) -> None:
     store = make_store(leaks=True)
     slab, slot, other = store._slabs[0], store.reserve(4096), store.reserve(4096)
-    give = slab.give
+    give = slab.release
 
     def interrupted(offset: int) -> int:
         give(offset)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(slab, "give", interrupted)
+        patch.setattr(slab, "release", interrupted)
         store.free(slot)
         with pytest.raises(KeyboardInterrupt):
             store.reserve(4096)
