@@ -1,4 +1,4 @@
-"""`ssdtrain doctor`: what is installed, what was built, and what the drives behind directories can do."""
+"""`ssdtrain doctor`: checks installed packages, compiled extensions, hardware and spill directories."""
 
 import argparse
 import importlib
@@ -38,12 +38,12 @@ class Finding:
     subject: str
     found: str
     verdict: str
-    """ok; "-" for what is missing and need not be there; warning: works, worse than it could; broken: SSDTrain will not run."""
+    """ok; "-": missing and optional; warning: works with reduced performance; broken: SSDTrain does not run."""
     remedy: str = ""
 
 
 def run(arguments: list[str]) -> int:
-    """0, or 1 if something is broken."""
+    """Exit status: 1 if a finding is broken, else 0."""
     parser = argparse.ArgumentParser(prog="ssdtrain doctor", description=__doc__)
     parser.add_argument(
         "directories", nargs="*", type=Path, default=[Path(".")], help="of the config; else this one"
@@ -94,12 +94,12 @@ def version_finding(package: str, found: str | None, tested: tuple[str, ...]) ->
 
 
 def extensions() -> Iterator[Finding]:
-    """The C extensions, and what is without them."""
+    """The C extensions, and the consequence if one is missing."""
     stand_ins = {
         "storage._iopool": ("C I/O engine", "slower, by Python threads"),
         "storage._signal_safe_lock": (
             "signals deferred",
-            "an exception of a signal handler (Ctrl-C) may leave the engine to be built anew",
+            "after an exception of a signal handler (Ctrl-C) a new runtime has to be created",
         ),
         "codecs._native": ("C codecs", "slower, by plain torch"),
     }
@@ -140,8 +140,7 @@ def devices() -> Iterator[Finding]:
 
 
 def drive(directory: Path) -> Iterator[Finding]:
-    """What a spill directory is, found by making a nameless file in it as training would, or in the parent that training
-    would make it in. `directory` may be what the config says, with ~ and placeholders."""
+    """Check a spill directory (~ and placeholders allowed) by creating an unnamed file in it or its nearest existing parent."""
     subject = str(directory)
     try:
         directory = expand_path(

@@ -1,9 +1,7 @@
-"""A Hadamard rotation in front of another codec: it spreads a few large values over their block, so that
-block scales fit better.
+"""A Hadamard rotation before another codec: spreads outliers over their block, so that block scales fit better.
 
-It helps heavy-tailed tensors (gradients, SwiGLU hidden states) and does nothing for Gaussian ones. The
-rotation is orthonormal: the error of the inner codec comes back with the same L2 norm, and what is unbiased
-or contractive stays so.
+It helps heavy-tailed tensors (gradients, SwiGLU hidden states), not Gaussian ones. The rotation is orthonormal: it preserves the
+L2 norm of the inner codec's error, and whether the codec is unbiased or contractive.
 """
 
 import math
@@ -25,12 +23,11 @@ _SIGN_SEED = 0x5353_4454  # any constant: the signs are part of the format
 
 @dataclass(frozen=True)
 class Hadamard(FixedSizeCodec):
-    """Rotate blocks of `size` values by H D / sqrt(size), encode the result as float32 with `inner`.
+    """Rotates blocks of `size` values by H D / sqrt(size), and encodes the result as float32 with `inner`.
 
-    D holds fixed random signs; without them a block of equal values, the commonest structure there is, would
-    become one large one. The tensor is filled up with zeros to a multiple of `size`. A finite value above
-    2^127 / sqrt(size) may overflow and is then reported as not finite, and values next to the end of the output
-    dtype's range may decode to Inf; Inf and NaN spread over their block of `size` values.
+    D holds fixed random signs; without them a block of equal values would become a single large value. The tensor is padded with
+    zeros to a multiple of `size`. A finite value above 2^127 / sqrt(size) may overflow and is then reported as not finite; values
+    near the limit of the output dtype may decode to Inf. Inf and NaN spread over their block of `size` values.
     """
 
     inner: FixedSizeCodec
@@ -39,7 +36,7 @@ class Hadamard(FixedSizeCodec):
 
     def __post_init__(self) -> None:
         if self.size not in SIZES:
-            raise ValueError(f"hadamard={self.size}: the rotation has {', '.join(map(str, SIZES))} values")
+            raise ValueError(f"hadamard={self.size}: allowed sizes are {', '.join(map(str, SIZES))}")
 
     @property
     def spec(self) -> str:
@@ -96,7 +93,7 @@ class Hadamard(FixedSizeCodec):
             out.copy_(values)
 
     def _fused_block(self, *tensors: Tensor) -> IntBlock | Float8Block | None:
-        """The inner codec where the C implementation rotates its blocks as it reads them, without a copy of the tensor."""
+        """The inner codec if the C implementation can rotate its blocks on the fly, without a copy of the tensor."""
         inner = self.inner
         if not isinstance(inner, (IntBlock, Float8Block)) or inner.block != self.size:
             return None

@@ -44,7 +44,7 @@ def _table(kind: type[MetricSet]) -> Iterator[str]:
     yield "| name | unit | kind | ranks | meaning |"
     yield "|---|---|---|---|---|"
     for metric in kind.declared():
-        sort = "counter" if metric.counts else "gauge"
+        sort = "counter" if metric.cumulative else "gauge"
         meaning = meanings.get(metric.name) or metric.label
         yield f"| `{metric.name}` | {metric.unit.value} | {sort} | {metric.ranks.value} | {meaning} |"
 

@@ -179,7 +179,7 @@ def metric_rows(run: Run) -> tuple[list[str], list[list[str]]]:
         if not any(values):
             continue
         how = {Over.SUM: "sum", Over.MAX: "most", Over.MIN: "least"}[metric.ranks]
-        total = metric.unit.text(run.total(name)) if metric.counts else ""
+        total = metric.unit.text(run.total(name)) if metric.cumulative else ""
         texts = [metric.unit.text(value) for value in (statistics.fmean(values), max(values), values[-1])]
         rows.append([name, how, total, *texts])
     return ["value", "over ranks", "total", "mean / step", "highest step", "last step"], rows

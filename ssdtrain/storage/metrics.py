@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ssdtrain.telemetry.registry import MetricSet, Over, Unit, counter, gauge
+from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
 
 if TYPE_CHECKING:
     from ssdtrain.storage.arena import Arena
@@ -20,7 +20,7 @@ Transfers = tuple[list[tuple[int, int, float, float]], int]
 class EnduranceMetrics(MetricSet):
     """Of the drives behind the tiers."""
 
-    ssd_life_seconds: float | None = gauge(Unit.SECONDS, "projected SSD life", ranks=Over.MIN, unknown=True)
+    ssd_life_seconds: float | None = gauge(Unit.SECONDS, "projected SSD life", ranks=Reduce.MIN, unknown=True)
     """Until the first drive has reached its rating (one drive write a day for five years, less its present wear), if the run goes
     on as it did. See `ssdtrain.storage.Endurance`."""
 
@@ -55,16 +55,16 @@ class StoreMetrics(MetricSet):
     ssd_bytes_read: int = counter(Unit.BYTES, "from SSD")
     bytes_cancelled: int = counter(Unit.BYTES)
     """Bytes of reads and writes that were cancelled before they started."""
-    write_seconds: float = counter(Unit.SECONDS, ranks=Over.MAX)
+    write_seconds: float = counter(Unit.SECONDS, ranks=Reduce.MAX)
     """Summed over tiers, with at least one write in flight."""
-    read_seconds: float = counter(Unit.SECONDS, ranks=Over.MAX)
-    host_bytes: int = gauge(Unit.BYTES, "in host memory", ranks=Over.SUM)
+    read_seconds: float = counter(Unit.SECONDS, ranks=Reduce.MAX)
+    host_bytes: int = gauge(Unit.BYTES, "in host memory", ranks=Reduce.SUM)
     """Bytes of the host tier currently in use."""
-    ssd_bytes: int = gauge(Unit.BYTES, "on drives", ranks=Over.SUM)
+    ssd_bytes: int = gauge(Unit.BYTES, "on drives", ranks=Reduce.SUM)
     """Size of the spill files, whose space is reused and never shrinks."""
-    live_slots: int = gauge(Unit.COUNT, ranks=Over.SUM)
-    live_bytes: int = gauge(Unit.BYTES, ranks=Over.SUM)
-    capacity: int = gauge(Unit.BYTES, ranks=Over.SUM)
+    live_slots: int = gauge(Unit.COUNT, ranks=Reduce.SUM)
+    live_bytes: int = gauge(Unit.BYTES, ranks=Reduce.SUM)
+    capacity: int = gauge(Unit.BYTES, ranks=Reduce.SUM)
     """Maximum bytes of all tiers."""
     drives: tuple[TierMetrics, ...] = ()
     host: TierMetrics | None = None

@@ -74,7 +74,7 @@ def test_a_directory_without_journals_and_a_line_of_something_else_are_errors(tm
 )
 def test_metrics_are_known_as_they_were_declared(name: str, unit: Unit, counts: bool, ranks: Over) -> None:
     metric = metric_named(name)
-    assert (metric.unit, metric.counts, metric.ranks) == (unit, counts, ranks)
+    assert (metric.unit, metric.cumulative, metric.ranks) == (unit, counts, ranks)
 
 
 def test_a_real_run_can_be_read_with_the_loss_that_it_logged(tmp_path: Path) -> None:
