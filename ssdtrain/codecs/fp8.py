@@ -50,9 +50,9 @@ class Float8Block(FixedSizeCodec):
         return 8 + 16 / self.block
 
     @property
-    def block_format(self) -> native.BlockFormat:
-        kind = native.E4M3 if self.format == "e4m3" else native.E5M2
-        return native.BlockFormat(self.block, 8, kind, torch.finfo(self.dtype).max)
+    def block_format(self) -> scales.BlockFormat:
+        kind = scales.E4M3 if self.format == "e4m3" else scales.E5M2
+        return scales.BlockFormat(self.block, 8, kind, torch.finfo(self.dtype).max)
 
     def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return scales.sections(numel, self.block, 1, 8)[2]

@@ -16,6 +16,7 @@ from ssdtrain.codecs.base import FixedSizeCodec, Key
 from ssdtrain.codecs.block import IntBlock
 from ssdtrain.codecs.fp8 import Float8Block
 from ssdtrain.codecs.philox import philox
+from ssdtrain.codecs.scales import Rotation
 
 SIZES = (16, 32, 64, 128, 256)
 _SIGN_SEED = 0x5353_4454  # any constant: the signs are part of the format
@@ -99,8 +100,8 @@ class Hadamard(FixedSizeCodec):
             return None
         return inner if native.usable(self.backend, *tensors) else None
 
-    def _rotation(self) -> native.Rotation:
-        return native.Rotation(_signs(self.size), _unit(self.size))
+    def _rotation(self) -> Rotation:
+        return Rotation(_signs(self.size), _unit(self.size))
 
 
 def rotate(x_NB: Tensor) -> Tensor:

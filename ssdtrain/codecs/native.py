@@ -9,17 +9,15 @@ from __future__ import annotations
 import logging
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ssdtrain.codecs import scales
 from ssdtrain.codecs.base import Key
+from ssdtrain.codecs.scales import ASYMMETRIC, BlockFormat, Rotation
 
 _log = logging.getLogger(__name__)
-# The kinds of codes, as the C implementation numbers them.
-SYMMETRIC, ASYMMETRIC, E4M3, E5M2 = range(4)
 _DTYPE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -59,28 +57,6 @@ def _native() -> ModuleType:
     found = module()
     assert found is not None, "call usable() first"
     return found
-
-
-class Rotation(NamedTuple):
-    """A Hadamard rotation of every block: float32 signs [block], and 1 / sqrt(block)."""
-
-    signs: Tensor
-    unit: float
-
-
-class BlockFormat(NamedTuple):
-    """What the C implementation needs to know of a codec with a scale per block."""
-
-    block: int
-    bits: int
-    kind: int
-    largest_code: float
-    stochastic: bool = False
-
-    @property
-    def vectors(self) -> int:
-        """bfloat16 numbers per block: a scale, and a zero point where the block is asymmetric."""
-        return 2 if self.kind == ASYMMETRIC else 1
 
 
 def block_encode(

@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ssdtrain.codecs.base import Key
-
-if TYPE_CHECKING:
-    from ssdtrain.codecs.block import IntBlock
+from ssdtrain.codecs.scales import BlockFormat
 
 _log = logging.getLogger(__name__)
 
@@ -44,14 +41,14 @@ def usable(backend: str, *tensors: Tensor) -> bool:
     return backend == "auto" and all(t.is_cuda for t in tensors) and _triton_available()
 
 
-def block_encode(codec: IntBlock, flat: Tensor, body: Tensor, key: Key | None) -> Tensor:
+def block_encode(codec: BlockFormat, flat: Tensor, body: Tensor, key: Key | None) -> Tensor:
     """Encode `flat` [numel] into `body`; returns whether every block is finite, bool []."""
     from ssdtrain.codecs.kernels import block
 
     return block.encode(codec, flat, body, key)
 
 
-def block_decode(codec: IntBlock, body: Tensor, out: Tensor, accumulate: bool) -> None:
+def block_decode(codec: BlockFormat, body: Tensor, out: Tensor, accumulate: bool) -> None:
     """Decode into `out` [numel], or add to it."""
     from ssdtrain.codecs.kernels import block
 

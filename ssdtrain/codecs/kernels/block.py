@@ -9,8 +9,6 @@ Shapes: R blocks per program, Q = block / 4 values per quarter.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -18,9 +16,7 @@ from torch import Tensor
 
 from ssdtrain.codecs import scales
 from ssdtrain.codecs.base import Key
-
-if TYPE_CHECKING:
-    from ssdtrain.codecs.block import IntBlock
+from ssdtrain.codecs.scales import SYMMETRIC, BlockFormat
 
 _VALUES_PER_PROGRAM = 4096
 _KEY_ARGUMENTS = ["seed_low", "seed_high", "step", "tensor", "rank"]
@@ -264,11 +260,11 @@ def _signed(word: int) -> int:
     return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
-def encode(codec: IntBlock, flat: Tensor, body: Tensor, key: Key | None) -> Tensor:
+def encode(codec: BlockFormat, flat: Tensor, body: Tensor, key: Key | None) -> Tensor:
     """Encode `flat` [numel] into `body`; returns whether every block is finite, bool []."""
     blocks, codes, end = scales.sections(flat.numel(), codec.block, codec.vectors, codec.bits)
     cap = scales.LARGEST[flat.dtype]
-    if codec.symmetric:
+    if codec.kind == SYMMETRIC:
         cap = scales.largest_scale(codec.largest_code, flat.dtype)
     key = key if key is not None else Key(0)
     rows = _VALUES_PER_PROGRAM // codec.block
@@ -289,14 +285,14 @@ def encode(codec: IntBlock, flat: Tensor, body: Tensor, key: Key | None) -> Tens
         Q=codec.block // 4,
         R=rows,
         BITS=codec.bits,
-        SYMMETRIC=codec.symmetric,
+        SYMMETRIC=codec.kind == SYMMETRIC,
         STOCHASTIC=codec.stochastic,
         enable_fp_fusion=False,
     )
     return torch.isfinite(body[: 2 * blocks].view(torch.bfloat16)).all()
 
 
-def decode(codec: IntBlock, body: Tensor, out: Tensor, accumulate: bool) -> None:
+def decode(codec: BlockFormat, body: Tensor, out: Tensor, accumulate: bool) -> None:
     """Decode into `out` [numel], or add to it."""
     blocks, codes, end = scales.sections(out.numel(), codec.block, codec.vectors, codec.bits)
     rows = _VALUES_PER_PROGRAM // codec.block
@@ -309,7 +305,7 @@ def decode(codec: IntBlock, body: Tensor, out: Tensor, accumulate: bool) -> None
         Q=codec.block // 4,
         R=rows,
         BITS=codec.bits,
-        SYMMETRIC=codec.symmetric,
+        SYMMETRIC=codec.kind == SYMMETRIC,
         ACCUMULATE=accumulate,
         BFLOAT16=out.dtype == torch.bfloat16,
         enable_fp_fusion=False,
