@@ -3,7 +3,7 @@
 A payload is one uint8 buffer: a header of 16 bytes, followed by the codec's body (scales first, then data).
 
     byte 0       format version
-    byte 1       finite flag: 1 if every value decodes to a finite number, 0 if the tensor held (or rounded to) Inf or NaN
+    byte 1       0 if every value decodes to a finite number, 1 if the tensor held (or rounded to) Inf or NaN
     byte 2       dtype of the encoded tensor: its index in `DTYPES`
     byte 3       0
     bytes 4-7    CRC-32 of the codec's spec, little endian
@@ -11,7 +11,7 @@ A payload is one uint8 buffer: a header of 16 bytes, followed by the codec's bod
 
 Note: [Inf and NaN]
     Training detects an overflow by Inf or NaN in reduced gradients, so a codec must not turn them into finite numbers. Every
-    codec clears the finite flag, and decodes at least the values of the affected block to NaN or Inf. Conversely, finite values
+    codec sets the flag, and decodes at least the values of the affected block to NaN or Inf. Conversely, finite values
     decode to finite values within the range that each codec documents.
 
 Note: [Host checks]
@@ -24,6 +24,7 @@ from __future__ import annotations
 import struct
 import zlib
 from abc import ABC, abstractmethod
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -31,10 +32,10 @@ from torch import Tensor
 
 HEADER_BYTES = 16
 ALIGNMENT = 16
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _HEADER = struct.Struct("<BBBBIQ")
-_FINITE_BYTE = 1
+_NOT_FINITE_BYTE = 1
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # The position in this tuple is the header's dtype byte: append only.
 DTYPES = (
@@ -77,6 +78,37 @@ class Key(NamedTuple):
     rank: int = 0
 
 
+class Header(NamedTuple):
+    """The header of a payload of finite values, as numbers: for a kernel that writes it."""
+
+    word: int
+    """Bytes 0 to 3."""
+    fingerprint: int
+    """CRC-32 of the spec."""
+    numel: int
+
+
+class Pieces(NamedTuple):
+    """Several tensors of one size at equal distances, and their payloads one behind the other.
+
+    Piece i of the payload is that of tensor i, or i + 1 from `skip` on: a rank sends nothing to itself.
+    """
+
+    number: int
+    stride: int
+    """From one tensor to the next, in elements."""
+    payload_bytes: int
+    """From one payload to the next."""
+    skip: int
+
+
+@lru_cache(512)
+def _device_header(header: Header, device: torch.device) -> Tensor:
+    """uint8 [16] on `device`, so that writing a header copies nothing from the host."""
+    raw = _HEADER.pack(header.word & 0xFF, 0, header.word >> 16 & 0xFF, 0, header.fingerprint, header.numel)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
+
+
 def align(nbytes: int) -> int:
     """`nbytes` rounded up to the alignment of payloads and their sections."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -84,7 +116,7 @@ def align(nbytes: int) -> int:
 
 def payload_finite(buf: Tensor) -> Tensor:
     """Whether all values of the payload decode to finite numbers: a bool tensor [] on the device of `buf`."""
-    return buf[_FINITE_BYTE] == 1
+    return buf[_NOT_FINITE_BYTE] == 0
 
 
 class Codec(ABC):
@@ -211,14 +243,16 @@ class Codec(ABC):
     def _fingerprint(self) -> int:
         return zlib.crc32(self.spec.encode())
 
+    def header(self, dtype: torch.dtype, numel: int) -> Header:
+        """Of a payload of `numel` finite values of `dtype`."""
+        return Header(FORMAT_VERSION | DTYPES.index(dtype) << 16, self._fingerprint(), numel)
+
     def _write_header(self, out: Tensor, x: Tensor, finite: Tensor | bool) -> None:
-        plain = bool(finite) if isinstance(finite, bool) else True
-        raw = _HEADER.pack(
-            FORMAT_VERSION, int(plain), DTYPES.index(x.dtype), 0, self._fingerprint(), x.numel()
-        )
-        out[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8), non_blocking=True)
+        out[:HEADER_BYTES].copy_(_device_header(self.header(x.dtype, x.numel()), out.device))
         if isinstance(finite, Tensor):
-            out[_FINITE_BYTE].copy_(finite)
+            torch.logical_not(finite, out=out[_NOT_FINITE_BYTE])
+        elif not finite:
+            out[_NOT_FINITE_BYTE] = 1
 
     def _check_header(self, buf: Tensor, out: Tensor) -> None:
         version, _, dtype, _, spec, numel = _HEADER.unpack(bytes(buf[:HEADER_BYTES].tolist()))
@@ -250,12 +284,33 @@ class FixedSizeCodec(Codec):
     def encode(self, x: Tensor, out: Tensor, key: Key | None = None) -> int:
         flat = self._prepare(x, out)
         size = self.payload_bytes(x.numel(), x.dtype)
+        if flat.numel() and self._encode_payload(flat, out[:size], self.header(x.dtype, x.numel()), key):
+            return size
         finite = self._encode(flat, out[HEADER_BYTES:size], key) if flat.numel() else True
         self._write_header(out, flat, finite)
         return size
 
     def _min_payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.payload_bytes(numel, dtype)
+
+    def encode_pieces(self, first: Tensor, out: Tensor, pieces: Pieces, key: Key | None = None) -> bool:
+        """Encode all `pieces` at once if one kernel can.
+
+        Args:
+            first: flat, contiguous: tensor 0, or the memory where it would be if that is the skipped one.
+            out: uint8 [pieces.number * pieces.payload_bytes].
+            key: of tensor 0. Random numbers of the others differ.
+
+        Returns:
+            False if it was not done: encode them one by one.
+        """
+        return self._encode_payload(first, out, self.header(first.dtype, first.numel()), key, pieces)
+
+    def _encode_payload(
+        self, flat: Tensor, payload: Tensor, header: Header, key: Key | None, pieces: Pieces | None = None
+    ) -> bool:
+        """Encode `flat`, header included, by one kernel. False: there is none for this codec and device."""
+        return False
 
     @abstractmethod
     def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:

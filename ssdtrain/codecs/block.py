@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ssdtrain.codecs import kernels, native, scales
-from ssdtrain.codecs.base import FixedSizeCodec, Key
+from ssdtrain.codecs.base import FixedSizeCodec, Header, Key, Pieces
 from ssdtrain.codecs.philox import uniform_blocks
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -118,9 +118,16 @@ class IntBlock(FixedSizeCodec):
         self.check_key(key, flat.numel())
         if native.usable(self.backend, flat, body):
             return native.block_encode(self.block_format, flat, body, key)
-        if kernels.usable(self.backend, flat, body):
-            return kernels.block_encode(self.block_format, flat, body, key)
         return self._encode_reference(flat, body, key)
+
+    def _encode_payload(
+        self, flat: Tensor, payload: Tensor, header: Header, key: Key | None, pieces: Pieces | None = None
+    ) -> bool:
+        if native.usable(self.backend, flat, payload) or not kernels.usable(self.backend, flat, payload):
+            return False
+        self.check_key(key, flat.numel())
+        kernels.block_encode(self.block_format, flat, payload, header, key, flat.dtype, pieces)
+        return True
 
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         if native.usable(self.backend, body, out):

@@ -11,8 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ssdtrain.codecs import native
-from ssdtrain.codecs.base import FixedSizeCodec, Key
+from ssdtrain.codecs import kernels, native
+from ssdtrain.codecs.base import FixedSizeCodec, Header, Key, Pieces
 from ssdtrain.codecs.block import IntBlock
 from ssdtrain.codecs.fp8 import Float8Block
 from ssdtrain.codecs.philox import philox
@@ -67,15 +67,30 @@ class Hadamard(FixedSizeCodec):
             if isinstance(block, IntBlock):
                 block.check_key(key, flat.numel())
             return native.block_encode(block.block_format, flat, body, key, self._rotation())
-        padded = self._padded(flat.numel())
+        return self.inner._encode(self._rotated(flat), body, key)
+
+    def _encode_payload(
+        self, flat: Tensor, payload: Tensor, header: Header, key: Key | None, pieces: Pieces | None = None
+    ) -> bool:
+        if pieces is not None or native.usable(self.backend, flat, payload):
+            return False
+        if not kernels.usable(self.backend, flat, payload):
+            return False
+        # A rotation leaves the range of its input. The inner codec writes the header of this one.
+        return self.inner._encode_payload(self._rotated(flat), payload, header, key)
+
+    def _rotated(self, flat: Tensor) -> Tensor:
+        """float32, padded with zeros to whole blocks."""
+        rotated = torch.empty(self._padded(flat.numel()), dtype=torch.float32, device=flat.device)
         if native.usable(self.backend, flat):
-            rotated = torch.empty(padded, dtype=torch.float32, device=flat.device)
             native.rotate(flat, rotated, self._rotation())
+        elif kernels.usable(self.backend, flat):
+            kernels.rotate(flat, rotated, signs(self.size, flat.device), _unit(self.size))
         else:
-            x = torch.zeros(padded, dtype=torch.float32, device=flat.device)
-            x[: flat.numel()].copy_(flat)
-            rotated = rotate(x.view(-1, self.size) * signs(self.size, x.device)).view(-1)
-        return self.inner._encode(rotated, body, key)
+            rotated[flat.numel() :].zero_()
+            rotated[: flat.numel()].copy_(flat)
+            rotated = rotate(rotated.view(-1, self.size) * signs(self.size, flat.device)).view(-1)
+        return rotated
 
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         block = self._fused_block(body, out)
@@ -86,6 +101,9 @@ class Hadamard(FixedSizeCodec):
         self.inner._decode(body, rotated, False)
         if native.usable(self.backend, out):
             native.unrotate(rotated, out, self._rotation(), accumulate)
+            return
+        if kernels.usable(self.backend, out):
+            kernels.unrotate(rotated, out, signs(self.size, out.device), _unit(self.size), accumulate)
             return
         values = (rotate(rotated.view(-1, self.size)) * signs(self.size, out.device)).view(-1)[: out.numel()]
         if accumulate:
@@ -122,8 +140,9 @@ def _unit(size: int) -> float:
     return float(torch.tensor(1 / math.sqrt(size), dtype=torch.float32, device="cpu"))
 
 
+@cache
 def signs(size: int, device: torch.device) -> Tensor:
-    """float32 [size] of 1 and -1."""
+    """float32 [size] of 1 and -1, copied to a device once."""
     return _signs(size).to(device)
 
 

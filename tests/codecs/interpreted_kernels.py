@@ -22,6 +22,9 @@ INTEGERS = [
     "int4:block=64,asymmetric",
     "int2:block=32",
     "int2:block=32,asymmetric,round=stochastic",
+    "fp8:block=64",
+    "fp8:format=e5m2,hadamard",
+    "bf16:hadamard=16",
 ]
 
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 import logging
 from functools import cache
 
+import torch
 from torch import Tensor
 
-from ssdtrain.codecs.base import Key
+from ssdtrain.codecs.base import Header, Key, Pieces
 from ssdtrain.codecs.scales import BlockFormat
 
 _log = logging.getLogger(__name__)
@@ -41,11 +42,19 @@ def usable(backend: str, *tensors: Tensor) -> bool:
     return backend == "auto" and all(t.is_cuda for t in tensors) and _triton_available()
 
 
-def block_encode(codec: BlockFormat, flat: Tensor, body: Tensor, key: Key | None) -> Tensor:
-    """Encode `flat` [numel] into `body`; returns whether every block is finite, bool []."""
+def block_encode(
+    codec: BlockFormat,
+    flat: Tensor,
+    payload: Tensor,
+    header: Header,
+    key: Key | None,
+    source: torch.dtype,
+    pieces: Pieces | None = None,
+) -> None:
+    """Encode `flat` [numel], or several pieces of that size, into `payload`, headers and finite flags included."""
     from ssdtrain.codecs.kernels import block
 
-    return block.encode(codec, flat, body, key)
+    block.encode(codec, flat, payload, header, key, source, pieces)
 
 
 def block_decode(codec: BlockFormat, body: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -53,6 +62,20 @@ def block_decode(codec: BlockFormat, body: Tensor, out: Tensor, accumulate: bool
     from ssdtrain.codecs.kernels import block
 
     block.decode(codec, body, out, accumulate)
+
+
+def rotate(flat: Tensor, rotated: Tensor, signs: Tensor, unit: float) -> None:
+    """Hadamard rotation of blocks as long as `signs`; `rotated` is float32, padded to whole blocks."""
+    from ssdtrain.codecs.kernels import hadamard
+
+    hadamard.rotate(flat, rotated, signs, unit)
+
+
+def unrotate(rotated: Tensor, out: Tensor, signs: Tensor, unit: float, accumulate: bool) -> None:
+    """The inverse into `out` [numel], or onto it."""
+    from ssdtrain.codecs.kernels import hadamard
+
+    hadamard.unrotate(rotated, out, signs, unit, accumulate)
 
 
 def zfp_encode(flat: Tensor, body: Tensor, block_bits: int) -> Tensor:
