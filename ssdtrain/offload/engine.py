@@ -72,7 +72,7 @@ class OffloadEngine:
         self.device = device
         self.metrics = OffloadMetrics()
         self.meter = ActivationMeter(timeline=options.timeline)
-        self.eligible = Eligibility(max(1, options.min_bytes), torch_device.type)
+        self.eligible = Eligibility(max(1, options.min_bytes), torch_device)
         # On a GPU the arena is host memory: it is not what activations take there.
         counted = self.meter if device.kind == "cpu" else None
         self.buffers = Buffers(options.buffer, device.host_register(), counted)
@@ -317,6 +317,8 @@ class OffloadEngine:
             self.mover.flush()
 
     def _drain(self) -> None:
+        if self.device.capturing():
+            return  # asking an event, or a copy on another stream, would break the capture: the next call does it
         self._drain_released()
         self._note_ends()
 
