@@ -1,1 +1,1 @@
-"""Tests that need a GPU. `SSDTRAIN_GPU_DRY_RUN=1` runs on the CPU what does not depend on streams, to try the tests themselves."""
+"""Tests that need a GPU. `SSDTRAIN_GPU_DRY_RUN=1` tries them on the CPU, as far as they do not depend on streams."""
