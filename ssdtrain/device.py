@@ -132,6 +132,9 @@ class Device(Protocol):
     def host_register(self) -> Any | None:
         """A function (address, nbytes) -> unregister that pins host memory; None if pinning is not needed."""
 
+    def numa_node(self) -> int | None:
+        """The NUMA node that the device is attached to; None: unknown, or the CPU."""
+
     def event_functions(self) -> dict[str, int]:
         """Arguments of `make_pool` for events (function addresses, device index); {} without events."""
 
@@ -182,6 +185,9 @@ class CpuDevice:
         return False
 
     def host_register(self) -> None:
+        return None
+
+    def numa_node(self) -> None:
         return None
 
     def event_functions(self) -> dict[str, int]:
@@ -286,14 +292,19 @@ class CudaDevice:
         runtime = torch.cuda.cudart()
 
         def register(address: int, nbytes: int) -> Any:
-            torch.cuda.check_error(int(runtime.cudaHostRegister(address, nbytes, 0)))
+            with torch.cuda.device(self.device):  # else a context appears on the current device
+                torch.cuda.check_error(int(runtime.cudaHostRegister(address, nbytes, 0)))
 
             def unregister() -> None:
-                torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
+                with torch.cuda.device(self.device):
+                    torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
 
             return unregister
 
         return register
+
+    def numa_node(self) -> int | None:
+        return numa_node_of(torch.cuda.get_device_properties(self.device))
 
     def event_functions(self) -> dict[str, int]:
         runtime = _loaded_cuda_runtime()
@@ -303,6 +314,17 @@ class CudaDevice:
             "exchange_capture_mode": _address_of(runtime.cudaThreadExchangeStreamCaptureMode),
             "device": self.device.index,
         }
+
+
+def numa_node_of(properties: Any, sysfs: Path = Path("/sys")) -> int | None:
+    """The NUMA node of the PCI slot that torch's device properties name; None where the system or this torch does not say."""
+    bus = getattr(properties, "pci_bus_id", None)
+    if bus is None:
+        return None
+    name = f"{properties.pci_domain_id:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
+    path = sysfs / "bus/pci/devices" / name / "numa_node"
+    node = int(path.read_text()) if path.exists() else -1
+    return node if node >= 0 else None
 
 
 def _address_of(function: Any) -> int:

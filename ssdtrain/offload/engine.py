@@ -75,7 +75,7 @@ class OffloadEngine:
         self.eligible = Eligibility(max(1, options.min_bytes), torch_device)
         # On a GPU the arena is host memory: it is not what activations take there.
         counted = self.meter if device.kind == "cpu" else None
-        self.buffers = Buffers(options.buffer, device.host_register(), counted)
+        self.buffers = Buffers(options.buffer, device.host_register(), counted, device.numa_node())
         self.coding = Coding(options.codec, options.rank)
         staged = device.kind != "cpu" if options.staged is None else options.staged
         made = StagedTransfer if staged else DirectTransfer

@@ -70,12 +70,20 @@ class Arena:
         huge_pages: request huge pages, which need a third of the CPU time per transferred byte.
         register: called once as `register(address, nbytes)` with the whole map, for example to pin it with
             cudaHostRegister. Returns a function that undoes it.
+        node: NUMA node of the pages; None: that of the calling thread.
     """
 
-    def __init__(self, nbytes: int, *, huge_pages: bool = True, register: Register | None = None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        huge_pages: bool = True,
+        register: Register | None = None,
+        node: int | None = None,
+    ) -> None:
         if nbytes <= 0:
             raise ValueError(f"arena size must be positive, got {nbytes} bytes")
-        self._map = memory.Map(nbytes, huge_pages=huge_pages)
+        self._map = memory.Map(nbytes, huge_pages=huge_pages, node=node)
         try:
             self._unregister = register(self._map.address, self._map.nbytes) if register else None
         except BaseException:

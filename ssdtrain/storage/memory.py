@@ -149,11 +149,14 @@ def huge_pages_enabled() -> bool:
 class Map:
     """`nbytes` of private anonymous memory, aligned to the huge page, not inherited by forked children.
 
+    Args:
+        node: NUMA node of the pages; None: that of the calling thread.
+
     Pages are allocated at first touch. Not freed by the garbage collector: `close` unmaps, and only in the process that mapped,
     because a child may have another map at that address.
     """
 
-    def __init__(self, nbytes: int, *, huge_pages: bool = True) -> None:
+    def __init__(self, nbytes: int, *, huge_pages: bool = True, node: int | None = None) -> None:
         self.nbytes = (
             -(-nbytes // HUGE_PAGE) * HUGE_PAGE if huge_pages else -(-nbytes // ALIGNMENT) * ALIGNMENT
         )
@@ -180,7 +183,7 @@ class Map:
         self._advise(mmap.MADV_DONTFORK, "MADV_DONTFORK", required=True)
         if huge_pages:
             self._advise(mmap.MADV_HUGEPAGE, "MADV_HUGEPAGE", required=False)
-        _prefer_this_node(self.address, self.nbytes)
+        _prefer_node(self.address, self.nbytes, numa_node() if node is None else node)
 
     def _advise(self, advice: int, name: str, *, required: bool) -> None:
         if _libc.madvise(self.address, self.nbytes, advice) == 0:
@@ -209,9 +212,8 @@ def numa_node() -> int | None:
     return node.value
 
 
-def _prefer_this_node(address: int, nbytes: int) -> None:
-    """Prefer pages of the caller's NUMA node, whichever thread touches them first."""
-    node = numa_node()
+def _prefer_node(address: int, nbytes: int, node: int | None) -> None:
+    """Prefer pages of a NUMA node, whichever thread touches them first. None: the machine has only one."""
     call = _MBIND.get(platform.machine())
     if node is None or call is None or node >= 64:
         return

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ssdtrain.codecs import FixedSizeCodec, make_codec, payload_finite
 from ssdtrain.codecs.base import Pieces
 from ssdtrain.codecs.kernels.block import TENSOR_STRIDE
+from ssdtrain.codecs.warm_up import run_once
 from tests.codecs.common import FLOATS, KEY, payload, randn
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -113,6 +114,11 @@ def test_an_encode_is_one_launch_after_its_first_words_are_zeroed() -> None:
             codec.encode(x, buf, KEY)
         counts[spec] = operators.launches
     assert counts == {"int8": ["zero_"], "fp8": ["zero_"], "int4:hadamard": ["zero_"]}
+
+
+def test_warming_up_compiles_what_training_calls() -> None:
+    for spec in ("int8", "fp8"):
+        run_once(make_codec(spec, "triton"), torch.device("cpu"), torch.bfloat16)
 
 
 class Operators(TorchDispatchMode):

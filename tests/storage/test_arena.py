@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from ssdtrain.storage import ALIGNMENT, Arena, StoreClosed
+from ssdtrain.storage import ALIGNMENT, Arena, StoreClosed, memory
 from tests.storage.conftest import payload
 
 MiB = 1 << 20
@@ -192,3 +192,12 @@ def flags_at(address: int) -> list[str]:
             elif inside and head == "VmFlags:":
                 return line.split()[1:]
     raise AssertionError(f"{address:#x} is not mapped")
+
+
+def test_pages_are_preferred_on_the_node_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+    monkeypatch.setattr(memory, "_prefer_node", lambda address, nbytes, node: asked.append(node))
+    monkeypatch.setattr(memory, "numa_node", lambda: 0)
+    for node in (1, None):
+        Arena(MiB, node=node).close()
+    assert asked == [1, 0], "the GPU's, or the caller's"
