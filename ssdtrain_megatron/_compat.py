@@ -258,5 +258,5 @@ def saved_checkpoint(args: Any, given: Mapping[str, Any]) -> Path | None:
 
 
 def marked_not_offload(tensor: torch.Tensor) -> bool:
-    """Whether `mark_not_offload` of Transformer Engine or Megatron was called for `tensor`: it is a weight, or its owner needs it."""
+    """Whether `mark_not_offload` of Transformer Engine or Megatron was called for `tensor`, whose owner needs it."""
     return getattr(tensor, "_TE_do_not_offload", False) or getattr(tensor, "_do_not_offload", False)
