@@ -18,6 +18,8 @@ from ssdtrain.device import device_for
 pytestmark = pytest.mark.gpu
 
 SMALL = {"hidden": 256, "layers": 4, "heads": 4, "vocabulary": 1024, "positions": 256}
+TINY = {"hidden": 32, "layers": 2, "heads": 2, "vocabulary": 64, "positions": 32}
+"""On the CPU, which takes minutes for a small model in float16."""
 WAYS = ("attach", "with", "host")
 Steps = list[tuple[torch.Tensor, list[torch.Tensor]]]
 
@@ -26,11 +28,12 @@ def trained(
     model: Model, around: Callable[[], AbstractContextManager[Any]], ended: Callable[[], Any], steps: int = 3
 ) -> Steps:
     """Loss and gradients of each step; dropout is on, and the weights move."""
-    device = model.head.weight.device
     found: Steps = []
     for step in range(steps):
         torch.manual_seed(step)
-        tokens = torch.randint(1024, (4, 256), device=device)
+        tokens = torch.randint(
+            len(model.embedding.weight), (4, len(model.position.weight)), device=model.head.weight.device
+        )
         with around():
             loss = model(tokens, tokens)
         (loss * 128.0).backward()
@@ -48,20 +51,20 @@ def trained(
 
 def model_of(kind: str, device: torch.device, dtype: torch.dtype) -> Model:
     torch.manual_seed(7)
-    return Model(kind, device=device, dtype=dtype, **SMALL)
+    return Model(kind, device=device, dtype=dtype, **(SMALL if device.type == "cuda" else TINY))
 
 
 @contextmanager
 def offloading(model: Model, way: str, directory: Path) -> Iterator[tuple[Callable[[], Any], Any]]:
     tier: dict[str, Any] = {"host": "1GiB"} if way == "host" else {"directories": str(directory)}
     if way == "with":
-        offload = ssdtrain.offload(model=model, min_bytes=1024, **tier)
+        offload = ssdtrain.offload(model=model, min_bytes=256, **tier)
         try:
             yield lambda: offload, offload.runtime
         finally:
             offload.close()
         return
-    runtime = ssdtrain.attach(model, {"offload": {"min_bytes": 1024, **tier}, "report": {"interval": 0}})
+    runtime = ssdtrain.attach(model, {"offload": {"min_bytes": 256, **tier}, "report": {"interval": 0}})
     try:
         yield nullcontext, runtime
     finally:
