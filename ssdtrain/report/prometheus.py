@@ -21,7 +21,9 @@ def prometheus(run: Run) -> str:
         dimension, own = (name.split("/", 2)[1:]) if name.startswith("comm/") else ("", name)
         exposed = "ssdtrain_" + ("comm_" if dimension else "") + re.sub(r"\W", "_", own)
         exposed += "_total" if metric.cumulative else ""
-        lines = samples.setdefault(exposed, [f"# TYPE {exposed} {'counter' if metric.cumulative else 'gauge'}"])
+        lines = samples.setdefault(
+            exposed, [f"# TYPE {exposed} {'counter' if metric.cumulative else 'gauge'}"]
+        )
         for journal in run.journals:
             value = journal.totals.get(name) if metric.cumulative else _last(journal, name)
             if value is not None:
