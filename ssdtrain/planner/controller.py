@@ -21,7 +21,7 @@ from ssdtrain.planner.timeline import KEEP, Link, Machine, Tier
 from ssdtrain.profile.passes import PassRecorder, StepRecord
 from ssdtrain.storage import SpillStore
 from ssdtrain.telemetry.messages import report
-from ssdtrain.telemetry.registry import MetricSet, Over, Unit, counter, gauge
+from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
 
 __all__ = ["AdaptiveMetrics", "AdaptiveOffload"]
 
@@ -62,7 +62,7 @@ class AdaptiveMetrics(MetricSet):
     planned_bytes: int = gauge(Unit.BYTES, "planned to offload")
     """Of one microbatch, over all chunks of the rank."""
     predicted_peak_bytes: int = gauge(Unit.BYTES)
-    predicted_step_ratio: float = gauge(Unit.COUNT, ranks=Over.MAX)
+    predicted_step_ratio: float = gauge(Unit.COUNT, ranks=Reduce.MAX)
     """Predicted step time over that of keeping everything."""
 
 
