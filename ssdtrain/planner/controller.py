@@ -116,7 +116,7 @@ class AdaptiveOffload(Feature):
         record = self._recorder.take()
         if record.order:
             self._records.append((self._steps, record))
-        latest = self._bandwidths.since(self._store.stats)
+        latest = self._bandwidths.since(self._store.metrics)
         self._rates = Rates(latest.write or self._rates.write, latest.read or self._rates.read)
         fresh = self._resolve()
         if not self._wanted:
