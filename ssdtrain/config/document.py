@@ -34,7 +34,8 @@ This page is generated from the schema by `make docs`; edit `ssdtrain/config/sch
 
 The same schema applies to the `"ssdtrain"` block of a DeepSpeed JSON, a YAML or JSON file, a Python dict and
 command-line flags. An omitted key has its default, and so has a key with the value `"auto"`, except
-`offload.amount` (for accelerate see deepspeed.md). A feature is disabled if its section is absent. Unknown keys, invalid values and conflicting values are
+`offload.amount` (for accelerate see deepspeed.md). A feature is disabled if its section is absent.
+Unknown keys, invalid values and conflicting values are
 reported together when the config is read:
 
 ```
