@@ -65,7 +65,7 @@ class Job:
                 f"has {blocks} blocks on {chunks} pipeline chunks", "a number of blocks that they divide"
             )
         if self.model.heads % self.layout.tp or self.model.hidden % self.layout.tp:
-            raise Refusal(
+            raise InvalidValue(
                 f"has {self.model.heads} heads and hidden {self.model.hidden} on {self.layout.tp} tensor-parallel ranks",
                 "a number of ranks that divides both",
             )
