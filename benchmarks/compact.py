@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import finish, hardware, parser
-from benchmarks.compact_training import train
+import ssdtrain
+from benchmarks.common import finish, hardware, interval, parser
+from benchmarks.compact_memory import activation_ratios, peaks
+from benchmarks.compact_training import Llama, LlamaConfig, train
 from benchmarks.loss_gap import Results, upper_bound
 
 FULL = "full"
@@ -70,6 +73,42 @@ def loss_figures(results: Results) -> dict[str, Any]:
     return figures
 
 
+def step_times(pairs: int) -> dict[str, Any]:
+    """step_time_ratio: the median of steps with over steps without, in turns, forward and backward of a wider model."""
+    config = LlamaConfig(layers=2, hidden=512, heads=8, middle=1376)
+    torch.manual_seed(0)
+    plain = Llama(config)
+    tokens = torch.randint(256, (8, 257))
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    times: dict[str, list[float]] = {}
+    chosen = {
+        "reconstruct n/4": {"ratio": 0.25},
+        "reconstruct n/4, hadamard": {"ratio": 0.25, "projection": "hadamard"},
+        "quant int4": {"mode": "quant"},
+    }
+    for name, section in chosen.items():
+        for _ in range(pairs + 1):
+            began = time.perf_counter()
+            plain(*batch).backward()
+            plain.zero_grad()
+            middle = time.perf_counter()
+            # Attached anew for each pair, outside of the time.
+            runtime = ssdtrain.attach(plain, {"compact": section, "report": {"interval": 0}})
+            plain(*batch).backward()
+            plain.zero_grad()
+            third = time.perf_counter()
+            plain(*batch).backward()
+            plain.zero_grad()
+            ended = time.perf_counter()
+            runtime.step_end()
+            runtime.close()
+            times.setdefault(name, []).append((ended - third) / (middle - began))
+    return {
+        "step_time_ratio": {name: statistics.median(found[1:]) for name, found in times.items()},
+        "step_time_interval": {name: interval(found[1:]) for name, found in times.items()},
+    }
+
+
 def main() -> None:
     made = parser(__doc__ or "")
     made.add_argument(
@@ -79,12 +118,18 @@ def main() -> None:
     made.add_argument("--steps", type=int, default=1000)
     made.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     made.add_argument("--results", type=Path, default=Path("out/compact.json"), help="finished runs")
+    made.add_argument("--pairs", type=int, default=30, help="of steps with and without")
     chosen = made.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}
     if "loss" in chosen.parts:
         variants = list(dict.fromkeys([FULL, *chosen.variants]))
         figures |= losses(chosen.seeds, chosen.steps, variants, chosen.results)
+    if "memory" in chosen.parts:
+        figures["activation_ratio"] = activation_ratios(VARIANTS)
+        figures |= peaks(VARIANTS)
+    if "time" in chosen.parts:
+        figures |= step_times(chosen.pairs)
     finish({**figures, **hardware()}, chosen.json)
 
 

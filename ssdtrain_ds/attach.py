@@ -32,6 +32,7 @@ from ssdtrain.runtime import Runtime
 from ssdtrain_ds import _compat, _compat_accelerate, _compat_comm, checkpointing, schedule, trainer
 from ssdtrain_ds.block import BLOCK, check_place
 from ssdtrain_ds.comm import CommAttachment
+from ssdtrain_ds.compact import check_compact
 from ssdtrain_ds.conflicts import CONFLICTS
 from ssdtrain_ds.coverage import InnerHooks
 from ssdtrain_ds.monitor import Monitor
@@ -92,8 +93,8 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
             raise
         if config is not None and config.enabled and not config.active:
             logger.warning(
-                "the %s block (%s) switches nothing on: without offload and comm the rest of it has no effect; write "
-                '"offload": {"directories": ...} or "comm": {"preset": ...} into it, or "enabled": false',
+                "the %s block (%s) switches nothing on: without offload, comm and compact the rest of it has no effect; write "
+                '"offload": {"directories": ...}, "comm": {"preset": ...} or "compact": {} into it, or "enabled": false',
                 BLOCK,
                 ", ".join(written[BLOCK]) or "empty",
             )
@@ -177,6 +178,10 @@ class _Attachment:
         )
         self._undo.callback(self.runtime.close)
         self.offload = self.runtime.engine
+        if self.runtime.compact is not None:
+            check_compact(engine)
+            self.runtime.compact.step = lambda: int(engine.global_steps)
+        self.runtime.register(engine.module)
         if self.offload is not None:
             self._prepare_offload(self.offload)
         self.checkpoint = checkpointing.function_for(config.checkpoint)
@@ -201,7 +206,6 @@ class _Attachment:
 
     def _prepare_offload(self, offload: OffloadEngine) -> None:
         self._undo.callback(claim(self.engine.module, f"DeepSpeed's {BLOCK} block"))
-        self.runtime.register(self.engine.module)
         if _compat.zero_stage(self.engine) == 3:
             self.gathered = GatheredStorages(_compat.gathering_points(self.engine.module))
             self._undo.callback(self.gathered.remove)
@@ -221,7 +225,8 @@ class _Attachment:
         self.forwards += 1
         with checkpointing.calling(self.checkpoint):
             if self.offload is None:
-                yield
+                with self.runtime.forward(chunk, microbatch, keep=keep):
+                    yield
                 return
             with self.runtime.forward(chunk, microbatch, keep=keep) as tape:
                 assert tape is not None

@@ -15,9 +15,10 @@ from ssdtrain.comm import Policy
 from ssdtrain.config import Config, load_config
 from ssdtrain.integration import residuals
 from ssdtrain.integration.claims import check_not_attached, claim, related
+from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.runtime import Runtime, RuntimeMetrics
-from ssdtrain_megatron import _compat, _compat_comm, apex
+from ssdtrain_megatron import _compat, _compat_comm, apex, compact
 from ssdtrain_megatron.comm import Hooks
 from ssdtrain_megatron.comm.conflicts import check_conflicts as check_comm_conflicts
 from ssdtrain_megatron.conflicts import check_conflicts
@@ -78,11 +79,24 @@ class Attachment:
         assert self.runtime.engine is not None
         for chunk in self.chunks:
             self._undo.append(claim(chunk, _WAY))
-            self.runtime.register(chunk)
         self.runtime.engine.eligible.add_exclusion(installation.must_stay)
-        self.runtime.engine.eligible.add_exclusion(_compat.marked_not_offload)
         self.runtime.engine.eligible.add_freed_function(_compat.FREED_FUNCTION)
-        installation.add(self)
+
+    def compress_inputs(self) -> None:
+        """Let linear layers of these chunks keep compressed inputs, once they are registered, until `close`."""
+        assert self.runtime.compact is not None
+        patches = Patches()
+        self._undo.append(patches.undo)
+        compact.follow(patches)
+        names = compact.names_of(self.chunks)
+        self.runtime.compact.rename = lambda path, module: names.get(id(module), path)
+
+    def register(self) -> None:
+        """Attach the runtime's features to these chunks, and let the schedule's events reach them."""
+        for chunk in self.chunks:
+            self.runtime.register(chunk)
+        if self.runtime.engine is not None or self.runtime.compact is not None:
+            installation.add(self)
 
     def compress(self, optimizer: Any) -> None:
         """Send the collectives of these chunks through the runtime's communicator, until `close`.
@@ -191,6 +205,8 @@ def attach(
             check_conflicts(chunks)
             for chunk in chunks:
                 check_not_attached(chunk, _WAY)
+        if read.compact is not None:
+            compact.refuse(chunks)
         if any(installation.holds(chunk) for chunk in chunks):
             raise ValueError("a runtime is attached to this model already: close it first")
     if read.compresses and read.comm is not None:
@@ -213,8 +229,11 @@ def attach(
     )
     attachment = Attachment(runtime, chunks)
     try:
+        if runtime.compact is not None:
+            attachment.compress_inputs()
         if runtime.engine is not None:
             attachment.offload()
+        attachment.register()
         if runtime.comm is not None:
             attachment.compress(optimizer)
     except BaseException:

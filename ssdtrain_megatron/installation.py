@@ -160,7 +160,7 @@ class Installation:
                 # Nothing is saved. See Note: [Outputs that are parameters] in `recompute`.
                 return function(*args)
             present = self._active
-            if present is None:
+            if present is None or present.runtime.engine is None:
                 return plain(function, distribute_saved_activations, *args)
 
             def inside(*args: Any) -> Any:

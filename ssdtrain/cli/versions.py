@@ -1,4 +1,4 @@
-"""Installed and tested versions of packages, determined without importing them."""
+"""Which versions are installed and which were run with this version of SSDTrain, without importing any of them."""
 
 import re
 from importlib.metadata import PackageNotFoundError, version
@@ -8,10 +8,10 @@ TESTED = {
     "deepspeed": ("0.16.9", "0.17.6", "0.18.9", "0.19.8"),
     "megatron-core": ("0.14.0", "0.15.3", "0.16.1"),
 }
-"""Versions that the tests were run with; others produce a warning."""
+"""Those that the tests were run with. Others are tried with a warning."""
 
 OLDEST = {"torch": (2, 6)}
-"""Minimum versions."""
+"""Below this SSDTrain does not start."""
 
 
 def installed(package: str) -> str | None:

@@ -108,9 +108,5 @@ def _round(ways: Sequence[Callable[[], None]], device: torch.device, number: int
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait for what this stream was given, and for nothing else: other streams may hold work that waits for a peer, which may
-    wait for this rank."""
     if device.type == "cuda":
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(device))
-        event.synchronize()
+        torch.cuda.synchronize(device)

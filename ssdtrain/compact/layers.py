@@ -235,6 +235,10 @@ class CompactLayer:
         self.key = layer_key(found.name)
         self.compression = compression
 
+    def reads(self, x: Tensor) -> None:
+        if self.compression.config.recompute:
+            self.compression.counted.released_bytes += release_copies(x)
+
     def compresses(self, x: Tensor) -> bool:
         """False where `x` is saved anyway, or is nothing that a gradient comes from."""
         if not x.is_floating_point() or not x.numel() or x.is_inference():

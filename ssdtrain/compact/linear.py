@@ -178,6 +178,9 @@ def _nothing() -> None:
 class LayerForward(Protocol):
     """Computes a layer's output from its parameters."""
 
+    def reads(self, x: Tensor) -> None:
+        """A frozen layer reads `x`: let go of copies behind it."""
+
     def compresses(self, x: Tensor) -> bool:
         """Whether this input is to be compressed; if not, the layer's own function computes."""
 
@@ -223,12 +226,15 @@ class CompactForward:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             weight = module.weight
-            if not (torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad):
+            if not torch.is_grad_enabled() or not isinstance(weight, Tensor):
+                return self._plain(*args, **kwargs)
+            x = args[0] if args else next(iter(kwargs.values()))
+            if not weight.requires_grad:
+                layer.reads(x)  # torch's function saves nothing of it
                 return self._plain(*args, **kwargs)
             if kind.within:
                 with _run(layer):
                     return self._plain(*args, **kwargs)
-            x = args[0] if args else next(iter(kwargs.values()))
             if not layer.compresses(x):
                 return self._plain(*args, **kwargs)
             return layer(x, weight, module.bias)  # type: ignore[arg-type]

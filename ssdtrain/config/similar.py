@@ -1,4 +1,4 @@
-"""Suggestions for misspelled names."""
+"""Which known name a misspelled one was probably meant to be."""
 
 import difflib
 import os
@@ -8,7 +8,8 @@ _LONGEST = 64  # characters; comparing costs the product of both lengths
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most similar to `word`, ignoring case and "-" versus "_"; None if none is similar."""
+    """The candidate that is most like `word`, where letter case and "-" for "_" do not count; None where none
+    is like it."""
     if len(word) > _LONGEST:
         return None
     reduced = {_reduced(candidate): candidate for candidate in candidates}

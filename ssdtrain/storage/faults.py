@@ -1,7 +1,8 @@
-"""Fault injection for tests: delays, short transfers, EINTR, EIO, ENOSPC, reordered pieces.
+"""Faults that tests inject below the store: delays, short transfers, EINTR, EIO, ENOSPC, torn order.
 
-Every decision is a hash of (seed, question, kind of operation, serial number, piece, attempt), so a seed gives the same faults
-in both engines, independently of thread scheduling. No random generator is used.
+Nothing here draws from a random generator. Every decision is a hash of (seed, question, kind of operation,
+its number, piece, attempt), so that one seed always gives the same faults however threads are scheduled, in
+both engines.
 """
 
 import errno
@@ -9,15 +10,16 @@ from dataclasses import dataclass, field
 
 MASK = (1 << 64) - 1
 
-# Questions: second argument of `chance`. Same numbers as in `_iopool_faults.h`.
+# The questions, first argument of `chance` after the seed. `_iopool_faults.h` has the same numbers.
 DELAY, DELAY_LENGTH, SHORT, SHORT_LENGTH, INTERRUPT, FAIL, FAIL_PIECE, SHUFFLE = range(1, 9)
 
 
 @dataclass(frozen=True)
 class Faults:
-    """Injected faults and their probabilities, in [0, 1]. Writes and reads are numbered separately from 0.
+    """What goes wrong, and how often. Probabilities lie in [0, 1]; operations are numbered from 0, writes and
+    reads apart.
 
-    Copies to and from the host tier are delayed, shortened and reordered too, but never fail.
+    Copies to and from the host tier are delayed, cut short and torn too, but never fail.
     """
 
     seed: int = 0
@@ -26,23 +28,23 @@ class Faults:
     max_delay: float = 0.01
     """Longest sleep, seconds."""
     short: float = 0.0
-    """Probability that a system call transfers only a part of the request."""
+    """Probability that one call transfers only a part of what was asked."""
     interrupt: float = 0.0
-    """Probability that a system call returns EINTR; below 1."""
+    """Probability that one call returns EINTR (below 1, else it would never end)."""
     fail_writes: frozenset[int] = field(default_factory=frozenset)
-    """Serial numbers of the writes that fail."""
+    """Numbers of the writes that fail."""
     fail_reads: frozenset[int] = field(default_factory=frozenset)
     write_failure: float = 0.0
-    """Probability that a write fails."""
+    """Probability that any write fails."""
     read_failure: float = 0.0
     error: int = errno.EIO
     """The errno of the failures."""
     torn: bool = False
     """Serve the pieces of one operation in shuffled order."""
     full_after: int | None = None
-    """Growing a spill file beyond this many bytes fails with ENOSPC, after a partial allocation."""
+    """Growing a spill file beyond this many bytes gives ENOSPC, after a partial allocation."""
     full_drive: int | None = None
-    """Index of the drive that `full_after` applies to; None: every drive."""
+    """The only drive (by index) that `full_after` is about; None means every drive."""
 
     def __post_init__(self) -> None:
         for name in ("delay", "short", "interrupt", "write_failure", "read_failure"):
@@ -68,5 +70,5 @@ def hashed(seed: int, question: int, kind: int, serial: int, piece: int, attempt
 
 
 def chance(seed: int, question: int, kind: int, serial: int, piece: int = 0, attempt: int = 0) -> float:
-    """A number in [0, 1), a deterministic function of the arguments."""
+    """A number in [0, 1) that depends on its arguments alone."""
     return (hashed(seed, question, kind, serial, piece, attempt) >> 11) * 2.0**-53

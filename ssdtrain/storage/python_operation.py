@@ -1,7 +1,7 @@
 """An operation of the Python I/O engine.
 
-`cancel` takes no lock, because it may run in a finalizer on a thread that holds the pool's lock: worker and canceller race for
-an atomic `dict.setdefault`.
+`cancel` takes no lock, because it may run in a finalizer on a thread that holds the pool's: worker and canceller race for one
+`dict.setdefault`, which is atomic.
 """
 
 import copy
@@ -19,51 +19,24 @@ _WORKER = object()
 
 
 class PythonOperation:
-    """One write, read or copy. Thread-safe; `ssdtrain.storage.pool.Operation` documents the methods."""
+    """One write, read or copy. Thread-safe; see `ssdtrain.storage.pool.Operation` for the meaning of each
+    method.
+    """
 
     __slots__ = (
-        "_begun",
-        "_done",
-        "_error",
-        "_generation",
-        "_latch",
-        "_owner",
-        "_pending_pieces",
-        "_pool",
-        "_remaining",
-        "address",
-        "checksum",
-        "event",
-        "kind",
-        "nbytes",
-        "page_offset",
-        "pieces",
-        "seconds",
-        "serial",
+        "_begun", "_behind", "_done", "_error", "_generation", "_latch", "_owner", "_pool", "_remaining",
+        "address", "check", "event", "kind", "lead", "nbytes", "pieces", "seconds", "serial",
     )  # fmt: skip
 
     def __init__(
-        self,
-        pool: "PythonPool",
-        kind: int,
-        address: int,
-        nbytes: int,
-        page_offset: int,
-        event: int,
-        checksum: int,
+        self, pool: "PythonPool", kind: int, address: int, nbytes: int, lead: int, event: int, check: int
     ) -> None:
-        self.kind, self.address, self.nbytes, self.page_offset, self.event = (
-            kind,
-            address,
-            nbytes,
-            page_offset,
-            event,
-        )
-        self.checksum = checksum
+        self.kind, self.address, self.nbytes, self.lead, self.event = kind, address, nbytes, lead, event
+        self.check = check
         self.serial = self.pieces = self._remaining = 0
         self.seconds = 0.0
         self._begun = 0.0
-        self._pending_pieces: list[tuple[int, Piece]] = []  # pieces not queued before the event completes
+        self._behind: list[tuple[int, Piece]] = []  # pieces that wait for the event
         self._pool = pool
         self._error: IOFailure | SourceChanged | None = None
         self._done = False
@@ -83,7 +56,7 @@ class PythonOperation:
     def wait(self, timeout: float | None = None) -> bool:
         if not self._done:
             forks.check(self._generation, "this operation")
-            self._pool.flush()  # even if it has started: pieces on another drive may be deferred
+            self._pool.kick()  # also where it has begun: pieces on another drive may have been queued for later
             if not self._latch.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
                 return False
             self._latch.release()
@@ -100,7 +73,7 @@ class PythonOperation:
             self._pool._cancelled.append((self.kind, self.nbytes))
             self._finish()
         if self.event:
-            self._pool.wait_for_event_query(self)
+            self._pool.leave_event(self)
         return owner is not _WORKER
 
     def failed(self) -> IOFailure | IOCancelled | SourceChanged | None:
@@ -109,11 +82,11 @@ class PythonOperation:
         if self._owner.get("by") is not _WORKER:
             text = f"this operation of {self.nbytes} bytes was cancelled: nothing was transferred"
             return IOCancelled(text)
-        # A copy: a raised exception keeps its traceback alive, which the operation must not.
+        # A copy each time: a raised error holds its traceback, and the operation must not.
         return copy.copy(self._error)
 
     def _claim(self) -> bool:
-        """Called by a worker: whether the operation may run, because a worker starts it now or has started it."""
+        """Worker: whether the operation may run, because a worker began it before or begins it now."""
         return self._owner.setdefault("by", _WORKER) is _WORKER
 
     def _finish(self) -> None:

@@ -1,5 +1,5 @@
-"""Transfer of one piece in the Python engine: vectored calls, bounce buffers, injected faults. `_iopool_transfer.h` is the C
-version.
+"""One piece's transfer in the Python engine: vectored calls, bounce buffers, injected faults. The C engine's
+twin.
 """
 
 import errno
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
     from ssdtrain.storage.python_operation import PythonOperation
 
 SECTOR = 512
-"""Bytes: granularity of a short O_DIRECT transfer."""
+"""Bytes: what an O_DIRECT transfer may stop at."""
 
 BOUNCE = 1 << 20
-"""Bytes of a worker's bounce buffer, for reads into an address with another page offset."""
+"""Bytes of a worker's bounce buffer for reads into a differently aligned address."""
 
 ERRNO, END_OF_FILE, NOTHING_WRITTEN, EVENT, CHANGED = range(5)
-"""Meaning of an error code: an errno, a read beyond the end, a write of 0 bytes, the CUDA error of an event, a wrong checksum."""
+"""What an error code means: an errno, a read beyond the end, a write of 0 bytes, the code of a failed CUDA event, bytes other
+than the write was given.
+"""
 
 
 class TransferError(Exception):
@@ -33,7 +35,7 @@ class TransferError(Exception):
 
 
 class Transfer:
-    """State of one worker thread: its bounce buffer."""
+    """A worker's own state: its bounce buffer. Used by one thread."""
 
     def __init__(self, faults: Faults | None) -> None:
         self._faults = faults
@@ -54,7 +56,7 @@ class Transfer:
             time.sleep(length * f.max_delay)
 
     def injected(self, operation: "PythonOperation", index: int) -> bool:
-        """Whether an injected failure of the operation applies to this piece."""
+        """Whether this piece is the one that a chosen or random failure of its operation falls on."""
         f = self._faults
         if f is None or operation.kind > READ:
             return False
@@ -75,7 +77,7 @@ class Transfer:
         """Transfer one piece.
 
         Raises:
-            TransferError: an errno, or the end of the file.
+            TransferError: an errno of the system, or the end of the file.
         """
         self.delay(operation, index)
         if self.injected(operation, index):
@@ -84,8 +86,8 @@ class Transfer:
         if operation.kind > READ:
             self._copy(operation, piece)
             return
-        start = max(piece.start, operation.page_offset)
-        source = operation.address + start - operation.page_offset
+        start = max(piece.start, operation.lead)
+        source = operation.address + start - operation.lead
         offset = piece.offset + start - piece.start
         if not direct:
             self._call(operation, index, fd, [memory.view(source, piece.end - start)], offset, 1)
@@ -104,8 +106,10 @@ class Transfer:
             memory.copy(mine, stored, nbytes)
 
     def _aligned(self, operation: "PythonOperation", index: int, piece: Piece, fd: int, start: int) -> None:
-        """Image and memory agree mod 4096: whole blocks in place, the first and last one bounced. Note: [Image] in pieces.py."""
-        origin = operation.address - operation.page_offset
+        """Image and memory agree mod 4096: whole blocks in place, the first and last one bounced. Note:
+        [Image].
+        """
+        origin = operation.address - operation.lead
         first, last = start // ALIGNMENT * ALIGNMENT, -(-piece.end // ALIGNMENT) * ALIGNMENT
         edges: list[tuple[int, int, int]] = []  # image range and its place in the bounce buffer
         low, high = first, last
@@ -135,11 +139,11 @@ class Transfer:
                 memory.view(origin + a, b - a)[:] = self._bounce[at : at + b - a]
 
     def _read_elsewhere(self, operation: "PythonOperation", index: int, piece: Piece, fd: int) -> None:
-        """Read into an address with another page offset than the write's: every chunk is copied."""
-        origin = operation.address - operation.page_offset
+        """Read to an address of another lead than was written: every chunk is copied."""
+        origin = operation.address - operation.lead
         for at in range(piece.start, piece.end, BOUNCE):
             end = min(at + BOUNCE, piece.end)
-            a = max(at, operation.page_offset)
+            a = max(at, operation.lead)
             if a >= end:
                 continue
             length = -(-(end - at) // ALIGNMENT) * ALIGNMENT
@@ -157,10 +161,9 @@ class Transfer:
         offset: int,
         unit: int,
     ) -> None:
-        """preadv or pwritev until every byte is transferred, across EINTR and short transfers.
+        """preadv or pwritev until every byte went over, through EINTR and short transfers.
 
-        Args:
-            unit: alignment of a resumed call; bytes of a short call beyond it are transferred again.
+        `unit` is what a resumed call must be aligned to; an odd rest of a short call is transferred again.
         """
         left = sum(len(part) for part in vector)
         attempt = 0
@@ -192,10 +195,9 @@ class Transfer:
         left: int,
         unit: int,
     ) -> tuple[list[memoryview], int]:
-        """Apply injected faults to a call.
+        """What this call may transfer under the injected faults, and how many bytes of that it pretends to have missed.
 
-        Returns:
-            The vector to transfer (empty: an injected EINTR), and bytes of it to report as not transferred.
+        Nothing at all stands for an injected EINTR.
         """
         f = self._faults
         if f is None:

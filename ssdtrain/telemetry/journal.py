@@ -1,4 +1,4 @@
-"""Metrics of each step: a JSON line per step, and a log line every `interval` steps."""
+"""What each step moved and waited for: a JSON line per step, and a log line now and then."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ __all__ = ["Journal"]
 
 logger = logging.getLogger("ssdtrain")
 
-# Modules with the longest load waits that a line names.
+# How many of the regions that backward waited for most a line names.
 _WORST = 3
 
-# Open journals of this process, whose files must not be opened again.
+# Those of this process, whose files are taken while they are open.
 _journals: weakref.WeakSet[Journal] = weakref.WeakSet()
 
 
 class Journal:
     """Writes `rank-N.jsonl` in a directory and logs every `interval` steps.
 
-    If this process has that file open already, `rank-N.1.jsonl` is used, and so on. If a file can no longer be written, a warning
-    is logged and training continues.
+    Where this process has that file open for another engine it is `rank-N.1.jsonl`, and so on. A file that cannot be written any
+    more ends with a warning, and training goes on.
 
     Args:
-        directory: of the file; None: no file.
-        interval: steps between log lines; 0: no log lines.
+        directory: None: no file.
+        interval: steps between log lines; 0: none.
         rank: of this process; only rank 0 logs, every rank writes its file.
 
     Attributes:
-        file: the open file, or None.
+        file: that is written; None: none, or no longer.
 
     Raises:
-        OSError: the file cannot be created.
+        OSError: the file cannot be made.
     """
 
     def __init__(self, directory: Path | None, interval: int, rank: int) -> None:
@@ -64,7 +64,7 @@ class Journal:
         self._given.update({name: value for name, value in values.items() if math.isfinite(value)})
 
     def step(self, number: int, metrics: RuntimeMetrics) -> None:
-        """Record the end of step `number`. `metrics` are totals; the file gets differences, the log means per step."""
+        """Step `number` is over. `metrics` are totals; the file's line has what the step added, the log line means per step."""
         if self._stream is not None:
             waits = self._worst_waits(metrics)
             record = {"step": number, **self._step.end(metrics), **self._given, "load_waits": waits}
@@ -83,14 +83,14 @@ class Journal:
         return [{"module": name, "seconds": seconds} for seconds, name in worst[:_WORST]]
 
     def _drop(self, error: OSError) -> None:
-        """Stop writing the file. An exception would end a training run because of its report."""
+        """The weights have moved when a line is written: an exception here would end a run for the sake of its report."""
         logger.warning(
-            "report.path: %s cannot be written (%s); no more lines are recorded, training continues. To record them, free space "
-            "or set report.path to another directory, and restart",
+            "report.path: %s cannot be written (%s) and gets no more lines; training goes on. Free space there, or set "
+            "report.path to another directory, and start again to have them",
             self.file,
             error,
         )
-        with contextlib.suppress(OSError):  # closing flushes the buffer, which may fail again
+        with contextlib.suppress(OSError):  # closing writes again what could not be written
             self._close()
 
     def close(self) -> None:

@@ -310,3 +310,17 @@ def test_a_feature_that_does_nothing_says_so(caplog: pytest.LogCaptureFixture) -
         runtime.step_end()
     runtime.close()
     assert "compact is enabled and compressed nothing" in caplog.text
+
+
+def test_a_frozen_layer_lets_go_of_copies_too() -> None:
+    model = llama(torch.float32).requires_grad_(False)
+    model.embed_tokens.requires_grad_(True)
+    expected = gradients(model)
+    runtime = attach(model)
+    found = gradients(model)
+    assert runtime.compact is not None
+    counted = runtime.compact.compression.counted
+    runtime.close()
+    assert equal(found, expected)
+    assert counted.released_bytes == 2 * (2 * 16) * 384 * 4  # silu(gate); frozen norms keep no second copy
+    assert counted.input_bytes == 0

@@ -1,0 +1,76 @@
+"""Megatron's layouts with compressed inputs train what one process trains."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.megatron.processes import start
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed"
+    ),
+]
+
+
+@functools.cache
+def trained(layout: str, world: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "rank")
+        start(world, ["-m", "tests.compact.megatron_ranks", layout, str(file)])
+        return [torch.load(f"{file}.{rank}", weights_only=False) for rank in range(world)]
+
+
+def whole(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The weights of all ranks, put together."""
+    parts: dict[str, dict[int, tuple[Tensor, int | None]]] = {}
+    for rank in ranks:
+        for name, entry in rank["weights"].items():
+            parts.setdefault(name, {})[rank["tp_rank"]] = entry
+    found = {}
+    for name, by_rank in parts.items():
+        dimension = by_rank[0][1]
+        pieces = [by_rank[rank][0] for rank in sorted(by_rank)]
+        found[name] = pieces[0] if dimension is None or len(pieces) == 1 else torch.cat(pieces, dimension)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "reference", "tolerance"),
+    [
+        ("one recompute", 1, "one", 1e-12),
+        ("tp2", 2, "one", 1e-12),
+        ("tp2 sp", 2, "one", 1e-12),
+        ("pp2", 2, "one", 1e-12),
+        ("dp2", 2, "one", 1e-12),
+        ("dp2 distributed", 2, "one fp32", 1e-5),
+    ],
+)
+def test_a_layout_trains_what_one_process_trains(
+    layout: str, world: int, reference: str, tolerance: float
+) -> None:
+    expected, ranks = whole(trained(reference, 1)), trained(layout, world)
+    found = whole(ranks)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert float((found[name] - weight).abs().max()) < tolerance, name
+    for rank in ranks:
+        assert rank["forwards"] > 0 and rank["left"] == 0
+        assert rank["saved_bytes"] * 4 == rank["input_bytes"]
+
+
+def test_sequence_parallelism_saves_a_shard() -> None:
+    """Column-parallel layers without it save the whole input on each rank."""
+    plain, sharded = trained("tp2", 2)[0]["saved_bytes"], trained("tp2 sp", 2)[0]["saved_bytes"]
+    # Of 1 (qkv) + 1/2 (proj) + 1 (fc1) + 4/2 (fc2) widths, those of qkv and fc1 are halved.
+    assert sharded / plain == pytest.approx((0.5 + 0.5 + 0.5 + 2) / (1 + 0.5 + 1 + 2))
