@@ -31,7 +31,7 @@ def extension(module: str, source: str) -> list[Extension]:
 setup(
     ext_modules=[
         *extension("ssdtrain.storage._iopool", "ssdtrain/storage/_iopool.c"),
-        *extension("ssdtrain.storage._section", "ssdtrain/storage/_section.c"),
+        *extension("ssdtrain.storage._signal_safe_lock", "ssdtrain/storage/_signal_safe_lock.c"),
         *extension("ssdtrain.codecs._native", "ssdtrain/codecs/_native.c"),
     ]
 )

@@ -37,9 +37,11 @@ HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 class Bench:
     """One store of one engine, and sources and targets of one size for `total` bytes of operations."""
 
-    def __init__(self, directory: Path, engine: str, total: int, arena: Arena, *, lead: int = 0) -> None:
+    def __init__(
+        self, directory: Path, engine: str, total: int, arena: Arena, *, page_offset: int = 0
+    ) -> None:
         self.total = total
-        self.lead = lead
+        self.page_offset = page_offset
         self.arena = arena
         self.store = SpillStore([directory], engine=engine, threads=DEPTH, capacity=2 * total, direct="on")
         self._slots: dict[int, list[Slot]] = {}
@@ -57,7 +59,7 @@ class Bench:
             nbytes: [
                 lease
                 for _ in range(DEPTH)
-                if (lease := self.arena.acquire(nbytes, lead=self.lead)) is not None
+                if (lease := self.arena.acquire(nbytes, page_offset=self.page_offset)) is not None
             ]
         }
         noise = os.urandom(MiB)
@@ -224,7 +226,7 @@ def main() -> None:
         )
         arena = Arena(4 * DEPTH * 16 * MiB)
         bench, python = Bench(directory, "c", total, arena), Bench(directory, "python", total, arena)
-        unaligned = Bench(directory, "c", total, arena, lead=64)
+        unaligned = Bench(directory, "c", total, arena, page_offset=64)
         with progress("beside fio"):
             figures = beside_fio(bench, unaligned, python, directory / "fio", options.repeats)
         with progress("under a busy main thread"):

@@ -1,14 +1,13 @@
-"""Streams and events of the device that a tensor lives on; on the CPU every one of them is a no-op.
+"""Streams, events and copies of a device; no-ops on the CPU.
 
-The engine copies between device memory and pinned host buffers on side streams. Three rules keep that correct, each learnt
-from a corruption in somebody's code:
+The engine copies between device memory and pinned host buffers on side streams. Three rules ensure correctness, each known from
+a data corruption in other projects:
 
-- The current stream is resolved at each use, on the thread that runs, and never inside a `with stream:` block
-  (torchtitan #2581).
-- A side stream waits for the event of the stream that made the data before it reads it. A restore target is allocated on the
-  load stream, and written after the event of whoever used its memory before (`ssdtrain.offload.targets`).
-- Memory is kept alive by a reference until the event has passed. `record_stream` is never used: it makes reuse, and so the
-  peak, depend on timing.
+- The current stream is resolved at each use, on the calling thread, and never inside a `with stream:` block (torchtitan #2581).
+- A side stream waits for an event of the producing stream before it reads the data. A restore target is allocated on the load
+  stream and written after the event of the previous user of its memory (`ssdtrain.offload.targets`).
+- Memory is kept alive by a reference until the event has completed. `record_stream` is not used, because it makes reuse and
+  therefore the peak depend on timing.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ TESTED_TORCH = ("2.13.0",)
 
 @functools.cache
 def warn_of_untested_torch() -> None:
-    """One line, once, if this torch was never run with this version of SSDTrain."""
+    """Warn once if this torch version was not tested with this version of SSDTrain."""
     version = torch.__version__.partition("+")[0]
     if version not in TESTED_TORCH:
         logger.warning(
-            "torch %s was never run with this version of SSDTrain (tested: %s)",
+            "torch %s was not tested with this version of SSDTrain (tested: %s)",
             version,
             ", ".join(TESTED_TORCH),
         )
 
 
 class Event(Protocol):
-    """A point in a stream's work."""
+    """A point in the work of a stream."""
 
     def query(self) -> bool: ...
 
@@ -87,7 +86,7 @@ class _CudaTimestamp:
 
 
 class Device(Protocol):
-    """What the engine needs of a device."""
+    """Device operations that the engine uses."""
 
     kind: str
 
@@ -110,35 +109,38 @@ class Device(Protocol):
         """Queue the copy of `source` (pinned host) into `target`, which `load_target` made, once the events have passed."""
 
     def record(self, stream: Any | None) -> Event | None:
-        """An event behind all that `stream` was given so far."""
+        """Record an event after all work queued on `stream` so far."""
 
     def event_handle(self, event: Event | None) -> int:
-        """The raw event that the I/O pool waits for before it writes; 0 where there is none."""
+        """The raw event handle for the I/O pool; 0 without events."""
 
     def wait(self, event: Event, stream: Any | None = None) -> None:
         """Make `stream` (None: the current one) wait for `event`, without blocking the host."""
 
     def block(self, event: Event) -> None:
-        """Block the host until `event`: back-pressure, where the engine has run out of buffers."""
+        """Block the host until `event`: back-pressure when the engine has run out of buffers."""
 
     def current_stream(self) -> Any | None:
-        """The stream that work is queued on now; None where there are none."""
+        """The current stream; None without streams."""
 
     def wait_stream(self, stream: Any | None) -> None:
-        """Make the current stream wait for all that `stream` was given so far, if it is another."""
+        """Make the current stream wait for all work queued on `stream` so far, if they differ."""
 
     def capturing(self) -> bool:
         """True while the current stream is being captured into a graph."""
 
     def host_register(self) -> Any | None:
-        """A callable (address, nbytes) -> unregister that pins host memory, or None where nothing is to be pinned."""
+        """A function (address, nbytes) -> unregister that pins host memory; None if pinning is not needed."""
+
+    def numa_node(self) -> int | None:
+        """The NUMA node that the device is attached to; None: unknown, or the CPU."""
 
     def event_functions(self) -> dict[str, int]:
-        """Addresses of C functions and `device`, as `make_pool` takes them; {} where there are no events."""
+        """Arguments of `make_pool` for events (function addresses, device index); {} without events."""
 
 
 class CpuDevice:
-    """The CPU: no streams, no pinning; the I/O pool reads and writes tensors where they are."""
+    """The CPU: no streams and no pinning; the I/O pool reads and writes tensors in place."""
 
     kind = "cpu"
 
@@ -183,6 +185,9 @@ class CpuDevice:
         return False
 
     def host_register(self) -> None:
+        return None
+
+    def numa_node(self) -> None:
         return None
 
     def event_functions(self) -> dict[str, int]:
@@ -287,14 +292,19 @@ class CudaDevice:
         runtime = torch.cuda.cudart()
 
         def register(address: int, nbytes: int) -> Any:
-            torch.cuda.check_error(int(runtime.cudaHostRegister(address, nbytes, 0)))
+            with torch.cuda.device(self.device):  # else a context appears on the current device
+                torch.cuda.check_error(int(runtime.cudaHostRegister(address, nbytes, 0)))
 
             def unregister() -> None:
-                torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
+                with torch.cuda.device(self.device):
+                    torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
 
             return unregister
 
         return register
+
+    def numa_node(self) -> int | None:
+        return numa_node_of(torch.cuda.get_device_properties(self.device))
 
     def event_functions(self) -> dict[str, int]:
         runtime = _loaded_cuda_runtime()
@@ -306,15 +316,26 @@ class CudaDevice:
         }
 
 
+def numa_node_of(properties: Any, sysfs: Path = Path("/sys")) -> int | None:
+    """The NUMA node of the PCI slot that torch's device properties name; None where the system or this torch does not say."""
+    bus = getattr(properties, "pci_bus_id", None)
+    if bus is None:
+        return None
+    name = f"{properties.pci_domain_id:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
+    path = sysfs / "bus/pci/devices" / name / "numa_node"
+    node = int(path.read_text()) if path.exists() else -1
+    return node if node >= 0 else None
+
+
 def _address_of(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def _loaded_cuda_runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch itself has loaded: an event means nothing to another copy of it.
+    """The CUDA runtime that torch has loaded; events are not valid in another copy of it.
 
     Raises:
-        OSError: torch has none loaded as a shared library.
+        OSError: torch has not loaded it as a shared library.
     """
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
@@ -326,10 +347,10 @@ def _loaded_cuda_runtime() -> ctypes.CDLL:
 
 
 def device_for(device: torch.device) -> Device:
-    """The layer for `device`.
+    """The device layer for `device`.
 
     Raises:
-        ValueError: the engine moves CPU and CUDA tensors only.
+        ValueError: neither a CPU nor a CUDA device.
     """
     if device.type == "cpu":
         return CpuDevice()

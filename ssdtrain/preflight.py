@@ -1,7 +1,7 @@
-"""What a config asks of this machine, checked before a model is built: directories, packages, memory.
+"""Checks of a config against this machine before a model is built: directories, packages, memory.
 
-`load_config` checks what is written; what depends on the machine and the rank is checked here. Adapters call it where they read
-the config, and `Runtime` once more, which also knows the device. Nothing is made by `check_start`.
+`load_config` validates the config itself; checks that depend on the machine and the rank are here. Adapters call it when they
+read the config, and `Runtime` again with the device. `check_start` creates nothing.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def check_start(
     local_rank: int = 0,
     local_world_size: int = 1,
 ) -> None:
-    """Checks that this rank can start with `config`. A config that is not active is fine.
+    """Check that this rank can start with `config`. Does nothing if no feature is enabled.
 
     Args:
-        device: of the activations; None where it is not known yet, which leaves out what depends on it.
+        device: of the activations; None: unknown, skips checks that depend on it.
         rank, local_rank: fill the placeholders of directories.
         local_world_size: ranks that share this node's memory.
 
     Raises:
-        ConfigError: a directory that exists is not writable, or a new one could not be made; a package that a codec needs is not
-            installed; a codec that does not run on this device; the C engine is asked for and was not built. Names each key.
-        HostBudgetExceeded: host memory that the ranks of this node ask for together.
+        ConfigError: a directory is not writable or cannot be created; a package that a codec requires is missing; a codec does
+            not support the device; the C engine was requested and was not built. Names each key.
+        HostBudgetExceeded: the ranks of this node need more host memory than is available.
     """
     if not config.active:
         return
@@ -73,7 +73,7 @@ def _of_offload(offload: OffloadConfig, directories: Sequence[Path]) -> Iterator
         if why is not None:
             yield Problem(f"{_DIRECTORIES}[{index}]", str(directory), why, WRITABLE_ALLOWED)
     if offload.engine == "c" and importlib.util.find_spec("ssdtrain.storage._iopool") is None:
-        why = "asks for the C engine, which was not built"
+        why = "requests the C engine, which was not built"
         allowed = '"auto" or "python", or reinstalling ssdtrain where a C compiler is'
         yield Problem("ssdtrain.offload.engine", "c", why, allowed)
 
@@ -90,10 +90,10 @@ def _of_comm(comm: CommConfig) -> Iterator[Problem]:
 
 
 def make_directories(directories: Sequence[Path]) -> None:
-    """Makes those that do not exist, with their parents; all or none.
+    """Create missing directories with their parents: all or none.
 
     Raises:
-        ConfigError: the system refused one although it looked writable (a quota, a network file system).
+        ConfigError: a directory could not be created (a quota, a network file system).
     """
     made: list[Path] = []
     for index, directory in enumerate(directories):
@@ -137,5 +137,5 @@ def warn_about_drives(offload: OffloadConfig, directories: Sequence[Path]) -> No
 
 
 def _remove_if_empty(directory: Path) -> None:
-    with contextlib.suppress(OSError):  # it was not made, or another rank uses it by now
+    with contextlib.suppress(OSError):  # it was not created, or another rank uses it
         os.rmdir(directory)

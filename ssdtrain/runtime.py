@@ -45,7 +45,7 @@ from ssdtrain.offload.tape import Tape
 from ssdtrain.planner.adaptive import AdaptivePolicy
 from ssdtrain.planner.controller import AdaptiveOffload
 from ssdtrain.preflight import check_start, make_directories, warn_about_drives
-from ssdtrain.storage import Faults, forks, inside_section
+from ssdtrain.storage import Faults, forks, holds_signal_safe_lock
 from ssdtrain.telemetry.journal import Journal
 from ssdtrain.telemetry.messages import report
 from ssdtrain.telemetry.totals import RuntimeMetrics, StepMetrics
@@ -297,7 +297,7 @@ class Runtime:
         """
         while self._undo:
             self._undo.pop()()
-        if inside_section():
+        if holds_signal_safe_lock():
             if self._closing is None:
                 self._closing = threading.Thread(target=self._close, name="ssdtrain-close")
                 self._closing.start()

@@ -29,6 +29,7 @@ __all__ = [
     "check_training",
     "discarding_function",
     "loaded_checkpoint",
+    "marked_not_offload",
     "model_config",
     "output_of",
     "random_tracker",
@@ -254,3 +255,8 @@ def saved_checkpoint(args: Any, given: Mapping[str, Any]) -> Path | None:
     if not getattr(args, "save", None) or given.get("non_persistent_ckpt", False):
         return None
     return _iteration(args.save, given["iteration"])
+
+
+def marked_not_offload(tensor: torch.Tensor) -> bool:
+    """Whether `mark_not_offload` of Transformer Engine or Megatron was called for `tensor`, whose owner needs it."""
+    return getattr(tensor, "_TE_do_not_offload", False) or getattr(tensor, "_do_not_offload", False)

@@ -80,6 +80,7 @@ class Attachment:
         for chunk in self.chunks:
             self._undo.append(claim(chunk, _WAY))
         self.runtime.engine.eligible.add_exclusion(installation.must_stay)
+        self.runtime.engine.eligible.add_exclusion(_compat.marked_not_offload)
         self.runtime.engine.eligible.add_freed_function(_compat.FREED_FUNCTION)
 
     def compress_inputs(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ssdtrain.telemetry.registry import Metric, line
-from ssdtrain.telemetry.totals import Interval, over_ranks
+from ssdtrain.telemetry.totals import Interval, reduce_over_ranks
 
 if TYPE_CHECKING:
     from ssdtrain_megatron.attachment import Attachment
@@ -32,7 +32,7 @@ class GatheredMetrics:
         assert statistics is not None
         now = statistics.with_all_dimensions() if self._runtime.comm is not None else statistics
         self._metrics = now.declared()
-        self._found = over_ranks(self._metrics, self._interval.end(now), self._runtime.device)
+        self._found = reduce_over_ranks(self._metrics, self._interval.end(now), self._runtime.device)
         self._runtime.reset_peak()
 
     def scalars(self) -> dict[str, float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,3 +50,17 @@ def test_copies_to_and_from_a_device_wait_for_what_made_the_data() -> None:
         "exchange_capture_mode",
         "device",
     }
+
+
+def test_the_numa_node_is_that_of_the_devices_pci_slot(tmp_path: Path) -> None:
+    slot = tmp_path / "bus/pci/devices/0000:1b:00.0"
+    slot.mkdir(parents=True)
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    for written, node in (("1\n", 1), ("-1\n", None)):  # -1: the firmware does not say
+        (slot / "numa_node").write_text(written)
+        assert device.numa_node_of(properties, tmp_path) == node
+    assert (
+        device.numa_node_of(SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1C, pci_device_id=0), tmp_path)
+        is None
+    )
+    assert device.numa_node_of(SimpleNamespace(), tmp_path) is None, "an older torch"

@@ -106,3 +106,17 @@ def test_adapters_do_not_know_each_other(package: str) -> None:
     other = {"ssdtrain_ds": "ssdtrain_megatron", "ssdtrain_megatron": "ssdtrain_ds"}[package]
     for path in (ROOT / package).rglob("*.py"):
         assert not any(name.split(".")[0] == other for name in imports_of(path)), path
+
+
+def test_no_module_of_the_codecs_imports_one_that_imports_it() -> None:
+    """Kernels are below the codecs that use them, for type checkers too."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (ROOT / "ssdtrain" / "codecs").rglob("*.py")
+    }
+    graph = {name: imports_of(path) & set(files) - {name, "ssdtrain.codecs"} for name, path in files.items()}
+    while graph:
+        leaves = [name for name, needs in graph.items() if not needs & set(graph)]
+        assert leaves, f"a circle of imports among {sorted(graph)}"
+        for name in leaves:
+            del graph[name]

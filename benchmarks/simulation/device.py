@@ -253,6 +253,9 @@ class SimulatedDevice:
     def host_register(self) -> None:
         return None
 
+    def numa_node(self) -> None:
+        return None
+
     def event_functions(self) -> dict[str, int]:
         return {}
 

@@ -47,7 +47,7 @@ class SimulatedOperation:
     ) -> None:
         self.nbytes = nbytes
         self.seconds = 0.0
-        self.check = 0
+        self.checksum = 0
         self.kind = kind
         self.address = address
         self.extents = tuple(extents)
@@ -61,7 +61,7 @@ class SimulatedOperation:
         return self.state >= _RUNNING
 
     def wait(self, timeout: float | None = None) -> bool:
-        self._pool.kick()
+        self._pool.flush()
         if not self._pool.timeline.wait_for(self.done, timeout):
             return False
         error = self.failed()
@@ -118,21 +118,21 @@ class SimulatedPool:
         kind: int,
         address: int,
         nbytes: int,
-        lead: int,
+        page_offset: int,
         extents: Sequence[int],
         event: int = 0,
-        later: bool = False,
-        check: int = 0,
+        defer: bool = False,
+        checksum: int = 0,
     ) -> SimulatedOperation:
         operation = SimulatedOperation(self, kind, address, nbytes, extents)
-        if later:
+        if defer:
             self._later.append((operation, event))
             return operation
-        self.kick()
+        self.flush()
         self._begin(operation, event)
         return operation
 
-    def kick(self) -> None:
+    def flush(self) -> None:
         later, self._later = self._later, []
         for operation, event in later:
             self._begin(operation, event)

@@ -4,8 +4,7 @@ What lives here: `main` (which command), and one module per command: `demo` (sta
 own), `doctor` (what is installed and what the drives are), `report` (what a run did), `plan` and `estimate`
 (what a job will take, on machines that need not be there).
 
-May import everything in `ssdtrain`; never a framework or its adapter, so that it runs where they are missing or
-broken. Nothing imports it.
+May import all of `ssdtrain`, but no framework or its adapter, so that it works if they are missing or broken.
 """
 
 from ssdtrain.cli.main import main

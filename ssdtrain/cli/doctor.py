@@ -1,4 +1,4 @@
-"""`ssdtrain doctor`: what is installed, what was built, and what the drives behind directories can do."""
+"""`ssdtrain doctor`: checks installed packages, compiled extensions, hardware and spill directories."""
 
 import argparse
 import importlib
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ssdtrain import __version__, ranks
 from ssdtrain.cli.versions import OLDEST, TESTED, installed, too_old
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.paths import (
     WRITABLE_ALLOWED,
     expand_path,
@@ -26,7 +26,7 @@ from ssdtrain.config.paths import (
 )
 from ssdtrain.storage import drive_of
 from ssdtrain.storage.memory import HUGE_PAGES
-from ssdtrain.storage.slab import open_nameless, refuses_direct
+from ssdtrain.storage.slab import direct_io_error, open_nameless
 from ssdtrain.telemetry.text import size_text
 
 GOOD, NOTE, WARNING, BROKEN = "ok", "-", "warning", "broken"
@@ -38,12 +38,12 @@ class Finding:
     subject: str
     found: str
     verdict: str
-    """ok; "-" for what is missing and need not be there; warning: works, worse than it could; broken: SSDTrain will not run."""
+    """ok; "-": missing and optional; warning: works with reduced performance; broken: SSDTrain does not run."""
     remedy: str = ""
 
 
 def run(arguments: list[str]) -> int:
-    """0, or 1 if something is broken."""
+    """Exit status: 1 if a finding is broken, else 0."""
     parser = argparse.ArgumentParser(prog="ssdtrain doctor", description=__doc__)
     parser.add_argument(
         "directories", nargs="*", type=Path, default=[Path(".")], help="of the config; else this one"
@@ -94,12 +94,12 @@ def version_finding(package: str, found: str | None, tested: tuple[str, ...]) ->
 
 
 def extensions() -> Iterator[Finding]:
-    """The C extensions, and what is without them."""
+    """The C extensions, and the consequence if one is missing."""
     stand_ins = {
         "storage._iopool": ("C I/O engine", "slower, by Python threads"),
-        "storage._section": (
+        "storage._signal_safe_lock": (
             "signals deferred",
-            "an exception of a signal handler (Ctrl-C) may leave the engine to be built anew",
+            "after an exception of a signal handler (Ctrl-C) a new runtime has to be created",
         ),
         "codecs._native": ("C codecs", "slower, by plain torch"),
     }
@@ -140,15 +140,14 @@ def devices() -> Iterator[Finding]:
 
 
 def drive(directory: Path) -> Iterator[Finding]:
-    """What a spill directory is, found by making a nameless file in it as training would, or in the parent that training
-    would make it in. `directory` may be what the config says, with ~ and placeholders."""
+    """Check a spill directory (~ and placeholders allowed) by creating an unnamed file in it or its nearest existing parent."""
     subject = str(directory)
     try:
         directory = expand_path(
             parse_directory(subject), rank=ranks.global_rank(), local_rank=ranks.local_rank()
         )
-    except Refusal as refusal:
-        yield Finding(subject, refusal.why, BROKEN, f"give {refusal.allowed}")
+    except InvalidValue as error:
+        yield Finding(subject, error.why, BROKEN, f"give {error.allowed}")
         return
     why = problem_with_directory(directory) or problem_with_writing(directory)
     if why is not None:
@@ -166,7 +165,7 @@ def drive(directory: Path) -> Iterator[Finding]:
         yield Finding(subject, error.strerror or str(error), BROKEN, f"give {WRITABLE_ALLOWED}")
         return
     try:
-        reason = refuses_direct(descriptor)
+        reason = direct_io_error(descriptor)
     finally:
         os.close(descriptor)
     memory = behind.filesystem == "tmpfs"

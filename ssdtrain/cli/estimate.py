@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ssdtrain.cli.plan import given
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB, parse_size
 from ssdtrain.planner.estimate import Estimate, Hardware, estimate
 from ssdtrain.planner.hardware import GPUS, find_gpu, parse_ssds
@@ -31,7 +31,7 @@ def run(arguments: list[str]) -> int:
     )
     try:
         found = estimate(factory(chosen.model), chosen.batch, hardware, patterns=chosen.blocks)
-    except (Refusal, ValueError) as error:
+    except (InvalidValue, ValueError) as error:
         print(f"ssdtrain estimate: the model {error}", file=sys.stderr)
         return 1
     if chosen.json:

@@ -1,4 +1,4 @@
-"""`ssdtrain COMMAND ...`: finds the command and hands it the rest."""
+"""`ssdtrain COMMAND ...`: dispatches to a command."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: that of the command; 2 where the command is missing or unknown."""
+    """Exit status of the command; 2 if it is missing or unknown."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["--version"]:
         print(__version__)

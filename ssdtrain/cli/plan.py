@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB, parse_size
 from ssdtrain.planner.cluster import ClusterPlan, Job, best_plan, plan_job, with_more
 from ssdtrain.planner.explain import figures, rows
@@ -36,7 +36,7 @@ def run(arguments: list[str]) -> int:
             plan, largest = plan_job(job, chosen.microbatch), None
         else:
             plan, largest = best_plan(job)
-    except Refusal as refusal:
+    except InvalidValue as refusal:
         print(f"ssdtrain plan: the job {refusal}", file=sys.stderr)
         return 1
     except NoPlan as error:
@@ -137,7 +137,7 @@ def given(parse: Callable[[str], T]) -> Callable[[str], T]:
     def converted(text: str) -> T:
         try:
             return parse(text)
-        except Refusal as refusal:
+        except InvalidValue as refusal:
             raise argparse.ArgumentTypeError(f'"{text}" {refusal}') from None
 
     return converted
@@ -192,7 +192,7 @@ def alternatives(plan: ClusterPlan) -> list[dict[str, Any]]:
     for name, job in jobs.items():
         try:
             seconds: float | None = plan_job(job, plan.microbatch).step_seconds
-        except (NoPlan, Refusal):
+        except (NoPlan, InvalidValue):
             seconds = None
         found.append(
             {

@@ -1,4 +1,4 @@
-"""Which versions are installed and which were run with this version of SSDTrain, without importing any of them."""
+"""Installed and tested versions of packages, determined without importing them."""
 
 import re
 from importlib.metadata import PackageNotFoundError, version
@@ -8,10 +8,10 @@ TESTED = {
     "deepspeed": ("0.16.9", "0.17.6", "0.18.9", "0.19.8"),
     "megatron-core": ("0.14.0", "0.15.3", "0.16.1"),
 }
-"""Those that the tests were run with. Others are tried with a warning."""
+"""Versions that the tests were run with; others produce a warning."""
 
 OLDEST = {"torch": (2, 6)}
-"""Below this SSDTrain does not start."""
+"""Minimum versions."""
 
 
 def installed(package: str) -> str | None:

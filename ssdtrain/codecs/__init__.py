@@ -1,15 +1,12 @@
-"""Codecs: a tensor becomes bytes in a buffer the caller owns, and comes back.
+"""Codecs: encode a tensor into bytes in a caller-owned buffer, and decode it.
 
-What lives here: the contract (`base`), the counter-based randomness (`philox`), the codecs (`cast`, `block`,
-`fp8`, `hadamard`, `zfp`, `lossless`, `mask`), the registry that builds one from a string (`registry`), and
-two faster implementations of the same
-arithmetic: C for tensors in host memory (`_native`, reached through `native`) and Triton for CUDA
-    (`kernels`).
+Contains the interface (`base`), counter-based random numbers (`philox`), the codecs (`cast`, `block`, `fp8`, `hadamard`, `zfp`,
+`lossless`, `mask`), and the registry that creates a codec from a string (`registry`). Plain torch is the reference
+implementation of every codec and runs on any device. Two faster implementations compute the same bytes: C for host memory
+(`native`) and Triton for CUDA (`kernels`).
 
-What may be imported: the names below. Plain torch is the reference of every codec and runs anywhere.
-
-What it never does: draw from a global random generator, change global torch state, allocate the payload,
-keep a thread beyond a call, talk to a file or a process group.
+The public names are in `__all__`. Codecs use no global random generator or torch state, do not allocate the payload, keep no
+threads after a call, and access neither files nor process groups.
 """
 
 from ssdtrain.codecs.base import (

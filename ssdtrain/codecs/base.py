@@ -1,21 +1,22 @@
-"""The contract that every codec keeps, and the header that every payload starts with.
+"""The interface of codecs, and the header of payloads.
 
-A payload is one uint8 buffer: a header of 16 bytes, then the codec's own body (scales first, data after
-them).
+A payload is one uint8 buffer: a header of 16 bytes, followed by the codec's body (scales first, then data).
 
-    byte 0      version of the format byte 1      finite flag: 1 if every value decodes to a finite number, 0
-    if the tensor held (or rounded to) Inf or NaN byte 2      dtype of the encoded tensor byte 3      0 bytes
-    4-7   CRC-32 of the codec's spec, little endian bytes 8-15  number of elements, little endian
+    byte 0       format version
+    byte 1       0 if every value decodes to a finite number, 1 if the tensor held (or rounded to) Inf or NaN
+    byte 2       dtype of the encoded tensor: its index in `DTYPES`
+    byte 3       0
+    bytes 4-7    CRC-32 of the codec's spec, little endian
+    bytes 8-15   number of elements, little endian
 
 Note: [Inf and NaN]
-    Training finds an overflow by looking for Inf or NaN in what was reduced. A codec must not turn them into
-    plausible numbers, so every codec does both: the flag is cleared, and at least the values of the block
-    that held the Inf or NaN decode to NaN or Inf. The converse holds within the range each codec states:
-    finite values decode to finite values.
+    Training detects an overflow by Inf or NaN in reduced gradients, so a codec must not turn them into finite numbers. Every
+    codec sets the flag, and decodes at least the values of the affected block to NaN or Inf. Conversely, finite values
+    decode to finite values within the range that each codec documents.
 
 Note: [Host checks]
-    A header in host memory is checked at decode (version, spec, number of elements). One in device memory is
-    not, because reading it would make the host wait for the device.
+    Decoding validates a header in host memory (version, spec, number of elements). A header in device memory is not read,
+    because the host would have to wait for the device.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import struct
 import zlib
 from abc import ABC, abstractmethod
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -30,10 +32,10 @@ from torch import Tensor
 
 HEADER_BYTES = 16
 ALIGNMENT = 16
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _HEADER = struct.Struct("<BBBBIQ")
-_FINITE_BYTE = 1
+_NOT_FINITE_BYTE = 1
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # The position in this tuple is the header's dtype byte: append only.
 DTYPES = (
@@ -55,19 +57,17 @@ DTYPES = (
 
 
 class PayloadError(ValueError):
-    """The buffer given to decode does not hold a payload of this codec for that many elements."""
+    """The buffer passed to decode is not a payload of this codec for that number of elements."""
 
 
 class Key(NamedTuple):
-    """Names one stream of random numbers: the same key gives the same payload on any device, in any order,
-    after any restart.
+    """Identifies a stream of random numbers: the same key gives the same payload on any device, in any order, after any restart.
 
-    Two encodes whose errors have to be independent (two tensors, two slices of one, two ranks, two steps)
-    need two keys.
+    Encodings with independent errors (of different tensors, slices, ranks or steps) need different keys.
 
     Args:
         seed: of the run, 64 bits.
-        step: of training, 32 bits.
+        step: training step, 32 bits.
         tensor: number of the tensor or slice, 32 bits.
         rank: of the sender, 32 bits.
     """
@@ -78,24 +78,52 @@ class Key(NamedTuple):
     rank: int = 0
 
 
+class Header(NamedTuple):
+    """The header of a payload of finite values, as numbers: for a kernel that writes it."""
+
+    word: int
+    """Bytes 0 to 3."""
+    fingerprint: int
+    """CRC-32 of the spec."""
+    numel: int
+
+
+class Pieces(NamedTuple):
+    """Several tensors of one size at equal distances, and their payloads one behind the other.
+
+    Piece i of the payload is that of tensor i, or i + 1 from `skip` on: a rank sends nothing to itself.
+    """
+
+    number: int
+    stride: int
+    """From one tensor to the next, in elements."""
+    payload_bytes: int
+    """From one payload to the next."""
+    skip: int
+
+
+@lru_cache(512)
+def _device_header(header: Header, device: torch.device) -> Tensor:
+    """uint8 [16] on `device`, so that writing a header copies nothing from the host."""
+    raw = _HEADER.pack(header.word & 0xFF, 0, header.word >> 16 & 0xFF, 0, header.fingerprint, header.numel)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
+
+
 def align(nbytes: int) -> int:
-    """`nbytes` rounded up to the alignment of payloads and of the sections in them."""
+    """`nbytes` rounded up to the alignment of payloads and their sections."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def payload_finite(buf: Tensor) -> Tensor:
-    """Whether everything in the payload decodes to finite numbers: a bool tensor of shape [] on the device of
-    `buf`."""
-    return buf[_FINITE_BYTE] == 1
+    """Whether all values of the payload decode to finite numbers: a bool tensor [] on the device of `buf`."""
+    return buf[_NOT_FINITE_BYTE] == 0
 
 
 class Codec(ABC):
-    """Encodes a tensor into bytes and back. Objects are immutable and may be used from several threads at
-    once.
+    """Encodes a tensor into bytes and decodes it. Immutable and thread-safe.
 
-    Buffers are contiguous, one-dimensional uint8 tensors whose address is a multiple of 16 bytes. Every
-    payload's size is a multiple of 16 too, so payloads placed one after the other in an aligned buffer stay
-    aligned.
+    Buffers are contiguous, one-dimensional uint8 tensors whose address is a multiple of 16 bytes. Payload sizes are multiples of
+    16, so consecutive payloads in an aligned buffer are aligned.
     """
 
     inputs: tuple[torch.dtype, ...] = FLOATS
@@ -103,7 +131,7 @@ class Codec(ABC):
     @property
     @abstractmethod
     def spec(self) -> str:
-        """The canonical string that makes this codec: `make_codec(codec.spec) == codec`."""
+        """The canonical specification: `make_codec(codec.spec) == codec`."""
 
     @property
     @abstractmethod
@@ -113,51 +141,50 @@ class Codec(ABC):
     @property
     @abstractmethod
     def contractive(self) -> bool:
-        """E|x - decode(encode(x))|^2 <= (1 - d) |x|^2 for some d > 0 and every finite x above the codec's
-        smallest step: what error feedback needs to converge."""
+        """E|x - decode(encode(x))|^2 <= (1 - d) |x|^2 for some d > 0 and every finite x above the codec's smallest step, which
+        error feedback requires to converge."""
 
     @property
     @abstractmethod
     def bits_per_value(self) -> float:
-        """Payload bits per value of a large tensor; of a float32 tensor, where it depends on the dtype, and
-        at most."""
+        """Payload bits per value of a large tensor: of float32 if it depends on the dtype, and the maximum if it depends on the
+        data."""
 
     @property
     def lossless(self) -> bool:
-        """Decoding into the dtype that was encoded gives the same bits."""
+        """Whether decoding into the encoded dtype restores the same bits."""
         return False
 
     @abstractmethod
     def max_payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes that `out` of encode must have for `numel` values of `dtype`."""
+        """Minimum size in bytes of `out` in encode for `numel` values of `dtype`."""
 
     @abstractmethod
     def encode(self, x: Tensor, out: Tensor, key: Key | None = None) -> int:
-        """Write the payload of `x` to the start of `out` and return its size in bytes.
+        """Write the payload of `x` to the start of `out`, and return its size in bytes.
 
         Args:
             x: any shape and strides, one of `inputs`; it is not modified.
             out: uint8 [at least max_payload_bytes(x.numel(), x.dtype)] on the device of `x`.
-            key: of the randomness; codecs that round stochastically need one, the others ignore it.
+            key: of the random numbers; required by stochastic rounding, ignored by other codecs.
 
         Raises:
             TypeError: dtype of `x`.
-            ValueError: `out` too small, not contiguous, not aligned, on another device; no key where one is
-                needed.
+            ValueError: `out` too small, not contiguous, not aligned or on another device; a required key is missing.
         """
 
     def decode(self, buf: Tensor, out: Tensor, accumulate: bool = False) -> Tensor:
         """Decode the payload at the start of `buf` into `out`, or add it to `out`; returns `out`.
 
         Args:
-            buf: uint8, the payload and anything behind it, on the device of `out`.
-            out: as many values as were encoded, any shape and strides.
+            buf: uint8, starts with the payload, on the device of `out`.
+            out: the number of values that were encoded, any shape and strides.
             accumulate: out += decoded, in float32; `out` must be float32.
 
         Raises:
-            PayloadError: `buf` in host memory is not a payload of this codec for that many values.
+            PayloadError: `buf` in host memory is not a payload of this codec for that number of values.
             TypeError: dtype of `out`.
-            ValueError: `buf` too short, not contiguous, not aligned, on another device.
+            ValueError: `buf` too short, not contiguous, not aligned or on another device.
         """
         if out.dtype not in self.inputs:
             raise TypeError(f"{self.spec} decodes to {_names(self.inputs)}, not to {out.dtype}")
@@ -178,7 +205,7 @@ class Codec(ABC):
         return out.add_(flat.view(out.shape)) if accumulate else out.copy_(flat.view(out.shape))
 
     def roundtrip(self, x: Tensor, key: Key | None = None) -> Tensor:
-        """decode(encode(x)), shape and dtype of `x`. For tests and error tables: it allocates."""
+        """decode(encode(x)) with the shape and dtype of `x`. Allocates; for tests and error tables."""
         buf = torch.empty(self.max_payload_bytes(x.numel(), x.dtype), dtype=torch.uint8, device=x.device)
         self.encode(x, buf, key)
         return self.decode(buf, torch.empty(x.shape, dtype=x.dtype, device=x.device))
@@ -216,14 +243,16 @@ class Codec(ABC):
     def _fingerprint(self) -> int:
         return zlib.crc32(self.spec.encode())
 
+    def header(self, dtype: torch.dtype, numel: int) -> Header:
+        """Of a payload of `numel` finite values of `dtype`."""
+        return Header(FORMAT_VERSION | DTYPES.index(dtype) << 16, self._fingerprint(), numel)
+
     def _write_header(self, out: Tensor, x: Tensor, finite: Tensor | bool) -> None:
-        plain = bool(finite) if isinstance(finite, bool) else True
-        raw = _HEADER.pack(
-            FORMAT_VERSION, int(plain), DTYPES.index(x.dtype), 0, self._fingerprint(), x.numel()
-        )
-        out[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8), non_blocking=True)
+        out[:HEADER_BYTES].copy_(_device_header(self.header(x.dtype, x.numel()), out.device))
         if isinstance(finite, Tensor):
-            out[_FINITE_BYTE].copy_(finite)
+            torch.logical_not(finite, out=out[_NOT_FINITE_BYTE])
+        elif not finite:
+            out[_NOT_FINITE_BYTE] = 1
 
     def _check_header(self, buf: Tensor, out: Tensor) -> None:
         version, _, dtype, _, spec, numel = _HEADER.unpack(bytes(buf[:HEADER_BYTES].tolist()))
@@ -243,8 +272,7 @@ class Codec(ABC):
 
 
 class FixedSizeCodec(Codec):
-    """A codec whose payload size follows from the number of values and the dtype: what a fixed-shape
-    collective needs."""
+    """A codec whose payload size is a function of the number of values and the dtype, as required by fixed-shape collectives."""
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Exact size in bytes of the payload of `numel` values of `dtype`, a multiple of 16."""
@@ -256,6 +284,8 @@ class FixedSizeCodec(Codec):
     def encode(self, x: Tensor, out: Tensor, key: Key | None = None) -> int:
         flat = self._prepare(x, out)
         size = self.payload_bytes(x.numel(), x.dtype)
+        if flat.numel() and self._encode_payload(flat, out[:size], self.header(x.dtype, x.numel()), key):
+            return size
         finite = self._encode(flat, out[HEADER_BYTES:size], key) if flat.numel() else True
         self._write_header(out, flat, finite)
         return size
@@ -263,9 +293,28 @@ class FixedSizeCodec(Codec):
     def _min_payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.payload_bytes(numel, dtype)
 
+    def encode_pieces(self, first: Tensor, out: Tensor, pieces: Pieces, key: Key | None = None) -> bool:
+        """Encode all `pieces` at once if one kernel can.
+
+        Args:
+            first: flat, contiguous: tensor 0, or the memory where it would be if that is the skipped one.
+            out: uint8 [pieces.number * pieces.payload_bytes].
+            key: of tensor 0. Random numbers of the others differ.
+
+        Returns:
+            False if it was not done: encode them one by one.
+        """
+        return self._encode_payload(first, out, self.header(first.dtype, first.numel()), key, pieces)
+
+    def _encode_payload(
+        self, flat: Tensor, payload: Tensor, header: Header, key: Key | None, pieces: Pieces | None = None
+    ) -> bool:
+        """Encode `flat`, header included, by one kernel. False: there is none for this codec and device."""
+        return False
+
     @abstractmethod
     def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes behind the header for `numel` > 0 values."""
+        """Bytes after the header for `numel` > 0 values."""
 
     @abstractmethod
     def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
@@ -273,8 +322,8 @@ class FixedSizeCodec(Codec):
 
 
 class VariableSizeCodec(Codec):
-    """A codec whose payload size depends on the data: for drives, and for messages sent with their size.
-    Never for a fixed-shape collective."""
+    """A codec whose payload size depends on the data: for drives and for messages that carry their size, not for fixed-shape
+    collectives."""
 
     def encode(self, x: Tensor, out: Tensor, key: Key | None = None) -> int:
         flat = self._prepare(x, out)

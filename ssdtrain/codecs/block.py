@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ssdtrain.codecs import kernels, native, scales
-from ssdtrain.codecs.base import FixedSizeCodec, Key
+from ssdtrain.codecs.base import FixedSizeCodec, Header, Key, Pieces
 from ssdtrain.codecs.philox import uniform_blocks
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -100,9 +100,9 @@ class IntBlock(FixedSizeCodec):
         return 1 if self.symmetric else 2
 
     @property
-    def block_format(self) -> native.BlockFormat:
-        kind = native.SYMMETRIC if self.symmetric else native.ASYMMETRIC
-        return native.BlockFormat(self.block, self.bits, kind, self.largest_code, self.stochastic)
+    def block_format(self) -> scales.BlockFormat:
+        kind = scales.SYMMETRIC if self.symmetric else scales.ASYMMETRIC
+        return scales.BlockFormat(self.block, self.bits, kind, self.largest_code, self.stochastic)
 
     def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return scales.sections(numel, self.block, self.vectors, self.bits)[2]
@@ -118,15 +118,22 @@ class IntBlock(FixedSizeCodec):
         self.check_key(key, flat.numel())
         if native.usable(self.backend, flat, body):
             return native.block_encode(self.block_format, flat, body, key)
-        if kernels.usable(self.backend, flat, body):
-            return kernels.block_encode(self, flat, body, key)
         return self._encode_reference(flat, body, key)
+
+    def _encode_payload(
+        self, flat: Tensor, payload: Tensor, header: Header, key: Key | None, pieces: Pieces | None = None
+    ) -> bool:
+        if native.usable(self.backend, flat, payload) or not kernels.usable(self.backend, flat, payload):
+            return False
+        self.check_key(key, flat.numel())
+        kernels.block_encode(self.block_format, flat, payload, header, key, flat.dtype, pieces)
+        return True
 
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         if native.usable(self.backend, body, out):
             native.block_decode(self.block_format, body, out, accumulate)
         elif kernels.usable(self.backend, body, out):
-            kernels.block_decode(self, body, out, accumulate)
+            kernels.block_decode(self.block_format, body, out, accumulate)
         else:
             self._decode_reference(body, out, accumulate)
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ssdtrain.codecs import native, scales
-from ssdtrain.codecs.base import FixedSizeCodec, Key
+from ssdtrain.codecs import kernels, native, scales
+from ssdtrain.codecs.base import FixedSizeCodec, Header, Key, Pieces
 
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -50,9 +50,9 @@ class Float8Block(FixedSizeCodec):
         return 8 + 16 / self.block
 
     @property
-    def block_format(self) -> native.BlockFormat:
-        kind = native.E4M3 if self.format == "e4m3" else native.E5M2
-        return native.BlockFormat(self.block, 8, kind, torch.finfo(self.dtype).max)
+    def block_format(self) -> scales.BlockFormat:
+        kind = scales.E4M3 if self.format == "e4m3" else scales.E5M2
+        return scales.BlockFormat(self.block, 8, kind, torch.finfo(self.dtype).max)
 
     def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return scales.sections(numel, self.block, 1, 8)[2]
@@ -70,9 +70,20 @@ class Float8Block(FixedSizeCodec):
         body[codes:end].view(self.dtype).copy_(y_NB.view(-1))
         return finite_N.all()
 
+    def _encode_payload(
+        self, flat: Tensor, payload: Tensor, header: Header, key: Key | None, pieces: Pieces | None = None
+    ) -> bool:
+        if native.usable(self.backend, flat, payload) or not kernels.usable(self.backend, flat, payload):
+            return False
+        kernels.block_encode(self.block_format, flat, payload, header, None, flat.dtype, pieces)
+        return True
+
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         if native.usable(self.backend, body, out):
             native.block_decode(self.block_format, body, out, accumulate)
+            return
+        if kernels.usable(self.backend, body, out):
+            kernels.block_decode(self.block_format, body, out, accumulate)
             return
         blocks, codes, end = scales.sections(out.numel(), self.block, 1, 8)
         scale_N = body[: 2 * blocks].view(torch.bfloat16).to(torch.float32)

@@ -1,9 +1,7 @@
-"""A Hadamard rotation in front of another codec: it spreads a few large values over their block, so that
-block scales fit better.
+"""A Hadamard rotation before another codec: spreads outliers over their block, so that block scales fit better.
 
-It helps heavy-tailed tensors (gradients, SwiGLU hidden states) and does nothing for Gaussian ones. The
-rotation is orthonormal: the error of the inner codec comes back with the same L2 norm, and what is unbiased
-or contractive stays so.
+It helps heavy-tailed tensors (gradients, SwiGLU hidden states), not Gaussian ones. The rotation is orthonormal: it preserves the
+L2 norm of the inner codec's error, and whether the codec is unbiased or contractive.
 """
 
 import math
@@ -13,11 +11,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ssdtrain.codecs import native
-from ssdtrain.codecs.base import FixedSizeCodec, Key
+from ssdtrain.codecs import kernels, native
+from ssdtrain.codecs.base import FixedSizeCodec, Header, Key, Pieces
 from ssdtrain.codecs.block import IntBlock
 from ssdtrain.codecs.fp8 import Float8Block
 from ssdtrain.codecs.philox import philox
+from ssdtrain.codecs.scales import Rotation
 
 SIZES = (16, 32, 64, 128, 256)
 _SIGN_SEED = 0x5353_4454  # any constant: the signs are part of the format
@@ -25,12 +24,11 @@ _SIGN_SEED = 0x5353_4454  # any constant: the signs are part of the format
 
 @dataclass(frozen=True)
 class Hadamard(FixedSizeCodec):
-    """Rotate blocks of `size` values by H D / sqrt(size), encode the result as float32 with `inner`.
+    """Rotates blocks of `size` values by H D / sqrt(size), and encodes the result as float32 with `inner`.
 
-    D holds fixed random signs; without them a block of equal values, the commonest structure there is, would
-    become one large one. The tensor is filled up with zeros to a multiple of `size`. A finite value above
-    2^127 / sqrt(size) may overflow and is then reported as not finite, and values next to the end of the output
-    dtype's range may decode to Inf; Inf and NaN spread over their block of `size` values.
+    D holds fixed random signs; without them a block of equal values would become a single large value. The tensor is padded with
+    zeros to a multiple of `size`. A finite value above 2^127 / sqrt(size) may overflow and is then reported as not finite; values
+    near the limit of the output dtype may decode to Inf. Inf and NaN spread over their block of `size` values.
     """
 
     inner: FixedSizeCodec
@@ -39,7 +37,7 @@ class Hadamard(FixedSizeCodec):
 
     def __post_init__(self) -> None:
         if self.size not in SIZES:
-            raise ValueError(f"hadamard={self.size}: the rotation has {', '.join(map(str, SIZES))} values")
+            raise ValueError(f"hadamard={self.size}: allowed sizes are {', '.join(map(str, SIZES))}")
 
     @property
     def spec(self) -> str:
@@ -69,15 +67,30 @@ class Hadamard(FixedSizeCodec):
             if isinstance(block, IntBlock):
                 block.check_key(key, flat.numel())
             return native.block_encode(block.block_format, flat, body, key, self._rotation())
-        padded = self._padded(flat.numel())
+        return self.inner._encode(self._rotated(flat), body, key)
+
+    def _encode_payload(
+        self, flat: Tensor, payload: Tensor, header: Header, key: Key | None, pieces: Pieces | None = None
+    ) -> bool:
+        if pieces is not None or native.usable(self.backend, flat, payload):
+            return False
+        if not kernels.usable(self.backend, flat, payload):
+            return False
+        # A rotation leaves the range of its input. The inner codec writes the header of this one.
+        return self.inner._encode_payload(self._rotated(flat), payload, header, key)
+
+    def _rotated(self, flat: Tensor) -> Tensor:
+        """float32, padded with zeros to whole blocks."""
+        rotated = torch.empty(self._padded(flat.numel()), dtype=torch.float32, device=flat.device)
         if native.usable(self.backend, flat):
-            rotated = torch.empty(padded, dtype=torch.float32, device=flat.device)
             native.rotate(flat, rotated, self._rotation())
+        elif kernels.usable(self.backend, flat):
+            kernels.rotate(flat, rotated, signs(self.size, flat.device), _unit(self.size))
         else:
-            x = torch.zeros(padded, dtype=torch.float32, device=flat.device)
-            x[: flat.numel()].copy_(flat)
-            rotated = rotate(x.view(-1, self.size) * signs(self.size, x.device)).view(-1)
-        return self.inner._encode(rotated, body, key)
+            rotated[flat.numel() :].zero_()
+            rotated[: flat.numel()].copy_(flat)
+            rotated = rotate(rotated.view(-1, self.size) * signs(self.size, flat.device)).view(-1)
+        return rotated
 
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         block = self._fused_block(body, out)
@@ -89,6 +102,9 @@ class Hadamard(FixedSizeCodec):
         if native.usable(self.backend, out):
             native.unrotate(rotated, out, self._rotation(), accumulate)
             return
+        if kernels.usable(self.backend, out):
+            kernels.unrotate(rotated, out, signs(self.size, out.device), _unit(self.size), accumulate)
+            return
         values = (rotate(rotated.view(-1, self.size)) * signs(self.size, out.device)).view(-1)[: out.numel()]
         if accumulate:
             out.add_(values)
@@ -96,14 +112,14 @@ class Hadamard(FixedSizeCodec):
             out.copy_(values)
 
     def _fused_block(self, *tensors: Tensor) -> IntBlock | Float8Block | None:
-        """The inner codec where the C implementation rotates its blocks as it reads them, without a copy of the tensor."""
+        """The inner codec if the C implementation can rotate its blocks on the fly, without a copy of the tensor."""
         inner = self.inner
         if not isinstance(inner, (IntBlock, Float8Block)) or inner.block != self.size:
             return None
         return inner if native.usable(self.backend, *tensors) else None
 
-    def _rotation(self) -> native.Rotation:
-        return native.Rotation(_signs(self.size), _unit(self.size))
+    def _rotation(self) -> Rotation:
+        return Rotation(_signs(self.size), _unit(self.size))
 
 
 def rotate(x_NB: Tensor) -> Tensor:
@@ -124,8 +140,9 @@ def _unit(size: int) -> float:
     return float(torch.tensor(1 / math.sqrt(size), dtype=torch.float32, device="cpu"))
 
 
+@cache
 def signs(size: int, device: torch.device) -> Tensor:
-    """float32 [size] of 1 and -1."""
+    """float32 [size] of 1 and -1, copied to a device once."""
     return _signs(size).to(device)
 
 

@@ -1,8 +1,8 @@
-"""Lossless: byte planes, each compressed with zstandard or kept as it is.
+"""Lossless: byte planes, each compressed with zstandard or stored unchanged.
 
-The exponents of trained tensors carry about 3 bits of information, signs and mantissas nearly all of theirs. So the bytes are
-sorted by their place in the value, and only the planes that shrink are compressed: about 1.5x for bfloat16, at best 1.2x for
-float32.
+Exponents of trained tensors carry about 3 bits of information, while signs and mantissas are nearly incompressible. Therefore the
+bytes are separated by their position in the value, and only compressible planes are compressed: about 1.5x for bfloat16, at most
+1.2x for float32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _zstandard() -> ModuleType:
 
 @dataclass(frozen=True)
 class Lossless(VariableSizeCodec):
-    """Every bit comes back, NaN payloads and the sign of zero included. Any dtype, tensors in host memory only.
+    """Restores every bit, including NaN payloads and the sign of zero. Any dtype, host memory only.
 
     Body: one int64 per byte plane, its bytes in the payload (as many as values: not compressed), padded to 16 bytes; the planes.
 
@@ -121,7 +121,7 @@ class Lossless(VariableSizeCodec):
         )
 
     def _compress(self, compressor: object, plane: Tensor) -> bytes | None:
-        """The compressed plane, or None where it does not shrink; a sample from its middle saves trying in vain."""
+        """The compressed plane, or None if it is not compressible; a sample from its middle is tested first."""
         numel = plane.numel()
         if numel > 4 * _SAMPLE:
             sample = plane[numel // 2 : numel // 2 + _SAMPLE]

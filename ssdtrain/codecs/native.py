@@ -1,9 +1,7 @@
-"""The door to `_native`, the C implementation for tensors in host memory; its results are those of the torch
-reference, bit for bit.
+"""Python bindings of the `_native` C extension, for tensors in host memory. Results are bit-identical to the torch reference.
 
-Every function takes contiguous tensors and releases the interpreter lock while it runs, so codecs in threads
-do not hold up the training loop. Large tensors are worked on by up to torch.get_num_threads() threads, with
-the same bytes. Where the extension was not built, `usable` says no and the torch reference takes over.
+Functions take contiguous tensors and release the GIL. Large tensors are processed by up to torch.get_num_threads() threads with
+identical results. `usable` returns False if the extension was not built; the torch reference is used then.
 """
 
 from __future__ import annotations
@@ -11,23 +9,21 @@ from __future__ import annotations
 import logging
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ssdtrain.codecs import scales
 from ssdtrain.codecs.base import Key
+from ssdtrain.codecs.scales import ASYMMETRIC, BlockFormat, Rotation
 
 _log = logging.getLogger(__name__)
-# The kinds of codes, as the C implementation numbers them.
-SYMMETRIC, ASYMMETRIC, E4M3, E5M2 = range(4)
 _DTYPE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 @cache
 def module() -> ModuleType | None:
-    """The extension, or None (with one warning) where it was not built."""
+    """The extension, or None with one warning if it was not built."""
     try:
         from ssdtrain.codecs import _native  # type: ignore[attr-defined]
     except ImportError as error:
@@ -37,7 +33,7 @@ def module() -> ModuleType | None:
 
 
 def usable(backend: str, *tensors: Tensor) -> bool:
-    """Whether the C implementation is to be used: `backend` allows it and every tensor is in host memory.
+    """Whether to use the C implementation: `backend` allows it and all tensors are in host memory.
 
     Raises:
         RuntimeError: `backend` is "native" and the extension is missing or a tensor is elsewhere.
@@ -59,30 +55,8 @@ def usable(backend: str, *tensors: Tensor) -> bool:
 
 def _native() -> ModuleType:
     found = module()
-    assert found is not None, "ask usable() first"
+    assert found is not None, "call usable() first"
     return found
-
-
-class Rotation(NamedTuple):
-    """A Hadamard rotation of every block: float32 signs [block], and 1 / sqrt(block)."""
-
-    signs: Tensor
-    unit: float
-
-
-class BlockFormat(NamedTuple):
-    """What the C implementation needs to know of a codec with a scale per block."""
-
-    block: int
-    bits: int
-    kind: int
-    largest_code: float
-    stochastic: bool = False
-
-    @property
-    def vectors(self) -> int:
-        """bfloat16 numbers per block: a scale, and a zero point where the block is asymmetric."""
-        return 2 if self.kind == ASYMMETRIC else 1
 
 
 def block_encode(

@@ -1,6 +1,6 @@
 """Codecs by name: "int4:block=64,round=stochastic,hadamard".
 
-Names and parameters are those of `ssdtrain.config.codecs`, so that a config is checked before there is anything to encode.
+Names and parameters are declared in `ssdtrain.config.codecs`, so that a config is validated when it is read.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ssdtrain.codecs.lossless import Lossless
 from ssdtrain.codecs.mask import Mask, SparseMask
 from ssdtrain.codecs.zfp import Zfp
 from ssdtrain.config.codecs import CODECS, parse_codec
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 
 BACKENDS = ("auto", "torch", "native", "triton")
 _DEFAULT_HADAMARD = 128
 
 
 Values = Mapping[str, Any]
-"""Parameters that a spec gives; True is a switch."""
+"""Parameters of a spec; a switch is True."""
 
 
 def _rotated(inner: FixedSizeCodec, values: Values, default: int, backend: str) -> FixedSizeCodec:
@@ -70,7 +70,7 @@ _BUILD: dict[str, Callable[[Values, str], Codec]] = {
 
 
 def available() -> dict[str, str]:
-    """Name -> what it is and which parameters it takes."""
+    """Description and parameters by name."""
     return {
         name: kind.about + (f" ({', '.join(kind.parameters)})" if kind.parameters else "")
         for name, kind in CODECS.items()
@@ -82,18 +82,17 @@ def make_codec(spec: str, backend: str = "auto") -> Codec:
 
     Args:
         spec: "name" or "name:key=value,switch", such as "int4:block=64,round=stochastic,hadamard".
-        backend: "auto" (C in host memory, Triton on CUDA, plain torch elsewhere), or the one implementation
-            to use.
+        backend: "auto" (C in host memory, Triton on CUDA, plain torch elsewhere), or a fixed implementation.
 
     Raises:
-        ValueError: unknown name (the message lists the known ones), parameter or value.
+        ValueError: unknown name (the message lists all), parameter or value.
     """
     try:
         asked = parse_codec(spec)
-    except Refusal as refusal:
-        raise ValueError(f"codec {spec!r} {refusal}") from None
+    except InvalidValue as error:
+        raise ValueError(f"codec {spec!r} {error}") from None
     if backend not in BACKENDS:
-        raise ValueError(f"no codec backend {backend!r}; there are {', '.join(BACKENDS)}")
+        raise ValueError(f"unknown codec backend {backend!r}; allowed: {', '.join(BACKENDS)}")
     return _BUILD[asked.name](asked.values, backend)
 
 
@@ -106,6 +105,6 @@ def make_fixed_size_codec(spec: str, backend: str = "auto") -> FixedSizeCodec:
     codec = make_codec(spec, backend)
     if not isinstance(codec, FixedSizeCodec):
         raise ValueError(
-            f"codec {spec!r}: its payload size depends on the data, a collective needs a fixed one"
+            f"codec {spec!r} has a payload size that depends on the data; collectives need a fixed size"
         )
     return codec

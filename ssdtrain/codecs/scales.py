@@ -1,6 +1,7 @@
-"""Blocks of values that share a bfloat16 scale: what the integer and float8 codecs have in common."""
+"""Blocks of values that share a bfloat16 scale: the common parts of the integer and float8 codecs."""
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +9,9 @@ from torch import Tensor
 from ssdtrain.codecs.base import align
 
 BLOCK_SIZES = (32, 64, 128, 256)
+
+# Kinds of codes, numbered as in the C implementation.
+SYMMETRIC, ASYMMETRIC, E4M3, E5M2 = range(4)
 
 # No scale is below this: the smallest normal number (twice that for asymmetric blocks, which halve it), so
 # that a device that flushes denormals divides by the same scale as one that does not.
@@ -20,6 +24,28 @@ LARGEST = {
     torch.bfloat16: float.fromhex("0x1.FEp127"),
     torch.float16: 65504.0,
 }
+
+
+class Rotation(NamedTuple):
+    """A Hadamard rotation of every block: float32 signs [block], and 1 / sqrt(block)."""
+
+    signs: Tensor
+    unit: float
+
+
+class BlockFormat(NamedTuple):
+    """The format of a codec with a scale per block, as the C and Triton implementations take it."""
+
+    block: int
+    bits: int
+    kind: int
+    largest_code: float
+    stochastic: bool = False
+
+    @property
+    def vectors(self) -> int:
+        """bfloat16 numbers per block: a scale, and a zero point if the block is asymmetric."""
+        return 2 if self.kind == ASYMMETRIC else 1
 
 
 def check_block(block: int) -> None:

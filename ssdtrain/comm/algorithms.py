@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssdtrain.codecs import Key
+from ssdtrain.codecs.base import Pieces
 from ssdtrain.comm.coding import Coder, Ranges
 from ssdtrain.comm.feedback import Feedback
 from ssdtrain.comm.meter import CommMetrics
@@ -94,6 +95,30 @@ class Call:
 
     def nbytes(self, coder: Coder, piece: Piece) -> int:
         return coder.nbytes(piece.values.numel(), piece.uncompressed_ranges, self.dtype)
+
+    def encode_for_peers(
+        self, coder: Coder, outgoing: Sequence[Sequence[Piece]], index: int, packed: Tensor, what: str
+    ) -> bool:
+        """The payloads of all peers, without this rank's own (`index`), into `packed` at once. False: encode them one by one,
+        because they differ in size, do not lie at equal distances, or no kernel does it."""
+        if self.feedback is not None or any(len(pieces) != 1 for pieces in outgoing):
+            return False
+        values = [pieces[0].values for pieces in outgoing]
+        numel, dtype = values[0].numel(), values[0].dtype
+        stride = values[1].data_ptr() - values[0].data_ptr()
+        if (
+            any(piece.uncompressed_ranges or piece.reference is not None for (piece,) in outgoing)
+            or any(v.numel() != numel or v.dtype != dtype for v in values)
+            or any(v.data_ptr() != values[0].data_ptr() + i * stride for i, v in enumerate(values))
+            or stride % dtype.itemsize
+            or not coder.encodes(numel, (), self.dtype)
+        ):
+            return False
+        name = f"{self.name}|{what}"
+        peers = Pieces(len(values) - 1, stride // dtype.itemsize, packed.numel() // (len(values) - 1), index)
+        return coder.encode_pieces(
+            values[0], packed, peers, self.key._replace(tensor=zlib.crc32(name.encode()))
+        )
 
 
 def reduce_scatter(call: Call, shards: Sequence[Piece], part: str) -> Generator[Any, None, Tensor]:
@@ -291,8 +316,9 @@ def _exchange(
     message = [call.nbytes(coder, piece) for piece in incoming]
     receives = [0 if peer == index else sum(message) for peer in range(len(outgoing))]
     packed = torch.empty(sum(sends), dtype=torch.uint8, device=device)
+    at_once = call.encode_for_peers(coder, outgoing, index, packed, names[0][0])
     for peer, place in enumerate(packed.split(sends)):
-        if peer == index:
+        if peer == index or at_once:
             continue
         for piece, name, out in zip(outgoing[peer], names[peer], place.split(sizes[peer]), strict=True):
             call.encode(coder, piece, out, name)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ssdtrain.codecs import ALIGNMENT, FixedSizeCodec, Key
+from ssdtrain.codecs.base import Pieces
 
 Ranges = tuple[tuple[int, int], ...]
 """Ascending, disjoint (start, stop) of elements."""
@@ -101,6 +102,13 @@ class Coder:
         self.codec.encode(lossy, aligned, key)
         if aligned is not payload:
             payload.copy_(aligned)
+
+    def encode_pieces(self, first: Tensor, out: Tensor, pieces: Pieces, key: Key) -> bool:
+        """The payloads of several pieces without uncompressed ranges; see `FixedSizeCodec.encode_pieces`."""
+        codec = self.codec
+        if codec is None or first.dtype not in codec.inputs or out.data_ptr() % ALIGNMENT:
+            return False
+        return codec.encode_pieces(first, out, pieces, key)
 
     def decode(self, payload: Tensor, out: Tensor, uncompressed_ranges: Ranges, dtype: torch.dtype) -> None:
         """Decode into the flat piece `out` [numel]."""

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssdtrain.codecs import Key
+from ssdtrain.codecs.warm_up import warm_up
 from ssdtrain.comm.adaptation import AdaptiveBitWidth
 from ssdtrain.comm.agreement import agreed_hosts
 from ssdtrain.comm.algorithms import Call, Coders
@@ -42,10 +43,10 @@ from ssdtrain.comm.feedback import Feedback
 from ssdtrain.comm.meter import CommMetrics, Meter
 from ssdtrain.comm.notices import FIRST_STEPS, Notices
 from ssdtrain.comm.point_to_point import PointToPoint
-from ssdtrain.comm.policy import Policy
+from ssdtrain.comm.policy import Policy, codec_of
 from ssdtrain.comm.references import References
 from ssdtrain.comm.routing import CHANGED, IN_FULL, NO_FEWER_BYTES, Route, Router
-from ssdtrain.comm.work import ChainedWork, CompressedWork
+from ssdtrain.comm.work import ChainedWork, CompressedWork, Streams
 
 logger = logging.getLogger("ssdtrain")
 
@@ -70,8 +71,8 @@ class Communicator:
     """
 
     def __init__(self, policy: Policy, device: torch.device | str = "cpu") -> None:
-        self.policy = policy
         self.device = torch.device(device)
+        self.policy = policy = policy.for_device(self.device)
         self.meter = Meter()
         self.rank = dist.get_rank()
         self.notices = Notices()
@@ -86,7 +87,9 @@ class Communicator:
         self.bit_widths: AdaptiveBitWidth | None = None
         if policy.adapt is not None:
             self.bit_widths = AdaptiveBitWidth(policy.adapt, policy.rules["dp"].between)
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._streams = Streams(self.device)
+        for spec in sorted(policy.specs(self.steps)):
+            warm_up(codec_of(spec), self.device, (torch.float32, torch.bfloat16))
 
     def key(self) -> Key:
         """The key of this rank's random numbers in this step."""
@@ -234,7 +237,7 @@ class Communicator:
             call = self._call(dimension, route, sample.dtype, CommMetrics(), Bucket("probe"))
             call.feedback = trial
             CompressedWork(
-                sample.steps(call, self.policy.chunk), call.metrics, self.meter, self._stream
+                sample.steps(call, self.policy.chunk), call.metrics, self.meter, self._streams.of(dimension)
             ).wait()
 
         return self.router.probed(collective, dimension, routes, calls[0], warming_up, run)
@@ -265,7 +268,8 @@ class Communicator:
                 self.bit_widths.measured(route.topology.group, bucket.name, errors)
 
         steps = collective.steps(call, self.policy.chunk)
-        return CompressedWork(steps, metrics, self.meter, self._stream, collective.tensors, finished)
+        stream = self._streams.of(dimension)
+        return CompressedWork(steps, metrics, self.meter, stream, collective.tensors, finished)
 
     def all_to_all(
         self,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from ssdtrain.telemetry.registry import MetricSet, Over, Unit, counter
+from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter
 
 
 @dataclass
@@ -19,11 +19,11 @@ class CommMetrics(MetricSet):
     raw_bytes: int = counter(Unit.BYTES, "without compression")
     """What the framework's own algorithm sends from this rank, in the dtype that it sends: for a ring of N ranks and S bytes
     2(N-1)/N S for an all-reduce and (N-1)/N S for each half of one."""
-    codec_seconds: float = counter(Unit.SECONDS, "codec", ranks=Over.MAX)
+    codec_seconds: float = counter(Unit.SECONDS, "codec", ranks=Reduce.MAX)
     """Encoding, decoding and summing, on the host; on a GPU `device_seconds` holds all."""
-    wait_seconds: float = counter(Unit.SECONDS, "waited", ranks=Over.MAX)
+    wait_seconds: float = counter(Unit.SECONDS, "waited", ranks=Reduce.MAX)
     """Waiting for messages that were under way."""
-    device_seconds: float = counter(Unit.SECONDS, ranks=Over.MAX)
+    device_seconds: float = counter(Unit.SECONDS, ranks=Reduce.MAX)
     """From the start to the end of compressed calls on the communication stream."""
     compressed: int = counter(Unit.COUNT)
     """Calls that were compressed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -59,6 +59,10 @@ PRESETS: dict[str, dict[str, str]] = {
     },
 }
 FEEDBACK = {"balanced": "int8", "aggressive": "int8"}
+
+
+DEVICE_CHUNK = 32 << 20
+"""Bytes of a piece on a GPU, at least."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +132,19 @@ class Policy:
             seed=config.seed,
         )
 
+    def for_device(self, device: torch.device) -> Policy:
+        """The same policy with pieces that fit the device: on a GPU the launches of small ones take longer than their coding."""
+        return replace(self, chunk=max(self.chunk, DEVICE_CHUNK)) if device.type == "cuda" else self
+
     def digest(self) -> str:
         """A hash that is equal on two ranks if they encode and decode messages in the same way."""
         text = json.dumps([asdict(self), FORMAT_VERSION], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def specs(self, step: int) -> set[str]:
+        """The codecs that collectives may use from step `step` on."""
+        found = {spec for rule in self.rules.values() for spec in (rule.inside, rule.between)} - {OFF}
+        return found | {WARMUP_CODEC} if found and step < self.warmup_steps else found
 
     def codec(self, spec: str, step: int) -> FixedSizeCodec | None:
         """The codec of a collective in step `step`; None: elements are sent uncompressed."""

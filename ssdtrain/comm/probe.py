@@ -108,5 +108,9 @@ def _round(ways: Sequence[Callable[[], None]], device: torch.device, number: int
 
 
 def _synchronize(device: torch.device) -> None:
+    """Wait for what this stream was given, and for nothing else: other streams may hold work that waits for a peer, which may
+    wait for this rank."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()

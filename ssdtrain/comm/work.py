@@ -26,6 +26,25 @@ Steps = Generator[Any, None, None]
 """Yields what has a `wait()`."""
 
 
+class Streams:
+    """The communication streams of a device, one per parallel dimension: coding for one does not wait for messages of another.
+
+    Their priority is high, because what waits for a collective waits for its coding too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: dict[str, torch.cuda.Stream] = {}
+
+    def of(self, dimension: str) -> torch.cuda.Stream | None:
+        """None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        if dimension not in self._streams:
+            self._streams[dimension] = torch.cuda.Stream(self._device, priority=-1)
+        return self._streams[dimension]
+
+
 class CompressedWork:
     """A collective under way; what `async_op=True` returns. The interface of torch's Work that frameworks use."""
 

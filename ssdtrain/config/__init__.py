@@ -1,14 +1,12 @@
-"""One schema for what is asked of SSDTrain, read from a block of a framework's JSON config, YAML, Python and
-command-line flags.
+"""The configuration of SSDTrain: one schema for a framework's JSON config, YAML, Python dicts and command-line flags.
 
-Lives here: the schema (`schema`), the units people write (`units`, `amount`, `paths`, `kinds`), reading and
-refusing (`load`, `errors`), and what is generated from the schema: flags (`flags`) and docs/config.md
-(`document`). Import from this package: what `__all__` names. Nothing here imports torch or any other room of
-ssdtrain, makes a directory, or knows what the engine does with a value.
+Contains the schema (`schema`), parsers of values (`units`, `amount`, `paths`, `codecs`, `kinds`), loading and validation
+(`load`, `files`, `errors`), and what is generated from the schema: flags (`flags`) and docs/config.md (`document`). The public
+names are in `__all__`. Imports neither torch nor any other package of ssdtrain, and creates no directory.
 """
 
 from ssdtrain.config.amount import Amount, parse_amount
-from ssdtrain.config.errors import ConfigError, Problem, Refusal
+from ssdtrain.config.errors import ConfigError, InvalidValue, Problem
 from ssdtrain.config.load import load_config
 from ssdtrain.config.schema import (
     DIMENSIONS,
@@ -36,9 +34,9 @@ __all__ = [
     "CompactConfig",
     "Config",
     "ConfigError",
+    "InvalidValue",
     "OffloadConfig",
     "Problem",
-    "Refusal",
     "ReportConfig",
     "exact_size",
     "format_duration",

@@ -4,7 +4,7 @@ hidden."""
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import exact_size, parse_fraction, parse_size
 
 AMOUNT_ALLOWED = (
@@ -15,10 +15,10 @@ AMOUNT_ALLOWED = (
 
 @dataclass(frozen=True)
 class Amount:
-    """What `offload.amount` asks for.
+    """Value of `offload.amount`.
 
-    Which tensors stay is the same for both limits: those saved last, because backward needs them first and an
-    SSD has the least time to bring them back (arXiv 2408.10013).
+    Tensors that are not offloaded are the last ones saved, because backward needs them first, which leaves the least time to
+    read them back (arXiv 2408.10013).
     """
 
     kind: Literal["all", "auto", "fraction", "keep"]
@@ -30,9 +30,9 @@ class Amount:
         whole = self.value == 1
         fits = {"all": whole, "auto": whole, "fraction": 0 <= self.value < 1, "keep": self.value >= 0}
         if self.kind not in fits:
-            raise Refusal(f'has the unknown kind "{self.kind}"', '"all", "auto", "fraction", "keep"')
+            raise InvalidValue(f'has the unknown kind "{self.kind}"', '"all", "auto", "fraction", "keep"')
         if not fits[self.kind]:
-            raise Refusal(
+            raise InvalidValue(
                 f"has the value {self.value}, which the kind {self.kind} cannot have", AMOUNT_ALLOWED
             )
 
@@ -52,7 +52,7 @@ def parse_amount(value: Any) -> Amount:
     A bare number above 1 is refused: 60 may mean a percentage or bytes. 1 and "100%" are "all".
 
     Raises:
-        Refusal: none of these.
+        InvalidValue: none of these.
     """
     if isinstance(value, Amount):
         return value
@@ -66,7 +66,7 @@ def parse_amount(value: Any) -> Amount:
             if text[-1:].isalpha():
                 return Amount("keep", parse_size(text))
         fraction = parse_fraction(value)
-    except Refusal as refusal:
-        bare = refusal.why == "is more than 1" and not (isinstance(value, str) and "%" in value)
-        raise Refusal(f"{refusal.why} and has no unit" if bare else refusal.why, AMOUNT_ALLOWED) from None
+    except InvalidValue as error:
+        bare = error.why == "is more than 1" and not (isinstance(value, str) and "%" in value)
+        raise InvalidValue(f"{error.why} and has no unit" if bare else error.why, AMOUNT_ALLOWED) from None
     return Amount("all") if fraction == 1 else Amount("fraction", fraction)

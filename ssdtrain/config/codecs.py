@@ -1,8 +1,7 @@
-"""Codecs as a config names them: "int4:block=64,round=stochastic,hadamard".
+"""Codec specifications in a config: "int4:block=64,round=stochastic,hadamard".
 
-A name, and after a colon parameters separated by commas: `key=value`, or a key alone for a switch. Which names and
-parameters there are is written here, so that a config with an unknown one is refused when it is read;
-`ssdtrain.codecs.registry` makes the codecs.
+Syntax: a name, optionally followed by a colon and comma-separated parameters, each `key=value` or a switch `key`. Names and
+parameters are declared here, so that a config is validated when it is read; `ssdtrain.codecs.registry` creates the codecs.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.similar import closest
 from ssdtrain.config.units import parse_size
 
@@ -20,10 +19,10 @@ OFF = "off"
 
 @dataclass(frozen=True)
 class Parameter:
-    """How the value of one parameter is read."""
+    """How a parameter's value is parsed."""
 
     allowed: str
-    """As in "one of 32, 64, 128, 256"."""
+    """Allowed values, for error messages: "one of 32, 64, 128, 256"."""
     read: Callable[[str], Any]
     """Raises ValueError."""
     switch: bool = False
@@ -32,7 +31,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class CodecKind:
-    """What a config may ask of one codec."""
+    """A codec and its parameters."""
 
     about: str
     parameters: Mapping[str, Parameter]
@@ -44,11 +43,11 @@ class CodecKind:
 
 @dataclass(frozen=True)
 class CodecSpec:
-    """A codec that was asked for."""
+    """A parsed codec specification."""
 
     name: str
     values: Mapping[str, Any]
-    """Parameters that were given. A switch without a value is True."""
+    """The given parameters. A switch without a value is True."""
 
 
 def _among(*choices: Any) -> Parameter:
@@ -126,17 +125,17 @@ OFFLOAD_ALLOWED = (
 
 
 def parse_codec(text: str) -> CodecSpec:
-    """The codec that `text` asks for.
+    """Parse a codec specification.
 
     Raises:
-        Refusal: unknown name, parameter or value; nothing behind a colon or a comma.
+        InvalidValue: unknown name, parameter or value; an empty parameter.
     """
     name, colon, rest = text.strip().partition(":")
     kind = CODECS.get(name)
     if kind is None:
         near = closest(name, CODECS)
         hint = f' (did you mean "{near}"?)' if near else ""
-        raise Refusal(f"is no codec{hint}", f"one of {', '.join(CODECS)}")
+        raise InvalidValue(f"is not a codec{hint}", f"one of {', '.join(CODECS)}")
     takes = f"{name} takes {', '.join(kind.parameters) or 'no parameters'}"
     values: dict[str, Any] = {}
     for part in rest.split(",") if colon else ():
@@ -144,29 +143,29 @@ def parse_codec(text: str) -> CodecSpec:
         parameter = kind.parameters.get(key)
         if parameter is None:
             why = f"has the unknown parameter {key[:40]!r}" if key else "has an empty parameter"
-            raise Refusal(why, takes)
+            raise InvalidValue(why, takes)
         if key in values:
-            raise Refusal(f"has {key} twice", "each parameter once")
+            raise InvalidValue(f"has {key} twice", "each parameter once")
         try:
             if not equals and not parameter.switch:
                 raise ValueError
             values[key] = parameter.read(value) if equals else True
         except ValueError:
             given = f"has {key}={value[:40]}" if equals else f"has {key} without a value"
-            raise Refusal(given, f"{key} takes {parameter.allowed}") from None
+            raise InvalidValue(given, f"{key} takes {parameter.allowed}") from None
     return CodecSpec(name, values)
 
 
 def parse_offload_codec(value: Any) -> str:
-    """The text of a codec that can encode saved floating-point tensors.
+    """Validate the specification of a codec for saved floating-point tensors.
 
     Raises:
-        Refusal: not text, or as `parse_codec`, or a codec of something else.
+        InvalidValue: not a string, as `parse_codec`, or a codec of other dtypes.
     """
     if not isinstance(value, str):
-        raise Refusal(f"is a {type(value).__name__}", OFFLOAD_ALLOWED)
+        raise InvalidValue(f"is a {type(value).__name__}", OFFLOAD_ALLOWED)
     if not CODECS[parse_codec(value).name].floats:
-        raise Refusal(
+        raise InvalidValue(
             "does not encode floating-point tensors (boolean masks are always packed)", OFFLOAD_ALLOWED
         )
     return value
@@ -180,15 +179,17 @@ FRAMED_RULE_ALLOWED = RULE_ALLOWED.replace("), ", ", lossless), ", 1)
 
 
 def split_rule(rule: str, *, framed: bool) -> tuple[str, str, int | None]:
-    """(codec or "off" between ranks of one node, the same between nodes, bytes below which messages go as they are) of a value
-    of the `comm` section; the last is None where the rule does not say.
+    """Split a rule of the `comm` section.
 
     Args:
         rule: "int8", "off/int8@64KiB".
-        framed: the traffic carries the size of each message, so a payload of unknown size fits.
+        framed: messages of this traffic carry their size, so that payloads of variable size are allowed.
+
+    Returns:
+        (codec or "off" within a node, codec or "off" between nodes, minimum message size in bytes or None).
 
     Raises:
-        Refusal: a codec that is unknown, or that cannot serve this traffic; no size behind the @.
+        InvalidValue: a codec that is unknown or unsuitable for this traffic; no size after the @.
     """
     allowed = FRAMED_RULE_ALLOWED if framed else RULE_ALLOWED
     body, at, size = rule.partition("@")
@@ -198,28 +199,28 @@ def split_rule(rule: str, *, framed: bool) -> tuple[str, str, int | None]:
             continue
         try:
             kind = CODECS[parse_codec(text).name]
-        except Refusal as refusal:
-            why = refusal.why if text == rule else f"asks for {text[:40]!r}, which {refusal.why}"
-            raise Refusal(
-                why, allowed if refusal.allowed.startswith("one of raw") else refusal.allowed
+        except InvalidValue as error:
+            why = error.why if text == rule else f"asks for {text[:40]!r}, which {error.why}"
+            raise InvalidValue(
+                why, allowed if error.allowed.startswith("one of raw") else error.allowed
             ) from None
         if not kind.floats:
-            raise Refusal(f"asks for {text}, which does not encode floating-point tensors", allowed)
+            raise InvalidValue(f"asks for {text}, which does not encode floating-point tensors", allowed)
         if not kind.fixed_size and not framed:
             why = f"asks for {text}, whose size depends on the data: only pipeline messages carry their size"
-            raise Refusal(why, allowed)
+            raise InvalidValue(why, allowed)
     return inside, between if slash else inside, parse_size(size.strip()) if at else None
 
 
 def parse_rule(value: Any, *, framed: bool) -> str:
-    """A value of the `comm` section as text, checked by `split_rule`.
+    """Validate a rule of the `comm` section with `split_rule`.
 
     Raises:
-        Refusal: not text, or as `split_rule`.
+        InvalidValue: not a string, or as `split_rule`.
     """
     # YAML 1.1 reads a bare `off` as a boolean.
     text = OFF if value is False else value
     if not isinstance(text, str) or not text.strip():
-        raise Refusal("is no codec", FRAMED_RULE_ALLOWED if framed else RULE_ALLOWED)
+        raise InvalidValue("is not a codec", FRAMED_RULE_ALLOWED if framed else RULE_ALLOWED)
     split_rule(text.strip(), framed=framed)
     return text.strip()

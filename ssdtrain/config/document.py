@@ -1,4 +1,4 @@
-"""Writes docs/config.md from the schema: `python -m ssdtrain.config.document docs/config.md`."""
+"""Generates docs/config.md from the schema: `python -m ssdtrain.config.document docs/config.md`."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from ssdtrain.config.flags import FILE_FLAG, flags, to_arguments
 from ssdtrain.config.kinds import kind_of
 from ssdtrain.config.load import load_config, section_of
 from ssdtrain.config.paths import PLACEHOLDERS
-from ssdtrain.config.schema import LATER, Config, Section
+from ssdtrain.config.schema import RESERVED, Config, Section
 from ssdtrain.config.units import DURATION_UNITS, SIZE_UNITS, exact_size, format_duration
 
 EXAMPLE: dict[str, Any] = {
@@ -25,19 +25,18 @@ EXAMPLE: dict[str, Any] = {
     },
     "report": {"interval": 20},
 }
-"""Shown as JSON, as YAML and as flags."""
+"""Documented as JSON, YAML and flags."""
 
 INTRODUCTION = """\
 # Configuration
 
 This page is generated from the schema by `make docs`; edit `ssdtrain/config/schema.py`.
 
-One schema serves the `"ssdtrain"` block of a DeepSpeed JSON, a YAML or JSON file, a Python dict and
-command-line flags. Leaving a key out gives its default, and so does the value
-`"auto"` for any key but `offload.amount`, where it has a meaning of its own (under
-accelerate see deepspeed.md). A feature whose section is absent is off. Unknown keys,
-values of the wrong kind and values that exclude each other are refused when the
-config is read, all in one error:
+The same schema applies to the `"ssdtrain"` block of a DeepSpeed JSON, a YAML or JSON file, a Python dict and
+command-line flags. An omitted key has its default, and so has a key with the value `"auto"`, except
+`offload.amount` (for accelerate see deepspeed.md). A feature is disabled if its section is absent.
+Unknown keys, invalid values and conflicting values are
+reported together when the config is read:
 
 ```
 {error}
@@ -46,8 +45,8 @@ config is read, all in one error:
 
 
 def document() -> str:
-    """The whole of docs/config.md."""
-    return "\n".join([_introduction(), _examples(), _values(), *_sections(Config, ()), _later()])
+    """The content of docs/config.md."""
+    return "\n".join([_introduction(), _examples(), _values(), *_sections(Config, ()), _reserved()])
 
 
 def _introduction() -> str:
@@ -56,7 +55,7 @@ def _introduction() -> str:
         load_config(refused)
     except ValueError as error:
         return INTRODUCTION.format(error=error)
-    raise AssertionError(f"the config that shows an error is accepted: {refused}")
+    raise AssertionError(f"the example of an invalid config was accepted: {refused}")
 
 
 def _examples() -> str:
@@ -66,20 +65,20 @@ def _examples() -> str:
     as_yaml = yaml.safe_dump(block, sort_keys=False)
     as_flags = " \\\n    ".join(_flag_lines(to_arguments(config)))
     return f"""\
-## The same config three ways
+## The same config in three formats
 
-In a DeepSpeed JSON, beside DeepSpeed's own keys:
+In a DeepSpeed JSON, next to DeepSpeed's own keys:
 
 ```json
 {as_json}
 ```
 
-In a YAML file (or JSON, or below a key `{KEY}` in either), for plain PyTorch and for `{FILE_FLAG}`:
+In a YAML or JSON file (optionally under a key `{KEY}`), for plain PyTorch and for `{FILE_FLAG}`:
 
 ```yaml
 {as_yaml}```
 
-As flags of Megatron-LM, where a flag that is given wins over the file of `{FILE_FLAG} FILE`:
+As flags of Megatron-LM, which take precedence over the file of `{FILE_FLAG} FILE`:
 
 ```
     {as_flags}
@@ -104,11 +103,11 @@ def _values() -> str:
 ## Values
 
 - **size**: bytes as a whole number, or a number and a unit: `"64MiB"`, `"0.5TB"`.
-  Units: {sizes}; those with an i are powers of 1024. `64M` is refused, because it has two readings.
+  Units: {sizes}; those with an i are powers of 1024. `64M` is ambiguous and invalid.
 - **seconds**: a number, or a number and a unit: `10`, `"500ms"`, at most a day. Units: {durations}.
-- **amount**: `"all"`; a fraction such as `0.6` or `"60%"`; or a size with its unit, the bytes that stay.
+- **amount**: `"all"`; a fraction such as `0.6` or `"60%"`; or a size with its unit, the bytes that are not offloaded.
 - **directories**: one or a list. {places} and `~` are expanded on each rank,
-  relative paths start at the working directory. `$` and URLs are refused: nothing expands them here.
+  relative paths start at the working directory. Environment variables (`$`) and URLs are not supported.
 """
 
 
@@ -160,17 +159,17 @@ def _default(field: FieldInfo) -> str:
     return f"`{json.dumps(kind.plain(value))}`"
 
 
-def _later() -> str:
-    keys = ", ".join(f"`{KEY}.{key}`" for key in sorted(LATER))
+def _reserved() -> str:
+    keys = ", ".join(f"`{KEY}.{key}`" for key in sorted(RESERVED))
     return f"""\
 ## Not in this version
 
-{keys} are refused with "not in this version".
+{keys} are reserved and rejected with "not in this version".
 """
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the page to the file that is named, or to standard output."""
+    """Write the page to the given file or to standard output."""
     if len(arguments) > 1:
         print("usage: python -m ssdtrain.config.document [FILE]", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Errors of a config: the key, its value, what is wrong with it, and what is allowed."""
+"""Errors of a config: the key, its value, the reason, and what is allowed."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ _SHOWN_KEY = 60  # of a key
 _SHOWN_BITS = 10_000  # of an integer; Python writes up to 4300 digits, which is about 14,000 bits
 
 
-class Refusal(ValueError):
-    """One value is refused. Raised by parsers and validators, which do not know the key they serve.
+class InvalidValue(ValueError):
+    """A value is invalid. Raised by parsers and validators, which do not know the key.
 
     Attributes:
-        why: completes the sentence "<value> ...", as in "is negative".
-        allowed: what could stand there instead.
+        why: completes the sentence "<value> ...", for example "is negative".
+        allowed: allowed values.
     """
 
     def __init__(self, why: str, allowed: str) -> None:
@@ -26,8 +26,8 @@ class Refusal(ValueError):
         return f"{self.why}; allowed: {self.allowed}"
 
 
-class Contradiction(ValueError):
-    """Values that are fine one by one do not go together. Carries one (key, value, why, allowed) for each."""
+class ConflictingValues(ValueError):
+    """Values that are valid individually conflict. Carries (key, value, why, allowed) for each conflict."""
 
     def __init__(self, found: Sequence[tuple[str, Any, str, str]]) -> None:
         super().__init__(list(found))
@@ -41,26 +41,26 @@ class Contradiction(ValueError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One reason why a config is refused."""
+    """One error in a config."""
 
     path: str
-    """The full key, as in "ssdtrain.offload.prefetch"."""
+    """The full key, for example "ssdtrain.offload.prefetch"."""
     value: Any
-    """What was written there."""
+    """The given value."""
     why: str
-    """Completes the sentence "<value> ...", as in "is negative"."""
+    """Completes the sentence "<value> ...", for example "is negative"."""
     allowed: str
-    """What could stand there instead."""
+    """Allowed values."""
 
     def __str__(self) -> str:
         return f"{self.path}: {shown(self.value)} {self.why}; allowed: {self.allowed}"
 
 
 class ConfigError(ValueError):
-    """A config is refused. Its text lists every problem that was found.
+    """A config is invalid. The message lists every error.
 
     Attributes:
-        problems: one `Problem` for each.
+        problems: one `Problem` per error.
         source: the file that was read, or None.
     """
 
@@ -70,14 +70,14 @@ class ConfigError(ValueError):
         self.source = source
 
     def __str__(self) -> str:
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        count = "1 error" if len(self.problems) == 1 else f"{len(self.problems)} errors"
         origin = f" in {printable(self.source)}" if self.source else ""
-        return "\n  ".join([f"the SSDTrain config is refused, {count}{origin}:", *map(str, self.problems)])
+        return "\n  ".join([f"invalid SSDTrain config{origin} ({count}):", *map(str, self.problems)])
 
 
 def shown(value: Any) -> str:
-    """repr(value) cut to 120 characters, in time and memory that do not depend on the size of `value`: a few
-    lines of YAML with anchors are a list of billions of elements."""
+    """repr(value) truncated to 120 characters, in time and memory independent of the size of `value`: a few lines of YAML with
+    anchors can describe a list of billions of elements."""
     text = ""
     for piece in _pieces(value):
         text += piece
@@ -87,7 +87,7 @@ def shown(value: Any) -> str:
 
 
 def shown_key(key: Any) -> str:
-    """A key of a mapping as an error writes it: without quotes where it is a short printable text."""
+    """A mapping's key for an error message: without quotes if it is a short printable string."""
     if isinstance(key, str) and len(key) <= _SHOWN_KEY and key.isprintable():
         return key
     text = shown(key)
@@ -95,12 +95,12 @@ def shown_key(key: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` if every stream can write it on one line, else its repr (lone surrogates, control characters)."""
+    """`text` if it is printable on one line, else its repr (lone surrogates, control characters)."""
     return text if text.isprintable() else repr(text)
 
 
 def _pieces(value: Any) -> Iterator[str]:
-    # Each level of nesting begins with a bracket, so `shown` ends the recursion after as many levels as characters.
+    # Each level of nesting yields a bracket first, so `shown` bounds the depth of the recursion.
     if isinstance(value, Mapping):
         yield "{"
         for index, key in enumerate(value):

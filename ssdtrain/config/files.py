@@ -1,7 +1,7 @@
-"""Reads the block out of a YAML or JSON file, remembering keys that the file wrote twice.
+"""Reads the config block from a YAML or JSON file and records duplicate keys.
 
-A file may be hostile or just not a config: its size, its nesting and what its anchors and merges make of it are bounded, so
-that reading one takes less than a second.
+The file may be malicious or not a config at all: its size, its nesting and the expansion of anchors and merges are bounded, so
+that reading takes less than a second.
 """
 
 import json
@@ -14,24 +14,23 @@ from typing import Any
 import yaml
 
 from ssdtrain.config.errors import ConfigError, Problem, printable
-from ssdtrain.config.schema import LATER, Config
+from ssdtrain.config.schema import RESERVED, Config
 from ssdtrain.config.similar import resembles
 
 KEY = "ssdtrain"
-"""The key of the block in a framework's config, and the first part of every key that an error names."""
+"""The key of the block in a framework's config, and the first part of every full key."""
 
 LARGEST_FILE = 64 * 1024
 """Bytes."""
 LARGEST_YAML = 10_000
-"""Nodes of a YAML file, and keys that its merges (<<) make."""
+"""Maximum nodes of a YAML file, and maximum keys from its merges (<<)."""
 DEEPEST = 64
-"""Levels of nesting in a YAML file."""
+"""Maximum nesting in a YAML file."""
 _FILE_ALLOWED = "a YAML or JSON file"
 
 
 def read_block(file: str | Path, *, path: str = KEY) -> dict[str, Any]:
-    """The block in a YAML or JSON file: what stands under the key "ssdtrain" if there is one, else the whole
-    file.
+    """Read the block of a YAML or JSON file: the value of the key "ssdtrain" if present, else the whole file.
 
     Raises:
         ConfigError: the file cannot be read, is neither YAML nor JSON, is larger than `LARGEST_FILE`, or holds no block.
@@ -75,7 +74,7 @@ def _block_of(content: Any, file: str, path: str) -> dict[str, Any]:
     problems: list[Problem] = []
     if isinstance(content, dict) and KEY in content:
         block, where = content[KEY], f'the key "{KEY}" of {file}'
-        beside = [key for key in (*Config.model_fields, *LATER) if key in content and key != "checkpoint"]
+        beside = [key for key in (*Config.model_fields, *RESERVED) if key in content and key != "checkpoint"]
         problems += [
             Problem(f"{path}.{key}", content[key], f'stands beside the key "{KEY}"', f'inside "{KEY}"')
             for key in beside
@@ -96,8 +95,7 @@ def _block_of(content: Any, file: str, path: str) -> dict[str, Any]:
 
 
 class _Mapping(dict[Any, Any]):
-    """A dict that remembers which keys its source wrote more than once; JSON and YAML readers keep the last
-    in silence."""
+    """A dict that records the duplicate keys of its source, of which JSON and YAML readers silently keep the last."""
 
     repeated: tuple[Any, ...] = ()
 
@@ -112,9 +110,9 @@ class _Mapping(dict[Any, Any]):
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's SafeLoader, except that it builds `_Mapping` and gives up on a file that becomes too large.
+    """PyYAML's SafeLoader, but creates `_Mapping` and enforces size limits.
 
-    It is not the loader of libyaml, which overflows the C stack where the nesting is deep.
+    Not based on libyaml's loader, which overflows the C stack on deep nesting.
     """
 
     def __init__(self, stream: str) -> None:
@@ -122,7 +120,7 @@ class _Loader(yaml.SafeLoader):
         self._nodes = 0
         self._depth = 0
         self._merged_keys = 0
-        # Keys that each mapping wrote itself; a merge brings others, which it may write again on purpose.
+        # Keys written in each mapping itself, without those of merges, which it may override.
         self._own: dict[yaml.MappingNode, list[yaml.Node]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -149,7 +147,7 @@ class _Loader(yaml.SafeLoader):
         return _Mapping(self.construct_mapping(node, deep=True)).with_repeated(written)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Puts the keys that merges (<<) bring in front of the mapping's own, which win."""
+        """Put the keys of merges (<<) before the mapping's own, which take precedence."""
         if node in self._own:
             return
         own = [(key, value) for key, value in node.value if key.tag != _MERGE]
@@ -171,7 +169,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 def _sources(value: yaml.Node) -> Iterator[yaml.MappingNode]:
-    """The mappings that a merge names: one, or a sequence of them, whose earlier ones win."""
+    """The mappings of a merge: one, or a sequence in which earlier ones take precedence."""
     for source in value.value if isinstance(value, yaml.SequenceNode) else [value]:
         if not isinstance(source, yaml.MappingNode):
             raise yaml.constructor.ConstructorError(

@@ -1,6 +1,6 @@
-"""Command-line flags made from the schema, and the config that parsed flags ask for.
+"""Command-line flags generated from the schema, and the config of parsed flags.
 
-A flag's default is None, "not given": the schema holds the defaults, and a flag that was given wins over the
+The default of every flag is None, meaning not given: defaults are in the schema, and a given flag takes precedence over the
 file of --ssdtrain-config.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.files import KEY, read_block
 from ssdtrain.config.kinds import Kind, kind_of
 from ssdtrain.config.load import AUTO, config_from_dict, section_of
@@ -24,30 +24,30 @@ FILE_DEST = f"{KEY}_config"
 
 @dataclass(frozen=True)
 class Flag:
-    """One key of the schema on a command line. A boolean key has a second flag, --no-..., for false."""
+    """The flag of one key. A boolean key has a second flag, --no-..., for false."""
 
     name: str
-    """As in "--ssdtrain-offload-directories"."""
+    """For example "--ssdtrain-offload-directories"."""
     dest: str
-    """Attribute of the namespace, as in "ssdtrain_offload_directories"."""
+    """Attribute of the namespace, for example "ssdtrain_offload_directories"."""
     keys: tuple[str, ...]
-    """Where the value stands in the block, as in ("offload", "directories")."""
+    """Path in the block, for example ("offload", "directories")."""
     kind: Kind
     boolean: bool
     help: str
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What can be written: the flag, and its opposite where it is a boolean."""
+        """The flag, and its opposite if it is a boolean."""
         return (self.name, self.name.replace("--", "--no-", 1)) if self.boolean else (self.name,)
 
     @property
     def path(self) -> str:
-        """The full key, as in "ssdtrain.offload.directories"."""
+        """The full key, for example "ssdtrain.offload.directories"."""
         return ".".join((KEY, *self.keys))
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
-        """Adds the flag to a parser or to a group of one."""
+        """Add the flag to a parser or argument group."""
         # argparse formats help texts with %.
         common: dict[str, Any] = {"dest": self.dest, "default": None, "help": self.help.replace("%", "%%")}
         if self.boolean:
@@ -62,24 +62,24 @@ class Flag:
         parser.add_argument(self.name, type=self._read, **common)
 
     def _read(self, text: str) -> Any:
-        """Checks one value while argparse can still name the flag; what stays in the namespace is plain.
+        """Validate a value while argparse can still name the flag. Returns a plain value.
 
-        Frameworks print their namespace and save it in checkpoints, so it holds text and numbers only.
+        Frameworks print their namespace and save it in checkpoints, so it contains strings and numbers only.
         """
         if text == AUTO:
             return text
         try:
             value = self.kind.text(text)
             self.kind.parse([value] if self.kind.many else value)
-        except Refusal as refusal:
-            raise argparse.ArgumentTypeError(f"{text!r} {refusal}") from None
+        except InvalidValue as error:
+            raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is refused; allowed: {self.kind.allowed}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is invalid; allowed: {self.kind.allowed}") from None
         return value
 
 
 def flags(section: type[Section] = Config, keys: tuple[str, ...] = ()) -> Iterator[Flag]:
-    """A flag for every key of the schema, in its order."""
+    """The flags of all keys, in the order of the schema."""
     for name, field in section.model_fields.items():
         path = (*keys, name)
         inner = section_of(field)
@@ -99,9 +99,7 @@ def flags(section: type[Section] = Config, keys: tuple[str, ...] = ()) -> Iterat
 
 
 def check_unknown_flags(parser: argparse.ArgumentParser) -> None:
-    """Make `parser` end with an error for a flag that is not known and was probably meant for SSDTrain, and name the flag that
-    is like it. A parser that is told to ignore unknown flags (`parse_known_args`) would else train without what was asked for.
-    """
+    """Make `parse_known_args`, which ignores unknown flags, report misspelled SSDTrain flags as errors with a suggestion."""
     known = [FILE_FLAG, *(name for flag in flags() for name in flag.names)]
     plain = parser.parse_known_args
 
@@ -121,7 +119,7 @@ def check_unknown_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _is_meant_for(name: str) -> bool:
-    """Whether the first word of a flag (after "--" or "--no-") is the plugin's name or that name misspelled."""
+    """Whether the first word of a flag (after "--" or "--no-") is the plugin's name or a misspelling of it."""
     if not name.startswith("-"):
         return False
     word = name.lstrip("-").replace("_", "-").removeprefix("no-").partition("-")[0]
@@ -129,23 +127,22 @@ def _is_meant_for(name: str) -> bool:
 
 
 def add_flags(parser: argparse._ActionsContainer) -> None:
-    """Adds --ssdtrain-config and a flag for every key to a parser or to a group of one."""
+    """Add --ssdtrain-config and the flags of all keys to a parser or argument group."""
     parser.add_argument(
         FILE_FLAG,
         dest=FILE_DEST,
         default=None,
         metavar="FILE",
-        help="A YAML or JSON file with the SSDTrain config. Flags that are given win over what it says.",
+        help="A YAML or JSON file with the SSDTrain config. Given flags take precedence over it.",
     )
     for flag in flags():
         flag.add_to(parser)
 
 
 def from_namespace(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The block that parsed flags ask for, given flags over the file; None where neither was given.
+    """The block of parsed flags, merged over the file; None if neither was given.
 
-    Attributes that the namespace lacks (one restored from a checkpoint of a run without SSDTrain) count as
-    not given.
+    Attributes missing from the namespace (restored from a checkpoint of a run without SSDTrain) count as not given.
 
     Raises:
         ConfigError: the file cannot be read or holds no block.
@@ -159,7 +156,7 @@ def from_namespace(args: argparse.Namespace) -> dict[str, Any] | None:
     for flag, value in given:
         place = block
         for key in flag.keys[:-1]:
-            # A section that the file wrote as something else is left for config_from_dict to refuse.
+            # config_from_dict reports a section that is not a mapping in the file.
             place = place.setdefault(key, {}) if isinstance(place, dict) else place
         if isinstance(place, dict):
             # A flag that takes several values gives a list.
@@ -168,7 +165,7 @@ def from_namespace(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def config_from_namespace(args: argparse.Namespace) -> Config | None:
-    """The config that parsed flags ask for; None where neither a flag nor a file was given.
+    """The config of parsed flags; None if neither a flag nor a file was given.
 
     Raises:
         ConfigError: as `load_config`; flags and the file together are one config.
@@ -180,7 +177,7 @@ def config_from_namespace(args: argparse.Namespace) -> Config | None:
 
 
 def to_arguments(config: Config) -> list[str]:
-    """The command line that asks for `config`; keys at their defaults are left out."""
+    """The command line equivalent to `config`, without keys at their defaults."""
     block = config.to_dict()
     found: list[str] = []
     for flag in flags():

@@ -1,8 +1,7 @@
-"""What a key may hold: how its value is read, how it is written back, and the sentence that says what is
-allowed.
+"""Types of config values: parsing, serialisation and the description of allowed values.
 
-The schema annotates its fields with these types. Error messages, flags and the generated documentation all
-ask `kind_of` for the same description, so none of them can drift from what the schema accepts.
+The schema annotates its fields with these types. Error messages, flags and the generated documentation take the description
+from `kind_of`, so they always agree with the schema.
 """
 
 import json
@@ -18,24 +17,24 @@ from pydantic.fields import FieldInfo
 
 from ssdtrain.config import codecs, units
 from ssdtrain.config.amount import AMOUNT_ALLOWED, Amount, parse_amount
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.paths import DIRECTORY_ALLOWED, parse_directories, parse_directory
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How one kind of value is read and written."""
+    """Parsing and serialisation of one type of value."""
 
     name: str
-    """For the documentation's type column and as a flag's metavar."""
+    """Shown as the type in the documentation and as a flag's metavar."""
     allowed: str
     """Completes the sentence "allowed: ..."."""
     parse: Callable[[Any], Any]
-    """From what JSON, YAML, Python or a flag holds to the engine's value. Raises `Refusal`."""
+    """From a value of JSON, YAML, Python or a flag to the typed value. Raises `InvalidValue`."""
     plain: Callable[[Any], Any] = lambda value: value
-    """Back to what JSON can hold, without loss."""
+    """To a JSON value, lossless."""
     text: Callable[[str], Any] = str
-    """What a flag's text stands for in a dict."""
+    """From a flag's text to a JSON value."""
     choices: tuple[str, ...] = ()
     many: bool = False
     """A flag takes several values."""
@@ -45,27 +44,27 @@ class Kind:
 
 POSITIVE_SIZE_ALLOWED = f"more than zero: {units.SIZE_ALLOWED}"
 BLOCK = 4096
-"""Bytes; the least that a spill file holds. Drives are read and written in blocks of so many."""
+"""Block size of drives, and minimum size of a spill file, bytes."""
 CAPACITY_ALLOWED = f"at least 4KiB: {units.SIZE_ALLOWED}"
 
 
 def _positive_size(value: Any) -> int:
     try:
         size = units.parse_size(value)
-    except Refusal as refusal:
-        raise Refusal(refusal.why, POSITIVE_SIZE_ALLOWED) from None
+    except InvalidValue as error:
+        raise InvalidValue(error.why, POSITIVE_SIZE_ALLOWED) from None
     if size == 0:
-        raise Refusal("is zero", POSITIVE_SIZE_ALLOWED)
+        raise InvalidValue("is zero", POSITIVE_SIZE_ALLOWED)
     return size
 
 
 def _capacity(value: Any) -> int:
     try:
         size = units.parse_size(value)
-    except Refusal as refusal:
-        raise Refusal(refusal.why, CAPACITY_ALLOWED) from None
+    except InvalidValue as error:
+        raise InvalidValue(error.why, CAPACITY_ALLOWED) from None
     if size < BLOCK:
-        raise Refusal("is less than one block of a drive", CAPACITY_ALLOWED)
+        raise InvalidValue("is less than one block of a drive", CAPACITY_ALLOWED)
     return size
 
 
@@ -94,7 +93,7 @@ NAMES_ALLOWED = 'a list of names or patterns, or "none"'
 
 def _fraction(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-        raise Refusal("is no fraction", FRACTION_ALLOWED)
+        raise InvalidValue("is not a fraction", FRACTION_ALLOWED)
     return float(value)
 
 
@@ -106,8 +105,8 @@ def _patterns(value: Any) -> tuple[str, ...]:
         return ()
     try:
         return _names(value)
-    except Refusal as refusal:
-        raise Refusal(refusal.why, PATTERNS_ALLOWED) from None
+    except InvalidValue as error:
+        raise InvalidValue(error.why, PATTERNS_ALLOWED) from None
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -117,7 +116,7 @@ def _names(value: Any) -> tuple[str, ...]:
         or not names
         or not all(isinstance(name, str) and name for name in names)
     ):
-        raise Refusal("is no list of names", NAMES_ALLOWED)
+        raise InvalidValue("is not a list of names", NAMES_ALLOWED)
     return tuple(names)
 
 
@@ -133,12 +132,12 @@ def _ratio_rules(value: Any) -> tuple[tuple[str, float], ...]:
         )
     rules = value if isinstance(value, Mapping) else {"*": value}
     if not rules:
-        raise Refusal("holds no ratio", RATIO_ALLOWED)
+        raise InvalidValue("holds no ratio", RATIO_ALLOWED)
     for pattern, ratio in rules.items():
         if not isinstance(pattern, str) or not pattern:
-            raise Refusal(f"has the pattern {pattern!r}", RATIO_ALLOWED)
+            raise InvalidValue(f"has the pattern {pattern!r}", RATIO_ALLOWED)
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
-            raise Refusal(
+            raise InvalidValue(
                 "is no ratio" if rules is not value else f"has the ratio {ratio!r} for {pattern!r}",
                 RATIO_ALLOWED,
             )
@@ -175,7 +174,7 @@ Directories = Annotated[tuple[str, ...], BeforeValidator(parse_directories), DIR
 CodecName = Annotated[str, BeforeValidator(CODEC.parse), CODEC]
 """Of saved tensors."""
 CommRule = Annotated[str, BeforeValidator(RULE.parse), RULE]
-"""Codecs of collectives, which need payloads of a size that both sides know."""
+"""Codecs of collectives, which require payloads of known size."""
 FramedRule = Annotated[str, BeforeValidator(FRAMED_RULE.parse), FRAMED_RULE]
 """Codecs of pipeline messages, which carry their size."""
 Fraction = Annotated[float, BeforeValidator(_fraction), FRACTION]
@@ -188,7 +187,7 @@ Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 
 
 def kind_of(field: FieldInfo) -> Kind:
-    """The kind of a schema field: the one it is annotated with, or the one its plain type implies."""
+    """The kind of a schema field: its annotation, or derived from its type."""
     annotation, metadata = _unwrap(field.annotation, list(field.metadata))
     for item in metadata:
         if isinstance(item, Kind):
@@ -200,7 +199,7 @@ def kind_of(field: FieldInfo) -> Kind:
         return Kind("boolean", "true or false", _identity)
     if annotation is int:
         return Kind("number", _range(metadata), _identity, text=int)
-    raise TypeError(f"the schema holds {annotation!r}, which no kind describes")
+    raise TypeError(f"the schema contains {annotation!r}, which has no kind")
 
 
 def _identity(value: Any) -> Any:
@@ -208,7 +207,7 @@ def _identity(value: Any) -> Any:
 
 
 def _unwrap(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
-    """Strips `| None` and Annotated, collecting what Annotated carries."""
+    """Remove `| None` and Annotated, collecting the metadata of Annotated."""
     while True:
         if get_origin(annotation) in (Union, types.UnionType):
             (annotation,) = [part for part in get_args(annotation) if part is not type(None)]

@@ -1,4 +1,4 @@
-"""Makes a config of a dict or a file, and says everything that is wrong with it at once."""
+"""Creates a config from a dict or a file, and reports all its errors together."""
 
 import types
 from collections.abc import Iterator, Mapping
@@ -8,31 +8,31 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ssdtrain.config.errors import ConfigError, Contradiction, Problem, Refusal, shown_key
+from ssdtrain.config.errors import ConfigError, ConflictingValues, InvalidValue, Problem, shown_key
 from ssdtrain.config.files import KEY, read_block
 from ssdtrain.config.kinds import kind_of
 from ssdtrain.config.paths import DIRECTORY_ALLOWED, expand_path, has_placeholder, problem_with_directory
-from ssdtrain.config.schema import LATER, Config, Section
+from ssdtrain.config.schema import RESERVED, Config, Section
 from ssdtrain.config.similar import closest, resembles
 
 AUTO = "auto"
-"""As the value of a key: the same as leaving the key out."""
+"""As a value: the key's default, as if the key were omitted."""
 LISTED = 20
-"""Unknown keys of one section that an error names one by one."""
+"""Maximum unknown keys of a section that are reported individually."""
 
 Source = Mapping[str, Any] | Path | str | Config | None
 
 
 def load_config(source: Source, *, path: str = KEY) -> Config:
-    """The config that `source` asks for.
+    """Load and validate a config.
 
     Args:
-        source: the block as a dict or another mapping; the path of a YAML or JSON file; a Config, which is returned as it is; or
-            None, which asks for nothing.
-        path: what the full key of an error begins with.
+        source: the block as a mapping; the path of a YAML or JSON file; a Config, which is returned unchanged; or None, which
+            enables nothing.
+        path: prefix of full keys in errors.
 
     Raises:
-        ConfigError: the file cannot be read, or keys or values are refused; all problems are listed.
+        ConfigError: the file cannot be read, or keys or values are invalid; lists all errors.
     """
     if isinstance(source, Config):
         return source
@@ -47,7 +47,7 @@ def load_config(source: Source, *, path: str = KEY) -> Config:
 
 
 def config_from_dict(block: Mapping[str, Any], *, path: str = KEY, source: str | None = None) -> Config:
-    """`load_config` for a block that is already a mapping; `source` is the file it came from, for errors."""
+    """`load_config` of a mapping; `source` is the file that it was read from, for errors."""
     problems: list[Problem] = []
     known = _known_part(block, Config, path, "", problems)
     config = None
@@ -56,7 +56,7 @@ def config_from_dict(block: Mapping[str, Any], *, path: str = KEY, source: str |
     except ValidationError as error:
         problems += _from_pydantic(error, path)
     if config is not None:
-        problems += _files_in_the_way(config, path)
+        problems += _directory_problems(config, path)
     if problems or config is None:
         raise ConfigError(problems, source)
     return config
@@ -65,10 +65,11 @@ def config_from_dict(block: Mapping[str, Any], *, path: str = KEY, source: str |
 def _known_part(
     block: Mapping[Any, Any], section: type[Section], path: str, within: str, problems: list[Problem]
 ) -> dict[str, Any]:
-    """`block` without the keys that the schema does not have; for each of those a problem is added.
+    """`block` without unknown keys, for each of which a problem is appended.
 
-    `path` is the full key of the section, `within` the same from the root of the schema on, with a trailing
-    dot.
+    Args:
+        path: full key of the section.
+        within: the same relative to the root of the schema, with a trailing dot.
     """
     known: dict[str, Any] = {}
     unknown: list[Any] = []
@@ -86,7 +87,7 @@ def _known_part(
             value = _known_part(value, inner, f"{path}.{key}", f"{key}.", problems)
         elif inner is not None and not isinstance(value, Section):
             allowed = "a block of keys, or leaving it out"
-            problems.append(Problem(f"{path}.{key}", value, "is no block of keys", allowed))
+            problems.append(Problem(f"{path}.{key}", value, "is not a block of keys", allowed))
             continue
         if inner is None and _is_auto(value):
             kind = kind_of(field)
@@ -108,7 +109,7 @@ def _is_auto(value: Any) -> bool:
 def _unknown_key(key: Any, value: Any, section: type[Section], path: str, within: str) -> Problem:
     allowed = f"the keys {', '.join(section.model_fields)}"
     full = f"{path}.{shown_key(key)}"
-    if isinstance(key, str) and f"{within}{key}" in LATER:
+    if isinstance(key, str) and f"{within}{key}" in RESERVED:
         return Problem(
             full, value, "is set, but this key is not in this version", f"leaving it out; {allowed}"
         )
@@ -119,7 +120,7 @@ def _unknown_key(key: Any, value: Any, section: type[Section], path: str, within
 
 
 def _similar(key: str, section: type[Section], path: str, root: str) -> str | None:
-    """The full key that was probably meant: a near miss here, or the same name in another section."""
+    """Suggest a full key: a similar one in this section, or the same name in another section."""
     near = closest(key, section.model_fields)
     if near is not None:
         return f"{path}.{near}"
@@ -130,7 +131,7 @@ def _similar(key: str, section: type[Section], path: str, root: str) -> str | No
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The section class that a field holds, or None where it holds a value."""
+    """The section class of a field, or None if it holds a value."""
     annotation = field.annotation
     parts = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
     for part in parts:
@@ -140,7 +141,7 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 
 def key_paths(section: type[Section], path: str) -> Iterator[str]:
-    """The full path of every key that holds a value, in the schema's order."""
+    """The full paths of all keys that hold a value, in the order of the schema."""
     for name, field in section.model_fields.items():
         inner = section_of(field)
         if inner is None:
@@ -153,13 +154,13 @@ def _from_pydantic(error: ValidationError, path: str) -> Iterator[Problem]:
     for found in error.errors(include_url=False):
         where = ".".join([path, *map(str, found["loc"])])
         cause = found.get("ctx", {}).get("error")
-        if isinstance(cause, Contradiction):
+        if isinstance(cause, ConflictingValues):
             for key, value, why, allowed in cause.found:
                 yield Problem(f"{where}.{key}", value, why, allowed)
-        elif isinstance(cause, Refusal):
+        elif isinstance(cause, InvalidValue):
             yield Problem(where, found["input"], cause.why, cause.allowed)
         else:
-            yield Problem(where, found["input"], "is refused", _allowed_at(found["loc"]))
+            yield Problem(where, found["input"], "is invalid", _allowed_at(found["loc"]))
 
 
 def _allowed_at(location: tuple[int | str, ...]) -> str:
@@ -168,14 +169,14 @@ def _allowed_at(location: tuple[int | str, ...]) -> str:
         field = section.model_fields[str(name)]
         inner = section_of(field)
         if inner is None:
-            # What follows in the location is inside the value: the index of a list's element.
+            # The rest of the location is inside the value, such as a list index.
             return kind_of(field).allowed
         section = inner
     return "a block of keys"
 
 
-def _files_in_the_way(config: Config, path: str) -> Iterator[Problem]:
-    """Directories that are the same on every rank; the others are checked when a rank expands them."""
+def _directory_problems(config: Config, path: str) -> Iterator[Problem]:
+    """Check directories that are the same on every rank; others are checked when a rank expands them."""
     named: list[tuple[str, str]] = []
     if config.report.path is not None:
         named.append((f"{path}.report.path", config.report.path))

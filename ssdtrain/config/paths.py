@@ -1,5 +1,4 @@
-"""Directories as a config names them, and as a rank uses them: placeholders, `~`, relative paths, what lies
-there."""
+"""Directories in a config: validation, expansion per rank, and checks of the file system."""
 
 import getpass
 import logging
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ssdtrain.config.errors import ConfigError, Problem, Refusal
+from ssdtrain.config.errors import ConfigError, InvalidValue, Problem
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +20,9 @@ DIRECTORY_ALLOWED = (
     "it need not exist yet, but must not be a file"
 )
 LONGEST_PATH, LONGEST_NAME = 4095, 255
-"""Bytes of a path and of one name in it, on Linux."""
+"""Maximum bytes of a path and of a name in it, on Linux."""
 MOST_DIRECTORIES = 64
-"""That one rank stripes over."""
+"""Maximum number of directories of a rank."""
 KERNEL_FILE_SYSTEMS = frozenset(
     {"proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs"}
 )
@@ -32,39 +31,41 @@ MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 
 def parse_directory(value: Any) -> str:
-    """A directory as text with known placeholders only, otherwise unchanged.
+    """Validate a directory and return it as a string, placeholders included.
 
     Raises:
-        Refusal: not text or a path, empty, too long, not encodable, blanks around it, a URL, an unknown placeholder, an
-            unbalanced brace, a "$" (nothing expands it), a "~" that names no user here.
+        InvalidValue: not a string or path, empty, too long, not encodable, surrounding blanks, a URL, an unknown placeholder, an
+            unbalanced brace, a "$" (environment variables are not expanded), or a "~" of an unknown user.
     """
     if not isinstance(value, str | os.PathLike):
-        raise Refusal(f"is a {type(value).__name__}", DIRECTORY_ALLOWED)
+        raise InvalidValue(f"is a {type(value).__name__}", DIRECTORY_ALLOWED)
     text = os.fspath(value)
     if not isinstance(text, str) or not text.strip() or "\0" in text:
-        raise Refusal("names no directory", DIRECTORY_ALLOWED)
+        raise InvalidValue("names no directory", DIRECTORY_ALLOWED)
     try:
         encoded = text.encode()
     except UnicodeEncodeError:
-        raise Refusal("holds characters that UTF-8 cannot encode", DIRECTORY_ALLOWED) from None
+        raise InvalidValue("holds characters that UTF-8 cannot encode", DIRECTORY_ALLOWED) from None
     if len(encoded) > LONGEST_PATH or max(map(len, encoded.split(b"/"))) > LONGEST_NAME:
         limit = f"more than {LONGEST_PATH} bytes, or than {LONGEST_NAME} in one name"
-        raise Refusal(f"is too long ({limit})", DIRECTORY_ALLOWED)
+        raise InvalidValue(f"is too long ({limit})", DIRECTORY_ALLOWED)
     if text != text.strip():
-        raise Refusal("begins or ends with a blank", DIRECTORY_ALLOWED)
+        raise InvalidValue("begins or ends with a blank", DIRECTORY_ALLOWED)
     if "://" in text:
-        raise Refusal("is a URL, and only what the system has mounted can be used", DIRECTORY_ALLOWED)
+        raise InvalidValue("is a URL, and only what the system has mounted can be used", DIRECTORY_ALLOWED)
     if "$" in text:
-        raise Refusal("holds a $, and environment variables are not expanded here", DIRECTORY_ALLOWED)
+        raise InvalidValue("holds a $, and environment variables are not expanded here", DIRECTORY_ALLOWED)
     try:
         fields = list(string.Formatter().parse(text))
     except ValueError as error:
-        raise Refusal(f"has unbalanced braces ({error})", DIRECTORY_ALLOWED) from None
+        raise InvalidValue(f"has unbalanced braces ({error})", DIRECTORY_ALLOWED) from None
     for _, name, spec, conversion in fields:
         if name is not None and (name not in PLACEHOLDERS or spec or conversion):
-            raise Refusal(f'has the unknown placeholder "{{{name}}}"', DIRECTORY_ALLOWED)
+            raise InvalidValue(f'has the unknown placeholder "{{{name}}}"', DIRECTORY_ALLOWED)
     if text[0] == "~" and _expanded(text, rank=0, local_rank=0)[0] == "~":
-        raise Refusal("begins with a ~ that leads to no home directory on this machine", DIRECTORY_ALLOWED)
+        raise InvalidValue(
+            "begins with a ~ that leads to no home directory on this machine", DIRECTORY_ALLOWED
+        )
     return text
 
 
@@ -72,24 +73,24 @@ def parse_directories(value: Any) -> tuple[str, ...]:
     """One directory or a sequence of them, as a tuple.
 
     Raises:
-        Refusal: one of them is refused by `parse_directory`, one is there twice, or there are too many.
+        InvalidValue: one of them is invalid, there are duplicates, or there are too many.
     """
     if isinstance(value, str | os.PathLike):
         value = (value,)
     if not isinstance(value, list | tuple):
-        raise Refusal(
+        raise InvalidValue(
             f"is a {type(value).__name__}", f"one directory or a list of them; each is {DIRECTORY_ALLOWED}"
         )
     if len(value) > MOST_DIRECTORIES:
-        raise Refusal(f"holds {len(value)} directories", f"at most {MOST_DIRECTORIES} directories")
+        raise InvalidValue(f"holds {len(value)} directories", f"at most {MOST_DIRECTORIES} directories")
     texts = tuple(map(parse_directory, value))
     for twice in repeated([Path(os.path.abspath(os.path.expanduser(text))) for text in texts]):
-        raise Refusal(f'holds "{twice}" twice', "each directory once; one slab is made in each")
+        raise InvalidValue(f'holds "{twice}" twice', "each directory once; one slab is made in each")
     return texts
 
 
 def repeated(paths: list[Path]) -> Iterator[Path]:
-    """Every path that is in the list a second time."""
+    """The duplicates in `paths`."""
     seen: set[Path] = set()
     for path in paths:
         if path in seen:
@@ -131,29 +132,28 @@ def _user() -> str:
 
 
 def has_placeholder(text: str) -> bool:
-    """Whether where `text` leads depends on the rank."""
+    """Whether `text` contains placeholders."""
     return any(name is not None for _, name, _, _ in string.Formatter().parse(text))
 
 
 def problem_with_directory(path: Path) -> str | None:
-    """Why `path` cannot be a directory, or None. What does not exist yet is fine if it can be made below a
-    directory."""
+    """Why `path` cannot be used as a directory, or None. It may be missing if a parent is a directory."""
     try:
         for place in (path, *path.parents):
             if place.is_dir():
                 return None
             if os.path.lexists(place):
-                if place.is_dir():  # another rank made it between the two looks
+                if place.is_dir():  # created by another rank in the meantime
                     return None
                 kind = "a broken link" if not place.exists() else "a file"
                 return f"is {kind}" if place == path else f'lies below "{place}", which is {kind}'
     except OSError as error:
-        return f"cannot be looked at ({error.strerror})"
+        return f"cannot be accessed ({error.strerror})"
     return None
 
 
 def nearest_existing(path: Path) -> Path:
-    """`path`, or the first of its parents that exists.
+    """`path` or its nearest existing parent.
 
     Raises:
         OSError: a parent cannot be searched.
@@ -162,15 +162,15 @@ def nearest_existing(path: Path) -> Path:
 
 
 def problem_with_writing(path: Path) -> str | None:
-    """Why this process cannot write files in `path`, made with its parents if it does not exist, or None. Makes nothing."""
+    """Why this process cannot create files in `path`, or create `path` itself, or None. Creates nothing."""
     try:
         place = nearest_existing(path)
         writable = os.access(place, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
     except OSError as error:
-        return f"cannot be looked at ({error.strerror})"
+        return f"cannot be accessed ({error.strerror})"
     kind = file_system_of(place)
     if kind in KERNEL_FILE_SYSTEMS:
-        return f"lies on {kind}, where only the kernel makes files"
+        return f"is on {kind}, where only the kernel makes files"
     if writable:
         return None
     who = f"for user {_user()} (read-only, or no permission)"
@@ -180,10 +180,10 @@ def problem_with_writing(path: Path) -> str | None:
 
 
 def check_directories(paths: tuple[Path, ...], key: str) -> None:
-    """Refuses directories that cannot be, and warns of those in memory.
+    """Check directories, and warn about those in memory.
 
     Args:
-        key: full path of the key that names them; the index is added to it.
+        key: full key of the directories, to which the index is appended.
 
     Raises:
         ConfigError: a file is in the way, or two are the same directory (after links are followed).
@@ -202,7 +202,7 @@ def check_directories(paths: tuple[Path, ...], key: str) -> None:
         kind = file_system_of(path)
         if kind in MEMORY_FILE_SYSTEMS:
             logger.warning(
-                "%s[%d]: %s lies on %s, which is memory and no drive: what is offloaded there frees no RAM. "
+                "%s[%d]: %s is on %s, which is memory, not a drive: offloading there does not free RAM. "
                 "Use a directory on an SSD, or `host` to offload to RAM.",
                 key,
                 index,
@@ -212,8 +212,7 @@ def check_directories(paths: tuple[Path, ...], key: str) -> None:
 
 
 def file_system_of(path: Path, mounts: str = "/proc/self/mounts") -> str | None:
-    """The type ("ext4", "tmpfs", ...) of the file system that holds `path`; None where the system does not
-    say."""
+    """The type ("ext4", "tmpfs", ...) of the file system that holds `path`; None if unknown."""
     try:
         lines = Path(mounts).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:  # not Linux, or no /proc

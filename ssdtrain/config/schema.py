@@ -1,7 +1,7 @@
-"""The schema: every key that this version knows, its default and its meaning.
+"""The config schema: keys, types, defaults and their documentation.
 
-Strict (no value is converted into another type behind the reader's back), frozen, and closed to unknown keys.
-A default is what leaving the key out means, and so does the value "auto", which `load_config` leaves out.
+The models are strict (no implicit conversion), frozen, and reject unknown keys. The value "auto" stands for the default:
+`load_config` removes such keys.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from ssdtrain.config import paths
 from ssdtrain.config.amount import Amount
-from ssdtrain.config.errors import ConfigError, Contradiction, Problem
+from ssdtrain.config.errors import ConfigError, ConflictingValues, Problem
 from ssdtrain.config.kinds import (
     AmountField,
     Capacity,
@@ -34,32 +34,31 @@ from ssdtrain.config.kinds import (
 )
 from ssdtrain.config.units import KiB, MiB, exact_size
 
-LATER = frozenset({"planner", "offload.verify", "report.trace"})
-"""Keys of later versions: they are refused by name, so that nobody takes silence for consent."""
+RESERVED = frozenset({"planner", "offload.verify", "report.trace"})
+"""Keys of later versions; reserved keys are rejected explicitly."""
 
-Found = tuple[str, Any, str, str]
-"""A contradiction: key within the section, value, why, what is allowed."""
+Conflict = tuple[str, Any, str, str]
+"""A conflict: key within the section, value, reason, allowed values."""
 
 
 class Section(BaseModel):
-    """What all sections have in common."""
+    """Base of all sections."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     @model_validator(mode="after")
-    def _refuse_contradictions(self) -> Self:
-        found = list(self.contradictions())
+    def _check_conflicts(self) -> Self:
+        found = list(self.conflicts())
         if found:
-            raise Contradiction(found)
+            raise ConflictingValues(found)
         return self
 
-    def contradictions(self) -> Iterator[Found]:
-        """Values that are fine one by one and impossible together."""
+    def conflicts(self) -> Iterator[Conflict]:
+        """Conflicts between values that are valid individually."""
         yield from ()
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold and `load_config` reads back as an equal config; keys at their defaults are left
-        out."""
+        """A JSON-compatible dict that `load_config` reads as an equal config, without keys at their defaults."""
         written: dict[str, Any] = {}
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
@@ -73,18 +72,17 @@ class Section(BaseModel):
 
 
 class OffloadConfig(Section):
-    """Activations go to SSD or host memory during forward and come back before backward needs them."""
+    """Offloading of activations to SSD or host memory in forward, and prefetching before backward needs them."""
 
     directories: Directories = ()
-    """Directories on the drives, one slab in each; several are striped. {rank}, {local_rank}, {host}, {user}
-    and ~ are expanded on each rank. May be left out only with `host`, which then is the only tier."""
+    """Directories on the drives, each with one spill file per rank; several are striped. {rank}, {local_rank}, {host}, {user}
+    and ~ are expanded on each rank. Optional only with `host`, which then is the only tier."""
 
     capacity: Capacity | None = None
-    """Bytes that one rank may use on each drive. By default 90% of the free space, shared by the ranks of the
-    node."""
+    """Maximum bytes per rank on each drive. Default: 90% of the free space, divided among the ranks of the node."""
 
     host: Size = 0
-    """Bytes of host memory per rank, a tier in front of the drives. By default there is none."""
+    """Bytes of host memory per rank, used as a tier before the drives. Default: none."""
 
     amount: AmountField = Amount("all")
     """How much of what a microbatch saves is offloaded: "all", a fraction such as 0.6 or "60%", the bytes that
@@ -96,52 +94,49 @@ class OffloadConfig(Section):
     default as few as transfers can be hidden for."""
 
     include: Patterns = ()
-    """Offload only what these modules save, and what is inside of them: patterns of qualified names or classes, such as
-    "*.mlp" or "LayerNorm". By default all."""
+    """Offload only tensors saved by these modules and their submodules: patterns of qualified names or class names, such as
+    "*.mlp" or "LayerNorm". Default: all modules."""
 
     exclude: Patterns = ()
-    """Leave what these modules save in memory: patterns as in `include`, over which they win. By default none."""
+    """Do not offload tensors saved by these modules: patterns as in `include`, over which they take precedence. Default: none."""
 
     codec: CodecName | None = None
-    """What floating-point tensors are encoded by on their way to a tier: "lossless" keeps gradients to the bit,
-    "int8" and others do not (docs/codecs.md). By default they are stored as they are. Boolean masks are always
-    packed to bits."""
+    """Codec of offloaded floating-point tensors. With "lossless" gradients are bit-identical, with "int8" and others they are
+    not (docs/codecs.md). Default: tensors are stored unchanged. Boolean masks are always packed to bits."""
 
     min_bytes: Size = 256 * KiB
-    """Saved tensors smaller than this stay where they are."""
+    """Saved tensors smaller than this are not offloaded."""
 
     buffer: PositiveSize | None = None
-    """Bytes of the arena of reusable buffers (pinned where there is a GPU) that all transfers of the rank
-    pass through. By default sized by what the engine sees."""
+    """Bytes of the rank's arena of reusable transfer buffers (pinned host memory with a GPU). Default: sized by the tensors that
+    the engine sees. A larger arena allows more transfers in flight; a smaller one saves host memory."""
 
     in_flight: PositiveSize = 256 * MiB
-    """Bytes of stores under way before saving one more tensor waits. What is stored also has to fit in
-    `buffer`."""
+    """Maximum bytes of stores in flight: saving another tensor waits (at most `deadline`). They also have to fit in `buffer`."""
 
     prefetch: Size | None = None
-    """Bytes of loads issued ahead of backward; 0 loads when backward asks. By default three of the largest
-    saved tensors or 24MiB, whichever is more, but at most a quarter of what one forward offloads, and at most
-    half of `buffer` where that is given."""
+    """Bytes of loads issued ahead of backward; 0: load on demand. Default: a fixed rule that does not depend on the measured
+    bandwidth. On a GPU: half of the arena. On the CPU: the larger of 24MiB and three of the largest saved tensors, but at most a
+    quarter of what one forward offloads, and at most half of `buffer` if that is given, else 1GiB. More hides a slower drive and
+    takes memory that offloading saves."""
 
     deadline: Seconds = 10.0
-    """How long saving a tensor waits for stores under way before it takes the next tier, or keeps the
-    tensor."""
+    """Maximum time that saving a tensor waits for stores in flight before it uses the next tier or keeps the tensor."""
 
     threads: Annotated[int, Field(ge=1, le=64)] = 4
-    """I/O threads per drive that may write at a time; one more reads."""
+    """Concurrent writes per drive, and concurrent reads; the pool has one thread more, so that reads never wait for writes."""
 
     engine: Literal["auto", "c", "python"] = "auto"
-    """The I/O engine. By default the C one, or the Python one with one log line where no compiler was
-    there."""
+    """The I/O engine. Default: "c", or "python" with a warning if the C extension was not built."""
 
     direct: Switch = "auto"
-    """Unbuffered I/O (O_DIRECT). By default used where the file system allows it, else buffered with one
-    warning; "on" makes that an error."""
+    """Unbuffered I/O (O_DIRECT). Default: used if the file system supports it, else buffered I/O with one warning; "on" makes
+    that an error."""
 
     on_full: Literal["keep", "raise"] = "keep"
-    """What happens when every tier is full: keep the tensor on its device with one warning, or raise."""
+    """When every tier is full: keep the tensor on its device with one warning, or raise."""
 
-    def contradictions(self) -> Iterator[Found]:
+    def conflicts(self) -> Iterator[Conflict]:
         if not self.directories and not self.host:
             why = "leaves no place to offload to, because host is 0"
             yield "directories", list(self.directories), why, "at least one directory, or host above 0"
@@ -162,7 +157,7 @@ class OffloadConfig(Section):
         if "in_flight" in self.model_fields_set:
             yield from self._too_large("in_flight", "buffer", "which stores pass through")
 
-    def _too_large(self, key: str, bound: str, consequence: str) -> Iterator[Found]:
+    def _too_large(self, key: str, bound: str, consequence: str) -> Iterator[Conflict]:
         value, limit = getattr(self, key), getattr(self, bound)
         if value is not None and limit is not None and value > limit:
             why = f"is more than {bound} ({exact_size(limit)}), {consequence}"
@@ -198,24 +193,24 @@ class OffloadConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """The checkpoint function, which recomputes a block in backward and offloads its inputs.
+    """Defaults of `ssdtrain.checkpoint`, which recomputes a block in backward and offloads its inputs.
 
-    The keys are the arguments of torch.utils.checkpoint.checkpoint, for calls that do not give them.
+    The keys are the arguments of torch.utils.checkpoint.checkpoint.
     """
 
     use_reentrant: bool = False
-    """The variant of torch.utils.checkpoint: reentrant runs a second autograd pass inside backward."""
+    """The variant of torch.utils.checkpoint: the reentrant one runs a nested autograd pass inside backward."""
 
     preserve_rng_state: bool = True
-    """Recompute with the random generators as they were, so that dropout repeats."""
+    """Restore the state of random generators for the recomputation, so that dropout is identical."""
 
     determinism_check: Literal["default", "none"] = "default"
-    """Compare shapes, dtypes and devices of what was recomputed with what was saved, or not."""
+    """Whether shapes, dtypes and devices of recomputed tensors are compared with the saved ones."""
 
     early_stop: bool = True
-    """Stop recomputing a block as soon as all that backward needs is there."""
+    """Stop the recomputation as soon as all tensors that backward needs are available."""
 
-    def contradictions(self) -> Iterator[Found]:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.use_reentrant and self.determinism_check != "default":
             why = "concerns the variant that is not reentrant, but use_reentrant is true"
             yield (
@@ -227,14 +222,14 @@ class CheckpointConfig(Section):
 
 
 class ReportConfig(Section):
-    """What is said about a run while it goes on."""
+    """Logging and files about the run."""
 
     interval: Annotated[int, Field(ge=0)] = 100
-    """Steps between log lines; 0 logs none, and neither the line at start nor the table at the end."""
+    """Steps between log lines; 0 disables them, the line at start and the table at the end."""
 
     path: Directory | None = None
-    """A directory that gets one JSON-lines file per rank, a line for each step. {rank}, {local_rank}, {host},
-    {user} and ~ are expanded on each rank. By default none is written."""
+    """Directory for one JSON-lines file per rank with a line per step. {rank}, {local_rank}, {host}, {user} and ~ are expanded on
+    each rank. Default: none."""
 
     def expand(
         self,
@@ -245,9 +240,9 @@ class ReportConfig(Section):
         user: str | None = None,
         path: str = "ssdtrain.report",
     ) -> Path | None:
-        """The absolute directory of one rank, or None where no file is asked for. It is not made.
+        """The absolute directory of one rank, or None if no file is written. It is not created.
 
-        Arguments and errors as those of `OffloadConfig.expand`.
+        Arguments and errors as in `OffloadConfig.expand`.
         """
         if self.path is None:
             return None
@@ -259,74 +254,73 @@ class ReportConfig(Section):
 
 
 class CommConfig(Section):
-    """Collectives carry fewer bytes, as much in each parallel dimension as it bears (docs/collectives.md).
+    """Compression of collectives, configured per parallel dimension because each tolerates a different compression level
+    (docs/collectives.md).
 
-    A dimension's value is a codec, "inside/between" where ranks of one node and of several get different
-    ones, or "off"; "@64KiB" behind it is the dimension's own `min_bytes`. What is left out is as the preset
-    says, and without a preset off.
+    The value of a dimension is a codec, "inside/between" for different codecs within a node and between nodes, or "off". An
+    appended "@64KiB" is the dimension's own `min_bytes`. The default of a dimension is the preset's, or "off" without a preset.
     """
 
     preset: Literal["safe", "balanced", "aggressive", "paper-zhybrid", "paper-mzhybrid"] | None = None
-    """A codec for every dimension. By default none is compressed."""
+    """Codecs for all dimensions. Default: none is compressed."""
 
     dp: CommRule | None = None
-    """Gradients on their way to the rank that sums them: the reduce-scatter, and the first half of an
-    all-reduce."""
+    """Gradients of data parallelism before summation: the reduce-scatter, or the first half of an all-reduce."""
 
     dp_gather: CommRule | None = None
-    """Summed gradients on their way back: the second half of an all-reduce."""
+    """Gradients of data parallelism after summation: the second half of an all-reduce."""
 
     tp: CommRule | None = None
-    """Activations and their gradients between tensor-parallel ranks, sequence parallelism included."""
+    """Activations and their gradients between tensor-parallel ranks, including sequence parallelism."""
 
     pp_forward: FramedRule | None = None
-    """Activations from one pipeline stage to the next. Integers, masks and scalars always go as they are."""
+    """Activations from one pipeline stage to the next. Integers, masks and scalars are never compressed."""
 
     pp_backward: FramedRule | None = None
-    """Gradients of activations from one pipeline stage to the one before."""
+    """Gradients of activations from one pipeline stage to the previous one."""
 
     ep: CommRule | None = None
-    """Tokens to their experts and back."""
+    """Tokens of expert parallelism, in both directions."""
 
     zero_gather: CommRule | None = None
-    """Weights that ranks gather: of ZeRO-3 before they are used, of other optimizers that shard their
-    state after a step, as the difference from what the others already have."""
+    """All-gathers of weights: in ZeRO-3 before their use; in other optimizers that shard their state after a step, as
+    the difference from the values that other ranks already have."""
 
     min_bytes: Size = MiB
-    """Messages smaller than this, before compression, go as they are."""
+    """Messages smaller than this, before compression, are not compressed."""
 
     exclude: Names = ("norm", "bias", "embedding")
-    """Parameters whose gradients and weights go as they are: "norm", "bias" and "embedding" by what they are,
-    anything else as a pattern of their name such as "*.router.*"; "none" leaves out nothing."""
+    """Parameters whose gradients and weights are not compressed: "norm", "bias" and "embedding" stand for these kinds of
+    parameters, anything else is a pattern of parameter names such as "*.router.*"; "none" excludes nothing."""
 
     feedback: Literal["int8", "fp32", "off"] | None = None
-    """Error feedback for gradients: what compression lost is added to the next step's, and kept meanwhile in
-    8 or 32 bits per parameter. By default as the preset says, and without one off."""
+    """Error feedback for gradients: the compression error is added to the next step's gradients, and stored in 8 or 32 bits per
+    parameter. Default: the preset's, or "off" without a preset."""
 
     warmup_steps: Annotated[int, Field(ge=0)] = 100
-    """Steps in which codecs below 8 bits are replaced by int8."""
+    """Number of initial steps in which codecs below 8 bits are replaced by int8."""
 
     adapt: Fraction | None = None
-    """Choose the bits of each gradient bucket so that its relative error stays under this, such as 0.1. By
-    default the bits are fixed."""
+    """Choose the bits of each gradient bucket such that its relative error stays below this value, for example 0.1. Default:
+    fixed bits."""
 
     two_hop: Switch = "auto"
-    """Reduce inside each node first and between nodes then, so that less crosses the network. By default where
-    a group has the same number of ranks, at least two, on each of several nodes. "on" is an error at start
-    unless the job has that, and later for a group over such nodes that cannot be split; a group inside a node,
-    or with one rank on each, has one hop anyway."""
+    """Reduce within each node first and then between nodes, so that fewer bytes cross the network. Default: for groups with the
+    same number of ranks, at least two, on each of several nodes. With "on" it is an error at start if the job has no such
+    layout, and later if a group over several nodes cannot be split. Groups within a node, or with one rank per node, always use
+    one hop."""
 
     probe: bool = True
-    """Measure each collective at its first use with and without its codec, and step back, with one warning,
-    where the plain one is clearly faster: by a tenth in most of several rounds."""
+    """Time each collective at its first use with and without its codec, and disable the codec with one warning if the plain
+    collective is at least 10% faster in most rounds."""
 
     chunk: PositiveSize = 4 * MiB
-    """Bytes of a tensor that are encoded while those before are on their way."""
+    """Bytes per pipelined piece of a tensor on the CPU: a piece is encoded while the previous one is sent."""
 
     seed: Annotated[int, Field(ge=0)] = 0
-    """Of the random numbers that stochastic rounding takes; not torch's."""
+    """Seed of stochastic rounding, which does not use torch's generators."""
 
-    def contradictions(self) -> Iterator[Found]:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.adapt is not None and self.feedback == "off":
             why = "needs error feedback, but feedback is off"
             yield "adapt", self.adapt, why, 'leaving one of them out, or "feedback": "int8"'
@@ -338,10 +332,10 @@ class CommConfig(Section):
 
 
 DIMENSIONS = ("dp", "dp_gather", "tp", "pp_forward", "pp_backward", "ep", "zero_gather")
-"""The keys of `CommConfig` that hold codecs: one for each kind of traffic."""
+"""Keys of `CommConfig` that hold codecs, one per kind of traffic."""
 
 FRAMED = ("pp_forward", "pp_backward")
-"""Those of `DIMENSIONS` whose messages carry their size, so that a payload of unknown size fits."""
+"""Members of `DIMENSIONS` whose messages carry their size, so that payloads of variable size are allowed."""
 
 
 class CompactConfig(Section):
@@ -390,7 +384,7 @@ class CompactConfig(Section):
     """Let go of what norms and activation functions save beside their own inputs, such as silu(gate) in a gated layer, and make
     it again in backward, to the bit."""
 
-    def contradictions(self) -> Iterator[Found]:
+    def conflicts(self) -> Iterator[Conflict]:
         fields = type(self).model_fields
         if self.mode == "quant":
             for key in ("ratio", "projection", "update_every"):
@@ -413,29 +407,29 @@ class CompactConfig(Section):
 
 
 class Config(Section):
-    """What is asked of SSDTrain. A feature whose section is absent is off."""
+    """The configuration of SSDTrain. A feature is disabled if its section is absent."""
 
     enabled: bool = True
-    """False switches everything off, as if there were no config, and still checks what is written."""
+    """False disables all features; the config is still validated."""
 
     offload: OffloadConfig | None = None
-    """Activations to SSD and host memory. Without this section nothing is offloaded."""
+    """Offloading of activations. Without this section nothing is offloaded."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Defaults of the checkpoint function."""
 
     comm: CommConfig | None = None
-    """Compressed collectives. Without this section every message goes as the framework sends it."""
+    """Compression of collectives. Without this section no message is changed."""
 
     compact: CompactConfig | None = None
     """Linear layers that keep a compressed input. Without this section they keep it whole."""
 
     report: ReportConfig = ReportConfig()
-    """Log lines and files about the run."""
+    """Logging and files about the run."""
 
     @property
     def active(self) -> bool:
-        """Whether any feature is asked for."""
+        """Whether any feature is enabled."""
         return self.enabled and (self.offload is not None or self.compresses or self.compact is not None)
 
     @property

@@ -1,4 +1,4 @@
-"""Which known name a misspelled one was probably meant to be."""
+"""Suggestions for misspelled names."""
 
 import difflib
 import os
@@ -8,8 +8,7 @@ _LONGEST = 64  # characters; comparing costs the product of both lengths
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that is most like `word`, where letter case and "-" for "_" do not count; None where none
-    is like it."""
+    """The candidate most similar to `word`, ignoring case and "-" versus "_"; None if none is similar."""
     if len(word) > _LONGEST:
         return None
     reduced = {_reduced(candidate): candidate for candidate in candidates}

@@ -1,8 +1,7 @@
-"""Sizes, durations and fractions: the text people write, the numbers the engine uses, and back.
+"""Parsing and formatting of sizes, durations and fractions.
 
-Every parser takes what JSON, YAML and a command line can hold (a number or text) and raises `Refusal`, a
-ValueError that says why and what is allowed. Nothing is guessed: "64M" could be 64 MB or 64 MiB and "64Mb"
-could be bits, so both are refused.
+Parsers take a number or a string and raise `InvalidValue` with the reason and the allowed values. Ambiguous values are invalid:
+"64M" could be 64 MB or 64 MiB, and "64Mb" could be bits.
 """
 
 import math
@@ -10,7 +9,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 
 KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 
@@ -30,9 +29,9 @@ DURATION_ALLOWED = (
 FRACTION_ALLOWED = 'a fraction from 0 to 1 such as 0.6 or "60%"'
 
 LARGEST_SIZE = 2**63 - 1
-"""Bytes; what a file offset can hold."""
+"""Bytes; the largest file offset."""
 LONGEST_DURATION = 86400
-"""Seconds; a day. What a thread can wait for is bounded, and nothing here waits for longer on purpose."""
+"""Seconds; a day."""
 
 _LARGEST_BITS = 128  # of an integer that is converted exactly
 
@@ -42,36 +41,35 @@ _NUMBER_AND_UNIT = re.compile(
 
 
 def _number_and_unit(value: Any, allowed: str) -> tuple[Decimal, str]:
-    """Splits what was written into a finite, non-negative number and a unit ("" where there is none)."""
+    """Split a value into a finite, non-negative number and a unit ("" if there is none)."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise Refusal(f"is a {type(value).__name__}", allowed)
+        raise InvalidValue(f"is a {type(value).__name__}", allowed)
     if isinstance(value, str):
         match = _NUMBER_AND_UNIT.fullmatch(value)
         if match is None:
-            raise Refusal("is not a number with or without a unit", allowed)
+            raise InvalidValue("is not a number with or without a unit", allowed)
         number, unit = Decimal(match[1]), match[2]
     else:
         if isinstance(value, float) and not math.isfinite(value):
-            raise Refusal("is not finite", allowed)
+            raise InvalidValue("is not finite", allowed)
         # repr() of a float is the shortest text that reads back as it: 0.1 stays 0.1 and does not become
         # 0.1000000000000000055. An integer of a million digits takes seconds to convert, and is above every limit.
         if isinstance(value, int) and value.bit_length() > _LARGEST_BITS:
             value = 1 << _LARGEST_BITS if value > 0 else -1
         number, unit = Decimal(repr(value) if isinstance(value, float) else value), ""
     if number < 0:
-        raise Refusal("is negative", allowed)
+        raise InvalidValue("is negative", allowed)
     return number, unit
 
 
 def _size_unit(unit: str) -> int:
-    """Bytes in a unit. Letter case is free where it carries no meaning: MiB, mib and MIB are one, Mb would be
-    bits."""
+    """Bytes per unit. Case-insensitive where unambiguous: MiB, mib and MIB are equal, but Mb would be bits."""
     for name, scale in SIZE_UNITS.items():
         if unit in {name, name.lower(), name.upper()}:
             return scale
     near = [name for name in SIZE_UNITS if name[0].lower() == unit[:1].lower() and name != "B"]
     hint = f' (did you mean "{near[-1]}" or "{near[0]}"?)' if near else ""
-    raise Refusal(f'has the unknown unit "{unit}"{hint}', SIZE_ALLOWED)
+    raise InvalidValue(f'has the unknown unit "{unit}"{hint}', SIZE_ALLOWED)
 
 
 def parse_size(value: int | float | str) -> int:
@@ -80,16 +78,16 @@ def parse_size(value: int | float | str) -> int:
     With a unit a fraction of a byte is dropped ("0.1GiB" is 107374182); without one the number must be whole.
 
     Raises:
-        Refusal: unknown unit, negative, not finite, not a whole number of bytes, above 2**63 - 1, or not a
+        InvalidValue: unknown unit, negative, not finite, not a whole number of bytes, above 2**63 - 1, or not a
             number.
     """
     number, unit = _number_and_unit(value, SIZE_ALLOWED)
     scale = _size_unit(unit) if unit else 1
     # The number by itself first: "9e999999PB" is more than a Decimal holds, and "1e999999" an integer of a million digits.
     if number > LARGEST_SIZE or number * scale > LARGEST_SIZE:
-        raise Refusal("is more than 2**63 - 1 bytes", SIZE_ALLOWED)
+        raise InvalidValue("is more than 2**63 - 1 bytes", SIZE_ALLOWED)
     if not unit and number != number.to_integral_value():
-        raise Refusal("is not a whole number of bytes and has no unit", SIZE_ALLOWED)
+        raise InvalidValue("is not a whole number of bytes and has no unit", SIZE_ALLOWED)
     return int(number * scale)
 
 
@@ -97,14 +95,14 @@ def parse_duration(value: int | float | str) -> float:
     """Seconds of `value`: 10, 0.5, "10s", "500ms", "2min".
 
     Raises:
-        Refusal: unknown unit, negative, not finite, more than a day, or not a number.
+        InvalidValue: unknown unit, negative, not finite, more than a day, or not a number.
     """
     number, unit = _number_and_unit(value, DURATION_ALLOWED)
     if unit and unit not in DURATION_UNITS:
-        raise Refusal(f'has the unknown unit "{unit}"', DURATION_ALLOWED)
+        raise InvalidValue(f'has the unknown unit "{unit}"', DURATION_ALLOWED)
     scale = Decimal(repr(DURATION_UNITS.get(unit, 1.0)))
     if number > LONGEST_DURATION / scale:
-        raise Refusal("is more than a day", DURATION_ALLOWED)
+        raise InvalidValue("is more than a day", DURATION_ALLOWED)
     return float(number * scale)
 
 
@@ -112,15 +110,15 @@ def parse_fraction(value: int | float | str) -> float:
     """The fraction `value` as a float in [0, 1]: 0.6, "0.6", "60%".
 
     Raises:
-        Refusal: outside [0, 1], another unit than %, or not a number.
+        InvalidValue: outside [0, 1], another unit than %, or not a number.
     """
     number, unit = _number_and_unit(value, FRACTION_ALLOWED)
     if unit not in {"", "%"}:
-        raise Refusal(f'has the unit "{unit}"', FRACTION_ALLOWED)
+        raise InvalidValue(f'has the unit "{unit}"', FRACTION_ALLOWED)
     if unit == "%":
         number /= 100
     if number > 1:
-        raise Refusal("is more than 1", FRACTION_ALLOWED)
+        raise InvalidValue("is more than 1", FRACTION_ALLOWED)
     return float(number)
 
 
@@ -131,8 +129,7 @@ def exact_size(size: int) -> str:
 
 
 def format_size(size: float) -> str:
-    """`size` bytes for people, three digits: "1.5GiB", "64MiB", "512B". A negative size (a difference) keeps
-    its sign."""
+    """Format `size` bytes with three digits: "1.5GiB", "64MiB", "-512B"."""
     sign, size = ("-" if size < 0 else ""), abs(size)
     unit, scale = "B", 1
     for name, larger in _BINARY_UNITS.items():
@@ -143,7 +140,7 @@ def format_size(size: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`seconds` for people, three digits: "1.5s", "12ms", "80us", "2.5min"."""
+    """Format seconds with three digits: "1.5s", "12ms", "80us", "2.5min"."""
     if not math.isfinite(seconds):
         return str(seconds)
     sign, seconds = ("-" if seconds < 0 else ""), abs(seconds)

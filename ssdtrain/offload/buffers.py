@@ -19,11 +19,17 @@ class Buffers:
         nbytes: fixed size in bytes, or None: as much as `fit` finds it to need.
         register: pins the arena's memory for a device, or None.
         meter: told the bytes of the arena, if they are of the memory that activations take.
+        node: NUMA node of the device; None: that of the calling thread.
     """
 
     def __init__(
-        self, nbytes: int | None, register: Callable[[int, int], Any] | None, meter: ActivationMeter | None
+        self,
+        nbytes: int | None,
+        register: Callable[[int, int], Any] | None,
+        meter: ActivationMeter | None,
+        node: int | None = None,
     ) -> None:
+        self._node = node
         self._fixed = nbytes
         self._register = register
         self._meter = meter
@@ -55,7 +61,7 @@ class Buffers:
         return self._arena.peak if self._arena is not None else 0
 
     def _make(self, nbytes: int) -> None:
-        self._arena = Arena(nbytes, register=self._register)
+        self._arena = Arena(nbytes, register=self._register, node=self._node)
         self._count(self._arena.capacity)
 
     def _count(self, nbytes: int) -> None:
@@ -75,7 +81,7 @@ class Buffers:
 
     def acquire(self, nbytes: int, lead: int = 0) -> Lease | None:
         """A buffer of `nbytes` whose address is `lead` modulo the I/O alignment, or None: full, or none made yet."""
-        return self._arena.acquire(nbytes, lead=lead) if self._arena is not None else None
+        return self._arena.acquire(nbytes, page_offset=lead) if self._arena is not None else None
 
     def _close_returned(self) -> None:
         still = []

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import torch
 
+from ssdtrain.codecs import make_codec
+from ssdtrain.codecs.base import FLOATS
+from ssdtrain.codecs.warm_up import warm_up
 from ssdtrain.config import OffloadConfig
 from ssdtrain.config.units import MiB
 from ssdtrain.device import device_for
@@ -78,6 +81,8 @@ def build_engine(
         rank=rank,
     )
     try:
+        if offload.codec is not None:
+            warm_up(make_codec(offload.codec), device, FLOATS)
         return OffloadEngine(store, layer, device, _policy(offload, policy), options), store
     except BaseException:
         store.close()  # what is raised holds this frame, and with it the file and the threads

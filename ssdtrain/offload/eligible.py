@@ -42,12 +42,14 @@ class Eligibility:
 
     Args:
         min_bytes: saved tensors of fewer bytes stay.
-        device_type: tensors of other devices stay.
+        device: tensors of other devices stay, also of another GPU of this process.
     """
 
-    def __init__(self, min_bytes: int, device_type: str) -> None:
+    def __init__(self, min_bytes: int, device: torch.device) -> None:
         self.min_bytes = min_bytes
-        self.device_type = device_type
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device if device.type == "cuda" else torch.device(device.type)
         self.moves_foreign_memory = False
         """Move also what lies in memory that torch did not allocate: for an allocator of tests."""
         self._modules: list[nn.Module] = []
@@ -127,7 +129,7 @@ class Eligibility:
         return (
             type(tensor) is _Tensor
             and tensor.layout is _strided
-            and tensor.device.type == self.device_type
+            and tensor.device == self.device
             and not tensor.is_conj()
             and not tensor.is_neg()
             and not tensor._is_zerotensor()

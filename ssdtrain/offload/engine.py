@@ -34,7 +34,7 @@ from ssdtrain.offload.transfer import DirectTransfer, StagedTransfer, Transfer
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.profile.modules import ModuleNames
 from ssdtrain.profile.passes import PassRecorder
-from ssdtrain.storage import SpillStore, forks, make_section
+from ssdtrain.storage import SpillStore, forks, make_signal_safe_lock
 
 __all__ = ["OffloadEngine"]
 
@@ -72,10 +72,10 @@ class OffloadEngine:
         self.device = device
         self.metrics = OffloadMetrics()
         self.meter = ActivationMeter(timeline=options.timeline)
-        self.eligible = Eligibility(max(1, options.min_bytes), torch_device.type)
+        self.eligible = Eligibility(max(1, options.min_bytes), torch_device)
         # On a GPU the arena is host memory: it is not what activations take there.
         counted = self.meter if device.kind == "cpu" else None
-        self.buffers = Buffers(options.buffer, device.host_register(), counted)
+        self.buffers = Buffers(options.buffer, device.host_register(), counted, device.numa_node())
         self.coding = Coding(options.codec, options.rank)
         staged = device.kind != "cpu" if options.staged is None else options.staged
         made = StagedTransfer if staged else DirectTransfer
@@ -91,7 +91,7 @@ class OffloadEngine:
         self._restorer = Restorer(self.mover, self.prefetcher)
         self._regions = Regions()
         self._released = Releases()
-        self._lock = make_section()
+        self._lock = make_signal_safe_lock()
         self._starter = StoreStarter(
             self.mover, self.metrics, self.meter, self.buffers if staged else None, device, options
         )
@@ -317,6 +317,8 @@ class OffloadEngine:
             self.mover.flush()
 
     def _drain(self) -> None:
+        if self.device.capturing():
+            return  # asking an event, or a copy on another stream, would break the capture: the next call does it
         self._drain_released()
         self._note_ends()
 

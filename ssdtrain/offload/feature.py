@@ -159,7 +159,7 @@ class ActivationOffload(Feature):
     # Metrics
 
     def metrics(self) -> list[tuple[str, MetricSet]]:
-        store = self.store.stats
+        store = self.store.metrics
         written = {drive.path: drive.bytes_written for drive in store.drives}
         life = EnduranceMetrics(self._endurance.life(written, self._seconds))
         return [("", self.engine.snapshot()), ("", store), ("", life)]
@@ -168,7 +168,7 @@ class ActivationOffload(Feature):
         self.engine.reset_peak()
 
     def description(self) -> str:
-        metrics = self.store.stats
+        metrics = self.store.metrics
         tiers = [f"host memory ({size_text(metrics.host.capacity)})"] if metrics.host is not None else []
         tiers += [f"{drive.path} ({size_text(drive.capacity)})" for drive in metrics.drives]
         amount = self._config.amount

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from ssdtrain.telemetry.registry import MetricSet, Over, Unit, counter, gauge
+from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
 
 __all__ = ["OffloadMetrics"]
 
@@ -43,15 +43,15 @@ class OffloadMetrics(MetricSet):
     """Bytes loaded into buffers outside of the arena because it was full."""
     failed_stores: int = counter(Unit.COUNT, "failed stores")
     """Writes that failed and were done again on another tier, or kept in memory."""
-    store_wait_seconds: float = counter(Unit.SECONDS, "waited for stores", ranks=Over.MAX)
+    store_wait_seconds: float = counter(Unit.SECONDS, "waited for stores", ranks=Reduce.MAX)
     """Time that forward waited for stores in flight."""
-    load_wait_seconds: float = counter(Unit.SECONDS, "waited for loads", ranks=Over.MAX)
+    load_wait_seconds: float = counter(Unit.SECONDS, "waited for loads", ranks=Reduce.MAX)
     """Time that backward waited for loads."""
     load_waits: dict[str, float] = field(default_factory=dict)
     """The same by the module that saved the tensor, or by its chunk and region where no module names are known."""
-    in_flight_bytes: int = gauge(Unit.BYTES, ranks=Over.SUM)
+    in_flight_bytes: int = gauge(Unit.BYTES, ranks=Reduce.SUM)
     """Bytes of stores in flight now."""
-    live_regions: int = gauge(Unit.COUNT, ranks=Over.SUM)
+    live_regions: int = gauge(Unit.COUNT, ranks=Reduce.SUM)
     """Regions that a handle of autograd's still needs now."""
     activation_bytes: int = gauge(Unit.BYTES)
     """Bytes alive for backward now: saved storages, the arena, loads outside of it."""

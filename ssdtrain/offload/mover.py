@@ -160,7 +160,7 @@ class Mover:
     def flush(self) -> None:
         """Begin the stores and loads that were deferred."""
         self._deferred = 0
-        self.store.kick()
+        self.store.flush()
 
     def oldest_store(self) -> Operation | None:
         """Of the stores in flight, the one that began first."""

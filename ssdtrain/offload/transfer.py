@@ -94,7 +94,7 @@ _TO_HOST, _TO_DEVICE = range(2)
 
 def _bytes_of(lease: Lease) -> torch.Tensor:
     """The lease as a uint8 tensor that owns it: the buffer goes back when the storage dies."""
-    return torch.frombuffer(lease.give(), dtype=torch.uint8)
+    return torch.frombuffer(lease.owning_view(), dtype=torch.uint8)
 
 
 class _Encoding:
@@ -144,7 +144,7 @@ class DirectTransfer:
         slot = region.transfer.slot
         assert slot is not None
         address = _address(region)
-        return Write(self.store.write(slot, address, later=defer), address % ALIGNMENT)
+        return Write(self.store.write(slot, address, defer=defer), address % ALIGNMENT)
 
     def depart(self, region: Region) -> None:
         raise AssertionError("the pool reads the tensor itself, or it was emptied when it was encoded")
@@ -155,7 +155,7 @@ class DirectTransfer:
     def rewrite(self, region: Region) -> Operation:
         slot, operation = region.transfer.slot, region.transfer.operation
         assert slot is not None and operation is not None
-        return self.store.write(slot, _address(region), check=operation.check)
+        return self.store.write(slot, _address(region), checksum=operation.checksum)
 
     def recall(self, region: Region) -> Arrival | None:
         payload = region.transfer.payload
@@ -172,7 +172,7 @@ class DirectTransfer:
             self._seen(buffer.untyped_storage())
         else:
             return None
-        operation = self.store.read(transfer.slot, buffer.data_ptr(), later=not on_demand)
+        operation = self.store.read(transfer.slot, buffer.data_ptr(), defer=not on_demand)
         if transfer.codec is None:
             return Read(operation, loaded=buffer)
         return Read(operation, payload=buffer)
@@ -308,7 +308,7 @@ class StagedTransfer:
         assert transfer.slot is not None
         lease = self.buffers.acquire(transfer.stored_bytes)
         if lease is not None:
-            operation = self.store.read(transfer.slot, lease.address, later=not on_demand)
+            operation = self.store.read(transfer.slot, lease.address, defer=not on_demand)
             return Read(operation, lease)
         if not allow_unpooled:
             return None

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB, format_size
 from ssdtrain.planner.hardware import LINK_EFFICIENCY, MATMUL_EFFICIENCY, Gpu, Ssds
 from ssdtrain.planner.models import BlockKind, Layout, Transformer, model_state_bytes
@@ -61,16 +61,16 @@ class Job:
     def __post_init__(self) -> None:
         blocks, chunks = len(self.model.block_kinds), self.layout.pp * self.layout.virtual
         if blocks % chunks:
-            raise Refusal(
+            raise InvalidValue(
                 f"has {blocks} blocks on {chunks} pipeline chunks", "a number of blocks that they divide"
             )
         if self.model.heads % self.layout.tp or self.model.hidden % self.layout.tp:
-            raise Refusal(
+            raise InvalidValue(
                 f"has {self.model.heads} heads and hidden {self.model.hidden} on {self.layout.tp} tensor-parallel ranks",
                 "a number of ranks that divides both",
             )
         if not 0 < self.efficiency <= 1:
-            raise Refusal(f"has the efficiency {self.efficiency}", "above 0, at most 1")
+            raise InvalidValue(f"has the efficiency {self.efficiency}", "above 0, at most 1")
 
     @property
     def local_node(self) -> int:
@@ -314,11 +314,11 @@ def plan_job(
 
     Raises:
         NoPlan: activations do not fit, whatever is done.
-        Refusal: model state alone does not fit, or the batch is no multiple of the microbatch.
+        InvalidValue: model state alone does not fit, or the batch is no multiple of the microbatch.
     """
     count = job.microbatches(microbatch)
     if not count:
-        raise Refusal(
+        raise InvalidValue(
             f"has a batch of {job.batch} sequences for microbatches of {microbatch} on {job.layout.dp} data-parallel ranks",
             "a multiple",
         )
@@ -328,7 +328,7 @@ def plan_job(
         budget = job.gpu.memory - job.reserve - sum(state.values())
         if budget <= 0:
             parts = ", ".join(f"{name} {format_size(size)}" for name, size in state.items())
-            raise Refusal(
+            raise InvalidValue(
                 f"needs {format_size(sum(state.values()))} of model state per GPU ({parts}) beside {format_size(job.reserve)} of "
                 f"reserve, and {job.gpu.name} has {format_size(job.gpu.memory)}",
                 "more tensor, pipeline or ZeRO parallelism, or a larger GPU",
@@ -368,7 +368,7 @@ def best_plan(
     microbatch that fits at all.
 
     Raises:
-        NoPlan, Refusal: not even the smallest microbatch fits.
+        NoPlan, InvalidValue: not even the smallest microbatch fits.
     """
     found: list[ClusterPlan] = []
     for size in sizes(job):

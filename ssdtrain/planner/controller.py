@@ -21,7 +21,7 @@ from ssdtrain.planner.timeline import KEEP, Link, Machine, Tier
 from ssdtrain.profile.passes import PassRecorder, StepRecord
 from ssdtrain.storage import SpillStore
 from ssdtrain.telemetry.messages import report
-from ssdtrain.telemetry.registry import MetricSet, Over, Unit, counter, gauge
+from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
 
 __all__ = ["AdaptiveMetrics", "AdaptiveOffload"]
 
@@ -62,7 +62,7 @@ class AdaptiveMetrics(MetricSet):
     planned_bytes: int = gauge(Unit.BYTES, "planned to offload")
     """Of one microbatch, over all chunks of the rank."""
     predicted_peak_bytes: int = gauge(Unit.BYTES)
-    predicted_step_ratio: float = gauge(Unit.COUNT, ranks=Over.MAX)
+    predicted_step_ratio: float = gauge(Unit.COUNT, ranks=Reduce.MAX)
     """Predicted step time over that of keeping everything."""
 
 
@@ -116,7 +116,7 @@ class AdaptiveOffload(Feature):
         record = self._recorder.take()
         if record.order:
             self._records.append((self._steps, record))
-        latest = self._bandwidths.since(self._store.stats)
+        latest = self._bandwidths.since(self._store.metrics)
         self._rates = Rates(latest.write or self._rates.write, latest.read or self._rates.read)
         fresh = self._resolve()
         if not self._wanted:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import format_size
 from ssdtrain.planner.hardware import LINK_EFFICIENCY, Gpu, Ssds
 from ssdtrain.planner.search import Limits, NoPlan, Plan, Problem, actions_for, search
@@ -101,7 +101,7 @@ def estimate(make: Make, batch: int, hardware: Hardware, *, patterns: Sequence[s
         patterns: of blocks: see `find_blocks`.
 
     Raises:
-        Refusal: model state alone does not fit.
+        InvalidValue: model state alone does not fit.
         ValueError: the model has no blocks.
     """
     once, parameters = _blocks(make, batch, hardware, patterns)
@@ -109,7 +109,7 @@ def estimate(make: Make, batch: int, hardware: Hardware, *, patterns: Sequence[s
     state = parameters * hardware.state
     budget = hardware.gpu.memory - hardware.reserve - state
     if budget <= 0:
-        raise Refusal(
+        raise InvalidValue(
             f"needs {format_size(state)} of model state ({parameters} parameters at {hardware.state} bytes) beside "
             f"{format_size(hardware.reserve)} of reserve, and {hardware.gpu.name} has {format_size(hardware.gpu.memory)}",
             "a larger GPU, or fewer bytes per parameter where states are split over ranks",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.similar import closest
 from ssdtrain.config.units import GiB, parse_size
 
@@ -125,7 +125,7 @@ def find_gpu(name: str) -> Gpu:
     """The GPU of that name; letter case, spaces and hyphens do not matter.
 
     Raises:
-        Refusal: unknown; says which are known.
+        InvalidValue: unknown; says which are known.
     """
     plain = _plain(name)
     plain = _plain(_OTHER_NAMES.get(plain, plain))
@@ -134,7 +134,7 @@ def find_gpu(name: str) -> Gpu:
             return gpu
     near = closest(name.lower(), GPUS)
     hint = f' (did you mean "{near}"?)' if near else ""
-    raise Refusal(f"is no GPU that is known here{hint}", ", ".join(GPUS))
+    raise InvalidValue(f"is no GPU that is known here{hint}", ", ".join(GPUS))
 
 
 def _plain(name: str) -> str:
@@ -187,19 +187,19 @@ def parse_rate(text: str) -> float:
     """Bytes per second of "7GB/s" or "400 Gbit/s".
 
     Raises:
-        Refusal: without "/s", or no size in front of it.
+        InvalidValue: without "/s", or no size in front of it.
     """
     allowed = 'bytes or bits a second such as "7GB/s" or "400Gbit/s"'
     amount, slash, second = text.strip().rpartition("/")
     if not slash or second.strip().lower() != "s":
-        raise Refusal('is no rate: "/s" is missing at its end', allowed)
+        raise InvalidValue('is no rate: "/s" is missing at its end', allowed)
     bits = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)bits?\s*", amount, re.IGNORECASE)
     try:
         if bits is not None:
             return parse_size(f"{bits[1]}{bits[2].upper()}B") / 8
         return float(parse_size(amount))
-    except Refusal as refusal:
-        raise Refusal(refusal.why, allowed) from None
+    except InvalidValue as refusal:
+        raise InvalidValue(refusal.why, allowed) from None
 
 
 def parse_ssds(text: str) -> Ssds:
@@ -211,7 +211,7 @@ def parse_ssds(text: str) -> Ssds:
             the capacity), "SIZE written" (what one drive may take in its life).
 
     Raises:
-        Refusal: a part is none of these, or a rate is 0.
+        InvalidValue: a part is none of these, or a rate is 0.
     """
     first, *others = [part.strip() for part in text.split(",")]
     counted = _COUNT.fullmatch(first)
@@ -229,10 +229,10 @@ def parse_ssds(text: str) -> Ssds:
                 endurance = float(parse_size(part[: -len("written")]))
             else:
                 capacity = parse_size(part)
-        except (Refusal, ValueError):
-            raise Refusal(f'has the part "{part}", which is not understood', SSDS_ALLOWED) from None
+        except (InvalidValue, ValueError):
+            raise InvalidValue(f'has the part "{part}", which is not understood', SSDS_ALLOWED) from None
     if not count or not read or not write:
-        raise Refusal("has no drive, or a drive with the rate 0", SSDS_ALLOWED)
+        raise InvalidValue("has no drive, or a drive with the rate 0", SSDS_ALLOWED)
     if daily and not capacity:
-        raise Refusal("has drive writes per day but no capacity", SSDS_ALLOWED)
+        raise InvalidValue("has drive writes per day but no capacity", SSDS_ALLOWED)
     return Ssds(count, read, write, capacity, endurance or daily * capacity * _WARRANTY_DAYS)

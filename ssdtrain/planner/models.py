@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 
 __all__ = ["FAMILIES", "BlockKind", "Item", "Layout", "Transformer", "model_state_bytes"]
 
@@ -58,11 +58,11 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "virtual", "expert"):
             if getattr(self, name) < 1:
-                raise Refusal(f"has {name} {getattr(self, name)}", "1 or more")
+                raise InvalidValue(f"has {name} {getattr(self, name)}", "1 or more")
         if self.zero not in (0, 1, 2, 3):
-            raise Refusal(f"has ZeRO stage {self.zero}", "0, 1, 2 or 3")
+            raise InvalidValue(f"has ZeRO stage {self.zero}", "0, 1, 2 or 3")
         if self.dp % self.expert:
-            raise Refusal(
+            raise InvalidValue(
                 f"has {self.expert} expert ranks of {self.dp} data-parallel ones", "a divisor of dp"
             )
 
@@ -123,10 +123,10 @@ class Transformer:
         mixtral.
 
         Raises:
-            Refusal: unknown family; hidden is no multiple of heads, or heads of kv_heads; a number below 1.
+            InvalidValue: unknown family; hidden is no multiple of heads, or heads of kv_heads; a number below 1.
         """
         if family not in FAMILIES:
-            raise Refusal(f'has the unknown family "{family}"', ", ".join(FAMILIES))
+            raise InvalidValue(f'has the unknown family "{family}"', ", ".join(FAMILIES))
         gated = family in ("llama", "mixtral")
         if heads is None:
             head = 128 if hidden >= 2048 and hidden % 128 == 0 else 64
@@ -164,9 +164,9 @@ class Transformer:
             "top_k",
         ):
             if getattr(model, name) < 1:
-                raise Refusal(f"has {name} {getattr(model, name)}", "1 or more")
+                raise InvalidValue(f"has {name} {getattr(model, name)}", "1 or more")
         if hidden % model.heads or model.heads % model.kv_heads:
-            raise Refusal(
+            raise InvalidValue(
                 f"has hidden {hidden}, {model.heads} heads and {model.kv_heads} heads of keys",
                 "hidden a multiple of heads, and heads of the heads of keys",
             )

@@ -1,5 +1,5 @@
-"""What is known of a running model: which module saves what.
+"""Profiling of a running model, read by the offload policy and the planner.
 
-What lives here: `modules` (qualified names of the modules that are running). May import torch and `ssdtrain.config` alone; the
-policy of offloading and the planner read it. It never changes what a model computes.
+Contains `modules` (qualified names of the running modules). Imports torch and `ssdtrain.config` only, and never changes what a
+model computes.
 """

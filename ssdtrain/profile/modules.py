@@ -1,4 +1,4 @@
-"""The names of the modules that are running, innermost last."""
+"""Tracks the qualified names of the running modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ModuleNames", "Running", "matches"]
 
 
 _WRAPPER = "module."
-"""What data parallelism and mixed precision put in front of a model's own names."""
+"""Prefix that data-parallel and mixed-precision wrappers add to qualified names."""
 
 
 class Running(NamedTuple):
@@ -25,10 +25,10 @@ class Running(NamedTuple):
 
 
 class ModuleNames:
-    """Keeps the stack of running modules of each thread by forward hooks on the modules of the models it watches.
+    """Tracks the stack of running modules per thread, with forward hooks on the modules of watched models.
 
-    The hooks change nothing and are left out of compiled code, where no names are known. A module that runs again while
-    backward recomputes it is on the stack of the thread that recomputes.
+    The hooks have no effect on the model and are skipped in compiled code, where names are unknown. A module recomputed in
+    backward is on the stack of the recomputing thread.
     """
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ class ModuleNames:
 
     @property
     def current(self) -> str:
-        """The qualified name of the innermost running module; "" where none is known."""
+        """The qualified name of the innermost running module, or ""."""
         stack = self.stack
         return stack[-1].name if stack else ""
 
     def watch(self, model: nn.Module, prefix: str = "") -> None:
-        """Know the modules of `model` from now on, until `close`."""
+        """Track the modules of `model` until `close`."""
         for name, module in model.named_modules(prefix=prefix):
             while name.startswith(_WRAPPER):
                 name = name[len(_WRAPPER) :]
@@ -79,7 +79,7 @@ class ModuleNames:
         return stack
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         while self._removals:
             self._removals.pop()()
 
@@ -93,7 +93,7 @@ def _no_hook() -> Callable[..., None]:
 
 
 class _Enter:
-    """A copy or a pickle of a model has hooks that do nothing."""
+    """Copied or pickled as a hook without effect."""
 
     def __init__(self, names: ModuleNames, running: Running) -> None:
         self.names, self.running = names, running
@@ -117,7 +117,7 @@ class _Leave:
 
 
 def matches(stack: tuple[Running, ...], patterns: tuple[str, ...]) -> bool:
-    """True if one of the running modules has a name or a class that one of the patterns describes.
+    """Whether the name or class of a running module matches a pattern.
 
     Args:
         patterns: shell patterns of qualified names ("*.mlp", "layers.0.*") or names of classes ("LayerNorm").

@@ -18,8 +18,8 @@ INTRODUCTION = """\
 # Metrics
 
 This page is generated from the declarations by `make docs`. The names are the keys of the JSON lines of `report.path`, and of
-what frameworks write to their own monitors, with a prefix of theirs. Metrics of collectives
-begin with `comm/` and the parallel dimension, as in `comm/dp/wire_bytes`.
+what frameworks write to their own monitors, with a prefix of theirs. Metrics of collectives begin with `comm/` and the parallel
+dimension, as in `comm/dp/wire_bytes`.
 
 A counter is a total since the start; a line of the journal has what the step added. A gauge is a value of the moment. "Ranks"
 says how the values of several ranks become one: the sum, or that of the rank with the most or the least.
@@ -45,7 +45,7 @@ def _table(kind: type[MetricSet]) -> Iterator[str]:
     yield "| name | unit | kind | ranks | meaning |"
     yield "|---|---|---|---|---|"
     for metric in kind.declared():
-        sort = "counter" if metric.counts else "gauge"
+        sort = "counter" if metric.cumulative else "gauge"
         meaning = meanings.get(metric.name) or metric.label
         yield f"| `{metric.name}` | {metric.unit.value} | {sort} | {metric.ranks.value} | {meaning} |"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ssdtrain.report.run import RankJournal, Run, metric_named
-from ssdtrain.telemetry.registry import Over, Unit
+from ssdtrain.telemetry.registry import Reduce, Unit
 from ssdtrain.telemetry.text import duration_text, size_text
 
 __all__ = ["TILES", "Tile", "per_step", "rank_rows", "traffic_rows", "waited_share"]
@@ -178,8 +178,8 @@ def metric_rows(run: Run) -> tuple[list[str], list[list[str]]]:
         values = list(run.over_ranks(name).values())
         if not any(values):
             continue
-        how = {Over.SUM: "sum", Over.MAX: "most", Over.MIN: "least"}[metric.ranks]
-        total = metric.unit.text(run.total(name)) if metric.counts else ""
+        how = {Reduce.SUM: "sum", Reduce.MAX: "most", Reduce.MIN: "least"}[metric.ranks]
+        total = metric.unit.text(run.total(name)) if metric.cumulative else ""
         texts = [metric.unit.text(value) for value in (statistics.fmean(values), max(values), values[-1])]
         rows.append([name, how, total, *texts])
     return ["value", "over ranks", "total", "mean / step", "highest step", "last step"], rows

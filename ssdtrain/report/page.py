@@ -11,7 +11,7 @@ from ssdtrain.report.chart import Bar, Line, bar_chart, line_chart
 from ssdtrain.report.figures import TILES, Tile, metric_rows, per_step, rank_rows, traffic_rows
 from ssdtrain.report.run import Run, metric_named
 from ssdtrain.report.style import CSS, SCRIPT
-from ssdtrain.telemetry.registry import Over, Unit
+from ssdtrain.telemetry.registry import Reduce, Unit
 
 __all__ = ["page"]
 
@@ -104,7 +104,7 @@ def _by_rank(run: Run, name: str) -> list[Line]:
     """A line for each rank, or three over many."""
     journals = [journal for journal in run.journals if name in journal.totals]
     if len(journals) > MOST_RANKS:
-        most, least = run.over_ranks(name, Over.MAX), run.over_ranks(name, Over.MIN)
+        most, least = run.over_ranks(name, Reduce.MAX), run.over_ranks(name, Reduce.MIN)
         middle = {
             step: statistics.median(
                 j.by_step[step][name] for j in journals if name in j.by_step.get(step, {})
@@ -122,7 +122,7 @@ def _by_rank(run: Run, name: str) -> list[Line]:
     ]
 
 
-def _runs(run: Run, against: Run | None, name: str, how: Over) -> list[Line]:
+def _runs(run: Run, against: Run | None, name: str, how: Reduce) -> list[Line]:
     """One line for each of two runs."""
     pairs = [(run, 0), (against, 1)]
     return [Line(found.name, found.over_ranks(name, how), colour) for found, colour in pairs if found]
@@ -133,12 +133,12 @@ def _memory(run: Run, against: Run | None) -> str:
     if not run.has(name):
         return ""
     if against:
-        lines = _runs(run, against, name, Over.MAX)
+        lines = _runs(run, against, name, Reduce.MAX)
         lead = "Highest rank. Each point is the highest value since the start of the run or the last reset of the peak."
     else:
         lines = _by_rank(run, name)
         lines.append(
-            Line("without SSDTrain, highest rank", run.over_ranks(without, Over.MAX), 7, dashed=True)
+            Line("without SSDTrain, highest rank", run.over_ranks(without, Reduce.MAX), 7, dashed=True)
         )
         lead = (
             "Bytes alive for backward: saved tensors and SSDTrain's buffers. Each point is the highest value since the start of "
@@ -148,7 +148,7 @@ def _memory(run: Run, against: Run | None) -> str:
 
 
 def _step_time(run: Run, against: Run | None) -> str:
-    lines = _runs(run, against, "step_seconds", Over.MAX) if against else _by_rank(run, "step_seconds")
+    lines = _runs(run, against, "step_seconds", Reduce.MAX) if against else _by_rank(run, "step_seconds")
     lead = "From the end of one optimizer step to the end of the next."
     return _card("Step time", lead, line_chart(lines, Unit.SECONDS, "time"))
 
@@ -218,7 +218,7 @@ def _loss(run: Run, against: Run | None) -> str:
     if not run.has("loss"):
         return ""
     lead = "As the training script gave it to log_values(loss=...)."
-    lines = _runs(run, against, "loss", Over.MAX)
+    lines = _runs(run, against, "loss", Reduce.MAX)
     return _card("Loss", lead, line_chart(lines, Unit.COUNT, "loss", from_zero=False))
 
 

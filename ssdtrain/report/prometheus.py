@@ -20,10 +20,12 @@ def prometheus(run: Run) -> str:
         metric = metric_named(name)
         dimension, own = (name.split("/", 2)[1:]) if name.startswith("comm/") else ("", name)
         exposed = "ssdtrain_" + ("comm_" if dimension else "") + re.sub(r"\W", "_", own)
-        exposed += "_total" if metric.counts else ""
-        lines = samples.setdefault(exposed, [f"# TYPE {exposed} {'counter' if metric.counts else 'gauge'}"])
+        exposed += "_total" if metric.cumulative else ""
+        lines = samples.setdefault(
+            exposed, [f"# TYPE {exposed} {'counter' if metric.cumulative else 'gauge'}"]
+        )
         for journal in run.journals:
-            value = journal.totals.get(name) if metric.counts else _last(journal, name)
+            value = journal.totals.get(name) if metric.cumulative else _last(journal, name)
             if value is not None:
                 lines.append(f"{exposed}{_labels(run, journal, dimension)} {value!r}")
     steps = ["# TYPE ssdtrain_steps_total counter"]

@@ -11,12 +11,16 @@ from typing import Any
 
 import ssdtrain.telemetry.totals  # noqa: F401 - and with it every feature's metrics
 from ssdtrain.telemetry.lines import read_lines
-from ssdtrain.telemetry.registry import Metric, MetricSet, Over, Unit
+from ssdtrain.telemetry.registry import Metric, MetricSet, Reduce, Unit
 
 __all__ = ["NoJournals", "RankJournal", "Run", "metric_named"]
 
 _FILE = re.compile(r"rank-(\d+)(?:\.(\d+))?\.jsonl")
-_REDUCE: dict[Over, Callable[[Iterable[float]], float]] = {Over.SUM: sum, Over.MAX: max, Over.MIN: min}
+_REDUCE: dict[Reduce, Callable[[Iterable[float]], float]] = {
+    Reduce.SUM: sum,
+    Reduce.MAX: max,
+    Reduce.MIN: min,
+}
 
 
 class NoJournals(ValueError):
@@ -112,7 +116,7 @@ class Run:
         """Whether any of `names` is in a journal with another value than 0."""
         return any(journal.totals.get(name) for journal in self.journals for name in names)
 
-    def over_ranks(self, name: str, how: Over | None = None) -> dict[int, float]:
+    def over_ranks(self, name: str, how: Reduce | None = None) -> dict[int, float]:
         """The values of all ranks in one, by step.
 
         Args:
@@ -171,7 +175,7 @@ def metric_named(name: str) -> Metric:
         if own == found.name:
             return found.under(prefix)
     unit = next((unit for unit in (Unit.BYTES, Unit.SECONDS) if name.endswith(unit.value)), Unit.COUNT)
-    return Metric(name, unit, counts=False, ranks=Over.MAX, label="")
+    return Metric(name, unit, cumulative=False, ranks=Reduce.MAX, label="")
 
 
 def _declared() -> Iterator[Metric]:

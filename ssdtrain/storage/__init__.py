@@ -1,9 +1,10 @@
-"""Bytes to host memory and drives, and back: the I/O pool, the arena, the spill files, their tiers, drives
-and budgets.
+"""Storage: moves bytes between host memory and drives.
 
-Knows bytes, addresses and file descriptors, nothing of tensors or torch. May import `ssdtrain.config`. It
-never reads back bytes that it did not write, never turns a failed transfer into data, and leaves no name and
-no space on a drive after its process ends.
+Contains the I/O pool, the arena of host buffers, the spill files, the tiers, drive information and budgets.
+
+Works on addresses and file descriptors, independently of tensors and torch. May import `ssdtrain.config` and the metric
+registry. Guarantees: only written bytes are read back, a failed transfer is always an error, and no file or space is left on a
+drive when the process ends.
 """
 
 from ssdtrain.storage.arena import Arena, Lease
@@ -22,7 +23,12 @@ from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.metrics import EnduranceMetrics, StoreMetrics, TierMetrics
 from ssdtrain.storage.pool import Operation, Pool, make_pool
-from ssdtrain.storage.section import Section, defer_signals, inside_section, make_section
+from ssdtrain.storage.signal_safe_lock import (
+    SignalSafeLock,
+    defer_signals,
+    holds_signal_safe_lock,
+    make_signal_safe_lock,
+)
 from ssdtrain.storage.slot import Slot
 from ssdtrain.storage.store import SpillStore
 
@@ -40,7 +46,7 @@ __all__ = [
     "Lease",
     "Operation",
     "Pool",
-    "Section",
+    "SignalSafeLock",
     "Slot",
     "SmartLog",
     "SourceChanged",
@@ -52,9 +58,9 @@ __all__ = [
     "check_host_budget",
     "defer_signals",
     "drive_of",
-    "inside_section",
+    "holds_signal_safe_lock",
     "make_pool",
-    "make_section",
+    "make_signal_safe_lock",
     "projected_life",
     "rated_bytes",
 ]

@@ -99,7 +99,7 @@ static PyObject *operation_wait(PyObject *self, PyObject *args, PyObject *keywor
             if (seconds == -1.0 && PyErr_Occurred()) return NULL;
             deadline = now() + (seconds > 0 ? seconds : 0);
         }
-        kick(o->pool->pool); /* also of one that has begun: its pieces on another drive may have been queued for later */
+        flush(o->pool->pool); /* also of one that has begun: its pieces on another drive may have been deferred */
         while (!atomic_load(&op->finished)) {
             double time = now();
             if (timeout != Py_None && time >= deadline) Py_RETURN_FALSE;
@@ -127,7 +127,7 @@ static PyObject *operation_cancel(PyObject *self, PyObject *unused) {
     int cancelled = cancel(o->pool->pool, o->op);
     if (atomic_load(&o->pool->pool->queried) == o->op) {
         Py_BEGIN_ALLOW_THREADS
-        leave_event(o->pool->pool, o->op);
+        wait_for_event_query(o->pool->pool, o->op);
         Py_END_ALLOW_THREADS
     }
     return PyBool_FromLong(cancelled);
@@ -160,9 +160,9 @@ static PyMethodDef operation_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyObject *operation_check(PyObject *self, void *unused) {
+static PyObject *operation_checksum(PyObject *self, void *unused) {
     (void)unused;
-    return PyLong_FromUnsignedLongLong(((OperationObject *)self)->op->check);
+    return PyLong_FromUnsignedLongLong(((OperationObject *)self)->op->checksum);
 }
 
 static PyMemberDef operation_members[] = {
@@ -172,7 +172,7 @@ static PyMemberDef operation_members[] = {
 
 static PyGetSetDef operation_properties[] = {
     {"seconds", operation_seconds, NULL, "Time from its first piece's beginning to its last one's end, once done.", NULL},
-    {"check", operation_check, NULL, "Sample of the bytes that a write was given; 0: none was taken.", NULL},
+    {"checksum", operation_checksum, NULL, "Sample of the bytes that a write was given; 0: none was taken.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -218,15 +218,15 @@ static int parse_extents(PyObject *tuple, Extent **extents, Py_ssize_t *count) {
 }
 
 /* Cut the image into pieces as `cut` in pieces.py does; with `op` NULL only count them. -1: an extent names no queue. */
-static int64_t cut(const Pool *pool, const Extent *extents, Py_ssize_t count, uint64_t lead, uint64_t nbytes, Operation *op) {
-    uint64_t end = lead + nbytes, start = 0;
+static int64_t cut(const Pool *pool, const Extent *extents, Py_ssize_t count, uint64_t page_offset, uint64_t nbytes, Operation *op) {
+    uint64_t end = page_offset + nbytes, start = 0;
     int64_t pieces = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (extents[i].queue < 0 || extents[i].queue >= pool->queue_count || extents[i].length < 0) return -1;
         uint64_t limit = start + (uint64_t)extents[i].length < end ? start + (uint64_t)extents[i].length : end;
         for (uint64_t first = start; first < limit; first += pool->piece) {
             uint64_t last = limit - first < pool->piece ? limit : first + pool->piece;
-            if (last <= lead) continue;
+            if (last <= page_offset) continue;
             if (op)
                 op->piece[pieces] = (Piece){op, NULL, extents[i].offset + (int64_t)(first - start), first, last,
                                             (int)extents[i].queue, (int)pieces};
@@ -256,22 +256,22 @@ static Operation *make_operation(int64_t pieces) {
 
 static PyObject *pool_submit(PyObject *self, PyObject *args) {
     PoolObject *p = (PoolObject *)self;
-    int kind, later = 0;
-    unsigned long long address, event = 0, check = 0;
-    long long nbytes, lead;
+    int kind, defer = 0;
+    unsigned long long address, event = 0, checksum = 0;
+    long long nbytes, page_offset;
     PyObject *tuple;
     Extent *extents;
     Py_ssize_t count;
     if (check_generation(p->generation, "this I/O pool")) return NULL;
-    if (!PyArg_ParseTuple(args, "iKLLO|KpK:submit", &kind, &address, &nbytes, &lead, &tuple, &event, &later, &check)) return NULL;
-    if (kind < WRITE || kind > COPY_OUT || nbytes < 0 || lead < 0 || lead >= ALIGNMENT)
-        return PyErr_Format(PyExc_ValueError, "cannot submit kind %d, %lld bytes, lead %lld", kind, nbytes, lead);
+    if (!PyArg_ParseTuple(args, "iKLLO|KpK:submit", &kind, &address, &nbytes, &page_offset, &tuple, &event, &defer, &checksum)) return NULL;
+    if (kind < WRITE || kind > COPY_OUT || nbytes < 0 || page_offset < 0 || page_offset >= ALIGNMENT)
+        return PyErr_Format(PyExc_ValueError, "cannot submit kind %d, %lld bytes, page_offset %lld", kind, nbytes, page_offset);
     if (event && !p->pool->event_query) {
         PyErr_SetString(PyExc_ValueError, "an operation with an event needs a pool with event_query");
         return NULL;
     }
     if (parse_extents(tuple, &extents, &count)) return NULL;
-    int64_t pieces = nbytes ? cut(p->pool, extents, count, (uint64_t)lead, (uint64_t)nbytes, NULL) : 0;
+    int64_t pieces = nbytes ? cut(p->pool, extents, count, (uint64_t)page_offset, (uint64_t)nbytes, NULL) : 0;
     if (pieces < 0) {
         PyMem_Free(extents);
         PyErr_SetString(PyExc_ValueError, "an extent names a queue that the pool does not have");
@@ -287,21 +287,21 @@ static PyObject *pool_submit(PyObject *self, PyObject *args) {
         }
         return PyErr_NoMemory();
     }
-    if (pieces) cut(p->pool, extents, count, (uint64_t)lead, (uint64_t)nbytes, op);
+    if (pieces) cut(p->pool, extents, count, (uint64_t)page_offset, (uint64_t)nbytes, op);
     PyMem_Free(extents);
     op->kind = kind;
     op->address = address;
     op->nbytes = (uint64_t)nbytes;
-    op->lead = (uint64_t)lead;
+    op->page_offset = (uint64_t)page_offset;
     op->event = event;
     /* Behind an event the bytes are not there yet. */
-    op->check = check || (kind & 1) || event || !nbytes ? check : sample(address, (uint64_t)nbytes);
+    op->checksum = checksum || (kind & 1) || event || !nbytes ? checksum : sample(address, (uint64_t)nbytes);
     o->op = op;
     o->nbytes = (Py_ssize_t)nbytes;
     o->generation = generation;
     o->pool = p;
     Py_INCREF(self);
-    if (enqueue(p->pool, op, later)) {
+    if (enqueue(p->pool, op, defer)) {
         op->references = 1; /* no piece was queued */
         Py_DECREF((PyObject *)o);
         PyErr_SetString(store_closed, "this I/O pool is closed");

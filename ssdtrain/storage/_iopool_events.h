@@ -45,7 +45,7 @@ static void pause_for(double seconds) {
 }
 
 /* Whoever cancels may destroy the event as soon as this returns. */
-static void leave_event(Pool *pool, const Operation *op) {
+static void wait_for_event_query(Pool *pool, const Operation *op) {
     while (atomic_load(&pool->queried) == op) pause_for(SHORTEST);
 }
 
@@ -53,7 +53,7 @@ static void leave_event(Pool *pool, const Operation *op) {
 static int poll_event(Pool *pool, Operation *op, int *code) {
     for (double pause = SHORTEST;; pause = pause * 1.5 < LONGEST ? pause * 1.5 : LONGEST) {
         if (pool->closed) cancel(pool, op);
-        atomic_store(&pool->queried, op); /* before the look at the state: see `leave_event` */
+        atomic_store(&pool->queried, op); /* before the look at the state: see `wait_for_event_query` */
         int queued = atomic_load(&op->state) == QUEUED;
         if (queued) *code = pool->event_query((void *)(uintptr_t)op->event);
         atomic_store(&pool->queried, NULL);
@@ -84,7 +84,7 @@ static void *await_events(void *argument) {
             if (pool->closed) cancel(pool, op);
             else {
                 append_pieces(pool, op);
-                kick(pool);
+                flush(pool);
                 op = NULL;
             }
             pthread_mutex_unlock(&pool->submitting);

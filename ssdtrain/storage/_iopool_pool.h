@@ -171,10 +171,10 @@ static PyObject *pool_hold(PyObject *self, PyObject *args, PyObject *keywords) {
     Py_RETURN_NONE;
 }
 
-static PyObject *pool_kick(PyObject *self, PyObject *unused) {
+static PyObject *pool_flush(PyObject *self, PyObject *unused) {
     (void)unused;
     if (check_generation(((PoolObject *)self)->generation, "this I/O pool")) return NULL;
-    kick(((PoolObject *)self)->pool);
+    flush(((PoolObject *)self)->pool);
     Py_RETURN_NONE;
 }
 
@@ -212,11 +212,11 @@ static PyObject *pool_engine(PyObject *self, void *unused) {
 
 static PyMethodDef pool_methods[] = {
     {"submit", pool_submit, METH_VARARGS,
-     "submit(kind, address, nbytes, lead, extents, event=0, later=False, check=0): queue one operation; extents is a flat tuple."},
+     "submit(kind, address, nbytes, page_offset, extents, event=0, defer=False, checksum=0): queue one operation; extents is a flat tuple."},
     {"hold", (PyCFunction)(void (*)(void))pool_hold, METH_VARARGS | METH_KEYWORDS,
      "hold(*, begun=False, writes=True, reads=True): tests: let no operation begin (with begun: transfer)."},
     {"release", pool_release, METH_NOARGS, "Undo every hold."},
-    {"kick", pool_kick, METH_NOARGS, "Wake a worker for what was submitted for later."},
+    {"flush", pool_flush, METH_NOARGS, "Wake a worker for what was deferred."},
     {"counters", pool_counters, METH_NOARGS, "Per queue (bytes written, read, seconds writing, reading); bytes cancelled."},
     {"close", pool_close, METH_NOARGS, "Cancel what has not begun, wait for the rest, end the workers. Idempotent."},
     {NULL, NULL, 0, NULL},

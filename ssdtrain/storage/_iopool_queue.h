@@ -161,8 +161,8 @@ static void run(Worker *w, Operation *op, Piece *piece) {
         pthread_mutex_unlock(&w->pool->gate);
     }
     if (w->pool->pages && op->kind == WRITE && queue->direct && !op->failed) {
-        uint64_t start = piece->start > op->lead ? piece->start : op->lead;
-        collapse(w->pool->pages, op->address + start - op->lead, op->address + piece->end - op->lead);
+        uint64_t start = piece->start > op->page_offset ? piece->start : op->page_offset;
+        collapse(w->pool->pages, op->address + start - op->page_offset, op->address + piece->end - op->page_offset);
     }
     double begun = now();
     pthread_mutex_lock(&op->lock);
@@ -176,14 +176,14 @@ static void run(Worker *w, Operation *op, Piece *piece) {
         if (!moved) fail(op, piece, failure);
     }
     pthread_mutex_lock(&queue->lock);
-    if (moved) queue->bytes[direction] += piece->end - (piece->start > op->lead ? piece->start : op->lead);
+    if (moved) queue->bytes[direction] += piece->end - (piece->start > op->page_offset ? piece->start : op->page_offset);
     if (!--queue->active[direction]) queue->seconds[direction] += now() - queue->since[direction];
     pthread_mutex_unlock(&queue->lock);
 }
 
 /* A read that did not bring what the write was given has failed: the memory had changed before a worker read it, or the drive errs. */
 static void verify(Operation *op) {
-    if (!(op->kind & 1) || !op->check || op->failed || sample(op->address, op->nbytes) == op->check) return;
+    if (!(op->kind & 1) || !op->checksum || op->failed || sample(op->address, op->nbytes) == op->checksum) return;
     fail(op, &op->piece[0], (Failure){EIO, CHANGED, op->piece[0].offset});
 }
 
@@ -218,10 +218,10 @@ static void append(Queue *queue, Piece *piece) {
     pthread_mutex_unlock(&queue->lock);
 }
 
-/* Wake a worker wherever one is wanted, on every queue: an operation that was queued for later may have pieces on several.
+/* Wake a worker wherever one is wanted, on every queue: an operation that was deferred may have pieces on several.
  * One signal a queue, without its lock: who takes a piece and sees that more is wanted wakes the next worker. The thread that
  * submits is the one that trains, and each wake-up costs it a visit to the scheduler. */
-static void kick(Pool *pool) {
+static void flush(Pool *pool) {
     for (int i = 0; i < pool->queue_count; i++) {
         Queue *queue = &pool->queues[i];
         pthread_mutex_lock(&queue->lock);
@@ -238,8 +238,8 @@ static void append_pieces(Pool *pool, Operation *op) {
 }
 
 /* Queue an operation: its pieces, in the order of `op->piece`, or behind its event. The caller holds a reference. 0, or -1 when the
- * pool is closed. `later`: wake nobody for it; see `kick`. */
-static int enqueue(Pool *pool, Operation *op, int later) {
+ * pool is closed. `defer`: wake nobody for it; see `flush`. */
+static int enqueue(Pool *pool, Operation *op, int defer) {
     pthread_mutex_lock(&pool->submitting);
     if (pool->closed) {
         pthread_mutex_unlock(&pool->submitting);
@@ -256,7 +256,7 @@ static int enqueue(Pool *pool, Operation *op, int later) {
     if (op->event && op->pieces) await_event(pool, op);
     else {
         append_pieces(pool, op);
-        if (!later) kick(pool);
+        if (!defer) flush(pool);
     }
     pthread_mutex_unlock(&pool->submitting);
     return 0;

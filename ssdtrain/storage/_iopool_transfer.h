@@ -37,8 +37,8 @@ typedef struct Operation {
     atomic_int state;      /* QUEUED until a worker or a canceller takes it, once */
     atomic_int finished, failed, remaining;
     int kind, pieces;
-    uint64_t address, nbytes, lead, event;
-    uint64_t check; /* sample of the bytes when the write was submitted; 0: none was taken */
+    uint64_t address, nbytes, page_offset, event;
+    uint64_t checksum; /* sample of the bytes when the write was submitted; 0: none was taken */
     struct Operation *next; /* in the list of those that wait for an event */
     int64_t serial;
     int code, detail, error_queue; /* the first failure, under `lock` */
@@ -110,8 +110,8 @@ static int transfer(const Faults *f, const Operation *op, int piece, int fd, str
 
 /* Image and memory agree mod 4096: whole blocks in place, the first and the last one through the bounce buffer. */
 static int transfer_aligned(const Faults *f, const Operation *op, const Piece *p, int fd, char *bounce, Failure *failure) {
-    char *origin = (char *)(uintptr_t)(op->address - op->lead);
-    uint64_t start = p->start > op->lead ? p->start : op->lead;
+    char *origin = (char *)(uintptr_t)(op->address - op->page_offset);
+    uint64_t start = p->start > op->page_offset ? p->start : op->page_offset;
     uint64_t first = round_down(start), last = round_up(p->end), low = first, high = last;
     struct { uint64_t from, to; char *at; } edge[2];
     int edges = 0, count = 0;
@@ -148,12 +148,12 @@ static int transfer_aligned(const Faults *f, const Operation *op, const Piece *p
     return 0;
 }
 
-/* A read to an address of another lead than was written: every chunk is copied. */
+/* A read to an address of a page offset other than that of the write: every chunk is copied. */
 static int read_elsewhere(const Faults *f, const Operation *op, const Piece *p, int fd, char *bounce, Failure *failure) {
-    char *origin = (char *)(uintptr_t)(op->address - op->lead);
+    char *origin = (char *)(uintptr_t)(op->address - op->page_offset);
     for (uint64_t at = p->start; at < p->end; at += BOUNCE) {
         uint64_t end = p->end - at < BOUNCE ? p->end : at + BOUNCE;
-        uint64_t from = at > op->lead ? at : op->lead;
+        uint64_t from = at > op->page_offset ? at : op->page_offset;
         if (from >= end) continue;
         struct iovec vector = {bounce, round_up(end - at)};
         if (transfer(f, op, p->index, fd, &vector, 1, p->offset + (int64_t)(at - p->start), ALIGNMENT, failure)) return -1;
@@ -176,8 +176,8 @@ static int transfer_piece(const Faults *f, const Operation *op, const Piece *p, 
         if (code) *failure = (Failure){code, ERRNO, p->offset};
         return code ? -1 : 0;
     }
-    uint64_t start = p->start > op->lead ? p->start : op->lead;
-    char *source = (char *)(uintptr_t)(op->address + start - op->lead);
+    uint64_t start = p->start > op->page_offset ? p->start : op->page_offset;
+    char *source = (char *)(uintptr_t)(op->address + start - op->page_offset);
     if (!direct) {
         struct iovec vector = {source, p->end - start};
         return transfer(f, op, p->index, fd, &vector, 1, p->offset + (int64_t)(start - p->start), 1, failure);

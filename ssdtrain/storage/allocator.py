@@ -1,6 +1,6 @@
-"""The one allocator of offsets: it serves the arena, the host tier and the spill files.
+"""Best-fit allocator of offsets, shared by the arena, the host tier and the spill files.
 
-It knows sizes and offsets, nothing of memory or files. Not thread-safe: its owner holds a lock.
+Works on sizes and offsets only. Not thread-safe: the caller holds a lock.
 """
 
 from bisect import bisect_left, insort
@@ -9,14 +9,15 @@ from bisect import bisect_left, insort
 class RangeAllocator:
     """Best fit over the offsets [0, size), in multiples of `alignment`.
 
-    Note: [Given back as it was] Every step of a training takes and gives the same lengths, so a range that is given back
-    waits as it is for the next `take` of its length. Only when nothing else fits, or somebody looks, do such ranges join
-    their neighbours: free space of any shape still becomes one range again when all is given back.
+    Note: [Deferred coalescing]
+        Every training step allocates and frees the same lengths, so a freed range is cached by length for the next
+        `allocate` of that length. Cached ranges are merged with their neighbours only when no free range fits, or when
+        free space is queried; once everything is freed, all space is one range again.
     """
 
     def __init__(self, size: int, alignment: int) -> None:
         if size < 0 or size % alignment:
-            raise ValueError(f"a size of {size} bytes is no multiple of the alignment, {alignment} bytes")
+            raise ValueError(f"size must be a multiple of {alignment} bytes, got {size} bytes")
         self.alignment = alignment
         self.size = 0
         self.used = 0
@@ -24,15 +25,15 @@ class RangeAllocator:
         self._ends: dict[int, int] = {}  # start -> end of a free range
         self._starts: dict[int, int] = {}  # end -> start of a free range
         self._taken: dict[int, int] = {}  # start -> length
-        self._ready: dict[int, list[int]] = {}  # length -> starts. See Note: [Given back as it was]
+        self._ready: dict[int, list[int]] = {}  # length -> starts; Note: [Deferred coalescing]
         if size:
             self.extend(size)
 
     def rounded(self, nbytes: int) -> int:
-        """`nbytes` as the allocator counts it: at least one unit."""
+        """`nbytes` rounded up to the alignment, at least one unit."""
         return -(-nbytes // self.alignment) * self.alignment or self.alignment
 
-    def take(self, nbytes: int) -> int | None:
+    def allocate(self, nbytes: int) -> int | None:
         """The offset of a range of `nbytes` (rounded up), or None where no free range is that long."""
         length = self.rounded(nbytes)
         ready = self._ready.get(length)
@@ -63,11 +64,14 @@ class RangeAllocator:
             self._insert(start + length, start + found)
         return start
 
-    def give(self, start: int) -> int:
-        """Give back the range that `take` returned; its length in bytes.
+    def free(self, start: int) -> int:
+        """Free the range at `start`, which `allocate` returned.
 
-        Raises KeyError for an offset that is not taken: a range given back twice would be handed to two
-        owners.
+        Returns:
+            Its length in bytes.
+
+        Raises:
+            KeyError: nothing is allocated at `start` (a double free).
         """
         length = self._taken.pop(start)
         self.used -= length
@@ -78,16 +82,16 @@ class RangeAllocator:
         return length
 
     def extend(self, nbytes: int) -> None:
-        """Add `nbytes` (a multiple of the alignment) at the end."""
+        """Append `nbytes` of free space (a multiple of the alignment)."""
         if nbytes % self.alignment:
-            raise ValueError(f"cannot grow by {nbytes} bytes, no multiple of {self.alignment}")
+            raise ValueError(f"growth must be a multiple of {self.alignment} bytes, got {nbytes}")
         start = self.size
         self.size += nbytes
         self._join(start, self.size)
 
     @property
     def trailing(self) -> int:
-        """Free bytes at the very end: what growing adds to."""
+        """Free bytes at the end, contiguous with what `extend` appends."""
         self._join_ready()
         return self.size - self._starts.get(self.size, self.size)
 
@@ -98,7 +102,7 @@ class RangeAllocator:
         return sorted(self._ends.items())
 
     def _join_ready(self) -> bool:
-        """Join what was given back with its neighbours. False: there was nothing."""
+        """Merge cached ranges with their free neighbours. Returns False if there were none."""
         ready, self._ready = self._ready, {}
         for length, starts in ready.items():
             for start in starts:

@@ -1,8 +1,8 @@
-"""Host buffers of the offload engine: one fixed map, leased in ranges.
+"""Host buffers of the offload engine: one fixed memory map, leased in ranges.
 
-Note: [Who may run what] A lease is given back from anywhere: a worker, a finalizer in the middle of a cyclic
-collection, a thread that holds this arena's lock. So a release only appends to a deque; whoever next acquires
-or asks for figures drains it.
+Note: [Release from finalizers]
+    A lease may be released by a worker, by a finalizer during a garbage collection, or by a thread that already holds this
+    arena's lock. `release` therefore only appends to a deque, which the next `acquire` or query drains.
 """
 
 import weakref
@@ -13,11 +13,11 @@ from ssdtrain.storage import forks, memory
 from ssdtrain.storage.allocator import RangeAllocator
 from ssdtrain.storage.errors import StoreClosed
 from ssdtrain.storage.memory import ALIGNMENT
-from ssdtrain.storage.section import make_section
+from ssdtrain.storage.signal_safe_lock import make_signal_safe_lock
 
 
-class _Given(weakref.ref[memoryview]):
-    """A view that owns a lease."""
+class _OwningView(weakref.ref[memoryview]):
+    """Weak reference to a memoryview that owns a lease."""
 
     __slots__ = ("lease",)
 
@@ -28,8 +28,8 @@ Register = Callable[[int, int], Callable[[], None]]
 
 
 class Lease:
-    """`nbytes` bytes of an arena at `address`, held until `release`, or until the memoryview that `give`
-    returned dies.
+    """`nbytes` bytes of an arena at `address`, held until `release` or until the memoryview that `owning_view` returned is
+    destroyed.
     """
 
     __slots__ = ("_arena", "_held", "address", "nbytes")
@@ -41,44 +41,49 @@ class Lease:
         self.nbytes = nbytes
 
     def view(self) -> memoryview:
-        """Exactly the bytes of this lease, writable. The view does not keep the lease: see `give`."""
+        """The bytes of this lease as a writable view, which does not keep the lease alive: see `owning_view`."""
         return memory.view(self.address, self.nbytes)
 
-    def give(self) -> memoryview:
-        """A view that owns the lease: it is released when the view and every buffer made from it are dead.
+    def owning_view(self) -> memoryview:
+        """A view that owns the lease, which is released when the view and every buffer made from it are destroyed.
 
-        `torch.frombuffer` keeps the memoryview that it was given, so the lease lives as long as the last
-        tensor of that storage.
+        `torch.frombuffer` keeps a reference to the memoryview, so the lease lives as long as the tensor's storage.
         """
         view = self.view()
         self._arena._watch(view, self)
         return view
 
     def release(self) -> None:
-        """Give the bytes back. Idempotent, takes no lock, may run in any thread and inside a finalizer."""
+        """Release the bytes. Idempotent and lock-free; may run on any thread and in a finalizer."""
         try:
             offset = self._held.pop()
         except IndexError:
             return
-        self._arena._given_back(offset, self.address, self.nbytes)
+        self._arena._released(offset, self.address, self.nbytes)
 
 
 class Arena:
-    """A fixed piece of host memory on huge pages, leased out in ranges that are aligned for O_DIRECT.
-    Thread-safe.
+    """A fixed amount of host memory on huge pages, leased in ranges aligned for O_DIRECT. Thread-safe.
 
     Args:
-        nbytes: size, rounded up to the huge page (2 MiB). Pages are taken when first touched, then kept.
-        huge_pages: ask for them; they cost a third of the CPU per transferred byte.
-        register: called once with (address, bytes) of the whole map, for example to pin it by
-            cudaHostRegister; returns what
-            undoes it.
+        nbytes: size in bytes, rounded up to the huge page (2 MiB). Pages are allocated at first touch and kept.
+        huge_pages: request huge pages, which need a third of the CPU time per transferred byte.
+        register: called once as `register(address, nbytes)` with the whole map, for example to pin it with
+            cudaHostRegister. Returns a function that undoes it.
+        node: NUMA node of the pages; None: that of the calling thread.
     """
 
-    def __init__(self, nbytes: int, *, huge_pages: bool = True, register: Register | None = None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        huge_pages: bool = True,
+        register: Register | None = None,
+        node: int | None = None,
+    ) -> None:
         if nbytes <= 0:
-            raise ValueError(f"an arena needs a positive size, got {nbytes} bytes")
-        self._map = memory.Map(nbytes, huge_pages=huge_pages)
+            raise ValueError(f"arena size must be positive, got {nbytes} bytes")
+        self._map = memory.Map(nbytes, huge_pages=huge_pages, node=node)
         try:
             self._unregister = register(self._map.address, self._map.nbytes) if register else None
         except BaseException:
@@ -87,41 +92,43 @@ class Arena:
         self.capacity = self._map.nbytes
         self.peak = 0
         self._allocator = RangeAllocator(self.capacity, ALIGNMENT)
-        self._lock = make_section()
+        self._lock = make_signal_safe_lock()
         self._returned: deque[tuple[int, int, int]] = deque()
-        # Views that own a lease, and those of them that died: C code appends them. A finalizer in Python would lose the
-        # exception of a signal (Ctrl-C) that is handled in it.
-        self._given: dict[int, _Given] = {}
-        self._dead: deque[_Given] = deque()
-        self._poison = memory.poisoned()
+        # Views that own a lease, and those of them that were destroyed. The weak reference's callback is a C function: a
+        # Python finalizer would swallow the exception of a signal handler (Ctrl-C) that runs inside it.
+        self._owning_views: dict[int, _OwningView] = {}
+        self._dead: deque[_OwningView] = deque()
+        self._poison = memory.poison_enabled()
         self._closed = False
         self._generation = forks.generation()
 
-    def acquire(self, nbytes: int, *, lead: int = 0) -> Lease | None:
-        """A lease of `nbytes` with `address % ALIGNMENT == lead`, or None where no range is free. Never
-        waits.
+    def acquire(self, nbytes: int, *, page_offset: int = 0) -> Lease | None:
+        """Lease `nbytes` with `address % ALIGNMENT == page_offset`. Never blocks.
+
+        Returns:
+            The lease, or None if no free range is large enough.
 
         Raises:
-            StoreClosed: the arena was closed, or this is a forked child.
+            StoreClosed: the arena was closed, or this is a forked child process.
         """
-        if not 0 <= lead < ALIGNMENT:
-            raise ValueError(f"lead is an offset within {ALIGNMENT} bytes, got {lead}")
+        if not 0 <= page_offset < ALIGNMENT:
+            raise ValueError(f"page_offset must be in [0, {ALIGNMENT}), got {page_offset}")
         forks.check(self._generation, "this arena")
         with self._lock:
             if self._closed:
                 raise StoreClosed("this arena is closed")
             if self._dead or self._returned:
                 self._drain()
-            offset = self._allocator.take(nbytes + lead)
+            offset = self._allocator.allocate(nbytes + page_offset)
             if offset is None:
                 return None
             if self._allocator.used > self.peak:
                 self.peak = self._allocator.used
-        return Lease(self, offset, self._map.address + offset + lead, nbytes)
+        return Lease(self, offset, self._map.address + offset + page_offset, nbytes)
 
     @property
     def allocated(self) -> int:
-        """Bytes leased out now, as counted by the allocator (multiples of 4096)."""
+        """Bytes currently leased, in multiples of 4096."""
         if self._generation != forks.generation():
             return 0
         with self._lock:
@@ -133,22 +140,21 @@ class Arena:
         return self._map.address
 
     def close(self, *, force: bool = False) -> None:
-        """Lease nothing more, unmap when the last lease is back, with `force` at once. Idempotent."""
+        """Refuse further leases; unmap when the last lease is released, or immediately with `force`. Idempotent."""
         if self._generation != forks.generation():
             return
         with self._lock:
             self._drain()
             self._closed = True
-            for given in list(self._given.values()):
-                if (view := given()) is not None:
-                    # From now on nobody drains but who gives back.
-                    weakref.finalize(view, given.lease.release).atexit = False
+            for ref in list(self._owning_views.values()):
+                if (view := ref()) is not None:
+                    # After close only `release` drains.
+                    weakref.finalize(view, ref.lease.release).atexit = False
             self._unmap(force)
 
-    def _given_back(self, offset: int, address: int, nbytes: int) -> None:
+    def _released(self, offset: int, address: int, nbytes: int) -> None:
         self._returned.append((offset, address, nbytes))
-        # Once closed nobody acquires, so nobody else would drain. See Note: [Who may run what] for why this
-        # cannot wait.
+        # After close there is no further `acquire` that would drain. Must not block: Note: [Release from finalizers].
         if self._closed and self._generation == forks.generation() and self._lock.acquire(blocking=False):
             try:
                 self._drain()
@@ -156,18 +162,18 @@ class Arena:
                 self._lock.release()
 
     def _watch(self, view: memoryview, lease: Lease) -> None:
-        given = _Given(view, self._dead.append)
-        given.lease = lease
-        self._given[id(given)] = given
+        ref = _OwningView(view, self._dead.append)
+        ref.lease = lease
+        self._owning_views[id(ref)] = ref
 
     def _drain(self) -> None:
         while self._dead:
-            given = self._dead.popleft()
-            del self._given[id(given)]
-            given.lease.release()
+            ref = self._dead.popleft()
+            del self._owning_views[id(ref)]
+            ref.lease.release()
         while self._returned:
             offset, address, nbytes = self._returned.popleft()
-            self._allocator.give(offset)
+            self._allocator.free(offset)
             if self._poison and self._map.nbytes:
                 memory.fill(address, 0xFF, nbytes)
         self._unmap(False)

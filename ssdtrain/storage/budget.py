@@ -1,4 +1,4 @@
-"""Whether a node has the host memory that all its ranks ask for, found out at start instead of by the OOM killer."""
+"""Checks at start whether a node has the host memory that its ranks need, instead of leaving it to the OOM killer."""
 
 import resource
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class HostBudget:
-    """What a node asks for and what it has, in bytes; None where a limit does not exist."""
+    """Host memory required and available on a node, in bytes; None where a limit does not exist."""
 
-    wanted: int
+    required: int
     available: int
     """MemAvailable of the kernel."""
     cgroup: int | None
-    """What the memory cgroup still allows, its file cache counted as free."""
+    """Free bytes under the memory cgroup's limit, counting its file cache as free."""
     memlock: int | None
     """RLIMIT_MEMLOCK of this process."""
 
@@ -31,29 +31,28 @@ def check_host_budget(
     proc: Path = Path("/proc"),
     sysfs: Path = Path("/sys"),
 ) -> HostBudget:
-    """Compare the host memory of all ranks of this node (arena and host tier) with what the node gives.
+    """Compare the host memory of all ranks of this node (arena and host tier) with what is available.
 
     Args:
         per_rank_bytes: host memory of one rank.
         local_world_size: ranks on this node.
-        locked: the memory counts against RLIMIT_MEMLOCK (mlock, RDMA registration). cudaHostRegister does not: the driver
-            pins pages without that accounting.
-        proc, sysfs: where the kernel's files are.
+        locked: whether the memory counts against RLIMIT_MEMLOCK (mlock, RDMA registration). cudaHostRegister does not.
+        proc, sysfs: mount points of procfs and sysfs.
 
     Raises:
-        HostBudgetExceeded: with every figure and what to lower.
+        HostBudgetExceeded: with all limits, and which settings to lower.
     """
-    wanted = per_rank_bytes * local_world_size
+    required = per_rank_bytes * local_world_size
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     memlock = None if soft == resource.RLIM_INFINITY else soft
-    budget = HostBudget(wanted, _mem_available(proc), _cgroup_room(proc, sysfs), memlock)
-    limits = [("MemAvailable", wanted, budget.available), ("the memory cgroup", wanted, budget.cgroup)]
+    budget = HostBudget(required, _mem_available(proc), _cgroup_room(proc, sysfs), memlock)
+    limits = [("MemAvailable", required, budget.available), ("the memory cgroup", required, budget.cgroup)]
     if locked:
         limits.append(("RLIMIT_MEMLOCK (ulimit -l)", per_rank_bytes, memlock))
-    for name, asked, limit in limits:
-        if limit is not None and asked > limit:
+    for name, needed, limit in limits:
+        if limit is not None and needed > limit:
             raise HostBudgetExceeded(
-                f"{local_world_size} ranks x {per_rank_bytes} bytes of host memory = {wanted} bytes, but {name} leaves {limit}"
+                f"{local_world_size} ranks x {per_rank_bytes} bytes of host memory = {required} bytes, but {name} allows {limit}"
                 f" bytes (MemAvailable {budget.available}, cgroup {budget.cgroup}, memlock {memlock}): lower the arena or the"
                 " host tier per rank, run fewer ranks per node, or raise that limit"
             )
@@ -68,7 +67,7 @@ def _mem_available(proc: Path) -> int:
 
 
 def _cgroup_room(proc: Path, sysfs: Path) -> int | None:
-    """The smallest room over this process's memory cgroup and its ancestors."""
+    """The smallest free amount under the limits of this process's memory cgroup and its ancestors, in bytes."""
     rooms = []
     membership = proc / "self/cgroup"
     for line in membership.read_text().splitlines() if membership.exists() else []:

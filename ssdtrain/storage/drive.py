@@ -1,4 +1,4 @@
-"""The drive behind a directory: what it is, how full, how worn, what was written to it."""
+"""The drive behind a directory: model, size, free space, wear, bytes written."""
 
 import ctypes
 import fcntl
@@ -29,7 +29,7 @@ class Drive:
     size: int
     """Bytes of the disk; of the file system where there is no disk."""
     rotational: bool
-    """What the kernel says; some virtual SSDs say yes."""
+    """As reported by the kernel; some virtual SSDs report True."""
 
     def free_bytes(self) -> int:
         figures = os.statvfs(self.directory)
@@ -43,14 +43,14 @@ class Drive:
         return int(path.read_text().split()[6]) * SECTOR
 
     def smart(self) -> "SmartLog | None":
-        """The drive's own account of its wear; None where it is no NVMe drive or this user may not ask."""
+        """The drive's SMART log; None if it is not an NVMe drive or this user may not read it."""
         return read_smart(Path("/dev") / self.device) if self.device.startswith("nvme") else None
 
 
 @dataclass(frozen=True)
 class SmartLog:
     percentage_used: int
-    """Of the rated endurance; passes 100 on a drive that outlives it."""
+    """Of the rated endurance; may exceed 100."""
     data_bytes_written: int
 
 
@@ -131,7 +131,7 @@ _GET_LOG_PAGE, _SMART_LOG, _LOG_BYTES = 0x02, 0x02, 512
 
 
 def read_smart(device: Path) -> SmartLog | None:
-    """Ask an NVMe drive for its SMART log. None, with a debug line, where that is refused (it usually needs root)."""
+    """Read the SMART log of an NVMe drive. Returns None, with a debug message, without permission (usually root only)."""
     log = ctypes.create_string_buffer(_LOG_BYTES)
     command = _AdminCommand(
         opcode=_GET_LOG_PAGE,

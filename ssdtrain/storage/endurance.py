@@ -1,8 +1,7 @@
-"""How long a drive lasts under a training run.
+"""Projected life of a drive under a training run.
 
-Activations are written in large sequential pieces and kept for seconds, so a drive takes far more of them than its rating,
-which is measured with small random writes and a year's retention (SSDTrain, arXiv 2408.10013). The figures here
-are by the rating, and so on the safe side.
+Computed from the vendor's rating, which assumes small random writes and a year's retention. Activations are large sequential
+writes that are kept for seconds, so the actual endurance is higher (SSDTrain, arXiv 2408.10013).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,31 +13,28 @@ SECONDS_PER_YEAR = 365 * 86400
 
 
 def rated_bytes(size: int, *, writes_per_day: float = 1.0, years: float = 5.0) -> float:
-    """TBW in bytes, where the vendor's figure is not known: capacity x drive writes per day x warranty."""
+    """Estimated total bytes written (TBW): capacity x drive writes per day x warranty years."""
     return size * writes_per_day * 365 * years
 
 
 def projected_life(rated: float, bytes_per_step: float, step_seconds: float) -> float:
-    """Seconds until `rated` bytes are written, by a run that writes `bytes_per_step` every `step_seconds`.
-
-    Infinite where nothing is written.
-    """
+    """Seconds until `rated` bytes are written at `bytes_per_step` every `step_seconds`; infinite if nothing is written."""
     if bytes_per_step <= 0:
         return float("inf")
     if step_seconds <= 0:
-        raise ValueError(f"a step takes time, got {step_seconds} seconds")
+        raise ValueError(f"step_seconds must be positive, got {step_seconds}")
     return rated / bytes_per_step * step_seconds
 
 
 class Endurance:
-    """What the drives behind a rank's directories may still be written, by rating and wear.
+    """Bytes that the drives behind a rank's directories may still be written, from their rating and wear.
 
     Args:
-        directories: existing ones of this rank.
-        others: directories of the other ranks of this node, which need not exist: a drive that they share wears as many times as
-            fast.
+        directories: existing directories of this rank.
+        others: directories of the other ranks of this node, which need not exist. A drive's remaining bytes are divided by
+            the ranks that share it.
 
-    Directories without a disk of their own (memory, overlay, network) have no rating and are left out.
+    Directories without a disk (tmpfs, overlay, network) have no rating and are skipped.
     """
 
     def __init__(self, directories: Sequence[Path], others: Sequence[Sequence[Path]] = ()) -> None:
@@ -56,11 +52,11 @@ class Endurance:
             self._bytes[drive.device] = rated_bytes(drive.size) * left / ranks
 
     def life(self, written: Mapping[str, int], seconds: float) -> float | None:
-        """Seconds until the first drive has reached its rating if the run goes on as it did. None: not known, or no writes.
+        """Seconds until the first drive reaches its rating at the present rate; None if unknown or nothing was written.
 
         Args:
-            written: directory -> bytes that this rank wrote there in `seconds`.
-            seconds: of the steps so far.
+            written: bytes that this rank wrote per directory in `seconds`.
+            seconds: elapsed training time.
         """
         by_device: dict[str, int] = {}
         for directory, nbytes in written.items():
@@ -75,7 +71,7 @@ class Endurance:
 
 
 def _device_number(path: Path) -> int:
-    """Of the file system that `path` is on, or would be on if it were made."""
+    """Device number of the file system that holds `path` or its nearest existing parent."""
     path = path.absolute()
     while not path.exists():
         path = path.parent

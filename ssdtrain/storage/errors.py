@@ -1,14 +1,14 @@
-"""What storage raises. Each error carries the path and the figures, and its text says what to do."""
+"""Exceptions of storage. Each carries the path and sizes, and its message includes a remedy."""
 
 import errno as codes
 import os
 from typing import Any
 
 ADVICE = {
-    codes.ENOSPC: "free space there, lower `capacity`, or add another directory",
+    codes.ENOSPC: "free space on that drive, lower `capacity`, or add another directory",
     codes.EDQUOT: "raise the quota of that file system, lower `capacity`, or add another directory",
-    codes.EIO: "the drive or its file system failed (see dmesg and `smartctl -a`): take another directory",
-    codes.EINVAL: "the file system refused an aligned O_DIRECT transfer: set `direct` to 'off'",
+    codes.EIO: "the drive or its file system failed (see dmesg and `smartctl -a`): use another directory",
+    codes.EINVAL: "the file system rejected an aligned O_DIRECT transfer: set `direct` to 'off'",
     codes.EFAULT: "the memory was freed while it was in use: it must stay alive until the operation is done",
 }
 
@@ -18,29 +18,33 @@ def advice(errno: int) -> str:
 
 
 class IOCancelled(RuntimeError):
-    """Raised by `Operation.wait` when the operation was cancelled: none of its bytes were transferred."""
+    """The operation was cancelled; no byte was transferred."""
 
 
 class SourceChanged(RuntimeError):
-    """A read brought other bytes than its write was given: they changed in memory before a worker had read them (freed and used
-    again, or written to while the write waited), or the drive returned what was never written. None of them may be used.
+    """The bytes read differ from those submitted for writing. Either the source memory changed before a worker had read it
+    (freed and reused, or written to while the write was queued), or the drive returned wrong data. The bytes must not be used.
     """
 
 
 class StoreClosed(RuntimeError):
-    """A closed store, pool or arena was used, or one that belongs to the parent of a forked process."""
+    """A closed store, pool or arena was used, or one that was created before a fork was used in the child."""
 
 
 class HostBudgetExceeded(MemoryError):
-    """The ranks of this node ask for more host memory than the node gives."""
+    """The ranks of this node need more host memory than is available."""
 
 
 class IOFailure(OSError):
-    """A transfer failed. None of the bytes it should have delivered may be used.
+    """A transfer failed; its target must not be used.
 
-    Attributes: `errno`, `strerror`, `filename` (the spill directory), `operation` ("read" or "write"), `offset`
-    (bytes, in the spill file), `nbytes` (of the transfer), `event_code` (not 0: the drive is fine, but the CUDA event
-    in front of the transfer failed with this CUDA error).
+    Attributes:
+        errno, strerror: of the system call.
+        filename: the spill directory.
+        operation: "read" or "write".
+        offset: in the spill file, bytes.
+        nbytes: of the transfer.
+        event_code: CUDA error of the event that the transfer waited for; 0 if the drive failed.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class IOFailure(OSError):
     def __str__(self) -> str:
         if self.event_code:
             return (
-                f"{self.operation} of {self.nbytes} bytes to {self.filename} was not begun: the CUDA event in front of it"
+                f"{self.operation} of {self.nbytes} bytes to {self.filename} did not start: the CUDA event it waited for"
                 f" failed with CUDA error {self.event_code}; an earlier kernel or copy on that stream failed"
             )
         name = codes.errorcode.get(self.errno or 0, str(self.errno))
@@ -79,22 +83,25 @@ class IOFailure(OSError):
 class StoreFull(OSError):
     """No tier has room for a reservation.
 
-    Attributes, in bytes: `wanted`, `free` (unused, perhaps in pieces too small), `capacity`. `filename` joins
-    the paths.
+    Attributes:
+        requested: bytes.
+        free: unused bytes, possibly fragmented.
+        capacity: bytes of all drives.
+        filename: the spill directories, joined by `os.pathsep`.
     """
 
-    def __init__(self, path: str, wanted: int, free: int, capacity: int, detail: str = "") -> None:
+    def __init__(self, path: str, requested: int, free: int, capacity: int, detail: str = "") -> None:
         super().__init__(codes.ENOSPC, detail or "the store is full", path)
-        self.wanted = wanted
+        self.requested = requested
         self.free = free
         self.capacity = capacity
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.filename, self.wanted, self.free, self.capacity, self.strerror)
+        return type(self), (self.filename, self.requested, self.free, self.capacity, self.strerror)
 
     def __str__(self) -> str:
         return (
-            f"no room for {self.wanted} bytes: {self.free} of {self.capacity} bytes are free in"
+            f"no room for {self.requested} bytes: {self.free} of {self.capacity} bytes are free in"
             f" {self.filename or 'host memory'} ({self.strerror}); raise the capacity, free space, add another"
             " directory, or offload less"
         )

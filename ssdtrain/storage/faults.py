@@ -1,8 +1,7 @@
-"""Faults that tests inject below the store: delays, short transfers, EINTR, EIO, ENOSPC, torn order.
+"""Fault injection for tests: delays, short transfers, EINTR, EIO, ENOSPC, reordered pieces.
 
-Nothing here draws from a random generator. Every decision is a hash of (seed, question, kind of operation,
-its number, piece, attempt), so that one seed always gives the same faults however threads are scheduled, in
-both engines.
+Every decision is a hash of (seed, question, kind of operation, serial number, piece, attempt), so a seed gives the same faults
+in both engines, independently of thread scheduling. No random generator is used.
 """
 
 import errno
@@ -10,16 +9,15 @@ from dataclasses import dataclass, field
 
 MASK = (1 << 64) - 1
 
-# The questions, first argument of `chance` after the seed. `_iopool_faults.h` has the same numbers.
+# Questions: second argument of `chance`. Same numbers as in `_iopool_faults.h`.
 DELAY, DELAY_LENGTH, SHORT, SHORT_LENGTH, INTERRUPT, FAIL, FAIL_PIECE, SHUFFLE = range(1, 9)
 
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong, and how often. Probabilities lie in [0, 1]; operations are numbered from 0, writes and
-    reads apart.
+    """Injected faults and their probabilities, in [0, 1]. Writes and reads are numbered separately from 0.
 
-    Copies to and from the host tier are delayed, cut short and torn too, but never fail.
+    Copies to and from the host tier are delayed, shortened and reordered too, but never fail.
     """
 
     seed: int = 0
@@ -28,23 +26,23 @@ class Faults:
     max_delay: float = 0.01
     """Longest sleep, seconds."""
     short: float = 0.0
-    """Probability that one call transfers only a part of what was asked."""
+    """Probability that a system call transfers only a part of the request."""
     interrupt: float = 0.0
-    """Probability that one call returns EINTR (below 1, else it would never end)."""
+    """Probability that a system call returns EINTR; below 1."""
     fail_writes: frozenset[int] = field(default_factory=frozenset)
-    """Numbers of the writes that fail."""
+    """Serial numbers of the writes that fail."""
     fail_reads: frozenset[int] = field(default_factory=frozenset)
     write_failure: float = 0.0
-    """Probability that any write fails."""
+    """Probability that a write fails."""
     read_failure: float = 0.0
     error: int = errno.EIO
     """The errno of the failures."""
     torn: bool = False
     """Serve the pieces of one operation in shuffled order."""
     full_after: int | None = None
-    """Growing a spill file beyond this many bytes gives ENOSPC, after a partial allocation."""
+    """Growing a spill file beyond this many bytes fails with ENOSPC, after a partial allocation."""
     full_drive: int | None = None
-    """The only drive (by index) that `full_after` is about; None means every drive."""
+    """Index of the drive that `full_after` applies to; None: every drive."""
 
     def __post_init__(self) -> None:
         for name in ("delay", "short", "interrupt", "write_failure", "read_failure"):
@@ -70,5 +68,5 @@ def hashed(seed: int, question: int, kind: int, serial: int, piece: int, attempt
 
 
 def chance(seed: int, question: int, kind: int, serial: int, piece: int = 0, attempt: int = 0) -> float:
-    """A number in [0, 1) that depends on its arguments alone."""
+    """A number in [0, 1), a deterministic function of the arguments."""
     return (hashed(seed, question, kind, serial, piece, attempt) >> 11) * 2.0**-53

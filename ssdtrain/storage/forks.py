@@ -1,7 +1,7 @@
-"""What a forked child must not share with its parent: descriptors, worker threads, maps.
+"""Fork handling: a forked child shares neither descriptors, worker threads nor memory maps with its parent.
 
-Nothing of storage works in a child: files are closed there, maps are absent, and no worker thread came along.
-Methods raise, and release, free and close do nothing.
+Storage objects are unusable in a forked child: their files are closed, their maps are absent, and no worker thread exists.
+Methods raise `StoreClosed`; `release`, `free` and `close` do nothing.
 """
 
 import os
@@ -23,19 +23,19 @@ _tracked: "weakref.WeakSet[Inheritable]" = weakref.WeakSet()
 
 
 def generation() -> int:
-    """Changes in every forked child: an object made under another generation belongs to an ancestor."""
+    """Number of forks between the first process and this one; an object with another generation belongs to an ancestor."""
     return _Process.generation
 
 
 def track(thing: Inheritable) -> None:
-    """Call `thing.after_fork()` in every child forked while it lives."""
+    """Call `thing.after_fork()` in every child that is forked while `thing` is alive."""
     _tracked.add(thing)
 
 
 def check(made_in: int, what: str) -> None:
     if made_in != _Process.generation:
         raise StoreClosed(
-            f"{what} belongs to the parent process and cannot be used after a fork; build a new one in the"
+            f"{what} belongs to the parent process and cannot be used after a fork; create a new one in the"
             " child, or use the 'spawn' start method"
         )
 
@@ -46,7 +46,7 @@ def _in_child() -> None:
     for thing in list(_tracked):
         try:
             thing.after_fork()
-        except BaseException as error:  # noqa: BLE001 - the others have to hear of it all the same
+        except BaseException as error:  # noqa: BLE001 - call the remaining ones first
             failed = error
     if failed is not None:
         raise failed

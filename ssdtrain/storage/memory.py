@@ -1,5 +1,5 @@
-"""Host memory below Python's own: anonymous maps on huge pages, kept from forked children, on the caller's
-NUMA node.
+"""Host memory outside of Python's allocator: anonymous maps on huge pages, on the caller's NUMA node, not inherited by forked
+children. Also checked copies from memory that its owner may free.
 """
 
 import ctypes
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 ALIGNMENT = 4096
 HUGE_PAGE = 2 << 20
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-"""The system's switch."""
+"""The system-wide setting of transparent huge pages."""
 
 PIPED = 64 << 10
-"""Bytes for one pass through a pipe."""
+"""Bytes per transfer through a pipe."""
 WORD, SAMPLES, STRIDE = 8, 16, 256 << 10
-"""Bytes of a word of a sample, words of it at least, bytes for one word in large ones."""
+"""Of a checksum: bytes per sampled word, minimum number of words, bytes per sampled word in large buffers."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -41,24 +41,22 @@ _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235}
 
 
-def poisoned() -> bool:
-    """Whether SSDTRAIN_POISON=1 asks for freed memory and slots to be overwritten by 0xFF, a NaN in every
-    float format.
-    """
+def poison_enabled() -> bool:
+    """Whether SSDTRAIN_POISON=1 is set: freed memory and slots are overwritten with 0xFF, a NaN in every float format."""
     return os.environ.get("SSDTRAIN_POISON") == "1"
 
 
-# The whole address space as one buffer: slicing it is 4x cheaper than a ctypes array for each address.
+# The whole address space as one buffer: a slice is 4x cheaper than a ctypes array per address.
 _SPACE = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
 
 
 def view(address: int, nbytes: int) -> memoryview:
-    """A writable memoryview of bytes at an address. It owns nothing: the memory must outlive it."""
+    """A writable, non-owning memoryview of `nbytes` at `address`; the memory must outlive it."""
     return _SPACE[address : address + nbytes]
 
 
 def copy(target: int, source: int, nbytes: int) -> None:
-    """memcpy between addresses, with the GIL released."""
+    """memcpy, with the GIL released."""
     ctypes.memmove(target, source, nbytes)
 
 
@@ -66,22 +64,22 @@ class _Vector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
-class _Refused:
-    """process_vm_readv does not work here: set by the first call that shows it, and by tests."""
+class _Unavailable:
+    """Whether process_vm_readv is unavailable: set at the first call that fails, and by tests."""
 
     direct_reads = not hasattr(_libc, "process_vm_readv")
 
 
 def copy_checked(target: int, source: int, nbytes: int) -> int:
-    """Copy memory that its owner may free or unmap at any moment to our own, with the GIL released.
+    """Copy memory that its owner may free or unmap concurrently, with the GIL released.
 
     Returns:
-        0, or an errno: EFAULT for memory that is not mapped, where memcpy would end the process.
+        0 or an errno: EFAULT if the source is not mapped, where memcpy would receive SIGSEGV.
 
-    The kernel does the copy: process_vm_readv on this process, or a pipe where that call is refused (seccomp filters of old
-    container runtimes). `_iopool_memory.h` does the same.
+    The kernel does the copy: process_vm_readv on this process, or a pipe if that call is not permitted (seccomp filters of old
+    container runtimes). `_iopool_memory.h` is the C version.
     """
-    while nbytes and not _Refused.direct_reads:
+    while nbytes and not _Unavailable.direct_reads:
         to, of = _Vector(target, nbytes), _Vector(source, nbytes)
         done = _libc.process_vm_readv(os.getpid(), ctypes.byref(to), 1, ctypes.byref(of), 1, 0)
         code = ctypes.get_errno() if done < 0 else 0
@@ -90,7 +88,7 @@ def copy_checked(target: int, source: int, nbytes: int) -> int:
         if code == errno.EINTR:
             continue
         if code:
-            _Refused.direct_reads = True
+            _Unavailable.direct_reads = True
             break
         target, source, nbytes = target + done, source + done, nbytes - done
     return _copy_through_pipe(target, source, nbytes) if nbytes else 0
@@ -115,7 +113,7 @@ def _copy_through_pipe(target: int, source: int, nbytes: int) -> int:
 
 @functools.lru_cache(256)
 def _sampled(nbytes: int) -> tuple[slice, ...]:
-    """The words of a sample. `_iopool_memory.h` takes the same."""
+    """The sampled words, the same as in `_iopool_memory.h`."""
     if nbytes < WORD:
         return (slice(0, nbytes),)
     stride = max(WORD, min(STRIDE, nbytes // SAMPLES))
@@ -126,10 +124,10 @@ def _sampled(nbytes: int) -> tuple[slice, ...]:
 
 
 def sample(address: int, nbytes: int) -> int:
-    """A number that depends on some words of the bytes, never 0: at places that no regular pattern meets, and on the last
-    and the first word, where allocators keep the list of what is free.
+    """A nonzero checksum of sampled words: at pseudo-random places, the last word, and the first, where allocators link free
+    memory.
 
-    At least 16 words, or all of fewer; in more than 4 MiB one of each 256 KiB. The caller vouches for the memory.
+    Samples at least 16 words (all of a smaller buffer), and one word per 256 KiB above 4 MiB. The memory must be readable.
     """
     data = view(address, nbytes)
     words = b"".join([data[word] for word in _sampled(nbytes)])
@@ -140,8 +138,8 @@ def fill(address: int, byte: int, nbytes: int) -> None:
     ctypes.memset(address, byte, nbytes)
 
 
-def huge_pages_wanted() -> bool:
-    """False where the system has none, or its administrator wants none (`never`)."""
+def huge_pages_enabled() -> bool:
+    """Whether the system has transparent huge pages and they are not set to `never`."""
     try:
         return "[never]" not in HUGE_PAGES.read_text()
     except OSError:
@@ -149,13 +147,16 @@ def huge_pages_wanted() -> bool:
 
 
 class Map:
-    """`nbytes` of private anonymous memory, aligned to the huge page, absent in forked children.
+    """`nbytes` of private anonymous memory, aligned to the huge page, not inherited by forked children.
 
-    Pages are taken when first touched. Not freed by the garbage collector: `close` unmaps, and does so in the
-    process that mapped only, because a child may have something else at that address.
+    Args:
+        node: NUMA node of the pages; None: that of the calling thread.
+
+    Pages are allocated at first touch. Not freed by the garbage collector: `close` unmaps, and only in the process that mapped,
+    because a child may have another map at that address.
     """
 
-    def __init__(self, nbytes: int, *, huge_pages: bool = True) -> None:
+    def __init__(self, nbytes: int, *, huge_pages: bool = True, node: int | None = None) -> None:
         self.nbytes = (
             -(-nbytes // HUGE_PAGE) * HUGE_PAGE if huge_pages else -(-nbytes // ALIGNMENT) * ALIGNMENT
         )
@@ -172,8 +173,8 @@ class Map:
         if base == _MAP_FAILED:
             code = ctypes.get_errno()
             raise MemoryError(
-                f"cannot map {nbytes} bytes of host memory: {os.strerror(code)}; lower the size of the arena or of"
-                " the host tier, or raise the limit (ulimit -v)"
+                f"cannot map {nbytes} bytes of host memory: {os.strerror(code)}; reduce the arena or the host tier, or"
+                " raise the limit (ulimit -v)"
             )
         self.address = base + (-base % HUGE_PAGE if huge_pages else 0)
         for start, end in ((base, self.address), (self.address + self.nbytes, base + self.nbytes + slack)):
@@ -182,7 +183,7 @@ class Map:
         self._advise(mmap.MADV_DONTFORK, "MADV_DONTFORK", required=True)
         if huge_pages:
             self._advise(mmap.MADV_HUGEPAGE, "MADV_HUGEPAGE", required=False)
-        _prefer_this_node(self.address, self.nbytes)
+        _prefer_node(self.address, self.nbytes, numa_node() if node is None else node)
 
     def _advise(self, advice: int, name: str, *, required: bool) -> None:
         if _libc.madvise(self.address, self.nbytes, advice) == 0:
@@ -192,7 +193,7 @@ class Map:
             self.close()
             raise OSError(code, f"madvise({name}) on {self.nbytes} bytes failed: {os.strerror(code)}")
         logger.info(
-            "this kernel gives no huge pages (%s: %s): transfers will cost more CPU", name, os.strerror(code)
+            "huge pages are not available (%s: %s): transfers need more CPU time", name, os.strerror(code)
         )
 
     def close(self) -> None:
@@ -211,11 +212,8 @@ def numa_node() -> int | None:
     return node.value
 
 
-def _prefer_this_node(address: int, nbytes: int) -> None:
-    """Ask for pages of the caller's node even when a worker on another node touches them first. A preference,
-    not a demand.
-    """
-    node = numa_node()
+def _prefer_node(address: int, nbytes: int, node: int | None) -> None:
+    """Prefer pages of a NUMA node, whichever thread touches them first. None: the machine has only one."""
     call = _MBIND.get(platform.machine())
     if node is None or call is None or node >= 64:
         return

@@ -1,4 +1,4 @@
-"""What the tiers of a store moved and hold, as metrics."""
+"""Metrics of a store and its tiers."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ssdtrain.telemetry.registry import MetricSet, Over, Unit, counter, gauge
+from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
 
 if TYPE_CHECKING:
     from ssdtrain.storage.arena import Arena
     from ssdtrain.storage.slab import Slab
 
 Transfers = tuple[list[tuple[int, int, float, float]], int]
-"""What a pool counted: see `Pool.counters`."""
+"""Result of `Pool.counters`."""
 
 
 @dataclass(frozen=True)
 class EnduranceMetrics(MetricSet):
     """Of the drives behind the tiers."""
 
-    ssd_life_seconds: float | None = gauge(Unit.SECONDS, "projected SSD life", ranks=Over.MIN, unknown=True)
+    ssd_life_seconds: float | None = gauge(Unit.SECONDS, "projected SSD life", ranks=Reduce.MIN, unknown=True)
     """Until the first drive has reached its rating (one drive write a day for five years, less its present wear), if the run goes
     on as it did. See `ssdtrain.storage.Endurance`."""
 
 
 @dataclass(frozen=True)
 class TierMetrics:
-    """One drive, or the host tier. Bytes are payload; seconds are those with at least one transfer under way."""
+    """One drive or the host tier. Bytes are payload; seconds are those with at least one transfer in flight."""
 
     path: str
     capacity: int
-    """Bytes it may hold."""
+    """Maximum bytes."""
     allocated: int
-    """Bytes the spill file has now."""
+    """Current size of the spill file, bytes."""
     used: int
-    """Bytes of live slots as allocated: rounded up to blocks, with room for the edges."""
+    """Bytes allocated to live slots, rounded up to blocks and including the edge blocks."""
     bytes_written: int
     bytes_read: int
     write_seconds: float
@@ -46,7 +46,7 @@ class TierMetrics:
 
 @dataclass(frozen=True)
 class StoreMetrics(MetricSet):
-    """A store since it was made. Bytes are what really passes: after a codec, before a cancelled write."""
+    """Totals of a store since its creation. Bytes are those transferred: after encoding, without cancelled operations."""
 
     engine: str = "none"
     host_bytes_written: int = counter(Unit.BYTES, "to host memory")
@@ -54,18 +54,18 @@ class StoreMetrics(MetricSet):
     host_bytes_read: int = counter(Unit.BYTES, "from host memory")
     ssd_bytes_read: int = counter(Unit.BYTES, "from SSD")
     bytes_cancelled: int = counter(Unit.BYTES)
-    """Bytes of operations, both ways, that were cancelled before they began."""
-    write_seconds: float = counter(Unit.SECONDS, ranks=Over.MAX)
-    """Of all tiers, with at least one write under way."""
-    read_seconds: float = counter(Unit.SECONDS, ranks=Over.MAX)
-    host_bytes: int = gauge(Unit.BYTES, "in host memory", ranks=Over.SUM)
-    """Bytes of the host tier in use now."""
-    ssd_bytes: int = gauge(Unit.BYTES, "on drives", ranks=Over.SUM)
-    """Bytes that the spill files take on the drives: they are reused and never shrink."""
-    live_slots: int = gauge(Unit.COUNT, ranks=Over.SUM)
-    live_bytes: int = gauge(Unit.BYTES, ranks=Over.SUM)
-    capacity: int = gauge(Unit.BYTES, ranks=Over.SUM)
-    """Bytes that all tiers may hold."""
+    """Bytes of reads and writes that were cancelled before they started."""
+    write_seconds: float = counter(Unit.SECONDS, ranks=Reduce.MAX)
+    """Summed over tiers, with at least one write in flight."""
+    read_seconds: float = counter(Unit.SECONDS, ranks=Reduce.MAX)
+    host_bytes: int = gauge(Unit.BYTES, "in host memory", ranks=Reduce.SUM)
+    """Bytes of the host tier currently in use."""
+    ssd_bytes: int = gauge(Unit.BYTES, "on drives", ranks=Reduce.SUM)
+    """Size of the spill files, whose space is reused and never shrinks."""
+    live_slots: int = gauge(Unit.COUNT, ranks=Reduce.SUM)
+    live_bytes: int = gauge(Unit.BYTES, ranks=Reduce.SUM)
+    capacity: int = gauge(Unit.BYTES, ranks=Reduce.SUM)
+    """Maximum bytes of all tiers."""
     drives: tuple[TierMetrics, ...] = ()
     host: TierMetrics | None = None
 
@@ -79,7 +79,7 @@ class StoreMetrics(MetricSet):
         live_slots: int,
         live_bytes: int,
     ) -> StoreMetrics:
-        """Of these drives and this host tier, of which the caller holds the lock."""
+        """Collect the metrics of these drives and this host tier; the caller holds the store's lock."""
         queues, cancelled = transfers
         drives = tuple(
             TierMetrics(

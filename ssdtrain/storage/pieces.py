@@ -1,15 +1,18 @@
-"""How the bytes of one operation lie on a drive, and how they are cut into pieces.
+"""Layout of an operation on a drive, and its division into pieces.
 
-Note: [Image] A file opened with O_DIRECT takes memory, offsets and lengths in multiples of a block of 4096
-bytes; a torch CPU tensor starts at 64 mod 4096. So what is stored is the image of whole memory blocks: `lead`
-unused bytes (`address % 4096`), the data, and the rest of the last block. Every whole block inside goes from
-where it lies; only the first and the last block pass through a bounce buffer, and all three are one vectored
-call. Reading into an address with the same lead is as cheap; into any other, each chunk is copied.
-`_iopool_transfer.h` does the same in C.
+Note: [Image]
+    O_DIRECT requires memory addresses, file offsets and lengths in multiples of a 4096-byte block, but a torch CPU tensor
+    starts at 64 mod 4096. Therefore the *image* of whole memory blocks is stored:
 
-An operation is a half-open range [lead, lead + nbytes) of its image. A slot maps the image onto extents
-(queue, offset, length), one per drive, and pieces are cut at multiples of the piece size inside an extent, so
-that their ends are block-aligned.
+        page_offset unused bytes (address % 4096) | data | rest of the last block
+
+    Whole blocks are transferred in place. Only the first and the last block go through a bounce buffer, and all three parts
+    are one vectored call. Reading into an address with the same page offset is equally cheap; for any other address each
+    chunk is copied. `_iopool_transfer.h` is the C version.
+
+An operation is the half-open range [page_offset, page_offset + nbytes) of its image. A slot maps the image onto extents
+(queue, offset, length), one per drive; pieces are cut at multiples of the piece size within an extent, so that their ends are
+block-aligned.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,12 +21,11 @@ from typing import NamedTuple
 from ssdtrain.storage.memory import ALIGNMENT
 
 WRITE, READ, COPY_IN, COPY_OUT = range(4)
-"""Kinds of operations. The last two are memcpy to and from the host tier, in the direction of write and read.
-"""
+"""Kinds of operations. The last two copy to and from the host tier, in the direction of a write and a read."""
 
 
 class Piece(NamedTuple):
-    """Image bytes [start, end) at `offset` of queue `queue`'s file; `start` is block-aligned."""
+    """Image bytes [start, end) at `offset` in the file of queue `queue`; `start` is block-aligned."""
 
     queue: int
     offset: int
@@ -32,19 +34,19 @@ class Piece(NamedTuple):
 
 
 def image_bytes(nbytes: int) -> int:
-    """Space for an image of `nbytes` with any lead, in bytes."""
+    """Bytes needed for an image of `nbytes` with any page offset."""
     return -(-(nbytes + ALIGNMENT - 1) // ALIGNMENT) * ALIGNMENT
 
 
-def cut(extents: Sequence[int], lead: int, nbytes: int, piece: int) -> Iterator[Piece]:
+def cut(extents: Sequence[int], page_offset: int, nbytes: int, piece: int) -> Iterator[Piece]:
     """The pieces of an operation; `extents` is flat: queue, offset, length, queue, offset, length, ..."""
-    end = lead + nbytes
+    end = page_offset + nbytes
     start = 0
     for at in range(0, len(extents), 3):
         queue, offset, length = extents[at : at + 3]
         limit = min(start + length, end)
         for first in range(start, limit, piece):
             last = min(first + piece, limit)
-            if last > lead:
+            if last > page_offset:
                 yield Piece(queue, offset + first - start, first, last)
         start += length

@@ -1,6 +1,4 @@
-"""Which I/O engine runs, and what both have in common: the operation's interface and the making of its
-errors.
-"""
+"""Selects the I/O engine, and defines what both engines share: the interfaces of pools and operations, and their errors."""
 
 import errno
 import importlib
@@ -18,53 +16,62 @@ from ssdtrain.storage.python_transfer import CHANGED, END_OF_FILE, EVENT, NOTHIN
 logger = logging.getLogger(__name__)
 
 PIECE = 8 << 20
-"""Bytes of the pieces that a large operation is cut into, so that several workers serve it."""
+"""Bytes per piece: a large operation is divided so that several workers serve it."""
 
 
 class Operation(Protocol):
-    """A transfer that was queued. Thread-safe; may be dropped while in flight.
+    """A queued transfer. Thread-safe; may be dropped while in flight.
 
-    `nbytes` is its size; `seconds`, once it is done, the time from the first piece's beginning to the last
-    one's end. `check` is a sample of the bytes that a write was given (`memory.sample`), 0 where it was behind an event.
+    Attributes:
+        nbytes: size.
+        seconds: from the start of the first piece to the end of the last one, once done.
+        checksum: of the bytes submitted for writing (`memory.sample`); 0 if the write waits for an event.
     """
 
     nbytes: int
     seconds: float
-    check: int
+    checksum: int
 
     def done(self) -> bool:
-        """Whether it finished: succeeded, failed or was cancelled."""
+        """Whether it succeeded, failed or was cancelled."""
         ...
 
     def begun(self) -> bool:
-        """Whether a worker took it, so that it can no longer be cancelled."""
+        """Whether a worker has started it, so that it can no longer be cancelled."""
         ...
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait, without the GIL, at most `timeout` seconds. True when it succeeded, False when time ran out.
+        """Wait at most `timeout` seconds with the GIL released.
+
+        Returns:
+            True if it succeeded, False on timeout.
 
         Raises:
-            IOFailure: it failed; none of its bytes may be used.
+            IOFailure: it failed; its target must not be used.
             IOCancelled: it was cancelled.
-            SourceChanged: a read; what was stored is not what the write was given.
-            StoreClosed: it belongs to the parent of this process.
+            SourceChanged: a read returned bytes that differ from those submitted for writing.
+            StoreClosed: it belongs to the parent process.
         """
         ...
 
     def cancel(self) -> bool:
-        """True: none of its bytes was or will be transferred, the memory is free again. False: too late."""
+        """Cancel it if it has not started.
+
+        Returns:
+            True if no byte was or will be transferred, so that the memory may be reused; False if it has started.
+        """
         ...
 
     def failed(self) -> IOFailure | IOCancelled | SourceChanged | None:
-        """What `wait` would raise: None means that it has succeeded, or is not done. Never waits.
+        """The exception that `wait` would raise; None if it succeeded or is not done. Never blocks.
 
-        A cancelled operation has failed too: `done()` and no error is the only way to know that bytes were transferred.
+        Cancellation counts as failure: the bytes were transferred only if `done()` is true and `failed()` is None.
         """
         ...
 
 
 class Pool(Protocol):
-    """Worker threads for some files and for host memory. See `PythonPool` for what each method does."""
+    """Worker threads for files and host memory. `PythonPool` documents the methods."""
 
     engine: str
 
@@ -73,13 +80,13 @@ class Pool(Protocol):
         kind: int,
         address: int,
         nbytes: int,
-        lead: int,
+        page_offset: int,
         extents: Sequence[int],
         event: int = 0,
-        later: bool = False,
-        check: int = 0,
+        defer: bool = False,
+        checksum: int = 0,
     ) -> Operation: ...
-    def kick(self) -> None: ...
+    def flush(self) -> None: ...
     def hold(self, *, begun: bool = False, writes: bool = True, reads: bool = True) -> None: ...
     def release(self) -> None: ...
     def counters(self) -> tuple[list[tuple[int, int, float, float]], int]: ...
@@ -87,7 +94,7 @@ class Pool(Protocol):
 
 
 class ErrorMaker:
-    """Turns what a worker saw into an error. Called as (kind, queue, code, detail, offset, nbytes)."""
+    """Creates the exception for a worker's failure. Called with (kind, queue, code, detail, offset, nbytes)."""
 
     def __init__(self, directories: Sequence[str]) -> None:
         self._directories = list(directories)
@@ -101,8 +108,8 @@ class ErrorMaker:
             return IOFailure(errno.EIO, "a CUDA event failed", directory, operation, offset, nbytes, code)
         if detail == CHANGED:
             return SourceChanged(
-                f"the bytes read back from {directory} at offset {offset} are not those that were to be stored: their memory"
-                " was freed, used again or written to before the write had read it (or the drive is faulty: see dmesg)"
+                f"the bytes read from {directory} at offset {offset} differ from those submitted for writing: their memory was"
+                " freed, reused or modified before the write had read it (or the drive is faulty: see dmesg)"
             )
         text = {END_OF_FILE: "the file ended early", NOTHING_WRITTEN: "the system wrote 0 bytes"}.get(
             detail, os.strerror(code)
@@ -111,11 +118,11 @@ class ErrorMaker:
 
 
 def load_extension() -> Any:
-    """The C engine's module. Raises ImportError where the package was installed without a compiler."""
+    """Import the C engine. Raises ImportError if the package was installed without a C compiler."""
     return importlib.import_module("ssdtrain.storage._iopool")
 
 
-class _Told:
+class _Warned:
     fallback = False
 
 
@@ -134,32 +141,34 @@ def make_pool(
     device: int = -1,
     huge_pages: bool = False,
 ) -> Pool:
-    """Start the workers.
+    """Create a pool and start its workers.
 
     Args:
-        files: (descriptor, whether it is open with O_DIRECT) of each drive.
-        directories: their directories, for error texts.
-        engine: "c", "python", or "auto": C where it was built, else Python with one log line.
-        threads: workers per drive for writes, and as many for reads: one thread more, so that a read never waits for a write.
-        host_threads: workers that copy to and from the host tier; 0 without one.
-        piece: bytes, a multiple of 4096.
-        event_query: address of `int f(void *event)`: 0 when the event has passed, 600 when it has not, else an error code, as
-            cudaEventQuery. One thread calls it, again and again until the event of the oldest operation has passed.
-        set_device: address of `int f(int device)`, called once by that thread before the first event: cudaSetDevice.
-        exchange_capture_mode: address of `int f(int *mode)`, called once by that thread, so that its queries disturb no capture
-            of a CUDA graph: cudaThreadExchangeStreamCaptureMode.
-        huge_pages: put the memory that is written from into huge pages, as far as that is worth it: see
-            `_iopool_pages.h`. The C engine does; what the Python engine costs lies elsewhere.
+        files: (file descriptor, whether it is open with O_DIRECT) per drive.
+        directories: directory per drive, for error messages.
+        engine: "c", "python", or "auto": C if it was built, else Python with one warning.
+        threads: concurrent writes per drive, and as many concurrent reads. One additional thread per drive ensures that a
+            read never waits for a write to end.
+        host_threads: workers that copy to and from the host tier; 0 without a host tier.
+        piece: bytes per piece, a multiple of 4096.
+        faults: injected faults (tests).
+        event_query: address of `int f(void *event)` with the contract of cudaEventQuery: 0 if the event has completed, 600 if
+            not, else an error code. A single thread calls it repeatedly for the oldest event.
+        set_device: address of `int f(int device)` (cudaSetDevice), called once by that thread before its first query.
+        exchange_capture_mode: address of `int f(int *mode)` (cudaThreadExchangeStreamCaptureMode), called once by that thread
+            so that its queries do not invalidate a CUDA graph capture.
+        device: CUDA device index for `set_device`.
+        huge_pages: whether the workers collapse source memory into huge pages (C engine only; see `_iopool_pages.h`).
 
     Raises:
-        ValueError: an unknown engine, or a size that does not fit.
+        ValueError: an unknown engine, or an invalid size.
         ImportError: engine="c" and the extension was not built.
     """
     if engine not in ("auto", "c", "python"):
-        raise ValueError(f"engine is 'auto', 'c' or 'python', got {engine!r}")
+        raise ValueError(f"engine must be 'auto', 'c' or 'python', got {engine!r}")
     if threads < 1 or piece < 4096 or piece % 4096:
         raise ValueError(
-            f"an I/O pool needs at least 1 thread and pieces of n x 4096 bytes, got {threads} and {piece}"
+            f"threads must be at least 1 and piece a multiple of 4096 bytes, got threads={threads}, piece={piece}"
         )
     make_error = ErrorMaker(directories)
     settings: dict[str, Any] = {
@@ -180,17 +189,17 @@ def make_pool(
                 raise ImportError(
                     "the C I/O engine was not built: install a C compiler and reinstall, or set the engine to 'auto'"
                 ) from error
-            if not _Told.fallback:
-                _Told.fallback = True
+            if not _Warned.fallback:
+                _Warned.fallback = True
                 logger.warning(
-                    "the C I/O engine was not built (%s): the Python engine runs, slower while Python is busy",
+                    "the C I/O engine was not built (%s): using the Python engine, which is slower while Python is busy",
                     error,
                 )
     return PythonPool(files, faults=faults, **settings)
 
 
 def as_tuple(faults: Faults | None) -> tuple[Any, ...] | None:
-    """Faults in the order in which the C engine parses them."""
+    """The fields of `faults` in the order that the C engine parses."""
     if faults is None:
         return None
     return (

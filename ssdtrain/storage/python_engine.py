@@ -1,8 +1,7 @@
-"""The pure Python I/O engine: the reference, and what runs where no compiler was. Same interface as the C
-pool.
+"""The pure Python I/O engine: the reference implementation, used where the C engine was not built. Same interface.
 
-Threads: each drive has its own workers, and one thread waits for events; they share `PythonPool._lock`, held for queue and
-counter changes only, never during a transfer.
+Threads: each drive has its own workers, and one thread polls events. They share `PythonPool._lock`, which is held for changes
+of queues and counters only, never during a transfer.
 """
 
 import errno
@@ -22,7 +21,7 @@ from ssdtrain.storage.pieces import COPY_IN, READ, WRITE, Piece, cut
 from ssdtrain.storage.python_events import EventWaiter
 from ssdtrain.storage.python_operation import PythonOperation
 from ssdtrain.storage.python_transfer import CHANGED, ERRNO, EVENT, Transfer, TransferError
-from ssdtrain.storage.section import make_section, mark_worker
+from ssdtrain.storage.signal_safe_lock import make_signal_safe_lock, mark_worker
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +29,11 @@ MakeError = Callable[[int, int, int, int, int, int], IOFailure | SourceChanged]
 
 
 class _Queue:
-    """Pieces for one drive or for host memory, and what was counted there. Changed under the pool's lock."""
+    """Queued pieces and counters of one drive or of host memory. Guarded by the pool's lock."""
 
     def __init__(self, lock: Any, fd: int, direct: bool, limit: int) -> None:
         self.ready = threading.Condition(lock)
-        self.limit = limit  # pieces at work in each direction; there is one worker more, so that reads never wait for writes
+        self.limit = limit  # concurrent pieces per direction; one worker more exists, so that reads never wait for writes
         self.working = [0, 0]
         self.waiting: tuple[deque[tuple[PythonOperation, int, Piece]], ...] = (deque(), deque())
         self.fd, self.direct = fd, direct
@@ -42,12 +41,12 @@ class _Queue:
         self.seconds = [0.0, 0.0]
         self.active = [0, 0]
         self.since = [0.0, 0.0]
-        self.later = 0  # pieces for which nobody was woken yet
+        self.deferred = 0  # pieces queued without waking a worker
 
     def wake(self) -> None:
-        if self.later:
-            self.ready.notify(self.later)
-            self.later = 0
+        if self.deferred:
+            self.ready.notify(self.deferred)
+            self.deferred = 0
 
     def begin(self, direction: int) -> None:
         if not self.active[direction]:
@@ -81,8 +80,8 @@ class PythonPool:
         device: int = -1,
     ) -> None:
         self._piece, self._faults, self._make_error = piece, faults, make_error
-        # A section, so that a finalizer that runs while its thread holds it knows: see `inside_section`.
-        self._lock = cast(Any, make_section())
+        # Signal-safe, so that a finalizer can detect that its thread holds it: see `holds_signal_safe_lock`.
+        self._lock = cast(Any, make_signal_safe_lock())
         self._released = threading.Condition(self._lock)
         limits = [threads] * len(files) + [host_threads]
         self._queues = [
@@ -104,7 +103,7 @@ class PythonPool:
         for thread in self._threads:
             thread.start()
         self._events = (
-            EventWaiter(event_query, set_device, exchange_capture_mode, device, self._event_passed)
+            EventWaiter(event_query, set_device, exchange_capture_mode, device, self._event_completed)
             if event_query
             else None
         )
@@ -114,22 +113,32 @@ class PythonPool:
         kind: int,
         address: int,
         nbytes: int,
-        lead: int,
+        page_offset: int,
         extents: Sequence[int],
         event: int = 0,
-        later: bool = False,
-        check: int = 0,
+        defer: bool = False,
+        checksum: int = 0,
     ) -> PythonOperation:
-        """Queue an operation. `later`: no worker is woken for it, until the next operation without it, a wait for one,
-        or `kick`; one that is awake takes it all the same. `check`: see `memory.sample`; 0: a write takes it.
+        """Queue an operation.
+
+        Args:
+            kind: WRITE, READ, COPY_IN or COPY_OUT.
+            address, nbytes: memory range.
+            page_offset, extents: see `ssdtrain.storage.pieces`.
+            event: CUDA event that must complete first; 0: none.
+            defer: wake no worker. The operation starts with the next one that is not deferred, on `wait` or on `flush`, or
+                when an active worker reaches it.
+            checksum: expected checksum of a read, or known checksum of a write; 0: a write computes it (`memory.sample`).
         """
         forks.check(self._generation, "this I/O pool")
         if event and self._events is None:
             raise ValueError("an operation with an event needs a pool with event_query")
-        if not (check or kind & 1 or event) and nbytes:  # behind an event the bytes are not there yet
-            check = memory.sample(address, nbytes)
-        operation = PythonOperation(self, kind, address, nbytes, lead, event, check)
-        pieces = list(enumerate(cut(extents, lead, nbytes, self._piece)))
+        if (
+            not (checksum or kind & 1 or event) and nbytes
+        ):  # before the event completes the bytes are not there
+            checksum = memory.sample(address, nbytes)
+        operation = PythonOperation(self, kind, address, nbytes, page_offset, event, checksum)
+        pieces = list(enumerate(cut(extents, page_offset, nbytes, self._piece)))
         operation.pieces = operation._remaining = len(pieces)
         with self._lock:
             if self._closed:
@@ -140,11 +149,11 @@ class PythonPool:
                 self._shuffle(operation, pieces)
             if event and pieces:
                 assert self._events is not None
-                operation._behind = pieces
+                operation._pending_pieces = pieces
                 self._events.submit(operation)
             else:
                 self._append(operation, pieces)
-                if not later:
+                if not defer:
                     self._wake()
         if not pieces and operation._claim():
             operation._finish()
@@ -154,39 +163,39 @@ class PythonPool:
         for index, piece in pieces:
             queue = self._queues[piece.queue]
             queue.waiting[operation.kind & 1].append((operation, index, piece))
-            queue.later += 1
+            queue.deferred += 1
 
-    def _event_passed(self, operation: PythonOperation, code: int) -> None:
-        """Called by the waiter: queue the operation, or let it fail."""
+    def _event_completed(self, operation: PythonOperation, code: int) -> None:
+        """Queue the operation, or fail it. Called by the event waiter."""
         with self._lock:
             if self._closed:
                 operation.cancel()
             elif not code:
-                self._append(operation, operation._behind)
+                self._append(operation, operation._pending_pieces)
                 self._wake()
             elif operation._claim():
-                _, piece = operation._behind[0]
+                _, piece = operation._pending_pieces[0]
                 operation._error = self._make_error(
                     operation.kind, piece.queue, code, EVENT, piece.offset, operation.nbytes
                 )
                 operation._finish()
 
-    def leave_event(self, operation: PythonOperation) -> None:
-        """Return when nobody looks at the event of a cancelled operation any more."""
+    def wait_for_event_query(self, operation: PythonOperation) -> None:
+        """Block until the event of a cancelled operation is no longer queried."""
         if self._events is not None:
-            self._events.leave(operation)
+            self._events.wait_for_query(operation)
 
     def hold(self, *, begun: bool = False, writes: bool = True, reads: bool = True) -> None:
-        """Tests: let no operation begin; with `begun`, let it begin (it can no longer be cancelled) but
-        transfer nothing.
+        """Tests: prevent operations from starting; with `begun`, let them start (so that they can no longer be cancelled)
+        but transfer nothing.
         """
         forks.check(self._generation, "this I/O pool")
         with self._lock:
             held = self._held_begun if begun else self._held
             held[:] = [held[0] or writes, held[1] or reads]
 
-    def kick(self) -> None:
-        """Wake workers for what was submitted for later."""
+    def flush(self) -> None:
+        """Wake workers for deferred operations."""
         forks.check(self._generation, "this I/O pool")
         with self._lock:
             self._wake()
@@ -202,9 +211,7 @@ class PythonPool:
             self._release()
 
     def counters(self) -> tuple[list[tuple[int, int, float, float]], int]:
-        """Per queue (bytes written, bytes read, seconds writing, seconds reading), the host last; and bytes
-        cancelled.
-        """
+        """([(bytes written, bytes read, seconds writing, seconds reading) per queue, host memory last], bytes cancelled)."""
         forks.check(self._generation, "this I/O pool")
         with self._lock:
             while self._cancelled:
@@ -213,9 +220,7 @@ class PythonPool:
         return queues, self._cancelled_bytes
 
     def close(self) -> None:
-        """Cancel what has not begun, wait for the rest, end the workers. Idempotent; does nothing in a forked
-        child.
-        """
+        """Cancel what has not started, wait for the rest, end the workers. Idempotent; does nothing in a forked child."""
         if self._generation != forks.generation():
             return
         with self._lock:
@@ -247,9 +252,7 @@ class PythonPool:
             pieces[last], pieces[at] = pieces[at], pieces[last]
 
     def _take(self, queue: _Queue) -> tuple[PythonOperation, int, Piece] | None:
-        """The next piece, reads first because an unpack waits for them; None when there is nothing more to
-        come.
-        """
+        """The next piece, reads first because backward waits for them; None after close."""
         while True:
             for direction in (1, 0):
                 if not queue.waiting[direction] or queue.working[direction] >= queue.limit:
@@ -297,7 +300,7 @@ class PythonPool:
                             piece.end - piece.start,
                         )
                     except Exception:
-                        # A fault of the program: who waits must hear of it, and the worker live on.
+                        # A bug: report it to whoever waits, and keep the worker running.
                         logger.exception("a worker of the I/O pool failed")
                         error = self._make_error(
                             operation.kind, number, errno.EIO, ERRNO, piece.offset, piece.end - piece.start
@@ -317,22 +320,22 @@ class PythonPool:
     ) -> None:
         with self._lock:
             queue.working[operation.kind & 1] -= 1
-            moved = 0 if skip or error is not None else piece.end - max(piece.start, operation.lead)
+            moved = 0 if skip or error is not None else piece.end - max(piece.start, operation.page_offset)
             queue.end(operation.kind & 1, moved)
             operation._error = operation._error or error
             operation._remaining -= 1
             last = not operation._remaining
         if not last:
             return
-        if operation.kind & 1 and operation.check and operation._error is None:
+        if operation.kind & 1 and operation.checksum and operation._error is None:
             self._verify(operation, piece)
         with self._lock:
             operation.seconds = time.perf_counter() - operation._begun
             operation._finish()
 
     def _verify(self, operation: PythonOperation, piece: Piece) -> None:
-        """A read that did not bring what the write was given has failed."""
-        if memory.sample(operation.address, operation.nbytes) != operation.check:
+        """Fail a read whose bytes differ from those submitted for writing."""
+        if memory.sample(operation.address, operation.nbytes) != operation.checksum:
             operation._error = self._make_error(
                 operation.kind, piece.queue, errno.EIO, CHANGED, piece.offset, operation.nbytes
             )

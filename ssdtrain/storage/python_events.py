@@ -1,5 +1,5 @@
-"""Writes that wait for a CUDA event in the Python engine: one thread looks at the events in order. `_iopool_events.h` does the
-same in C, and says why.
+"""Writes that wait for a CUDA event in the Python engine: one thread polls the events in order. `_iopool_events.h` is the C
+version and explains the design.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ssdtrain.storage.section import mark_worker
+from ssdtrain.storage.signal_safe_lock import mark_worker
 
 if TYPE_CHECKING:
     from ssdtrain.storage.python_operation import PythonOperation
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 NOT_READY = 600
 """cudaErrorNotReady."""
 RELAXED = 2
-"""cudaStreamCaptureModeRelaxed: the queries of this thread disturb no capture of another's."""
+"""cudaStreamCaptureModeRelaxed: queries by this thread do not invalidate a capture of another thread."""
 SHORTEST, LONGEST = 20e-6, 500e-6
-"""Seconds between two looks at an event, growing by a half each time."""
+"""Seconds between two queries of an event, increased by half each time."""
 
 
 class EventWaiter:
-    """Passes each operation on when its event has passed.
+    """Queues each operation when its event has completed.
 
     Args:
         event_query, set_device, exchange_capture_mode, device: see `ssdtrain.storage.pool.make_pool`.
-        passed: called with each operation whose event has passed and the code of its failure, or 0.
+        completed: called with each operation whose event has completed, and its error code or 0.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class EventWaiter:
         set_device: int,
         exchange_capture_mode: int,
         device: int,
-        passed: "Callable[[PythonOperation, int], None]",
+        completed: "Callable[[PythonOperation, int], None]",
     ) -> None:
         self._query = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(event_query)
         self._set_device = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(set_device) if set_device else None
         relax = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
         self._relax = relax(exchange_capture_mode) if exchange_capture_mode else None
         self._device = device
-        self._passed = passed
+        self._completed = completed
         self._waiting: deque[PythonOperation] = deque()
         self._ready = threading.Condition()
         self._queried: PythonOperation | None = None
@@ -57,13 +57,13 @@ class EventWaiter:
             self._waiting.append(operation)
             self._ready.notify()
 
-    def leave(self, operation: "PythonOperation") -> None:
-        """Return when the event of a cancelled operation is not looked at any more, so that it may be destroyed."""
+    def wait_for_query(self, operation: "PythonOperation") -> None:
+        """Block until the event of a cancelled operation is no longer queried, so that it may be destroyed."""
         while self._queried is operation and threading.get_ident() != self._thread.ident:
             time.sleep(SHORTEST)
 
     def close(self) -> None:
-        """Cancel all that waits, and end the thread."""
+        """Cancel all waiting operations and end the thread."""
         with self._ready:
             self._closed = True
             for operation in self._waiting:
@@ -86,7 +86,7 @@ class EventWaiter:
             prepared = not code
             polled = self._poll(operation) if prepared else code
             if polled is not None:
-                self._passed(operation, polled)
+                self._completed(operation, polled)
 
     def _prepare(self) -> int:
         code = self._set_device(self._device) if self._set_device is not None else 0
@@ -95,12 +95,12 @@ class EventWaiter:
         return int(code)
 
     def _poll(self, operation: "PythonOperation") -> int | None:
-        """The code of the event when it has passed; None: the operation was cancelled."""
+        """The event's error code or 0 when it has completed; None if the operation was cancelled."""
         pause = SHORTEST
         while True:
             if self._closed:
                 operation.cancel()
-            self._queried = operation  # before the look at the operation: see `leave`
+            self._queried = operation  # before `operation.done()`: see `wait_for_query`
             code = None if operation.done() else int(self._query(operation.event))
             self._queried = None
             if code != NOT_READY:

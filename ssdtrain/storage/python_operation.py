@@ -1,7 +1,7 @@
 """An operation of the Python I/O engine.
 
-`cancel` takes no lock, because it may run in a finalizer on a thread that holds the pool's: worker and canceller race for one
-`dict.setdefault`, which is atomic.
+`cancel` takes no lock, because it may run in a finalizer on a thread that holds the pool's lock: worker and canceller race for
+an atomic `dict.setdefault`.
 """
 
 import copy
@@ -19,24 +19,51 @@ _WORKER = object()
 
 
 class PythonOperation:
-    """One write, read or copy. Thread-safe; see `ssdtrain.storage.pool.Operation` for the meaning of each
-    method.
-    """
+    """One write, read or copy. Thread-safe; `ssdtrain.storage.pool.Operation` documents the methods."""
 
     __slots__ = (
-        "_begun", "_behind", "_done", "_error", "_generation", "_latch", "_owner", "_pool", "_remaining",
-        "address", "check", "event", "kind", "lead", "nbytes", "pieces", "seconds", "serial",
+        "_begun",
+        "_done",
+        "_error",
+        "_generation",
+        "_latch",
+        "_owner",
+        "_pending_pieces",
+        "_pool",
+        "_remaining",
+        "address",
+        "checksum",
+        "event",
+        "kind",
+        "nbytes",
+        "page_offset",
+        "pieces",
+        "seconds",
+        "serial",
     )  # fmt: skip
 
     def __init__(
-        self, pool: "PythonPool", kind: int, address: int, nbytes: int, lead: int, event: int, check: int
+        self,
+        pool: "PythonPool",
+        kind: int,
+        address: int,
+        nbytes: int,
+        page_offset: int,
+        event: int,
+        checksum: int,
     ) -> None:
-        self.kind, self.address, self.nbytes, self.lead, self.event = kind, address, nbytes, lead, event
-        self.check = check
+        self.kind, self.address, self.nbytes, self.page_offset, self.event = (
+            kind,
+            address,
+            nbytes,
+            page_offset,
+            event,
+        )
+        self.checksum = checksum
         self.serial = self.pieces = self._remaining = 0
         self.seconds = 0.0
         self._begun = 0.0
-        self._behind: list[tuple[int, Piece]] = []  # pieces that wait for the event
+        self._pending_pieces: list[tuple[int, Piece]] = []  # pieces not queued before the event completes
         self._pool = pool
         self._error: IOFailure | SourceChanged | None = None
         self._done = False
@@ -56,7 +83,7 @@ class PythonOperation:
     def wait(self, timeout: float | None = None) -> bool:
         if not self._done:
             forks.check(self._generation, "this operation")
-            self._pool.kick()  # also where it has begun: pieces on another drive may have been queued for later
+            self._pool.flush()  # even if it has started: pieces on another drive may be deferred
             if not self._latch.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
                 return False
             self._latch.release()
@@ -73,7 +100,7 @@ class PythonOperation:
             self._pool._cancelled.append((self.kind, self.nbytes))
             self._finish()
         if self.event:
-            self._pool.leave_event(self)
+            self._pool.wait_for_event_query(self)
         return owner is not _WORKER
 
     def failed(self) -> IOFailure | IOCancelled | SourceChanged | None:
@@ -82,11 +109,11 @@ class PythonOperation:
         if self._owner.get("by") is not _WORKER:
             text = f"this operation of {self.nbytes} bytes was cancelled: nothing was transferred"
             return IOCancelled(text)
-        # A copy each time: a raised error holds its traceback, and the operation must not.
+        # A copy: a raised exception keeps its traceback alive, which the operation must not.
         return copy.copy(self._error)
 
     def _claim(self) -> bool:
-        """Worker: whether the operation may run, because a worker began it before or begins it now."""
+        """Called by a worker: whether the operation may run, because a worker starts it now or has started it."""
         return self._owner.setdefault("by", _WORKER) is _WORKER
 
     def _finish(self) -> None:

@@ -1,5 +1,5 @@
-"""One piece's transfer in the Python engine: vectored calls, bounce buffers, injected faults. The C engine's
-twin.
+"""Transfer of one piece in the Python engine: vectored calls, bounce buffers, injected faults. `_iopool_transfer.h` is the C
+version.
 """
 
 import errno
@@ -17,15 +17,13 @@ if TYPE_CHECKING:
     from ssdtrain.storage.python_operation import PythonOperation
 
 SECTOR = 512
-"""Bytes: what an O_DIRECT transfer may stop at."""
+"""Bytes: granularity of a short O_DIRECT transfer."""
 
 BOUNCE = 1 << 20
-"""Bytes of a worker's bounce buffer for reads into a differently aligned address."""
+"""Bytes of a worker's bounce buffer, for reads into an address with another page offset."""
 
 ERRNO, END_OF_FILE, NOTHING_WRITTEN, EVENT, CHANGED = range(5)
-"""What an error code means: an errno, a read beyond the end, a write of 0 bytes, the code of a failed CUDA event, bytes other
-than the write was given.
-"""
+"""Meaning of an error code: an errno, a read beyond the end, a write of 0 bytes, the CUDA error of an event, a wrong checksum."""
 
 
 class TransferError(Exception):
@@ -35,7 +33,7 @@ class TransferError(Exception):
 
 
 class Transfer:
-    """A worker's own state: its bounce buffer. Used by one thread."""
+    """State of one worker thread: its bounce buffer."""
 
     def __init__(self, faults: Faults | None) -> None:
         self._faults = faults
@@ -56,7 +54,7 @@ class Transfer:
             time.sleep(length * f.max_delay)
 
     def injected(self, operation: "PythonOperation", index: int) -> bool:
-        """Whether this piece is the one that a chosen or random failure of its operation falls on."""
+        """Whether an injected failure of the operation applies to this piece."""
         f = self._faults
         if f is None or operation.kind > READ:
             return False
@@ -77,7 +75,7 @@ class Transfer:
         """Transfer one piece.
 
         Raises:
-            TransferError: an errno of the system, or the end of the file.
+            TransferError: an errno, or the end of the file.
         """
         self.delay(operation, index)
         if self.injected(operation, index):
@@ -86,8 +84,8 @@ class Transfer:
         if operation.kind > READ:
             self._copy(operation, piece)
             return
-        start = max(piece.start, operation.lead)
-        source = operation.address + start - operation.lead
+        start = max(piece.start, operation.page_offset)
+        source = operation.address + start - operation.page_offset
         offset = piece.offset + start - piece.start
         if not direct:
             self._call(operation, index, fd, [memory.view(source, piece.end - start)], offset, 1)
@@ -106,10 +104,8 @@ class Transfer:
             memory.copy(mine, stored, nbytes)
 
     def _aligned(self, operation: "PythonOperation", index: int, piece: Piece, fd: int, start: int) -> None:
-        """Image and memory agree mod 4096: whole blocks in place, the first and last one bounced. Note:
-        [Image].
-        """
-        origin = operation.address - operation.lead
+        """Image and memory agree mod 4096: whole blocks in place, the first and last one bounced. Note: [Image] in pieces.py."""
+        origin = operation.address - operation.page_offset
         first, last = start // ALIGNMENT * ALIGNMENT, -(-piece.end // ALIGNMENT) * ALIGNMENT
         edges: list[tuple[int, int, int]] = []  # image range and its place in the bounce buffer
         low, high = first, last
@@ -139,11 +135,11 @@ class Transfer:
                 memory.view(origin + a, b - a)[:] = self._bounce[at : at + b - a]
 
     def _read_elsewhere(self, operation: "PythonOperation", index: int, piece: Piece, fd: int) -> None:
-        """Read to an address of another lead than was written: every chunk is copied."""
-        origin = operation.address - operation.lead
+        """Read into an address with another page offset than the write's: every chunk is copied."""
+        origin = operation.address - operation.page_offset
         for at in range(piece.start, piece.end, BOUNCE):
             end = min(at + BOUNCE, piece.end)
-            a = max(at, operation.lead)
+            a = max(at, operation.page_offset)
             if a >= end:
                 continue
             length = -(-(end - at) // ALIGNMENT) * ALIGNMENT
@@ -161,9 +157,10 @@ class Transfer:
         offset: int,
         unit: int,
     ) -> None:
-        """preadv or pwritev until every byte went over, through EINTR and short transfers.
+        """preadv or pwritev until every byte is transferred, across EINTR and short transfers.
 
-        `unit` is what a resumed call must be aligned to; an odd rest of a short call is transferred again.
+        Args:
+            unit: alignment of a resumed call; bytes of a short call beyond it are transferred again.
         """
         left = sum(len(part) for part in vector)
         attempt = 0
@@ -195,9 +192,10 @@ class Transfer:
         left: int,
         unit: int,
     ) -> tuple[list[memoryview], int]:
-        """What this call may transfer under the injected faults, and how many bytes of that it pretends to have missed.
+        """Apply injected faults to a call.
 
-        Nothing at all stands for an injected EINTR.
+        Returns:
+            The vector to transfer (empty: an injected EINTR), and bytes of it to report as not transferred.
         """
         f = self._faults
         if f is None:

@@ -1,6 +1,4 @@
-"""One rank's spill file on one drive: nameless from birth, grown in steps up to its capacity, ranges reused,
-never punched.
-"""
+"""The spill file of one rank on one drive: unnamed, grown in steps up to its capacity, ranges reused, never punched."""
 
 import ctypes
 import errno
@@ -18,7 +16,7 @@ from ssdtrain.storage.memory import ALIGNMENT
 logger = logging.getLogger(__name__)
 
 GROWTH = 256 << 20
-"""Bytes by which a spill file grows at once: an fallocate costs tens of microseconds, whatever its size."""
+"""Bytes by which a spill file grows: an fallocate takes tens of microseconds regardless of its size."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -27,22 +25,20 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 def preallocate(fd: int, offset: int, nbytes: int) -> int:
-    """fallocate(2), and not posix_fallocate, which writes zeros where the file system cannot. 0 or an errno."""
+    """fallocate(2); not posix_fallocate, which writes zeros on file systems without support. Returns 0 or an errno."""
     return 0 if _libc.fallocate(fd, 0, offset, nbytes) == 0 else ctypes.get_errno()
 
 
 def open_nameless(directory: Path) -> int:
-    """A descriptor of a new private file (0600) in `directory` that has no name, so that it ends with its
-    last process.
+    """Open a new unnamed file (mode 0600) in `directory`, which the kernel frees when its last descriptor is closed.
 
     Raises:
-        OSError: of the class that fits (FileNotFoundError, NotADirectoryError, PermissionError), naming the
-        directory.
+        OSError: FileNotFoundError, NotADirectoryError, PermissionError, ...; names the directory.
     """
     if not directory.exists():
         raise FileNotFoundError(
             errno.ENOENT,
-            "the spill directory does not exist: create it on the drive you mean",
+            "the spill directory does not exist: create it on the intended drive",
             str(directory),
         )
     if not directory.is_dir():
@@ -59,13 +55,15 @@ def open_nameless(directory: Path) -> int:
         return fd
     except OSError as error:
         code = error.errno or errno.EIO
-        text = f"cannot create a spill file: {os.strerror(code)}; choose a directory that this user may write"
+        text = f"cannot create a spill file: {os.strerror(code)}; choose a directory that is writable for this user"
         raise OSError(code, text, str(directory)) from error
 
 
-def refuses_direct(fd: int) -> str:
-    """Why the file cannot be used with O_DIRECT, or "" after it was switched to it and a block came back as
-    it was written.
+def direct_io_error(fd: int) -> str:
+    """Switch the file to O_DIRECT and verify it by writing and reading a block.
+
+    Returns:
+        "" on success, else the reason; the file is then unchanged.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
@@ -81,9 +79,9 @@ def refuses_direct(fd: int) -> str:
             os.pwrite(fd, whole[:ALIGNMENT], 0)
             os.preadv(fd, [whole[ALIGNMENT:]], 0)
             if whole[ALIGNMENT:] != pattern:
-                reason = "a block came back altered"
+                reason = "a block read back differs from what was written"
         except OSError as error:
-            # A full disk says nothing about O_DIRECT; growing the file will report it.
+            # A full disk is not a failure of O_DIRECT; growing the file reports it.
             if error.errno not in FULL:
                 reason = os.strerror(error.errno or errno.EIO)
         finally:
@@ -95,18 +93,17 @@ def refuses_direct(fd: int) -> str:
 
 
 class Slab:
-    """The spill file of one rank in one directory. Not thread-safe: the store holds its lock around every
-    call.
+    """The spill file of one rank in one directory. Not thread-safe: the store calls it while holding its lock.
 
     Args:
-        directory: on the drive to use; must exist.
-        index: number of the drive in the store.
-        capacity: bytes that the file may take.
-        direct: "auto" (buffered with one warning where O_DIRECT is refused), "on" (raises there) or "off".
+        directory: an existing directory on the drive.
+        index: of the drive in the store.
+        capacity: maximum bytes of the file.
+        direct: "auto" (buffered I/O with one warning if O_DIRECT is unsupported), "on" (an error then) or "off".
+        faults: injected faults (tests).
 
     Raises:
-        OSError: the directory is missing, not a directory or not writable, or O_DIRECT is refused under
-        direct="on".
+        OSError: the directory is missing, not a directory or not writable; or O_DIRECT is unsupported and direct="on".
     """
 
     def __init__(
@@ -124,16 +121,16 @@ class Slab:
         self.retired = False
         self.fd = open_nameless(directory)
         self.direct = direct != "off"
-        if self.direct and (reason := refuses_direct(self.fd)):
+        if self.direct and (reason := direct_io_error(self.fd)):
             if direct == "on":
                 self.close()
-                text = (
-                    f"O_DIRECT is refused here ({reason}); set `direct` to 'auto' or take another directory"
-                )
+                text = f"O_DIRECT is not supported here ({reason}); set `direct` to 'auto' or use another directory"
                 raise OSError(errno.EINVAL, text, str(directory))
             self.direct = False
             logger.warning(
-                "%s refuses O_DIRECT (%s): buffered I/O there, slower and at much more CPU", directory, reason
+                "%s does not support O_DIRECT (%s): using buffered I/O, slower and with more CPU time",
+                directory,
+                reason,
             )
         self.allocator = RangeAllocator(0, ALIGNMENT)
         self._preallocates = True
@@ -148,30 +145,30 @@ class Slab:
         return self.allocator.used
 
     @property
-    def free(self) -> int:
-        """Bytes that could still be taken if the drive gives what the capacity says, perhaps in pieces."""
+    def free_bytes(self) -> int:
+        """Unallocated bytes of the capacity, possibly fragmented."""
         return self.capacity - self.allocator.used
 
-    def take(self, nbytes: int) -> int | None:
-        """The file offset of `nbytes` of space; None when the capacity or drive is exhausted or it was retired."""
+    def allocate(self, nbytes: int) -> int | None:
+        """Allocate `nbytes` and return their file offset; None if the capacity or the drive is exhausted, or it was retired."""
         if self.retired or self.fd < 0:
             return None
-        offset = self.allocator.take(nbytes)
+        offset = self.allocator.allocate(nbytes)
         if offset is None and self._grow(self.allocator.rounded(nbytes) - self.allocator.trailing):
-            offset = self.allocator.take(nbytes)
+            offset = self.allocator.allocate(nbytes)
         return offset
 
-    def give(self, offset: int) -> int:
-        return self.allocator.give(offset)
+    def release(self, offset: int) -> int:
+        return self.allocator.free(offset)
 
     def poison(self, offset: int, nbytes: int, pattern: memoryview) -> None:
-        """Overwrite a freed range by `pattern` (tests)."""
+        """Overwrite a freed range with `pattern` (tests)."""
         while nbytes and self.fd >= 0 and not self.retired:
             try:
                 written = os.pwrite(self.fd, pattern[:nbytes], offset)
             except OSError as error:
                 if error.errno == errno.EROFS or (error.errno in FULL and not self._preallocates):
-                    return  # it takes no bytes any more, or had no room for these: there is nothing to overwrite
+                    return  # the drive became read-only, or never had room for these bytes: nothing to overwrite
                 raise
             offset, nbytes = offset + written, nbytes - written
 
@@ -181,19 +178,17 @@ class Slab:
             os.close(fd)
 
     def _grow(self, need: int) -> bool:
-        """Make the file at least `need` bytes longer. A drive that is full gives nothing: a partial
-        allocation is returned.
-        """
+        """Extend the file by at least `need` bytes. A partial allocation on a full drive is returned to it."""
         room = self.capacity - self.allocator.size
         if need > room:
             return False
         for step in (min(room, max(need, GROWTH)), need):
-            if self._allocate(step):
+            if self._extend_file(step):
                 self.allocator.extend(step)
                 return True
         return False
 
-    def _allocate(self, step: int) -> bool:
+    def _extend_file(self, step: int) -> bool:
         size = self.allocator.size
         code = 0
         asked = step
@@ -207,7 +202,9 @@ class Slab:
             code = preallocate(self.fd, size, asked) or code
         if code in (errno.EOPNOTSUPP, errno.ENOSYS):
             self._preallocates = False
-            logger.info("%s cannot preallocate: a full drive will show when it is written", self.directory)
+            logger.info(
+                "%s does not support preallocation: a full drive is only detected on write", self.directory
+            )
             code = 0
         if not self._preallocates:
             os.ftruncate(self.fd, size + step)

@@ -1,4 +1,4 @@
-"""A place for bytes in one tier, and what is known of its content."""
+"""A reserved range in one tier, and the state of its content."""
 
 from ssdtrain.storage.arena import Lease
 from ssdtrain.storage.errors import IOCancelled
@@ -6,10 +6,13 @@ from ssdtrain.storage.pool import Operation
 
 
 class Slot:
-    """A place for `nbytes` bytes in one tier. Opaque but for the attributes without an underscore.
+    """A reserved range of `nbytes` in one tier. Created by `SpillStore.reserve`.
 
-    `tier` is "host" or "ssd"; `drive` the index of the (first) drive; `address` that of the bytes in the host
-    tier, else 0.
+    Attributes:
+        nbytes: size.
+        tier: "host" or "ssd".
+        drive: index of the (first) drive; -1 in the host tier.
+        address: of the bytes in the host tier, else 0.
     """
 
     __slots__ = (
@@ -33,35 +36,35 @@ class Slot:
         self._lease = lease
         self._writes: tuple[
             tuple[Operation, int], ...
-        ] = ()  # those not known to be cancelled, with address % 4096 of each
+        ] = ()  # (write, its page offset), those not known to be cancelled
         self._held = [True]
         self._operations: tuple[Operation, ...] = ()
 
     def __repr__(self) -> str:
         return f"Slot({self.nbytes} bytes, {self.tier}{'' if self.drive < 0 else f' {self.drive}'})"
 
-    def note_write(self, operation: Operation, lead: int) -> None:
-        """A write of the slot was queued, from an address that is `lead` modulo 4096."""
+    def record_write(self, operation: Operation, page_offset: int) -> None:
+        """Record a queued write from an address with `address % 4096 == page_offset`."""
         if self._writes:
-            # What was stored before stays until this one begins; one that was cancelled changed nothing.
+            # The earlier content remains until this write starts; a cancelled write changes nothing.
             earlier = [write for write in self._writes if not isinstance(write[0].failed(), IOCancelled)]
-            self._writes = (*earlier[-1:], (operation, lead))
+            self._writes = (*earlier[-1:], (operation, page_offset))
         else:
-            self._writes = ((operation, lead),)
+            self._writes = ((operation, page_offset),)
 
-    def written(self) -> tuple[int, int]:
-        """(lead, `Operation.check`) of the write whose bytes the slot holds. One that was cancelled left what was there before.
+    def readable_write(self) -> tuple[int, int]:
+        """(page offset, checksum) of the write whose bytes the slot holds; cancelled writes are skipped.
 
         Raises:
-            ValueError: no write has succeeded, or the last one has not ended.
+            ValueError: no write has succeeded, or the last one is still in flight.
         """
-        for operation, lead in reversed(self._writes):
+        for operation, page_offset in reversed(self._writes):
             error = operation.failed()
             if isinstance(error, IOCancelled):
                 continue
             if error is not None:
-                raise ValueError(f"{self} cannot be read, its write failed: {error}")
+                raise ValueError(f"cannot read {self}: its write failed: {error}")
             if not operation.done():
-                raise ValueError(f"{self} cannot be read yet: its write has not ended")
-            return lead, operation.check
-        raise ValueError(f"{self} was never written")
+                raise ValueError(f"cannot read {self}: its write has not ended")
+            return page_offset, operation.checksum
+        raise ValueError(f"cannot read {self}: it was never written")

@@ -1,9 +1,10 @@
-"""Where bytes go: host memory first, then the drives. Reservations, transfers, cancellation, release, figures.
+"""The spill store: reserves slots in host memory and on drives, and transfers to and from them.
 
-Note: [Free never blocks] `SpillStore.free` runs in finalizers, perhaps on a thread that holds the store's
-lock. It cancels (without a lock) and appends the slot to a deque. Whoever reserves next, or asks for figures, drains it;
-`free` itself does so when many have come together, and only if the lock is free at that moment. A slot whose transfers
-are still running waits in `_ending`: its space is not handed out before they ended.
+Note: [Free never blocks]
+    `SpillStore.free` runs in finalizers, possibly on a thread that holds the store's lock. It cancels without a lock and
+    appends the slot to a deque, which the next `reserve` or query drains; `free` itself drains it when many slots have
+    accumulated and the lock is available. A slot with transfers in flight is kept in `_ending`, and its space is reused only
+    after they have ended.
 """
 
 import logging
@@ -21,33 +22,39 @@ from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.metrics import StoreMetrics
 from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, READ, WRITE, image_bytes
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
-from ssdtrain.storage.section import make_section
+from ssdtrain.storage.signal_safe_lock import make_signal_safe_lock
 from ssdtrain.storage.slab import Slab
 from ssdtrain.storage.slot import Slot
 
 logger = logging.getLogger(__name__)
 
-FREED_TOGETHER = 32
-"""Slots that wait at most for the next reservation before `free` looks through them: one by one they cost backward more."""
+FREE_BATCH = 32
+"""Freed slots that `free` collects before it drains them: one by one they cost backward more."""
 
 SHARE_OF_FREE_SPACE = 0.9
-"""How much of a drive's free space the ranks of a node may take when no capacity is given."""
+"""Share of a drive's free space that the ranks of a node use when no capacity is given."""
 
 
 class SpillStore:
     """Slots in host memory and on drives, and transfers to and from them. Thread-safe.
 
     Args:
-        directories: one per drive; several share the load, and slots larger than `stripe` are spread over
-            them. capacity: bytes per directory for this rank; None is 90% of the free space, divided by
-            `local_world_size`. host_bytes: size of the host tier in front of the drives, bytes; 0 for none.
-            threads: see `make_pool`. engine: "auto", "c" or "python". direct: "auto", "on" or "off":
-            O_DIRECT. faults: injected faults (tests). stripe: bytes above which a slot is spread over several
-            drives. event_query, set_device, exchange_capture_mode, device, huge_pages: see `make_pool`.
+        directories: one per drive. With several, each slot goes to the least used drive, and slots larger than `stripe` are
+            spread over all of them.
+        capacity: bytes per directory for this rank. None: 90% of the free space, divided by `local_world_size`.
+        host_bytes: size of the host tier in front of the drives, bytes. 0: no host tier.
+        threads: concurrent writes per drive, see `make_pool`.
+        engine: "auto", "c" or "python", see `make_pool`.
+        direct: use of O_DIRECT: "auto" (where the file system supports it), "on" (else an error) or "off".
+        local_world_size: ranks that share the drives of this node.
+        faults: injected faults (tests).
+        stripe: bytes above which a slot is spread over several drives.
+        event_query, set_device, exchange_capture_mode, device, huge_pages: see `make_pool`.
 
     Raises:
-        OSError: a directory is missing, read-only or no directory, or refuses O_DIRECT under direct="on";
-        names the path. ValueError: no tier at all, or figures that make no sense.
+        OSError: a directory is missing, not a directory or not writable; or O_DIRECT is unsupported and direct="on". Names
+            the path.
+        ValueError: no tier, or an invalid size.
     """
 
     def __init__(
@@ -71,7 +78,7 @@ class SpillStore:
         if not directories and not host_bytes:
             raise ValueError("a spill store needs a directory or a host tier (host_bytes)")
         if direct not in ("auto", "on", "off"):
-            raise ValueError(f"direct is 'auto', 'on' or 'off', got {direct!r}")
+            raise ValueError(f"direct must be 'auto', 'on' or 'off', got {direct!r}")
         if (
             local_world_size < 1
             or host_bytes < 0
@@ -79,10 +86,10 @@ class SpillStore:
             or (capacity is not None and capacity < ALIGNMENT)
         ):
             raise ValueError(
-                f"local_world_size={local_world_size}, host_bytes={host_bytes}, stripe={stripe}, capacity={capacity}:"
-                f" at least 1 rank, 0, {ALIGNMENT} and {ALIGNMENT} bytes"
+                f"invalid sizes: local_world_size={local_world_size} (at least 1), host_bytes={host_bytes} (at least 0),"
+                f" stripe={stripe} and capacity={capacity} (at least {ALIGNMENT})"
             )
-        self._lock = make_section()
+        self._lock = make_signal_safe_lock()
         self._freed: deque[Slot] = deque()
         self._ending: list[Slot] = []
         self._live_slots = self._live_bytes = 0
@@ -109,7 +116,7 @@ class SpillStore:
                 set_device=set_device,
                 exchange_capture_mode=exchange_capture_mode,
                 device=device,
-                huge_pages=huge_pages and memory.huge_pages_wanted(),
+                huge_pages=huge_pages and memory.huge_pages_enabled(),
             )
         except BaseException:
             for slab in self._slabs:
@@ -118,7 +125,7 @@ class SpillStore:
                 self._host.close()
             raise
         self._transfers = self.pool.counters()
-        if memory.poisoned():
+        if memory.poison_enabled():
             self._pattern = memory.Map(1 << 20, huge_pages=False)
             memory.fill(self._pattern.address, 0xFF, self._pattern.nbytes)
         forks.track(self)
@@ -127,17 +134,17 @@ class SpillStore:
         )
 
     def reserve(self, nbytes: int, tier: str | None = None) -> Slot:
-        """A slot for `nbytes` bytes: in the host tier while it has room, then on the drive that holds least.
+        """Reserve a slot of `nbytes`: in the host tier if it has room, else on the least used drive.
 
         Args:
-            tier: "ssd": on a drive, and in the host tier where no drive has room.
+            tier: "ssd": prefer a drive, and use the host tier only if no drive has room.
 
         Raises:
             StoreFull: no tier has room.
             StoreClosed: after close, or in a forked child.
         """
         if nbytes < 0:
-            raise ValueError(f"a slot cannot have {nbytes} bytes")
+            raise ValueError(f"nbytes must not be negative, got {nbytes}")
         forks.check(self._generation, "this store")
         with self._lock:
             self._check_open()
@@ -153,42 +160,43 @@ class SpillStore:
             return slot
 
     def write(
-        self, slot: Slot, address: int, *, after_event: int = 0, later: bool = False, check: int = 0
+        self, slot: Slot, address: int, *, after_event: int = 0, defer: bool = False, checksum: int = 0
     ) -> Operation:
-        """Queue the store of `slot.nbytes` bytes at `address` (any alignment), which stay alive and unchanged until done.
+        """Queue a write of `slot.nbytes` bytes at `address` (any alignment), which must stay valid and unchanged until done.
 
-        Where they do not, that is an error and no crash: memory that is not mapped fails the write (EFAULT), and a sample of
-        the bytes is taken now, by which the read knows others (`SourceChanged`).
+        A violation is detected: unmapped memory fails the write with EFAULT, and modified bytes make the read raise
+        `SourceChanged` by a checksum that is computed here.
 
         Args:
-            after_event: handle of a CUDA event that has to pass before the first byte is read; 0: none. It must live
-                until the operation is done. No sample is taken: the bytes are not there yet.
-            later: wake no worker for it; it begins with the next operation that wakes one, when somebody waits for it, or
-                at `kick`. Waking a worker takes a core from whoever computes, so several small ones wake one together.
-            check: `Operation.check` of an earlier write of the same bytes, which failed; 0: take a sample.
+            after_event: handle of a CUDA event that must complete before the bytes are read; 0: none. It must exist until
+                the operation is done. No checksum is computed, because the bytes are not there yet.
+            defer: do not wake a worker. The write starts with the next operation that is not deferred, on `wait` or on
+                `flush`. Waking a worker takes a core from computation, so small writes are better started together.
+            checksum: of an earlier, failed write of the same bytes; 0: compute it.
         """
-        return self._submit(slot, WRITE, address, after_event, later, check)
+        return self._submit(slot, WRITE, address, after_event, defer, checksum)
 
-    def read(self, slot: Slot, address: int, *, later: bool = False) -> Operation:
-        """Queue the load of a slot into `address`, after its write has succeeded.
+    def read(self, slot: Slot, address: int, *, defer: bool = False) -> Operation:
+        """Queue a read of a slot, whose write must have succeeded, into `address`.
 
-        Any alignment; without a copy where `address % 4096` is that of the write (`Arena.acquire(lead=...)`).
+        Any alignment is allowed; no copy is needed if `address % 4096` equals that of the write
+        (`Arena.acquire(page_offset=...)`).
+
+        Args:
+            defer: as in `write`.
 
         Raises:
-            ValueError: the slot holds nothing that may be read, because its write has not ended, has failed or was cancelled,
-                there was none, or it was freed.
+            ValueError: the slot has no content: no write has succeeded, it has not ended, or the slot was freed.
         """
-        return self._submit(slot, READ, address, 0, later, 0)
+        return self._submit(slot, READ, address, 0, defer, 0)
 
-    def kick(self) -> None:
-        """Begin what was queued for later. Does nothing after close, or in a forked child."""
+    def flush(self) -> None:
+        """Start deferred operations. Does nothing after close or in a forked child."""
         if not self._closed and self._generation == forks.generation():
-            self.pool.kick()
+            self.pool.flush()
 
     def free(self, slot: Slot) -> None:
-        """Cancel what has not begun, and reuse the space once what has begun is over. Idempotent, never
-        blocks.
-        """
+        """Cancel what has not started, and reuse the space when transfers in flight have ended. Idempotent, never blocks."""
         try:
             slot._held.pop()
         except IndexError:
@@ -199,16 +207,16 @@ class SpillStore:
             operation.cancel()
         self._freed.append(slot)
         # Note: [Free never blocks]
-        if len(self._freed) >= FREED_TOGETHER and self._lock.acquire(blocking=False):
+        if len(self._freed) >= FREE_BATCH and self._lock.acquire(blocking=False):
             try:
                 self._drain()
             finally:
                 self._lock.release()
 
     def retire(self, slot: Slot, error: BaseException) -> None:
-        """Reserve nothing more on the drive that `error` is about (else: on the slot's drives), with one warning.
+        """Stop using the drive named by `error`, or the drives of `slot` if it names none. Warns once per drive.
 
-        What is stored there stays readable. A failed CUDA event and the host tier retire nothing.
+        Stored data stays readable. Errors of a CUDA event or of the host tier retire no drive.
         """
         blameless = slot.tier == "host" or getattr(error, "event_code", 0) != 0
         if blameless or self._generation != forks.generation():
@@ -220,23 +228,25 @@ class SpillStore:
                 self._retire(slab, error)
 
     @property
-    def stats(self) -> StoreMetrics:
-        """The figures now. In a forked child those at the fork, what was transferred as it was last asked for before that."""
+    def metrics(self) -> StoreMetrics:
+        """Current totals. In a forked child those at the fork, with transfers as of the last query before it."""
         if self._generation != forks.generation():
-            return self._figures()  # no thread changes them, and one of the parent's may have held the lock
+            return (
+                self._collect()
+            )  # no thread changes them, and a thread of the parent may have held the lock
         with self._lock:
             if not self._closed:
                 self._drain()
             self._transfers = self.pool.counters()
-            return self._figures()
+            return self._collect()
 
-    def _figures(self) -> StoreMetrics:
+    def _collect(self) -> StoreMetrics:
         return StoreMetrics.of(
             self.pool.engine, self._slabs, self._host, self._transfers, self._live_slots, self._live_bytes
         )
 
     def close(self) -> None:
-        """Wait for what is in flight, cancel the rest, close the files: their space is free again. Idempotent."""
+        """Cancel what has not started, wait for the rest, and close the files, which frees their space. Idempotent."""
         if self._generation != forks.generation():
             return
         with self._lock:
@@ -252,7 +262,7 @@ class SpillStore:
         self.close()
 
     def after_fork(self) -> None:
-        """In a forked child: give up the files, so that the child does not hold their space."""
+        """In a forked child: close the files, so that the child does not keep their space allocated."""
         for slab in self._slabs:
             slab.close()
 
@@ -260,23 +270,27 @@ class SpillStore:
         if self._closed:
             raise StoreClosed("this spill store is closed")
 
-    def _submit(self, slot: Slot, kind: int, address: int, event: int, later: bool, check: int) -> Operation:
+    def _submit(
+        self, slot: Slot, kind: int, address: int, event: int, defer: bool, checksum: int
+    ) -> Operation:
         forks.check(self._generation, "this store")
         if self._closed:
             self._check_open()
         if not slot._held:
-            raise ValueError(f"{slot} was freed")
+            raise ValueError(f"{slot} was freed and cannot be used")
         if kind == READ:
-            lead, check = slot.written()
+            page_offset, checksum = slot.readable_write()
         else:
-            lead = address % ALIGNMENT if slot._lease is None else 0
+            page_offset = address % ALIGNMENT if slot._lease is None else 0
         if slot._lease is not None:
             kind = COPY_OUT if kind == READ else COPY_IN
-        operation = self.pool.submit(kind, address, slot.nbytes, lead, slot._extents, event, later, check)
+        operation = self.pool.submit(
+            kind, address, slot.nbytes, page_offset, slot._extents, event, defer, checksum
+        )
         if not kind & 1:
-            slot.note_write(operation, lead)
+            slot.record_write(operation, page_offset)
         earlier = slot._operations
-        if len(earlier) > 1:  # a slot is written once and read once, as a rule
+        if len(earlier) > 1:  # rare: a slot is usually written once and read once
             earlier = tuple([old for old in earlier if not old.done()])
         slot._operations = (*earlier, operation)
         return operation
@@ -286,13 +300,13 @@ class SpillStore:
             return
         slab.retired = True
         left = sum(not other.retired for other in self._slabs)
-        text = "the drive behind %s takes no more data after an error: %s; %d of %d drives are left"
+        text = "the drive behind %s is not used any more after an error: %s; %d of %d drives remain"
         logger.warning(text, slab.directory, error, left, len(self._slabs))
 
     def _take(self, slab: Slab, nbytes: int) -> int | None:
-        """Space on a drive; one that fails while its file grows is passed over from then on."""
+        """Allocate space on a drive, which is retired if growing its file fails."""
         try:
-            return slab.take(nbytes)
+            return slab.allocate(nbytes)
         except OSError as error:
             self._retire(slab, error)
             return None
@@ -302,7 +316,7 @@ class SpillStore:
         return None if lease is None else Slot(nbytes, (len(self._slabs), lease.address, nbytes), lease)
 
     def _reserve_drives(self, nbytes: int) -> Slot | None:
-        """On as many drives as the slot has stripes, the emptiest first; on fewer where some are full."""
+        """Use one drive per stripe, the least used first; fewer if some are full."""
         image = image_bytes(nbytes)
         if len(self._slabs) == 1:
             offset = self._take(self._slabs[0], image)
@@ -325,7 +339,7 @@ class SpillStore:
     def _give(self, extents: Sequence[int]) -> None:
         for at in range(0, len(extents), 3):
             slab = self._slabs[extents[at]]
-            length = slab.give(extents[at + 1])
+            length = slab.release(extents[at + 1])
             if self._pattern is not None:
                 slab.poison(extents[at + 1], length, memory.view(self._pattern.address, self._pattern.nbytes))
 
@@ -337,7 +351,7 @@ class SpillStore:
         for slot in tuple(self._ending):
             if not all(operation.done() for operation in slot._operations):
                 continue
-            # Before its space is free: a signal's exception (Ctrl-C) may end this anywhere, and nothing may be given twice.
+            # Before its space is freed: an exception of a signal handler may interrupt this, and space must not be freed twice.
             self._ending.remove(slot)
             if slot._lease is not None:
                 slot._lease.release()
@@ -348,7 +362,8 @@ class SpillStore:
 
     def _full(self, nbytes: int) -> StoreFull:
         parts = [
-            f"{slab.directory}: {slab.free} free{', retired' if slab.retired else ''}" for slab in self._slabs
+            f"{slab.directory}: {slab.free_bytes} free{', retired' if slab.retired else ''}"
+            for slab in self._slabs
         ]
         if self._host is not None:
             parts.append(f"host tier: {self._host.capacity - self._host.allocated} free")
@@ -356,7 +371,7 @@ class SpillStore:
         return StoreFull(
             os.pathsep.join(str(slab.directory) for slab in self._slabs),
             nbytes,
-            sum(slab.free for slab in usable),
+            sum(slab.free_bytes for slab in usable),
             sum(slab.capacity for slab in self._slabs),
             "; ".join(parts),
         )
@@ -366,13 +381,13 @@ def _default_capacity(directory: Path, local_world_size: int) -> int:
     try:
         figures = os.statvfs(directory)
     except OSError:
-        return ALIGNMENT  # the slab's own check names what is wrong with the directory
+        return ALIGNMENT  # the slab reports what is wrong with the directory
     free = figures.f_bavail * figures.f_frsize
     return max(ALIGNMENT, int(free * SHARE_OF_FREE_SPACE / local_world_size))
 
 
 def _close_parts(pool: Pool, slabs: list[Slab], host: Arena | None, pattern: memory.Map | None) -> None:
-    """What close, the garbage collector and the interpreter's exit do, whichever comes first."""
+    """Release the parts of a store: on close, garbage collection or interpreter exit."""
     pool.close()
     for slab in slabs:
         slab.close()

@@ -1,4 +1,4 @@
-"""What each step moved and waited for: a JSON line per step, and a log line now and then."""
+"""Metrics of each step: a JSON line per step, and a log line every `interval` steps."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ __all__ = ["Journal"]
 
 logger = logging.getLogger("ssdtrain")
 
-# How many of the regions that backward waited for most a line names.
+# Modules with the longest load waits that a line names.
 _WORST = 3
 
-# Those of this process, whose files are taken while they are open.
+# Open journals of this process, whose files must not be opened again.
 _journals: weakref.WeakSet[Journal] = weakref.WeakSet()
 
 
 class Journal:
     """Writes `rank-N.jsonl` in a directory and logs every `interval` steps.
 
-    Where this process has that file open for another engine it is `rank-N.1.jsonl`, and so on. A file that cannot be written any
-    more ends with a warning, and training goes on.
+    If this process has that file open already, `rank-N.1.jsonl` is used, and so on. If a file can no longer be written, a warning
+    is logged and training continues.
 
     Args:
-        directory: None: no file.
-        interval: steps between log lines; 0: none.
+        directory: of the file; None: no file.
+        interval: steps between log lines; 0: no log lines.
         rank: of this process; only rank 0 logs, every rank writes its file.
 
     Attributes:
-        file: that is written; None: none, or no longer.
+        file: the open file, or None.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, directory: Path | None, interval: int, rank: int) -> None:
@@ -64,7 +64,7 @@ class Journal:
         self._given.update({name: value for name, value in values.items() if math.isfinite(value)})
 
     def step(self, number: int, metrics: RuntimeMetrics) -> None:
-        """Step `number` is over. `metrics` are totals; the file's line has what the step added, the log line means per step."""
+        """Record the end of step `number`. `metrics` are totals; the file gets differences, the log means per step."""
         if self._stream is not None:
             waits = self._worst_waits(metrics)
             record = {"step": number, **self._step.end(metrics), **self._given, "load_waits": waits}
@@ -83,14 +83,14 @@ class Journal:
         return [{"module": name, "seconds": seconds} for seconds, name in worst[:_WORST]]
 
     def _drop(self, error: OSError) -> None:
-        """The weights have moved when a line is written: an exception here would end a run for the sake of its report."""
+        """Stop writing the file. An exception would end a training run because of its report."""
         logger.warning(
-            "report.path: %s cannot be written (%s) and gets no more lines; training goes on. Free space there, or set "
-            "report.path to another directory, and start again to have them",
+            "report.path: %s cannot be written (%s); no more lines are recorded, training continues. To record them, free space "
+            "or set report.path to another directory, and restart",
             self.file,
             error,
         )
-        with contextlib.suppress(OSError):  # closing writes again what could not be written
+        with contextlib.suppress(OSError):  # closing flushes the buffer, which may fail again
             self._close()
 
     def close(self) -> None:

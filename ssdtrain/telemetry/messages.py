@@ -1,4 +1,4 @@
-"""Lines that a user asked for by `report.interval`, shown whatever level and handlers the framework gave its loggers."""
+"""Log lines enabled by `report.interval`, shown independently of the framework's log levels and handlers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 __all__ = ["LOGGER", "report"]
 
 LOGGER = "ssdtrain.report"
-"""The logger of these lines. A level set on it, or on "ssdtrain", is obeyed; those of the loggers above are not."""
+"""The logger of these lines. Its level and that of "ssdtrain" apply; levels of parent loggers do not."""
 
 
 def report(message: str) -> None:
-    """Log `message` at INFO. Where no handler is configured it is written to stderr."""
+    """Log `message` at INFO, or write it to stderr if no handler is configured."""
     logger = logging.getLogger(LOGGER)
     chosen = logger.level or logging.getLogger("ssdtrain").level
     if chosen > logging.INFO or logger.disabled:

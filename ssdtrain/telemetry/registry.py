@@ -1,14 +1,14 @@
-"""How a metric is declared: once, as a field of the dataclass that counts it.
+"""Declaration of metrics: once, as a field of the dataclass that counts them.
 
 ```python
 @dataclass
 class CacheMetrics(MetricSet):
     hits: int = counter(Unit.COUNT, "cache hits")
-    resident_bytes: int = gauge(Unit.BYTES, ranks=Over.MAX)
+    resident_bytes: int = gauge(Unit.BYTES, ranks=Reduce.MAX)
 ```
 
-From the declaration alone the metric reaches the JSON lines, the log lines of every framework, their monitors (TensorBoard,
-wandb, csv) and the table that `print(runtime.statistics())` prints: none of them lists metrics by name.
+The declaration is sufficient for the metric to appear in the JSON lines, the log lines of every framework, their monitors
+(TensorBoard, wandb, csv) and the table of `print(runtime.statistics())`: none of them lists metrics by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from ssdtrain.telemetry.text import duration_text, size_text
 
-__all__ = ["Metric", "MetricSet", "Over", "Unit", "counter", "gauge", "line", "shown"]
+__all__ = ["Metric", "MetricSet", "Reduce", "Unit", "counter", "gauge", "line", "shown"]
 
 
 class Unit(Enum):
@@ -30,14 +30,14 @@ class Unit(Enum):
     COUNT = "count"
 
     def text(self, value: float) -> str:
-        """`value` as people read it: "1.20 GiB", "3.44 ms", "12", and "0.5" for a mean of counts."""
+        """Format `value`: "1.20 GiB", "3.44 ms", "12", or "0.5" for a mean of counts."""
         if self is Unit.BYTES:
             return size_text(value)
         return duration_text(value) if self is Unit.SECONDS else f"{value:.6g}"
 
 
-class Over(Enum):
-    """How the values of ranks become one."""
+class Reduce(Enum):
+    """Reduction of a metric over ranks."""
 
     SUM = "sum"
     MAX = "max"
@@ -46,64 +46,62 @@ class Over(Enum):
 
 @dataclass(frozen=True)
 class Metric:
-    """What is known about a metric besides its value."""
+    """Description of a metric."""
 
     name: str
-    """Key in JSON lines, after the prefix of its set: "offloaded_bytes", "comm/dp/wire_bytes"."""
+    """Key in JSON lines, including the prefix of its set: "offloaded_bytes", "comm/dp/wire_bytes"."""
     unit: Unit
-    counts: bool
-    """True: a total since the start, of which a step or an interval has the difference. False: a value of this moment."""
-    ranks: Over
+    cumulative: bool
+    """True: a total since the start, reported as the difference over a step or interval. False: the current value."""
+    ranks: Reduce
     label: str
-    """In log lines; "" is not shown there."""
+    """Label in log lines; "": not shown in log lines."""
 
     def under(self, prefix: str) -> Metric:
-        """The same metric of a set that is one of several, such as "comm/dp"."""
+        """This metric in a set with a prefix, such as "comm/dp"."""
         if not prefix:
             return self
         label = f"{prefix.rpartition('/')[2]} {self.label}" if self.label else ""
         return replace(self, name=f"{prefix}/{self.name}", label=label)
 
 
-def counter(unit: Unit, label: str = "", *, ranks: Over = Over.SUM) -> Any:
-    """A dataclass field that only grows, from 0.
+def counter(unit: Unit, label: str = "", *, ranks: Reduce = Reduce.SUM) -> Any:
+    """A dataclass field for a cumulative metric that starts at 0.
 
     Args:
         unit: of the value.
-        label: how log lines call it, without unit; "": log lines leave it out. A log line shows the mean per step, and leaves
-            out what is 0.
-        ranks: how the values of ranks are combined where one process writes for all: bytes are added; of seconds of waiting the
-            rank that waited longest is the one that counts.
+        label: in log lines, without unit; "": not shown. Log lines show the mean per step, and omit zeros.
+        ranks: reduction over ranks, for example the sum of bytes, or the maximum of seconds waited.
     """
-    return _metric(unit, label, ranks, counts=True)
+    return _metric(unit, label, ranks, cumulative=True)
 
 
-def gauge(unit: Unit, label: str = "", *, ranks: Over = Over.MAX, unknown: bool = False) -> Any:
-    """A dataclass field that holds a value of this moment, or the highest since the last reset.
+def gauge(unit: Unit, label: str = "", *, ranks: Reduce = Reduce.MAX, unknown: bool = False) -> Any:
+    """A dataclass field for a current value, or a maximum since the last reset.
 
     Args:
-        unit, label, ranks: as of `counter`.
-        unknown: None until it is known. An unknown value is written nowhere.
+        unit, label, ranks: as in `counter`.
+        unknown: the initial value is None, which is not reported.
     """
-    return _metric(unit, label, ranks, counts=False, default=None if unknown else 0)
+    return _metric(unit, label, ranks, cumulative=False, default=None if unknown else 0)
 
 
-def _metric(unit: Unit, label: str, ranks: Over, *, counts: bool, default: float | None = 0) -> Any:
+def _metric(unit: Unit, label: str, ranks: Reduce, *, cumulative: bool, default: float | None = 0) -> Any:
     if unit is Unit.SECONDS and default is not None:
         default = 0.0
-    return field(default=default, metadata={"metric": Metric("", unit, counts, ranks, label)})
+    return field(default=default, metadata={"metric": Metric("", unit, cumulative, ranks, label)})
 
 
 class MetricSet:
-    """Base of dataclasses whose fields are metrics. Fields that are declared otherwise are the owner's own."""
+    """Base of dataclasses whose fields are metrics. Fields declared without `counter` or `gauge` are not metrics."""
 
     @classmethod
     def declared(cls, prefix: str = "") -> tuple[Metric, ...]:
-        """The metrics of this set, in the order of their declaration, as they are called below `prefix`."""
+        """The metrics of this set in order of declaration, with `prefix`."""
         return _declared(cast(Hashable, cls), prefix)
 
     def values(self, prefix: str = "") -> dict[str, float]:
-        """By name; what is not known yet is left out."""
+        """Values by name, without unknown ones."""
         pairs = zip(self.declared(prefix), self.declared(), strict=True)
         found = ((named.name, getattr(self, own.name)) for named, own in pairs)
         return {name: value for name, value in found if value is not None}
@@ -116,18 +114,18 @@ def _declared(cls: Any, prefix: str) -> tuple[Metric, ...]:
 
 
 def shown(metrics: Iterable[Metric], values: Mapping[str, float]) -> list[Metric]:
-    """Those of `metrics` that have a label and are not 0."""
+    """Metrics with a label and a nonzero value."""
     return [metric for metric in metrics if metric.label and values.get(metric.name)]
 
 
 def line(metrics: Iterable[Metric], values: Mapping[str, float]) -> str:
-    """A log line of the shown metrics: "offloaded/step: 4.08 MiB | activation peak without SSDTrain: 34.6 MiB".
+    """Format a log line: "offloaded/step: 4.08 MiB | activation peak without SSDTrain: 34.6 MiB".
 
     Args:
-        metrics: those to choose from, in order.
+        metrics: in order of output.
         values: counters as means per step.
     """
     return " | ".join(
-        f"{metric.label}{'/step' if metric.counts else ''}: {metric.unit.text(values[metric.name])}"
+        f"{metric.label}{'/step' if metric.cumulative else ''}: {metric.unit.text(values[metric.name])}"
         for metric in shown(metrics, values)
     )

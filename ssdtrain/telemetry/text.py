@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them: three significant digits and the unit that fits."""
+"""Formatting of bytes and seconds: three significant digits and a suitable unit."""
 
 from ssdtrain.config.units import GiB, KiB, MiB, TiB
 
@@ -17,7 +17,7 @@ _DURATIONS = {
 
 
 def _digits(number: float) -> str:
-    """Three significant digits, and no exponent up to a million: 1.23, 12.3, 123, 1234."""
+    """Three significant digits, without exponent: 1.23, 12.3, 123, 1234."""
     if number >= 99.95:
         return f"{number:.0f}"
     return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"
@@ -42,5 +42,5 @@ def duration_text(seconds: float) -> str:
 
 
 def ratio_text(value: float, base: float) -> str:
-    """`value` relative to `base`: "x0.30"; nothing where there is no base."""
+    """`value` relative to `base`: "x0.30"; "" if `base` is 0."""
     return f"x{value / base:.2f}" if base > 0 else ""

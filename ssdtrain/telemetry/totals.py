@@ -1,4 +1,4 @@
-"""All metrics of a runtime in one object, and what they gained since an earlier look."""
+"""All metrics of a runtime, their differences over an interval, and their reduction over ranks."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from ssdtrain.comm import CommMetrics
 from ssdtrain.config import DIMENSIONS
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.storage import StoreMetrics
-from ssdtrain.telemetry.registry import Metric, MetricSet, Over, Unit, counter
+from ssdtrain.telemetry.registry import Metric, MetricSet, Reduce, Unit, counter
 
 __all__ = ["Interval", "RuntimeMetrics", "StepMetrics"]
 
 
 @dataclass
 class StepMetrics(MetricSet):
-    """Of the run as a whole."""
+    """Metrics of the run as a whole."""
 
-    step_seconds: float = counter(Unit.SECONDS, "time", ranks=Over.MAX)
+    step_seconds: float = counter(Unit.SECONDS, "time", ranks=Reduce.MAX)
     """From the end of one optimizer step to the end of the next."""
 
 
 class RuntimeMetrics:
-    """What happened since the runtime was made. `print` shows it as a table.
+    """Metrics since the runtime was created. `print` shows a table.
 
     Args:
         steps: optimizer steps.
-        run: of the run as a whole.
-        sets: of the features, each with the prefix of its metrics' names.
+        run: metrics of the run as a whole.
+        sets: metrics of features, each with the prefix of its names.
 
     Attributes:
-        offload, store: of the offload engine and its tiers; all 0 where offloading is not enabled.
-        comm: of the collectives, by parallel dimension.
+        offload, store: metrics of offloading and its tiers; all 0 if offloading is disabled.
+        comm: metrics of collectives by parallel dimension.
     """
 
     def __init__(self, steps: int, run: StepMetrics, sets: Iterable[tuple[str, MetricSet]]) -> None:
@@ -58,18 +58,18 @@ class RuntimeMetrics:
                 self.comm[prefix.removeprefix("comm/")] = found
 
     def declared(self) -> list[Metric]:
-        """Every metric that this rank has, in the order in which it is shown."""
+        """All metrics of this rank, in the order of output."""
         return [metric for prefix, found in self._sets for metric in found.declared(prefix)]
 
     def values(self) -> dict[str, float]:
-        """By name, since the start; what is not known yet is left out."""
+        """Totals by name, without unknown values."""
         values: dict[str, float] = {}
         for prefix, found in self._sets:
             values.update(found.values(prefix))
         return values
 
     def with_all_dimensions(self) -> RuntimeMetrics:
-        """The same with every parallel dimension, so that all ranks have the same metrics in the same order."""
+        """These metrics with all parallel dimensions, so that all ranks have the same metrics in the same order."""
         every: list[tuple[str, MetricSet]] = [
             (f"comm/{dimension}", self.comm.get(dimension, CommMetrics())) for dimension in DIMENSIONS
         ]
@@ -88,7 +88,7 @@ class RuntimeMetrics:
             if not value:
                 continue
             name = metric.name.replace("_seconds", "_time").replace("_", " ")
-            mean = metric.unit.text(value / self.steps) if metric.counts and self.steps else ""
+            mean = metric.unit.text(value / self.steps) if metric.cumulative and self.steps else ""
             table.add_row(name, metric.unit.text(value), mean)
         stream = io.StringIO()
         Console(file=stream, width=100, no_color=True).print(table)
@@ -96,37 +96,39 @@ class RuntimeMetrics:
 
 
 class Interval:
-    """What metrics gained since the last time that it ended: of counters the mean per step, of gauges the value now."""
+    """Differences of metrics over an interval: the mean per step of cumulative metrics, the current value of others."""
 
     def __init__(self, begin: RuntimeMetrics | None = None) -> None:
         self._before = begin.values() if begin is not None else {}
         self._steps = begin.steps if begin is not None else 0
 
     def end(self, now: RuntimeMetrics) -> dict[str, float]:
-        """Per step, by name, from the last end (or from the beginning) until `now`. The next interval begins."""
+        """End the interval: values by name since the previous `end`. Starts the next interval."""
         values, steps = now.values(), max(1, now.steps - self._steps)
         found = dict(values)
         for metric in now.declared():
-            if metric.counts and metric.name in values:
+            if metric.cumulative and metric.name in values:
                 gained = values[metric.name] - self._before.get(metric.name, 0)
                 found[metric.name] = gained if steps == 1 else gained / steps
         self._before, self._steps = values, now.steps
         return found
 
 
-def over_ranks(metrics: list[Metric], values: Mapping[str, float], device: torch.device) -> dict[str, float]:
-    """The values of all ranks in one, each metric combined as it is declared. Without torch.distributed those of this process.
+def reduce_over_ranks(
+    metrics: list[Metric], values: Mapping[str, float], device: torch.device
+) -> dict[str, float]:
+    """Reduce metrics over ranks as declared. Without torch.distributed, returns the values of this process.
 
-    A collective over all ranks, two small all_reduces: every rank calls it with the same metrics.
+    A collective of two small all_reduces: all ranks must call it with the same metrics.
 
     Args:
         metrics: the same on all ranks, see `RuntimeMetrics.with_all_dimensions`.
-        values: of this rank, by name; what is missing is not known on this rank.
-        device: that collectives of the default group work on.
+        values: of this rank by name, without unknown ones.
+        device: for collectives of the default group.
     """
-    added = [metric for metric in metrics if metric.ranks is Over.SUM]
-    compared = [metric for metric in metrics if metric.ranks is not Over.SUM]
-    signs = {metric.name: -1.0 if metric.ranks is Over.MIN else 1.0 for metric in compared}
+    added = [metric for metric in metrics if metric.ranks is Reduce.SUM]
+    compared = [metric for metric in metrics if metric.ranks is not Reduce.SUM]
+    signs = {metric.name: -1.0 if metric.ranks is Reduce.MIN else 1.0 for metric in compared}
     unknown = float("-inf")
     sums = torch.tensor([values.get(metric.name, 0.0) for metric in added], dtype=torch.float64)
     mosts = torch.tensor(

@@ -9,10 +9,12 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ssdtrain.codecs.kernels import block, zfp
+from ssdtrain.codecs.kernels import block, hadamard, zfp
+from ssdtrain.codecs.scales import ASYMMETRIC, E4M3, E5M2, SYMMETRIC
 
-POINTERS = {"scale_out": "*i16", "scale_in": "*i16", "code_out": "*u8", "code_in": "*u8"}
-NUMBERS = {"cap": "fp32", "lowest": "fp32"}
+POINTERS = {"payload": "*u8", "scale_in": "*i16", "code_in": "*u8", "sign": "*fp32", "rotated": "*fp32"}
+STRIDES = ("x_stride", "payload_stride", "padded")
+NUMBERS = {"cap": "fp32", "lowest": "fp32", "unit": "fp32"}
 
 
 def ptx(kernel: object, types: dict[str, str], constants: dict[str, object]) -> str:
@@ -20,8 +22,13 @@ def ptx(kernel: object, types: dict[str, str], constants: dict[str, object]) -> 
     signature = {
         n: "constexpr" if n in constants else (POINTERS | NUMBERS | types).get(n, "i32") for n in names
     }
-    source = ASTSource(kernel, signature, {(names.index(n),): value for n, value in constants.items()})
-    compiled = compile_kernel(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False})
+    # Pointers, and what else is not exempt from it, as a launch would specialise them: multiples of 16.
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*" or n in STRIDES
+    }
+    values = {(names.index(n),): value for n, value in constants.items()}
+    source = ASTSource(kernel, signature, values, aligned)
+    compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
     return str(compiled.asm["ptx"])
 
 
@@ -31,13 +38,22 @@ def check(text: str) -> None:
     assert divisions <= {"div.rn.f32"}, f"divisions that are not rounded to nearest: {divisions}"
 
 
-for bits, symmetric, stochastic in ((8, True, False), (4, False, True)):
-    shape = {"Q": 32, "R": 4096 // 128, "BITS": bits, "SYMMETRIC": symmetric}
-    text = ptx(block._encode_kernel, {"x": "*bf16"}, shape | {"STOCHASTIC": stochastic})
+for bits, kind, reach, stochastic in (
+    (8, SYMMETRIC, 127, False), (4, ASYMMETRIC, 15, True), (8, E4M3, 448.0, False), (8, E5M2, 57344.0, False)
+):  # fmt: skip
+    shape = {"Q": 32, "R": 4096 // 128, "BITS": bits, "KIND": kind}
+    text = ptx(block._encode_kernel, {"x": "*bf16"}, shape | {"REACH": reach, "STOCHASTIC": stochastic})
     assert "div.rn.f32" in text
+    assert "ld.global.v4" in text, "values of whole blocks are loaded as vectors"
     check(text)
     check(ptx(block._decode_kernel, {"out": "*fp32"}, shape | {"ACCUMULATE": True, "BFLOAT16": False}))
     check(ptx(block._decode_kernel, {"out": "*i16"}, shape | {"ACCUMULATE": False, "BFLOAT16": True}))
+
+rotation = {"R": 32, "B": 128, "STAGES": 7}
+text = ptx(hadamard._rotate_kernel, {"x": "*bf16"}, rotation)
+assert "ld.global.v4" in text
+check(text)
+check(ptx(hadamard._unrotate_kernel, {"out": "*i16"}, rotation | {"ACCUMULATE": False, "BFLOAT16": True}))
 
 rate_8 = {"R": 256, "BLOCK_BITS": 32, "PLANES": 23}
 integers = {"table": "*i32", "stream": "*i32", "finite_out": "*i32"}

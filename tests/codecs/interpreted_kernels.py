@@ -4,12 +4,17 @@ Run by test_kernels.py in a process of its own, because Triton decides at import
 """
 
 import os
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ssdtrain.codecs import make_codec, payload_finite
-from tests.codecs.common import FLOATS, payload, randn
+from ssdtrain.codecs import FixedSizeCodec, make_codec, payload_finite
+from ssdtrain.codecs.base import Pieces
+from ssdtrain.codecs.kernels.block import TENSOR_STRIDE
+from ssdtrain.codecs.warm_up import run_once
+from tests.codecs.common import FLOATS, KEY, payload, randn
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -22,6 +27,9 @@ INTEGERS = [
     "int4:block=64,asymmetric",
     "int2:block=32",
     "int2:block=32,asymmetric,round=stochastic",
+    "fp8:block=64",
+    "fp8:format=e5m2,hadamard",
+    "bf16:hadamard=16",
 ]
 
 
@@ -74,3 +82,54 @@ def test_the_ends_of_the_range(spec: str) -> None:
     assert_same(spec, torch.tensor(tiny).repeat(20))
     assert_same(spec, torch.tensor([3.4e38, -3.4e38, 1e38, 0.0, -1e30]).repeat(30))
     assert_same(spec, torch.tensor([65504.0, -65504.0, 6e-8, 0.0], dtype=torch.float16).repeat(30))
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4:block=32,round=stochastic", "fp8"])
+@pytest.mark.parametrize("skip", [0, 1, 3])
+def test_pieces_for_all_peers_are_those_of_one_launch_each(spec: str, skip: int) -> None:
+    codec = make_codec(spec, "triton")
+    assert isinstance(codec, FixedSizeCodec)
+    numel, ranks = 130, 4
+    x = randn(ranks * numel)
+    x[(3 if skip < 3 else 2) * numel + 5] = float("inf")
+    size = codec.payload_bytes(numel, x.dtype)
+    out = torch.full(((ranks - 1) * size,), 0xA5, dtype=torch.uint8)
+    shards, payloads = x.split(numel), out.split(size)
+    assert codec.encode_pieces(shards[0], out, Pieces(ranks - 1, numel, size, skip), KEY)
+    for peer, found in zip([p for p in range(ranks) if p != skip], payloads, strict=True):
+        key = KEY._replace(tensor=(KEY.tensor + peer * TENSOR_STRIDE) & 0xFFFFFFFF)
+        assert torch.equal(found, payload(make_codec(spec, "torch"), shards[peer], key))
+        assert bool(payload_finite(found)) == (peer != (3 if skip < 3 else 2))
+
+
+def test_an_encode_is_one_launch_after_its_first_words_are_zeroed() -> None:
+    """On a device each operator of torch is a launch, and ten of them took longer than the coding of a small piece."""
+    x = randn(1024)
+    counts = {}
+    for spec in ("int8", "fp8", "int4:hadamard"):
+        codec = make_codec(spec, "triton")
+        buf = torch.empty(codec.max_payload_bytes(1024, x.dtype), dtype=torch.uint8)
+        codec.encode(x, buf, KEY)  # what is cached for each device is there
+        with Operators() as operators:
+            codec.encode(x, buf, KEY)
+        counts[spec] = operators.launches
+    assert counts == {"int8": ["zero_"], "fp8": ["zero_"], "int4:hadamard": ["zero_"]}
+
+
+def test_warming_up_compiles_what_training_calls() -> None:
+    for spec in ("int8", "fp8"):
+        run_once(make_codec(spec, "triton"), torch.device("cpu"), torch.bfloat16)
+
+
+class Operators(TorchDispatchMode):
+    """Names of torch's operators that launch something on a device; allocations and views do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in ("empty", "view", "slice", "as_strided", "detach", "alias", "_unsafe_view", "reshape"):
+            self.launches.append(name)
+        return func(*args, **(kwargs or {}))

@@ -14,7 +14,7 @@ from ssdtrain.codecs.hadamard import Hadamard
 from ssdtrain.codecs.lossless import Lossless
 from ssdtrain.codecs.zfp import Zfp
 from ssdtrain.config.codecs import CODECS, parse_codec
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 
 
 def test_a_spec_with_parameters() -> None:
@@ -77,7 +77,7 @@ def test_the_config_accepts_what_can_be_made(name: str, given_values: dict[str, 
     spec = ":".join([name, ",".join(parts)]) if parts else name
     try:
         asked = parse_codec(spec)
-    except Refusal:
+    except InvalidValue:
         assert not all(_class_accepts(name, key, value) for key, value in given_values.items()), spec
         return
     codec = make_codec(spec)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ssdtrain.codecs import HEADER_BYTES, make_codec, payload_finite
-from ssdtrain.codecs.zfp import plane_code, plane_of_code
+from ssdtrain.codecs.zfp_tables import plane_code, plane_of_code
 from tests.codecs.common import decoded, payload, randn
 
 # The binding corrupts its heap below 2.25, where the library widens the block to hold its header.

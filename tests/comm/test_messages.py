@@ -37,7 +37,7 @@ def passed_on(rank: int, codec: str, error: float, dtype: torch.dtype) -> Any:
     sent.zero_()  # may change as soon as it has been issued
     for work in works:
         work.wait()
-    comm.point_to_point.settle()  # as at a step's end: what is under way ends with its object
+    comm.point_to_point.wait_outstanding()  # as at a step's end: what is under way ends with its object
     wanted = values(peer, 40_000, dtype).view(4, 100, 100).float()
     assert (received.float() - wanted).norm() <= error * wanted.norm()
     for tensor in (

@@ -153,7 +153,7 @@ def test_a_directory_in_memory_gets_a_warning(
     with caplog.at_level(logging.WARNING):
         offload(str(tmp_path)).expand(rank=0, local_rank=0)
     assert len(caplog.records) == warns
-    assert not warns or f"ssdtrain.offload.directories[0]: {tmp_path} lies on {kind}" in caplog.text
+    assert not warns or f"ssdtrain.offload.directories[0]: {tmp_path} is on {kind}" in caplog.text
 
 
 def test_the_file_system_is_that_of_the_deepest_and_latest_mount(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ssdtrain.config import (
     Amount,
-    Refusal,
+    InvalidValue,
     exact_size,
     format_duration,
     format_size,
@@ -81,7 +81,7 @@ def test_sizes_read_as_written(text: object, size: int) -> None:
     ],
 )
 def test_what_is_no_size_is_refused_with_the_reason_and_the_units(value: object, why: str) -> None:
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(InvalidValue) as refusal:
         parse_size(value)
     assert why in refusal.value.why
     assert "64MiB" in refusal.value.allowed
@@ -94,7 +94,7 @@ def test_a_size_is_the_number_times_the_unit_rounded_down(whole: int, thousandth
     text = f"{whole}.{thousandths:03}"
     exact = Fraction(text) * SIZE_UNITS[unit]
     if exact > LARGEST_SIZE:
-        with pytest.raises(Refusal):
+        with pytest.raises(InvalidValue):
             parse_size(text + unit)
     else:
         assert parse_size(text + unit) == exact.numerator // exact.denominator
@@ -166,7 +166,7 @@ def test_format_duration_reads_well(seconds: float, text: str) -> None:
     ["10 sec", "5m", -1, float("inf"), "1e999", "", None, False, "10%", 86401, "1441min", 1e300, "9e999999h"],
 )
 def test_what_is_no_duration_is_refused(value: object) -> None:
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(InvalidValue) as refusal:
         parse_duration(value)
     assert "500ms" in refusal.value.allowed
 
@@ -180,7 +180,7 @@ def test_fractions_read_as_written(value: object, fraction: float) -> None:
 
 @pytest.mark.parametrize("value", [1.01, "101%", -0.1, "0.5x", "half", None, True])
 def test_what_is_no_fraction_is_refused(value: object) -> None:
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(InvalidValue) as refusal:
         parse_fraction(value)
     assert "60%" in refusal.value.allowed
 
@@ -223,7 +223,7 @@ def test_an_amount_is_all_a_fraction_or_bytes_to_keep(value: object, amount: Amo
     ],
 )
 def test_an_unclear_amount_is_refused(value: object, why: str) -> None:
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(InvalidValue) as refusal:
         parse_amount(value)
     assert refusal.value.why == why
     assert all(word in refusal.value.allowed for word in ['"all"', "60%", "512MiB"])
@@ -233,5 +233,5 @@ def test_an_unclear_amount_is_refused(value: object, why: str) -> None:
     ("kind", "value"), [("all", 0.5), ("fraction", 1.0), ("fraction", -0.1), ("keep", -1), ("some", 1)]
 )
 def test_no_impossible_amount_can_be_made(kind: str, value: float) -> None:
-    with pytest.raises(Refusal):
+    with pytest.raises(InvalidValue):
         Amount(kind, value)

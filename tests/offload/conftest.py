@@ -53,11 +53,11 @@ def only_slots(runtime: Runtime, count: int) -> None:
     buffers = runtime.engine.buffers
     acquire = buffers.acquire
 
-    def acquire_few(nbytes: int, lead: int = 0) -> Any:
+    def acquire_few(nbytes: int, page_offset: int = 0) -> Any:
         arena = buffers._arena
         if arena is not None and arena.allocated and len(arena._allocator._taken) >= count:
             return None
-        return acquire(nbytes, lead)
+        return acquire(nbytes, page_offset)
 
     buffers.acquire = acquire_few  # type: ignore[method-assign]
 

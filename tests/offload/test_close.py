@@ -15,7 +15,7 @@ from ssdtrain.offload import engine as engine_module
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
-from ssdtrain.storage import SpillStore, inside_section, section
+from ssdtrain.storage import SpillStore, holds_signal_safe_lock, signal_safe_lock
 from tests.offload.conftest import MakeRuntime, Variant, stored_forward
 from tests.storage.conftest import eventually
 
@@ -141,7 +141,7 @@ class Owner:
         self.me = self
 
     def __del__(self) -> None:
-        OUTCOMES.append(inside_section())
+        OUTCOMES.append(holds_signal_safe_lock())
         try:
             self.runtime.close()
         except RuntimeError as error:  # an exception of a finalizer is lost
@@ -173,7 +173,7 @@ def test_a_finalizer_may_close_inside_of(
 ) -> None:
     """The collector may run at any allocation: here it does inside of a section of the runtime that it closes."""
     if not native:
-        monkeypatch.setattr(section, "_native", None)
+        monkeypatch.setattr(signal_safe_lock, "_native", None)
     OUTCOMES.clear()
     runtime = closed_runtime(way)
     x = torch.randn(64, 64, requires_grad=True)
@@ -188,7 +188,7 @@ def test_a_finalizer_may_close_inside_of(
         if owner is OffloadEngine:
             engine.drain()
         else:
-            _ = store.stats
+            _ = store.metrics
     assert OUTCOMES == [True], "the finalizer was to run inside of a section, and to raise nothing"
     runtime.close()
     assert engine._closed and store._closed
@@ -198,17 +198,17 @@ def test_a_finalizer_may_close_inside_of(
 @pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
 def test_each_thread_knows_whether_it_is_inside(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
     if not native:
-        monkeypatch.setattr(section, "_native", None)
-    one, other = section.make_section(), section.make_section()
-    assert not inside_section()
+        monkeypatch.setattr(signal_safe_lock, "_native", None)
+    one, other = signal_safe_lock.make_signal_safe_lock(), signal_safe_lock.make_signal_safe_lock()
+    assert not holds_signal_safe_lock()
     found: list[bool] = []
     with one:
         with other:
-            assert inside_section()
-        assert inside_section()
+            assert holds_signal_safe_lock()
+        assert holds_signal_safe_lock()
         thread = threading.Thread(
-            target=lambda: found.append(inside_section() or one.acquire(blocking=False))
+            target=lambda: found.append(holds_signal_safe_lock() or one.acquire(blocking=False))
         )
         thread.start()
         thread.join()
-    assert found == [False] and not inside_section()
+    assert found == [False] and not holds_signal_safe_lock()

@@ -45,7 +45,7 @@ def test_a_failed_write_keeps_the_bytes_in_memory_with_one_warning(
     assert found.offload.kept_full_bytes > 0
     assert found.store.drives[0].retired
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert sum("takes no more data" in text for text in warnings) == 1
+    assert sum("is not used any more" in text for text in warnings) == 1
     assert sum("stay in memory" in text for text in warnings) == 1
 
 

@@ -210,7 +210,7 @@ def test_what_backward_wrote_into_a_buffer_is_not_handed_out_again(
     value = y.detach().clone()
     del y
     if storing:
-        pool.kick()
+        pool.flush()
         operations = [region.transfer.operation for region in runtime.engine.mover._stores]
         assert operations
         deadline = time.monotonic() + 10

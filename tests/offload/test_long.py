@@ -57,7 +57,7 @@ def test_two_thousand_steps_of_changing_shapes_grow_nothing(
         del loss
         if step % 20 == 19:
             holds_nothing(runtime)
-            found = store.stats
+            found = store.metrics
             engine.drain()
             now = (
                 (resident, resident_bytes()),

@@ -19,9 +19,9 @@ def test_stores_wake_the_pool_together(way: Variant, make_runtime: MakeRuntime) 
     flags: list[bool] = []
     write = runtime.offload.store.write
 
-    def record(*args: Any, later: bool, **more: Any) -> Any:
-        flags.append(later)
-        return write(*args, later=later, **more)
+    def record(*args: Any, defer: bool, **more: Any) -> Any:
+        flags.append(defer)
+        return write(*args, defer=defer, **more)
 
     runtime.offload.store.write = record  # type: ignore[method-assign]
     _, loss = chain(runtime, depth=6)

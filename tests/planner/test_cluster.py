@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.cluster import Job, best_plan, plan_job
 from ssdtrain.planner.hardware import find_gpu, parse_ssds
 from ssdtrain.planner.models import Layout, Transformer
@@ -83,13 +83,13 @@ def test_the_best_microbatch_has_the_most_tokens_a_second() -> None:
 
 
 def test_what_cannot_fit_is_an_error_that_says_what_is_in_it() -> None:
-    with pytest.raises(Refusal, match=r"model state per GPU \(parameters .*optimizer"):
+    with pytest.raises(InvalidValue, match=r"model state per GPU \(parameters .*optimizer"):
         plan_job(small(layout=Layout(), optimizer=100), 1)
     with pytest.raises(NoPlan, match="smallest peak of activations"):
         plan_job(small(batch=512), 512)
-    with pytest.raises(Refusal, match="divides both"):
+    with pytest.raises(InvalidValue, match="divides both"):
         small(layout=Layout(tp=3))
-    with pytest.raises(Refusal, match="a multiple"):
+    with pytest.raises(InvalidValue, match="a multiple"):
         plan_job(small(batch=16), 3)
 
 

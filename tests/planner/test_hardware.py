@@ -1,6 +1,6 @@
 import pytest
 
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.hardware import GPUS, Ssds, find_gpu, parse_rate, parse_ssds
 
 
@@ -19,7 +19,7 @@ def test_gpus_are_found_as_people_write_them(written: str, name: str) -> None:
 
 
 def test_an_unknown_gpu_is_an_error_that_names_the_known_ones() -> None:
-    with pytest.raises(Refusal, match=r'did you mean "h100".*gb200'):
+    with pytest.raises(InvalidValue, match=r'did you mean "h100".*gb200'):
         find_gpu("h10")
 
 
@@ -56,7 +56,7 @@ def test_drives_are_read(written: str, drives: Ssds) -> None:
     ],
 )
 def test_drives_that_cannot_be_read_say_why(written: str, why: str) -> None:
-    with pytest.raises(Refusal, match=why):
+    with pytest.raises(InvalidValue, match=why):
         parse_ssds(written)
 
 

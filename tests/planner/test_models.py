@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from examples.support.model import GPT, Block, GPTConfig
-from ssdtrain.config.errors import Refusal
+from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.models import Layout, Transformer, model_state_bytes
 from tests.planner.blocks import Experts, Llama, T5Decoder, count_saved_bytes
 
@@ -133,9 +133,9 @@ def test_model_state_is_split_as_zero_splits_it() -> None:
 
 
 def test_impossible_shapes_name_what_is_wrong() -> None:
-    with pytest.raises(Refusal, match="multiple of heads"):
+    with pytest.raises(InvalidValue, match="multiple of heads"):
         Transformer.of("gpt", hidden=100, layers=1, sequence=8, heads=3)
-    with pytest.raises(Refusal, match="unknown family"):
+    with pytest.raises(InvalidValue, match="unknown family"):
         Transformer.of("rnn", hidden=100, layers=1, sequence=8)
-    with pytest.raises(Refusal, match="ZeRO stage 4"):
+    with pytest.raises(InvalidValue, match="ZeRO stage 4"):
         Layout(zero=4)

@@ -11,7 +11,7 @@ import torch
 from ssdtrain.config import load_config
 from ssdtrain.report.run import NoJournals, Run, metric_named
 from ssdtrain.runtime import Runtime
-from ssdtrain.telemetry.registry import Over, Unit
+from ssdtrain.telemetry.registry import Reduce, Unit
 from tests.report.journals import MiB, line, write
 
 
@@ -65,16 +65,16 @@ def test_a_directory_without_journals_and_a_line_of_something_else_are_errors(tm
 @pytest.mark.parametrize(
     ("name", "unit", "counts", "ranks"),
     [
-        ("ssd_bytes_written", Unit.BYTES, True, Over.SUM),
-        ("activation_peak_bytes", Unit.BYTES, False, Over.MAX),
-        ("comm/dp/wait_seconds", Unit.SECONDS, True, Over.MAX),
-        ("somebody/else_bytes", Unit.BYTES, False, Over.MAX),
-        ("loss", Unit.COUNT, False, Over.MAX),
+        ("ssd_bytes_written", Unit.BYTES, True, Reduce.SUM),
+        ("activation_peak_bytes", Unit.BYTES, False, Reduce.MAX),
+        ("comm/dp/wait_seconds", Unit.SECONDS, True, Reduce.MAX),
+        ("somebody/else_bytes", Unit.BYTES, False, Reduce.MAX),
+        ("loss", Unit.COUNT, False, Reduce.MAX),
     ],
 )
-def test_metrics_are_known_as_they_were_declared(name: str, unit: Unit, counts: bool, ranks: Over) -> None:
+def test_metrics_are_known_as_they_were_declared(name: str, unit: Unit, counts: bool, ranks: Reduce) -> None:
     metric = metric_named(name)
-    assert (metric.unit, metric.counts, metric.ranks) == (unit, counts, ranks)
+    assert (metric.unit, metric.cumulative, metric.ranks) == (unit, counts, ranks)
 
 
 def test_a_real_run_can_be_read_with_the_loss_that_it_logged(tmp_path: Path) -> None:

@@ -76,8 +76,8 @@ def make_store(tmp_path: Path, engine: str) -> Iterator[Callable[..., SpillStore
     closing: list[SpillStore] = []
     yield make
     for store in made:
-        eventually(lambda store=store: not store.stats.live_slots)  # a freed slot waits for what has begun
-        live = store.stats.live_slots
+        eventually(lambda store=store: not store.metrics.live_slots)  # a freed slot waits for what has begun
+        live = store.metrics.live_slots
         store.close()
         assert live == 0, f"{live} slots were not freed"
     for store in closing:
@@ -95,15 +95,15 @@ def payload(nbytes: int, seed: int = 1) -> bytes:
     return (block * (nbytes // len(block) + 1))[:nbytes]
 
 
-def filled(arena: Arena, nbytes: int, *, lead: int = 0, seed: int = 1) -> Lease:
-    lease = arena.acquire(nbytes, lead=lead)
+def filled(arena: Arena, nbytes: int, *, page_offset: int = 0, seed: int = 1) -> Lease:
+    lease = arena.acquire(nbytes, page_offset=page_offset)
     assert lease is not None
     lease.view()[:] = payload(nbytes, seed)
     return lease
 
 
-def blank(arena: Arena, nbytes: int, *, lead: int = 0) -> Lease:
-    lease = arena.acquire(nbytes, lead=lead)
+def blank(arena: Arena, nbytes: int, *, page_offset: int = 0) -> Lease:
+    lease = arena.acquire(nbytes, page_offset=page_offset)
     assert lease is not None
     lease.view()[:] = b"\xaa" * nbytes
     return lease

@@ -29,9 +29,9 @@ class Allocation(RuleBasedStateMachine):
         return longest
 
     @rule(target=taken, nbytes=st.integers(0, 20 * UNIT))
-    def take(self, nbytes: int) -> int | None:
+    def allocate(self, nbytes: int) -> int | None:
         fits = self.longest()
-        offset = self.allocator.take(nbytes)
+        offset = self.allocator.allocate(nbytes)
         length = self.allocator.rounded(nbytes)
         assert (offset is not None) == (fits >= length), "a range that fits is found, and only then"
         if offset is None:
@@ -45,9 +45,9 @@ class Allocation(RuleBasedStateMachine):
         return offset
 
     @rule(offset=consumes(taken))
-    def give(self, offset: int | None) -> None:
+    def release(self, offset: int | None) -> None:
         if offset is not None:
-            assert self.allocator.give(offset) == self.out.pop(offset)
+            assert self.allocator.free(offset) == self.out.pop(offset)
 
     @rule(units=st.integers(0, 8))
     def extend(self, units: int) -> None:
@@ -70,7 +70,7 @@ class Allocation(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for offset in list(self.out):
-            self.allocator.give(offset)
+            self.allocator.free(offset)
         assert self.allocator.free_ranges == [(0, self.allocator.size)]
 
 
@@ -80,43 +80,43 @@ TestAllocation = Allocation.TestCase
 
 def test_the_smallest_range_that_fits_is_taken() -> None:
     allocator = RangeAllocator(10 * UNIT, UNIT)
-    a, b, c, d = (allocator.take(n * UNIT) for n in (4, 1, 2, 3))
+    a, b, c, d = (allocator.allocate(n * UNIT) for n in (4, 1, 2, 3))
     assert (a, b, c, d) == (0, 4 * UNIT, 5 * UNIT, 7 * UNIT)
-    allocator.give(0)
-    allocator.give(5 * UNIT)
+    allocator.free(0)
+    allocator.free(5 * UNIT)
     assert allocator.free_ranges == [(0, 4 * UNIT), (5 * UNIT, 7 * UNIT)]  # looking joins them
-    assert allocator.take(2 * UNIT) == 5 * UNIT, (
+    assert allocator.allocate(2 * UNIT) == 5 * UNIT, (
         "2 units lie in the hole of 2, not at the start of the hole of 4"
     )
 
 
 def test_a_range_is_handed_out_as_it_was_given_back_until_nothing_else_fits() -> None:
     allocator = RangeAllocator(10 * UNIT, UNIT)
-    first, second, third = (allocator.take(n * UNIT) for n in (2, 3, 4))
+    first, second, third = (allocator.allocate(n * UNIT) for n in (2, 3, 4))
     assert first is not None and second is not None and third is not None
-    allocator.give(first)
-    allocator.give(second)
-    assert allocator.take(2 * UNIT) == first, "not the start of 5 joined units"
-    allocator.give(first)
-    assert allocator.take(5 * UNIT) == first, "both, joined"
-    allocator.give(third)
-    assert allocator.take(5 * UNIT) == third, "joined with what was never taken"
+    allocator.free(first)
+    allocator.free(second)
+    assert allocator.allocate(2 * UNIT) == first, "not the start of 5 joined units"
+    allocator.free(first)
+    assert allocator.allocate(5 * UNIT) == first, "both, joined"
+    allocator.free(third)
+    assert allocator.allocate(5 * UNIT) == third, "joined with what was never taken"
 
 
 def test_a_range_given_back_twice_is_an_error() -> None:
     allocator = RangeAllocator(2 * UNIT, UNIT)
-    offset = allocator.take(1)
+    offset = allocator.allocate(1)
     assert offset is not None
-    allocator.give(offset)
+    allocator.free(offset)
     with pytest.raises(KeyError):
-        allocator.give(offset)
+        allocator.free(offset)
 
 
 def test_trailing_is_what_growing_adds_to() -> None:
     allocator = RangeAllocator(0, UNIT)
-    assert allocator.trailing == 0 and allocator.take(1) is None
+    assert allocator.trailing == 0 and allocator.allocate(1) is None
     allocator.extend(3 * UNIT)
-    allocator.take(UNIT)
+    allocator.allocate(UNIT)
     assert allocator.trailing == 2 * UNIT
     allocator.extend(UNIT)
     assert allocator.trailing == 3 * UNIT

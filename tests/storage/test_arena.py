@@ -7,19 +7,21 @@ import threading
 import pytest
 import torch
 
-from ssdtrain.storage import ALIGNMENT, Arena, StoreClosed
+from ssdtrain.storage import ALIGNMENT, Arena, StoreClosed, memory
 from tests.storage.conftest import payload
 
 MiB = 1 << 20
 
 
 @pytest.mark.parametrize("huge_pages", [True, False])
-@pytest.mark.parametrize("lead", [0, 64, 4095])
-def test_a_lease_has_the_lead_that_was_asked_for_and_its_own_bytes(lead: int, huge_pages: bool) -> None:
+@pytest.mark.parametrize("page_offset", [0, 64, 4095])
+def test_a_lease_has_the_lead_that_was_asked_for_and_its_own_bytes(
+    page_offset: int, huge_pages: bool
+) -> None:
     arena = Arena(4 * MiB, huge_pages=huge_pages)
-    leases = [arena.acquire(n, lead=lead) for n in (1, 4096, 5000, 100_000, MiB)]
+    leases = [arena.acquire(n, page_offset=page_offset) for n in (1, 4096, 5000, 100_000, MiB)]
     for seed, lease in enumerate(leases):
-        assert lease is not None and lease.address % ALIGNMENT == lead
+        assert lease is not None and lease.address % ALIGNMENT == page_offset
         lease.view()[:] = payload(lease.nbytes, seed)
     for seed, lease in enumerate(leases):
         assert lease is not None and bytes(lease.view()) == payload(lease.nbytes, seed), "leases overlap"
@@ -66,7 +68,7 @@ def test_threads_racing_to_release_release_once(arena: Arena) -> None:
 def test_a_given_lease_lives_as_long_as_the_last_tensor_of_its_storage(arena: Arena) -> None:
     lease = arena.acquire(4096)
     assert lease is not None
-    tensor = torch.frombuffer(lease.give(), dtype=torch.uint8)
+    tensor = torch.frombuffer(lease.owning_view(), dtype=torch.uint8)
     address = lease.address
     del lease
     gc.collect()
@@ -86,7 +88,7 @@ def test_a_lease_whose_tensor_dies_in_a_cyclic_collection_under_the_arenas_lock_
 ) -> None:
     lease = arena.acquire(4096)
     assert lease is not None
-    cycle: list[object] = [torch.frombuffer(lease.give(), dtype=torch.uint8)]
+    cycle: list[object] = [torch.frombuffer(lease.owning_view(), dtype=torch.uint8)]
     cycle.append(cycle)
     del lease, cycle
     with arena._lock:  # where a collection may strike: the finalizer must not wait for this lock
@@ -98,7 +100,7 @@ def test_a_closed_arena_leases_nothing_and_unmaps_with_its_last_lease() -> None:
     arena = Arena(2 * MiB)
     lease = arena.acquire(10)
     assert lease is not None
-    view = lease.give()
+    view = lease.owning_view()
     arena.close()
     with pytest.raises(StoreClosed, match="closed"):
         arena.acquire(1)
@@ -138,7 +140,7 @@ def test_a_failing_registration_leaves_no_map() -> None:
 def test_released_bytes_are_poisoned_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSDTRAIN_POISON", "1")
     arena = Arena(2 * MiB)
-    lease, neighbour = arena.acquire(4100, lead=64), arena.acquire(4100)
+    lease, neighbour = arena.acquire(4100, page_offset=64), arena.acquire(4100)
     assert lease is not None and neighbour is not None
     lease.view()[:] = bytes(4100)
     neighbour.view()[:] = bytes(4100)
@@ -190,3 +192,12 @@ def flags_at(address: int) -> list[str]:
             elif inside and head == "VmFlags:":
                 return line.split()[1:]
     raise AssertionError(f"{address:#x} is not mapped")
+
+
+def test_pages_are_preferred_on_the_node_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+    monkeypatch.setattr(memory, "_prefer_node", lambda address, nbytes, node: asked.append(node))
+    monkeypatch.setattr(memory, "numa_node", lambda: 0)
+    for node in (1, None):
+        Arena(MiB, node=node).close()
+    assert asked == [1, 0], "the GPU's, or the caller's"

@@ -30,7 +30,7 @@ def write(path: Path, **files: object) -> None:
 def test_what_fits_is_reported(machine: tuple[Path, Path]) -> None:
     proc, sysfs = machine
     budget = check_host_budget(8 * GiB, 8, proc=proc, sysfs=sysfs)
-    assert (budget.wanted, budget.available, budget.cgroup) == (64 * GiB, 64 * GiB, None)
+    assert (budget.required, budget.available, budget.cgroup) == (64 * GiB, 64 * GiB, None)
 
 
 def test_ranks_count_together(machine: tuple[Path, Path]) -> None:

@@ -17,7 +17,7 @@ def no_extension(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("No module named '_iopool'")
 
     monkeypatch.setattr(pool, "load_extension", missing)
-    monkeypatch.setattr(pool._Told, "fallback", False)
+    monkeypatch.setattr(pool._Warned, "fallback", False)
 
 
 @pytest.mark.usefixtures("no_extension")
@@ -27,7 +27,7 @@ def test_without_the_extension_the_python_engine_runs_and_says_so_once(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             with SpillStore([tmp_path], capacity=1 << 20) as store:
-                assert store.stats.engine == "python"
+                assert store.metrics.engine == "python"
     assert len(caplog.records) == 1 and "Python engine" in caplog.text
 
 

@@ -122,7 +122,7 @@ def test_a_write_whose_event_has_not_passed_can_be_cancelled(
     assert writes[1].wait(30), "the event of the one that was cancelled holds nobody back"
     with pytest.raises(ValueError, match="never written"):
         store.read(slots[0], sources[0].address)
-    assert store.stats.bytes_cancelled == MiB
+    assert store.metrics.bytes_cancelled == MiB
     for slot, source in zip(slots, sources, strict=True):
         store.free(slot)
         source.release()
@@ -173,9 +173,9 @@ def test_a_failed_event_fails_the_write_and_transfers_nothing(make_store: Make, 
     with pytest.raises(IOFailure, match="CUDA error 7"):
         write.wait(30)
     failed = write.failed()
-    assert isinstance(failed, IOFailure) and failed.event_code == 7 and store.stats.bytes_written == 0
+    assert isinstance(failed, IOFailure) and failed.event_code == 7 and store.metrics.bytes_written == 0
     store.retire(slot, failed)
-    assert not store.stats.drives[0].retired, "the drive is not to blame"
+    assert not store.metrics.drives[0].retired, "the drive is not to blame"
     with pytest.raises(ValueError, match="its write failed"):
         store.read(slot, source.address)
     store.free(slot)

@@ -35,7 +35,10 @@ def course(directory: Path, engine: str, faults: Faults, arena: Arena) -> list[t
     with store:
         for number in range(30):
             nbytes = 1000 + 613_000 * number
-            source, target = filled(arena, nbytes, lead=64, seed=number), blank(arena, nbytes, lead=64)
+            source, target = (
+                filled(arena, nbytes, page_offset=64, seed=number),
+                blank(arena, nbytes, page_offset=64),
+            )
             slot = store.reserve(nbytes)
             try:
                 store.write(slot, source.address).wait(30)
@@ -65,11 +68,11 @@ def test_a_seed_gives_the_same_failures_every_time_and_in_both_engines(
 def test_short_and_interrupted_transfers_are_finished(make_store: Make, arena: Arena, kind: str) -> None:
     store = make_store(faults=Faults(seed=5, **{kind: 0.9}))
     for nbytes in (1, 4097, 3 * MiB + 1):
-        source = filled(arena, nbytes, lead=64)
+        source = filled(arena, nbytes, page_offset=64)
         slot = store.reserve(nbytes)
         assert store.write(slot, source.address).wait(30)
-        for lead in (64, 0):
-            target = blank(arena, nbytes, lead=lead)
+        for page_offset in (64, 0):
+            target = blank(arena, nbytes, page_offset=page_offset)
             assert store.read(slot, target.address).wait(30)
             assert bytes(target.view()) == payload(nbytes)
             target.release()

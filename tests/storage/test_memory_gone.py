@@ -23,10 +23,10 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """How memory is read: by process_vm_readv, and as where that is refused."""
     native = importlib.import_module("ssdtrain.storage._iopool")
     refused = request.param == "piped"
-    memory._Refused.direct_reads = refused
+    memory._Unavailable.direct_reads = refused
     native.refuse_direct_reads(refused)
     yield request.param
-    memory._Refused.direct_reads = False
+    memory._Unavailable.direct_reads = False
     native.refuse_direct_reads(False)
 
 
@@ -45,16 +45,18 @@ class Source:
 
 @pytest.mark.parametrize("host", [0, 64 * MiB], ids=["drive", "host"])
 @pytest.mark.parametrize("gone", ["all", "the end"])
-@pytest.mark.parametrize(("lead", "nbytes"), [(64, 3 * MiB), (4095, 2), (0, 9 * MiB + 5), (100, 20 * MiB)])
+@pytest.mark.parametrize(
+    ("page_offset", "nbytes"), [(64, 3 * MiB), (4095, 2), (0, 9 * MiB + 5), (100, 20 * MiB)]
+)
 def test_memory_that_is_gone_fails_the_write(
-    make_store: Make, way: str, host: int, gone: str, lead: int, nbytes: int
+    make_store: Make, way: str, host: int, gone: str, page_offset: int, nbytes: int
 ) -> None:
     store = make_store(host_bytes=host)
-    source = Source(lead + nbytes + PAGE)
+    source = Source(page_offset + nbytes + PAGE)
     slot = store.reserve(nbytes)
     store.pool.hold()
-    write = store.write(slot, source.address + lead)
-    source.unmap(0 if gone == "all" else (lead + nbytes - 1) // PAGE * PAGE)
+    write = store.write(slot, source.address + page_offset)
+    source.unmap(0 if gone == "all" else (page_offset + nbytes - 1) // PAGE * PAGE)
     store.pool.release()
     with pytest.raises(IOFailure) as raised:
         write.wait(30)
@@ -71,8 +73,8 @@ def test_what_is_there_is_stored_as_it_is(
     make_store: Make, arena: Arena, way: str, host: int, direct: str
 ) -> None:
     store = make_store(host_bytes=host, direct=direct)
-    for nbytes, lead in ((1, 0), (4097, 64), (70_000, 4095), (9 * MiB + 3, 65)):
-        source = filled(arena, nbytes, lead=lead)
+    for nbytes, page_offset in ((1, 0), (4097, 64), (70_000, 4095), (9 * MiB + 3, 65)):
+        source = filled(arena, nbytes, page_offset=page_offset)
         slot = store.reserve(nbytes)
         assert store.write(slot, source.address).wait(30)
         assert contents(store, slot, arena) == payload(nbytes)
@@ -99,7 +101,7 @@ def test_bytes_that_changed_before_the_write_read_them_are_known_when_they_are_r
     make_store: Make, arena: Arena, host: int, nbytes: int
 ) -> None:
     store = make_store(host_bytes=host)
-    source, target = filled(arena, nbytes, lead=64, seed=1), blank(arena, nbytes)
+    source, target = filled(arena, nbytes, page_offset=64, seed=1), blank(arena, nbytes)
     slot = store.reserve(nbytes)
     store.pool.hold()
     write = store.write(slot, source.address)
@@ -113,7 +115,7 @@ def test_bytes_that_changed_before_the_write_read_them_are_known_when_they_are_r
         read.wait(30)
     assert read.done() and isinstance(read.failed(), SourceChanged)
     # The same bytes written again, as after a failure, are held to the first sample too.
-    assert store.write(slot, source.address, check=write.check).wait(30)
+    assert store.write(slot, source.address, checksum=write.checksum).wait(30)
     assert store.read(slot, target.address).wait(30) and bytes(target.view()) == payload(nbytes, 1)
     store.free(slot)
     source.release()
@@ -124,13 +126,13 @@ def test_a_change_of_a_part_is_seen_where_a_sample_lies(make_store: Make, arena:
     """One word of each sixteenth: whatever changes twice as much at a stretch is found."""
     store = make_store()
     source = filled(arena, MiB)
-    check = store.write(slot := store.reserve(MiB), source.address).check
+    check = store.write(slot := store.reserve(MiB), source.address).checksum
     for at in range(0, MiB - 128 * 1024 + 1, 32 * 1024):
         changed = bytearray(payload(MiB))
         changed[at : at + 128 * 1024] = bytes(255 - byte for byte in changed[at : at + 128 * 1024])
         source.view()[:] = changed
         other = store.write(again := store.reserve(MiB), source.address)
-        assert other.check != check
+        assert other.checksum != check
         assert other.wait(30)
         store.free(again)
     store.free(slot)

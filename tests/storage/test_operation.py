@@ -53,7 +53,7 @@ def test_a_cancelled_write_writes_nothing(make_store: Make, arena: Arena, tier: 
     marker, later = filled(arena, 1), store.reserve(1)
     assert later.tier == tier and store.write(later, marker.address).wait(30)
     assert contents(store, slot, arena) == payload(nbytes, 1)
-    assert store.stats.bytes_cancelled == nbytes and store.stats.bytes_written == nbytes + 1
+    assert store.metrics.bytes_cancelled == nbytes and store.metrics.bytes_written == nbytes + 1
     store.free(slot)
     store.free(later)
     marker.release()
@@ -107,7 +107,7 @@ def test_cancelling_and_beginning_race_to_one_winner(make_store: Make, arena: Ar
             assert write.wait(30)
         won += cancelled
         assert contents(store, slot, arena) == payload(64 << 10, 1 if cancelled else 2)
-    assert store.stats.bytes_cancelled == won * (64 << 10)
+    assert store.metrics.bytes_cancelled == won * (64 << 10)
     store.free(slot)
     for source in sources:
         source.release()
@@ -123,7 +123,7 @@ def test_an_operation_may_be_dropped_in_flight(make_store: Make, arena: Arena) -
     del write
     gc.collect()
     store.pool.release()
-    assert eventually(lambda: store.stats.bytes_written == 20 * MiB)
+    assert eventually(lambda: store.metrics.bytes_written == 20 * MiB)
     target = blank(arena, 20 * MiB)
     assert store.pool.submit(READ, target.address, 20 * MiB, 0, slot._extents).wait(30)
     assert bytes(target.view()) == payload(20 * MiB)
@@ -241,6 +241,6 @@ def test_a_closed_store_cancels_what_has_not_begun_and_ends_what_has(make_store:
     with pytest.raises(StoreClosed, match="closed"):
         store.read(slots[0], sources[0].address)
     store.free(slots[0])
-    assert store.stats.bytes_written == MiB
+    assert store.metrics.bytes_written == MiB
     for source in sources:
         source.release()

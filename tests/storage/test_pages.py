@@ -20,7 +20,7 @@ Make = Callable[..., SpillStore]
 
 LINUX = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
 needs_collapse = pytest.mark.skipif(
-    LINUX < (6, 1) or not memory.huge_pages_wanted(),
+    LINUX < (6, 1) or not memory.huge_pages_enabled(),
     reason="needs Linux 6.1 with huge pages that are not switched off",
 )
 
@@ -132,4 +132,4 @@ def test_whoever_switched_huge_pages_off_gets_none(
     if switch is not None:
         file.write_text(switch)
     monkeypatch.setattr(memory, "HUGE_PAGES", file)
-    assert memory.huge_pages_wanted() is wanted
+    assert memory.huge_pages_enabled() is wanted

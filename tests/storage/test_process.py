@@ -156,7 +156,7 @@ def test_a_child_forked_with_transfers_in_flight_has_nothing_and_hurts_nothing(
 ) -> None:
     store = make_store(host_bytes=4 * MiB, faults=Faults(delay=0.3, max_delay=0.01))
     sizes = [4 * MiB] + [3 * MiB] * 6
-    sources = [filled(arena, n, lead=64, seed=i) for i, n in enumerate(sizes)]
+    sources = [filled(arena, n, page_offset=64, seed=i) for i, n in enumerate(sizes)]
     slots = [store.reserve(n) for n in sizes]
     assert slots[0].tier == "host"
     writes = [store.write(slot, source.address) for slot, source in zip(slots, sources, strict=True)]
@@ -196,11 +196,11 @@ def test_a_child_forked_with_transfers_in_flight_has_nothing_and_hurts_nothing(
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_forks_during_reads_corrupt_nothing(make_store: Callable[..., SpillStore], arena: Arena) -> None:
     store = make_store()
-    source = filled(arena, 10 * MiB, lead=64)
+    source = filled(arena, 10 * MiB, page_offset=64)
     slot = store.reserve(10 * MiB)
     assert store.write(slot, source.address).wait(30)
-    for lead in (64, 0) * 4:
-        target = blank(arena, 10 * MiB, lead=lead)
+    for page_offset in (64, 0) * 4:
+        target = blank(arena, 10 * MiB, page_offset=page_offset)
         read = store.read(slot, target.address)
         assert in_child(lambda: None) == 0
         assert read.wait(30) and bytes(target.view()) == payload(10 * MiB)

@@ -13,7 +13,7 @@ import pytest
 
 from ssdtrain.storage import ALIGNMENT, Arena, Faults, IOFailure, SpillStore, StoreFull, slab
 from ssdtrain.storage.pieces import COPY_OUT, READ
-from ssdtrain.storage.store import FREED_TOGETHER
+from ssdtrain.storage.store import FREE_BATCH
 from tests.storage.conftest import contents, filled, free_bytes, payload
 
 MiB = 1 << 20
@@ -38,10 +38,10 @@ def test_the_host_tier_is_taken_first_then_the_emptiest_drive(make_store: Make) 
 
 def test_a_large_slot_lies_on_every_drive(make_store: Make, arena: Arena) -> None:
     store = make_store(3, stripe=MiB)
-    source = filled(arena, 12 * MiB + 1, lead=64)
+    source = filled(arena, 12 * MiB + 1, page_offset=64)
     slot = store.reserve(source.nbytes)
     assert store.write(slot, source.address).wait(30)
-    written = [drive.bytes_written for drive in store.stats.drives]
+    written = [drive.bytes_written for drive in store.metrics.drives]
     assert sum(written) == source.nbytes and max(written) - min(written) <= 4 * ALIGNMENT
     assert contents(store, slot, arena) == payload(source.nbytes)
     store.free(slot)
@@ -56,7 +56,7 @@ def test_capacity_is_a_limit_and_the_error_has_the_figures(make_store: Make) -> 
             slots.append(store.reserve(MiB))
     error = raised.value
     assert len(slots) == 2 + 2 * 3, "a slot on a drive takes its bytes and a block for its edges"
-    assert error.wanted == MiB and error.capacity == 8 * MiB and 0 < error.free < 2 * MiB
+    assert error.requested == MiB and error.capacity == 8 * MiB and 0 < error.free < 2 * MiB
     for drive in store._slabs:
         assert str(drive.directory) in str(error) and os.fstat(drive.fd).st_size <= 4 * MiB
     store.free(slots[-1])
@@ -72,7 +72,7 @@ def test_without_a_capacity_ranks_share_most_of_the_free_space(tmp_path: Path, e
     with SpillStore([tmp_path], engine=engine, local_world_size=4) as store:
         figures = os.statvfs(tmp_path)
         share = figures.f_bavail * figures.f_frsize * 0.9 / 4
-        assert abs(store.stats.capacity / share - 1) < 0.1
+        assert abs(store.metrics.capacity / share - 1) < 0.1
 
 
 def test_a_full_file_system_is_full_and_gets_everything_back(
@@ -106,7 +106,7 @@ def test_when_one_of_two_drives_is_full_the_other_takes_all(
         slots = [store.reserve(5 * MiB) for _ in sources]
         for slot, source in zip(slots, sources, strict=True):
             assert store.write(slot, source.address).wait(30)
-        assert all(drive.bytes_written > 0 for drive in store.stats.drives)
+        assert all(drive.bytes_written > 0 for drive in store.metrics.drives)
         for n, slot in enumerate(slots):
             assert contents(store, slot, arena) == payload(5 * MiB, n)
             store.free(slot)
@@ -151,7 +151,7 @@ def test_a_retired_drive_takes_nothing_new_and_keeps_what_it_has(
         store.retire(failing, raised.value)
         store.retire(failing, raised.value)
     assert len(caplog.records) == 1 and str(raised.value.filename) in caplog.text
-    assert [drive.retired for drive in store.stats.drives] == [failing.drive == 0, failing.drive == 1]
+    assert [drive.retired for drive in store.metrics.drives] == [failing.drive == 0, failing.drive == 1]
     later = [store.reserve(MiB) for _ in range(3)]
     assert {slot.drive for slot in later} == {kept.drive}
     store.retire(kept, OSError("another"))
@@ -174,13 +174,13 @@ def test_a_drive_that_fails_while_its_file_grows_is_passed_over(
     )
     slots = [store.reserve(4 * MiB) for _ in range(3)]
     assert {slot._extents[::3] for slot in slots} == {(0,)}
-    assert [drive.retired for drive in store.stats.drives] == [
+    assert [drive.retired for drive in store.metrics.drives] == [
         False,
         True,
     ] and "Input/output error" in caplog.text
     for slot in slots:
         store.free(slot)
-    assert store.stats.drives[0].used == 0, "what was taken for the first, failed attempt is free again"
+    assert store.metrics.drives[0].used == 0, "what was taken for the first, failed attempt is free again"
 
 
 def test_of_a_striped_slot_only_the_drive_that_failed_is_retired(make_store: Make, arena: Arena) -> None:
@@ -190,7 +190,7 @@ def test_of_a_striped_slot_only_the_drive_that_failed_is_retired(make_store: Mak
     with pytest.raises(IOFailure) as raised:
         store.write(slot, source.address).wait(30)
     store.retire(slot, raised.value)
-    assert [drive.path for drive in store.stats.drives if drive.retired] == [raised.value.filename]
+    assert [drive.path for drive in store.metrics.drives if drive.retired] == [raised.value.filename]
     store.free(slot)
     source.release()
 
@@ -207,7 +207,7 @@ def test_a_freed_slot_is_not_reused_before_its_transfer_ended(make_store: Make, 
     store.free(slot)
     with pytest.raises(StoreFull):
         store.reserve(MiB)
-    assert store.stats.live_slots == 1
+    assert store.metrics.live_slots == 1
     store.pool.release()
     assert write.wait(30)
     again = store.reserve(MiB)
@@ -222,7 +222,7 @@ def test_freeing_cancels_a_queued_transfer(make_store: Make, arena: Arena) -> No
     store.pool.hold()
     write = store.write(slot, source.address)
     store.free(slot)
-    assert write.done() and store.stats.live_slots == 0 and store.stats.bytes_cancelled == MiB
+    assert write.done() and store.metrics.live_slots == 0 and store.metrics.bytes_cancelled == MiB
     store.pool.release()
     source.release()
 
@@ -232,19 +232,19 @@ def test_ctrl_c_in_the_middle_of_a_release_gives_no_space_twice(
 ) -> None:
     store = make_store(leaks=True)
     slab, slot, other = store._slabs[0], store.reserve(4096), store.reserve(4096)
-    give = slab.give
+    give = slab.release
 
     def interrupted(offset: int) -> int:
         give(offset)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(slab, "give", interrupted)
+        patch.setattr(slab, "release", interrupted)
         store.free(slot)
         with pytest.raises(KeyboardInterrupt):
             store.reserve(4096)
     store.free(other)
-    assert store.stats.drives[0].used == slab.used == 0
+    assert store.metrics.drives[0].used == slab.used == 0
     store.close()
 
 
@@ -253,12 +253,12 @@ def test_nothing_freed_counts_as_live_after_close(make_store: Make) -> None:
     slot = store.reserve(4096)
     store.free(slot)
     store.close()
-    assert store.stats.live_slots == 0 and store.stats.drives[0].used == 0
+    assert store.metrics.live_slots == 0 and store.metrics.drives[0].used == 0
 
 
 def test_slots_freed_one_after_the_other_are_given_back_together(make_store: Make) -> None:
     store = make_store()
-    slots = [store.reserve(4096) for _ in range(FREED_TOGETHER)]
+    slots = [store.reserve(4096) for _ in range(FREE_BATCH)]
     used = store._slabs[0].used
     for slot in slots[:-1]:
         store.free(slot)
@@ -280,13 +280,13 @@ def test_freeing_inside_a_locked_section_does_not_wait(make_store: Make) -> None
             store.free(self.slot)
 
     owner = Owner()
-    others = [store.reserve(4096) for _ in range(FREED_TOGETHER - 1)]
+    others = [store.reserve(4096) for _ in range(FREE_BATCH - 1)]
     for slot in others:
         store.free(slot)
     del owner
     with store._lock:
         gc.collect()  # one more would be looked through together with the others
-    assert store.stats.live_slots == 0
+    assert store.metrics.live_slots == 0
 
 
 def test_a_freed_or_unwritten_slot_cannot_be_read(make_store: Make, arena: Arena) -> None:
@@ -327,7 +327,7 @@ def test_a_directory_on_an_overlay_works(tmp_path: Path, engine: str, arena: Are
         pytest.skip(f"an overlay needs the right to mount: {done.stderr.strip()}")
     try:
         with SpillStore([tmp_path / "merged"], engine=engine, capacity=8 * MiB) as store:
-            source = filled(arena, MiB, lead=64)
+            source = filled(arena, MiB, page_offset=64)
             slot = store.reserve(MiB)
             assert store.write(slot, source.address).wait(30)
             assert contents(store, slot, arena) == payload(MiB)
@@ -355,7 +355,7 @@ def test_the_figures_add_up(make_store: Make, arena: Arena, engine: str) -> None
     for slot in (host, ssd):
         assert store.write(slot, source.address).wait(30)
         assert contents(store, slot, arena) == payload(3 * MiB)
-    stats = store.stats
+    stats = store.metrics
     assert stats.engine == engine and (stats.live_slots, stats.live_bytes) == (2, 6 * MiB)
     assert stats.bytes_written == stats.bytes_read == 6 * MiB and stats.bytes_cancelled == 0
     assert stats.ssd_bytes_written == stats.ssd_bytes_read == 3 * MiB
@@ -364,7 +364,7 @@ def test_the_figures_add_up(make_store: Make, arena: Arena, engine: str) -> None
     assert stats.capacity == 2 * (256 << 20) + 4 * MiB
     store.free(host)
     store.free(ssd)
-    stats = store.stats
+    stats = store.metrics
     assert (stats.live_slots, stats.live_bytes, stats.host.used if stats.host else 0) == (0, 0, 0)
     assert all(drive.used == 0 for drive in stats.drives)
     source.release()
@@ -376,15 +376,15 @@ def test_freed_slots_are_poisoned_when_asked_for(
 ) -> None:
     monkeypatch.setenv("SSDTRAIN_POISON", "1")
     store = make_store(host_bytes=host)
-    source, target = filled(arena, MiB, lead=64), filled(arena, MiB, lead=64)
+    source, target = filled(arena, MiB, page_offset=64), filled(arena, MiB, page_offset=64)
     slot = store.reserve(MiB)
     assert store.write(slot, source.address).wait(30)
     store.free(slot)
     again = store.reserve(MiB)
     assert again._extents[1] == slot._extents[1], "the same place"
     kind = COPY_OUT if host else READ
-    lead = 0 if host else 64
-    assert store.pool.submit(kind, target.address, MiB, lead, again._extents).wait(30)
+    page_offset = 0 if host else 64
+    assert store.pool.submit(kind, target.address, MiB, page_offset, again._extents).wait(30)
     assert bytes(target.view()) == b"\xff" * MiB
     store.free(again)
     source.release()

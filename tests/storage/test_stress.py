@@ -20,7 +20,7 @@ def churn(store: SpillStore, arena: Arena, seed: int, rounds: int) -> dict[str, 
     live: list[tuple[object, int, int]] = []
     for _ in range(rounds):
         nbytes, which = draw.choice([1, 700, 4096, 50_000, MiB, 2 * MiB]), draw.randrange(4)
-        lease = arena.acquire(nbytes, lead=draw.choice([0, 64, 1000]))
+        lease = arena.acquire(nbytes, page_offset=draw.choice([0, 64, 1000]))
         if lease is None:
             continue
         lease.view()[:] = BLOCKS[which][:nbytes]
@@ -46,7 +46,7 @@ def churn(store: SpillStore, arena: Arena, seed: int, rounds: int) -> dict[str, 
         lease.release()
         while len(live) > draw.randrange(6):
             stored, nbytes, which = live.pop(draw.randrange(len(live)))
-            target = arena.acquire(nbytes, lead=draw.choice([0, 64, 1000]))
+            target = arena.acquire(nbytes, page_offset=draw.choice([0, 64, 1000]))
             if target is not None:
                 read = store.read(stored, target.address)  # type: ignore[arg-type]
                 try:
@@ -99,7 +99,7 @@ def test_threads_at_random_work_keep_every_byte(
     if errors:
         raise errors[0]
     assert all(totals[key] > 0 for key in ("written", "read", "cancelled", "failed")), totals
-    assert arena.allocated == 0 and store.stats.live_slots == 0
+    assert arena.allocated == 0 and store.metrics.live_slots == 0
     for slab in store._slabs:
         assert slab.allocator.free_ranges == [(0, slab.allocator.size)], (
             "the free space is in one piece again"

@@ -30,27 +30,27 @@ def test_bytes_come_back_whatever_the_alignments(
 ) -> None:
     store = make_store(drives, host_bytes=host, direct=direct, stripe=STRIPE, faults=faults)
     for nbytes in SIZES:
-        for source_lead, target_leads in ((0, (0, 64)), (64, (64, 0, 100)), (4095, (4095, 1))):
-            source = filled(arena, nbytes, lead=source_lead)
+        for source_page_offset, target_leads in ((0, (0, 64)), (64, (64, 0, 100)), (4095, (4095, 1))):
+            source = filled(arena, nbytes, page_offset=source_page_offset)
             slot = store.reserve(nbytes)
             assert store.write(slot, source.address).wait(30)
             source.view()[:] = bytes(nbytes)
-            for target_lead in target_leads:
+            for target_page_offset in target_leads:
                 # A byte of each neighbour shows a transfer that goes beyond its ends.
-                target = blank(arena, nbytes + 2, lead=(target_lead - 1) % ALIGNMENT)
+                target = blank(arena, nbytes + 2, page_offset=(target_page_offset - 1) % ALIGNMENT)
                 assert store.read(slot, target.address + 1).wait(30)
                 expected = b"\xaa" + payload(nbytes) + b"\xaa"
-                assert bytes(target.view()) == expected, (nbytes, source_lead, target_lead)
+                assert bytes(target.view()) == expected, (nbytes, source_page_offset, target_page_offset)
                 target.release()
             source.release()
             store.free(slot)
-    assert store.stats.live_bytes == 0
+    assert store.metrics.live_bytes == 0
 
 
 def test_many_slots_keep_apart(make_store: Callable[..., SpillStore], arena: Arena) -> None:
     store = make_store(2, host_bytes=2 * MiB, stripe=64 << 10)
     sizes = [1, 4000, 70_000, 123_456, MiB] * 6
-    leases = [filled(arena, n, lead=(64 * i) % ALIGNMENT, seed=i) for i, n in enumerate(sizes)]
+    leases = [filled(arena, n, page_offset=(64 * i) % ALIGNMENT, seed=i) for i, n in enumerate(sizes)]
     slots = [store.reserve(n) for n in sizes]
     assert {slot.tier for slot in slots} == {"host", "ssd"}
     for operation in [store.write(slot, lease.address) for slot, lease in zip(slots, leases, strict=True)]:
@@ -67,8 +67,8 @@ def test_a_slot_may_be_written_again_from_another_alignment(
 ) -> None:
     store = make_store()
     slot = store.reserve(10_000)
-    for seed, lead in enumerate((64, 0, 4000)):
-        lease = filled(arena, 10_000, lead=lead, seed=seed)
+    for seed, page_offset in enumerate((64, 0, 4000)):
+        lease = filled(arena, 10_000, page_offset=page_offset, seed=seed)
         assert store.write(slot, lease.address).wait(30)
         assert contents(store, slot, arena) == payload(10_000, seed)
         lease.release()
@@ -80,16 +80,16 @@ def test_an_unaligned_buffer_costs_two_extra_blocks_at_most() -> None:
         assert nbytes <= image_bytes(nbytes) <= nbytes + 2 * ALIGNMENT
 
 
-@pytest.mark.parametrize("lead", [0, 1, 4095])
+@pytest.mark.parametrize("page_offset", [0, 1, 4095])
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097, 100_000])
-def test_pieces_tile_an_operation_and_begin_at_blocks(nbytes: int, lead: int) -> None:
+def test_pieces_tile_an_operation_and_begin_at_blocks(nbytes: int, page_offset: int) -> None:
     extents = (0, 0, 8192, 1, 40_960, 4096, 0, 81_920, image_bytes(100_000))
-    covered = lead
-    for piece in cut(extents, lead, nbytes, 12_288):
+    covered = page_offset
+    for piece in cut(extents, page_offset, nbytes, 12_288):
         assert piece.start % ALIGNMENT == 0 and piece.offset % ALIGNMENT == 0
-        assert max(piece.start, lead) == covered and piece.end - piece.start <= 12_288
+        assert max(piece.start, page_offset) == covered and piece.end - piece.start <= 12_288
         covered = piece.end
-    assert covered == lead + nbytes
+    assert covered == page_offset + nbytes
 
 
 def test_direct_writes_bypass_the_page_cache_even_from_an_unaligned_buffer(
@@ -99,7 +99,7 @@ def test_direct_writes_bypass_the_page_cache_even_from_an_unaligned_buffer(
     slab = store._slabs[0]
     if not slab.direct:
         pytest.skip(f"{slab.directory} refuses O_DIRECT")
-    source = filled(arena, 4 * MiB, lead=64)
+    source = filled(arena, 4 * MiB, page_offset=64)
     slot = store.reserve(source.nbytes)
     assert store.write(slot, source.address).wait(30)
     assert os.pread(slab.fd, 0, 0) == b""
@@ -119,13 +119,15 @@ def test_no_bytes_of_another_buffer_lie_beside_the_data(
         pytest.skip(f"{slab.directory} refuses O_DIRECT: nothing is bounced")
     block = arena.acquire(2 * ALIGNMENT)
     assert block is not None
-    for lead, nbytes in ((4000, 4096), (64, 1000)):
-        source = filled(arena, nbytes, lead=lead)
+    for page_offset, nbytes in ((4000, 4096), (64, 1000)):
+        source = filled(arena, nbytes, page_offset=page_offset)
         slot = store.reserve(nbytes)
         assert store.write(slot, source.address).wait(30)
-        length = -(-(lead + nbytes) // ALIGNMENT) * ALIGNMENT
+        length = -(-(page_offset + nbytes) // ALIGNMENT) * ALIGNMENT
         os.preadv(slab.fd, [block.view()[:length]], slot._extents[1])
-        assert bytes(block.view()[:length]) == bytes(lead) + payload(nbytes) + bytes(length - lead - nbytes)
+        assert bytes(block.view()[:length]) == bytes(page_offset) + payload(nbytes) + bytes(
+            length - page_offset - nbytes
+        )
         store.free(slot)
         source.release()
     block.release()

@@ -37,10 +37,10 @@ class Writer:
         self.slots: list[Slot] = []
         assert eventually(asleep)
 
-    def write(self, *, later: bool) -> Operation:
+    def write(self, *, defer: bool) -> Operation:
         self.slots.append(self.store.reserve(self.nbytes))
-        operation = self.store.write(self.slots[-1], self.source.address, later=later)
-        if later:
+        operation = self.store.write(self.slots[-1], self.source.address, defer=defer)
+        if defer:
             time.sleep(0.05)
             assert not operation.begun() and not operation.done(), "somebody was woken for it"
         return operation
@@ -51,9 +51,9 @@ class Writer:
 
 
 WAKERS: dict[str, Callable[[Writer, Operation], object]] = {
-    "a kick": lambda writer, operation: writer.store.kick(),
+    "a flush": lambda writer, operation: writer.store.flush(),
     "a wait": lambda writer, operation: operation.wait(30),
-    "the next write": lambda writer, operation: writer.write(later=False),
+    "the next write": lambda writer, operation: writer.write(defer=False),
 }
 
 
@@ -62,7 +62,7 @@ WAKERS: dict[str, Callable[[Writer, Operation], object]] = {
 def test_what_was_queued_for_later_begins_with(waker: str, tier: str, make_store: Make, arena: Arena) -> None:
     store = make_store(host_bytes=16 * MiB if tier == "host" else 0)
     writer = Writer(store, arena, MiB)
-    operation = writer.write(later=True)
+    operation = writer.write(defer=True)
     WAKERS[waker](writer, operation)
     assert eventually(operation.done) and operation.wait()
     assert contents(store, writer.slots[0], arena) == payload(MiB, 3)
@@ -73,9 +73,9 @@ def test_a_wake_on_one_drive_wakes_the_others_too(make_store: Make, arena: Arena
     """Slots alternate between drives: what waits on one must not sleep on while the other is woken every time."""
     store = make_store(2)
     writer = Writer(store, arena, MiB)
-    operation = writer.write(later=True)
-    assert writer.write(later=False).wait(30)
-    assert all(drive.used for drive in store.stats.drives), "both lie on one drive"
+    operation = writer.write(defer=True)
+    assert writer.write(defer=False).wait(30)
+    assert all(drive.used for drive in store.metrics.drives), "both lie on one drive"
     assert eventually(operation.done)
     writer.free()
 
@@ -83,8 +83,8 @@ def test_a_wake_on_one_drive_wakes_the_others_too(make_store: Make, arena: Arena
 def test_a_striped_operation_begins_on_all_of_its_drives(make_store: Make, arena: Arena) -> None:
     store = make_store(2, stripe=MiB)
     small, striped = Writer(store, arena, 4096), Writer(store, arena, 4 * MiB)
-    operation = striped.write(later=True)
-    assert small.write(later=False).wait(30), "this wakes the worker of one drive at least"
+    operation = striped.write(defer=True)
+    assert small.write(defer=False).wait(30), "this wakes the worker of one drive at least"
     assert operation.wait(30)
     assert contents(store, striped.slots[0], arena) == payload(4 * MiB, 3)
     small.free()
@@ -100,26 +100,26 @@ def test_a_worker_that_fails_tells_who_waits_and_works_on(
     with monkeypatch.context() as patch:
         patch.setattr(Transfer, "run", lambda *_: 1 // 0)
         with pytest.raises(IOFailure, match="EIO"):
-            writer.write(later=False).wait(30)
-    assert writer.write(later=False).wait(30)
+            writer.write(defer=False).wait(30)
+    assert writer.write(defer=False).wait(30)
     writer.free()
 
 
 def test_what_was_queued_for_later_can_be_cancelled(make_store: Make, arena: Arena) -> None:
     store = make_store()
     writer = Writer(store, arena, MiB)
-    operation = writer.write(later=True)
+    operation = writer.write(defer=True)
     assert operation.cancel() and operation.done()
-    assert writer.write(later=False).wait(30)
-    assert store.stats.bytes_written == MiB
+    assert writer.write(defer=False).wait(30)
+    assert store.metrics.bytes_written == MiB
     writer.free()
 
 
 def test_closing_cancels_what_was_queued_for_later(tmp_path: Path, arena: Arena, engine: str) -> None:
     with SpillStore([tmp_path], engine=engine) as store:
-        operation = Writer(store, arena, MiB).write(later=True)
-    assert isinstance(operation.failed(), IOCancelled) and store.stats.bytes_written == 0
-    store.kick()  # of a closed store: nothing
+        operation = Writer(store, arena, MiB).write(defer=True)
+    assert isinstance(operation.failed(), IOCancelled) and store.metrics.bytes_written == 0
+    store.flush()  # of a closed store: nothing
 
 
 @pytest.mark.parametrize("engine", ["c"], indirect=True)
@@ -129,14 +129,14 @@ def test_a_second_worker_joins_for_a_backlog_and_a_read_waits_for_no_write(
     """The first worker is stopped in the middle of its write: what the others do is what was asked of them."""
     store = make_store(threads=3)
     small, large = Writer(store, arena, 4096), Writer(store, arena, 8 * MiB)
-    assert small.write(later=False).wait(30) and eventually(asleep)
+    assert small.write(defer=False).wait(30) and eventually(asleep)
     store.pool.hold(begun=True, reads=False)
-    writes = [large.write(later=False)]
+    writes = [large.write(defer=False)]
     assert eventually(writes[0].begun) and eventually(asleep)
-    writes += [large.write(later=False) for _ in range(2)]
+    writes += [large.write(defer=False) for _ in range(2)]
     time.sleep(0.05)
     assert not writes[1].begun(), "16 MiB that wait are no backlog"
-    writes.append(large.write(later=False))
+    writes.append(large.write(defer=False))
     assert eventually(writes[1].begun), "24 MiB are one"
     target = arena.acquire(4096)
     assert target is not None

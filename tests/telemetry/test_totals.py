@@ -19,8 +19,8 @@ from ssdtrain.config import load_config
 from ssdtrain.config.units import MiB
 from ssdtrain.runtime import Runtime
 from ssdtrain.telemetry.journal import Journal
-from ssdtrain.telemetry.registry import MetricSet, Over, Unit, counter, gauge, line
-from ssdtrain.telemetry.totals import Interval, RuntimeMetrics, StepMetrics, over_ranks
+from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge, line
+from ssdtrain.telemetry.totals import Interval, RuntimeMetrics, StepMetrics, reduce_over_ranks
 from tests.comm.ranks import on_ranks
 
 
@@ -30,8 +30,8 @@ class CacheMetrics(MetricSet):
 
     hit_bytes: int = counter(Unit.BYTES, "hits")
     lookups: int = counter(Unit.COUNT)
-    wait_seconds: float = counter(Unit.SECONDS, "waited", ranks=Over.MAX)
-    oldest_seconds: float | None = gauge(Unit.SECONDS, "oldest", ranks=Over.MIN, unknown=True)
+    wait_seconds: float = counter(Unit.SECONDS, "waited", ranks=Reduce.MAX)
+    oldest_seconds: float | None = gauge(Unit.SECONDS, "oldest", ranks=Reduce.MIN, unknown=True)
 
 
 def metrics(steps: int, cache: CacheMetrics) -> RuntimeMetrics:
@@ -70,7 +70,7 @@ def test_an_interval_has_means_of_counters_and_the_last_value_of_gauges() -> Non
 
 def of_rank(rank: int) -> dict[str, float]:
     now = metrics(1, CacheMetrics(10 * (rank + 1), 1, 0.5 * rank, [None, 3.0, 2.0][rank]))
-    return over_ranks(now.declared(), now.values(), torch.device("cpu"))
+    return reduce_over_ranks(now.declared(), now.values(), torch.device("cpu"))
 
 
 @pytest.mark.distributed

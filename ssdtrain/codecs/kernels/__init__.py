@@ -1,31 +1,26 @@
 """Triton kernels for tensors in device memory.
 
-What lives here: `block` and `zfp`, kernels that repeat the torch reference operation by operation (division
-rounded to nearest, no fused multiply-add, the same Philox words), and `usable`, which decides whether they
-run.
+Each kernel repeats the torch reference operation by operation: division rounded to nearest, no fused multiply-add, the same
+Philox words. `usable` decides whether they are used. Triton is imported at first use. Kernels do not depend on codec classes:
+they take a `BlockFormat` or plain numbers, so that codecs import kernels and not the reverse.
 
-What may be imported: the functions below. Triton itself is imported at the first use, never at import.
+Verification without a GPU: in Triton's interpreter the kernels produce the bytes of the torch reference, and the compiled code
+contains no fused multiply-add and no approximate division. A test marked `gpu` compares the bytes on a device; bit-equality is
+claimed only where it has passed.
 
-Without a GPU at hand the kernels were checked in two ways: run by Triton's interpreter they give the bytes of the torch
-reference, and compiled for a GPU they hold no fused multiply-add and no approximate division. A test marked `gpu` compares
-the bytes on a device; until it has passed there, equality on that device is a goal and not a claim.
-
-What it never does: fall back to another implementation without saying so, or make the host wait for the
-device.
+The kernels never make the host wait for the device, and there is no silent fallback.
 """
 
 from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from ssdtrain.codecs.base import Key
-
-if TYPE_CHECKING:
-    from ssdtrain.codecs.block import IntBlock
+from ssdtrain.codecs.base import Header, Key, Pieces
+from ssdtrain.codecs.scales import BlockFormat
 
 _log = logging.getLogger(__name__)
 
@@ -41,25 +36,46 @@ def _triton_available() -> bool:
 
 
 def usable(backend: str, *tensors: Tensor) -> bool:
-    """Whether the Triton kernels are to be used: on CUDA tensors, or wherever `backend` insists (the
-    interpreter runs them on the CPU)."""
+    """Whether to use the Triton kernels: for CUDA tensors, or if `backend` is "triton" (interpreted on the CPU)."""
     if backend == "triton":
         return True
     return backend == "auto" and all(t.is_cuda for t in tensors) and _triton_available()
 
 
-def block_encode(codec: IntBlock, flat: Tensor, body: Tensor, key: Key | None) -> Tensor:
-    """Encode `flat` [numel] into `body`; returns whether every block is finite, bool []."""
+def block_encode(
+    codec: BlockFormat,
+    flat: Tensor,
+    payload: Tensor,
+    header: Header,
+    key: Key | None,
+    source: torch.dtype,
+    pieces: Pieces | None = None,
+) -> None:
+    """Encode `flat` [numel], or several pieces of that size, into `payload`, headers and finite flags included."""
     from ssdtrain.codecs.kernels import block
 
-    return block.encode(codec, flat, body, key)
+    block.encode(codec, flat, payload, header, key, source, pieces)
 
 
-def block_decode(codec: IntBlock, body: Tensor, out: Tensor, accumulate: bool) -> None:
+def block_decode(codec: BlockFormat, body: Tensor, out: Tensor, accumulate: bool) -> None:
     """Decode into `out` [numel], or add to it."""
     from ssdtrain.codecs.kernels import block
 
     block.decode(codec, body, out, accumulate)
+
+
+def rotate(flat: Tensor, rotated: Tensor, signs: Tensor, unit: float) -> None:
+    """Hadamard rotation of blocks as long as `signs`; `rotated` is float32, padded to whole blocks."""
+    from ssdtrain.codecs.kernels import hadamard
+
+    hadamard.rotate(flat, rotated, signs, unit)
+
+
+def unrotate(rotated: Tensor, out: Tensor, signs: Tensor, unit: float, accumulate: bool) -> None:
+    """The inverse into `out` [numel], or onto it."""
+    from ssdtrain.codecs.kernels import hadamard
+
+    hadamard.unrotate(rotated, out, signs, unit, accumulate)
 
 
 def zfp_encode(flat: Tensor, body: Tensor, block_bits: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Triton kernels of the block integers (`ssdtrain.codecs.block`, Note: [Block codes]).
+"""Triton kernels of block integers (`ssdtrain.codecs.block`, Note: [Block codes]) and block float8 (`ssdtrain.codecs.fp8`).
 
 A program takes R blocks, and each block as four quarters: the four words of a Philox counter, the halves of
 four-bit codes and the quarters of two-bit codes all fall on whole quarters. Launched without fused multiply-add;
@@ -9,21 +9,21 @@ Shapes: R blocks per program, Q = block / 4 values per quarter.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ssdtrain.codecs import scales
-from ssdtrain.codecs.base import Key
-
-if TYPE_CHECKING:
-    from ssdtrain.codecs.block import IntBlock
+from ssdtrain.codecs.base import Header, Key, Pieces
+from ssdtrain.codecs.scales import ASYMMETRIC, BlockFormat
 
 _VALUES_PER_PROGRAM = 4096
-_KEY_ARGUMENTS = ["seed_low", "seed_high", "step", "tensor", "rank"]
+# No compilation for each value: whether a number is 1 or a multiple of 16 makes no difference to the code.
+_KEY_ARGUMENTS = ["seed_low", "seed_high", "step", "tensor", "tensor_stride", "rank"]
+_ANY_VALUE = [*_KEY_ARGUMENTS, "skip", "numel", "blocks", "codes", "header", "fingerprint", "values"]
+TENSOR_STRIDE = 0x9E3779B9
+"""By which the random numbers of one piece differ from those of the next, in `Key.tensor`."""
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _largest_bits(v_RQ: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _code(
+def _integer_code(
     v_RQ: tl.tensor,
     scale_R1: tl.tensor,
     zero_R1: tl.tensor,
@@ -80,43 +80,126 @@ def _code(
     return tl.where(finite_R1, q, 0.0).to(tl.int32) + OFFSET
 
 
-@triton.jit(do_not_specialize=_KEY_ARGUMENTS)
+@triton.jit
+def _float8_code(
+    v_RQ: tl.tensor, scale_R1: tl.tensor, finite_R1: tl.tensor, REACH: tl.constexpr, MANTISSA: tl.constexpr
+) -> tl.tensor:
+    """int32 bits of a float8 with MANTISSA bits, rounded to nearest even, in integers: not every GPU has such a cast."""
+    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    y = tl.where(finite_R1, tl.div_rn(v_RQ, scale_R1 + tl.zeros_like(v_RQ)), 0.0)
+    bits = tl.minimum(tl.maximum(y, -REACH * 1.0), REACH * 1.0).to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    bits = bits & 0x7FFFFFFF
+    normal = ((bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    # Adding 1.0 times 2^23 smallest steps rounds to a multiple of the smallest step.
+    MAGIC: tl.constexpr = (127 + 23 + 1 - BIAS - MANTISSA) << 23
+    magic = tl.full([1, 1], MAGIC, tl.int32).to(tl.float32, bitcast=True)
+    small = (bits.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True) - MAGIC
+    return sign | tl.where(bits < ((128 - BIAS) << 23), small, normal)
+
+
+@triton.jit
+def _float8_value(code: tl.tensor, MANTISSA: tl.constexpr) -> tl.tensor:
+    """The inverse, float32, exact."""
+    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
+    LARGEST: tl.constexpr = 0x7E if MANTISSA == 3 else 0x7B
+    magnitude = code & 0x7F
+    step = tl.full([1, 1], (128 - BIAS - MANTISSA) << 23, tl.int32).to(tl.float32, bitcast=True)
+    normal = ((magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < (1 << MANTISSA), magnitude.to(tl.float32) * step, normal)
+    value = tl.where(magnitude > LARGEST, float("nan"), value)
+    return (value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _write_header(
+    payload: tl.tensor,
+    header: tl.tensor,
+    fingerprint: tl.tensor,
+    values: tl.tensor,
+    finite: tl.tensor,
+    codes: tl.tensor,
+    SCALES: tl.constexpr,
+    blocks: tl.tensor,
+) -> None:
+    """The header of a payload whose first word is zero, and the zeros between scales and codes. Every program calls it.
+
+    The flag of Inf and NaN is set by whoever finds one, in any order with the rest: see `ssdtrain.codecs.base`.
+    """
+    words = payload.to(tl.pointer_type(tl.int32), bitcast=True)
+    first = tl.program_id(0) == 0
+    tl.atomic_or(
+        words,
+        tl.where(first, header, 0) | tl.where(finite != 0, 0, 256),
+        mask=first | (finite == 0),
+        sem="relaxed",
+    )
+    if first:
+        tl.store(words + 1, fingerprint)
+        tl.store(words + 2, values.to(tl.int32))
+        tl.store(words + 3, (values.to(tl.int64) >> 32).to(tl.int32))
+        pad = 16 + 2 * SCALES * blocks + tl.arange(0, 16)
+        tl.store(payload + pad, tl.zeros([16], tl.uint8), mask=pad < 16 + codes)
+
+
+@triton.jit(do_not_specialize=_ANY_VALUE)
 def _encode_kernel(
     x: tl.tensor,
-    scale_out: tl.tensor,
-    code_out: tl.tensor,
+    payload: tl.tensor,
+    x_stride: tl.tensor,
+    payload_stride: tl.tensor,
+    skip: tl.tensor,
     numel: tl.tensor,
     blocks: tl.tensor,
+    codes: tl.tensor,
+    header: tl.tensor,
+    fingerprint: tl.tensor,
+    values: tl.tensor,
     cap: tl.tensor,
     lowest: tl.tensor,
     seed_low: tl.tensor,
     seed_high: tl.tensor,
     step: tl.tensor,
     tensor: tl.tensor,
+    tensor_stride: tl.tensor,
     rank: tl.tensor,
     Q: tl.constexpr,
     R: tl.constexpr,
     BITS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
+    KIND: tl.constexpr,
+    REACH: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ) -> None:
+    ASYMMETRIC: tl.constexpr = KIND == 1
+    piece = tl.program_id(1).to(tl.int64)
+    source = piece + tl.where(piece >= skip, 1, 0)
+    x += source * x_stride
+    payload += piece * payload_stride
+    scale_out = (payload + 16).to(tl.pointer_type(tl.int16), bitcast=True)
+    code_out = payload + 16 + codes
+
     block_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     inside_R = block_R < blocks
     inside_R1 = inside_R[:, None]
     place = tl.arange(0, Q)[None, :]
     start = block_R[:, None] * (4 * Q) + place
-    # The last block is filled up with the last value.
-    v0 = tl.load(x + tl.minimum(start, numel - 1)).to(tl.float32)
-    v1 = tl.load(x + tl.minimum(start + Q, numel - 1)).to(tl.float32)
-    v2 = tl.load(x + tl.minimum(start + 2 * Q, numel - 1)).to(tl.float32)
-    v3 = tl.load(x + tl.minimum(start + 3 * Q, numel - 1)).to(tl.float32)
+    if (tl.program_id(0).to(tl.int64) + 1) * (R * 4 * Q) <= numel:  # without a mask the loads are vectors
+        v0 = tl.load(x + start).to(tl.float32)
+        v1 = tl.load(x + start + Q).to(tl.float32)
+        v2 = tl.load(x + start + 2 * Q).to(tl.float32)
+        v3 = tl.load(x + start + 3 * Q).to(tl.float32)
+    else:  # the last block is filled up with the last value
+        v0 = tl.load(x + tl.minimum(start, numel - 1)).to(tl.float32)
+        v1 = tl.load(x + tl.minimum(start + Q, numel - 1)).to(tl.float32)
+        v2 = tl.load(x + tl.minimum(start + 2 * Q, numel - 1)).to(tl.float32)
+        v3 = tl.load(x + tl.minimum(start + 3 * Q, numel - 1)).to(tl.float32)
 
     largest_R = tl.maximum(
         tl.maximum(_largest_bits(v0), _largest_bits(v1)), tl.maximum(_largest_bits(v2), _largest_bits(v3))
     )
     finite_R = largest_R < 0x7F800000
-    REACH: tl.constexpr = (1 << (BITS - 1)) - 1 if SYMMETRIC else (1 << BITS) - 1
-    if SYMMETRIC:
+    if not ASYMMETRIC:
         amax_R = tl.where(finite_R, largest_R, 0).to(tl.float32, bitcast=True)
         scale_R = _ceil_bf16(tl.div_rn(amax_R, tl.full([R], REACH, tl.float32)))
         scale_R = tl.minimum(tl.maximum(scale_R, 1.1754943508222875e-38), cap)
@@ -142,6 +225,8 @@ def _encode_kernel(
         tl.store(scale_out + blocks + block_R, zero_bits_R.to(tl.int16), mask=inside_R)
     scale_bits_R = tl.where(finite_R, scale_R.to(tl.int32, bitcast=True) >> 16, 0x7FC0)
     tl.store(scale_out + block_R, scale_bits_R.to(tl.int16), mask=inside_R)
+    finite = tl.min((finite_R | (block_R >= blocks)).to(tl.int32), axis=0)
+    _write_header(payload, header, fingerprint, values, finite, codes, 2 if ASYMMETRIC else 1, blocks)
 
     counter = (block_R[:, None] * Q + place).to(tl.uint32)
     w0 = counter
@@ -153,7 +238,7 @@ def _encode_kernel(
         w0, w1, w2, w3 = tl.philox_impl(
             counter,
             zero + step.to(tl.uint32),
-            zero + tensor.to(tl.uint32),
+            zero + (tensor + source.to(tl.int32) * tensor_stride).to(tl.uint32),
             zero + rank.to(tl.uint32),
             zero + seed_low.to(tl.uint32),
             zero + seed_high.to(tl.uint32),
@@ -162,10 +247,17 @@ def _encode_kernel(
     s = scale_R[:, None]
     z = zero_R[:, None]
     f = finite_R[:, None]
-    c0 = _code(v0, s, z, f, w0, REACH, SYMMETRIC, STOCHASTIC)
-    c1 = _code(v1, s, z, f, w1, REACH, SYMMETRIC, STOCHASTIC)
-    c2 = _code(v2, s, z, f, w2, REACH, SYMMETRIC, STOCHASTIC)
-    c3 = _code(v3, s, z, f, w3, REACH, SYMMETRIC, STOCHASTIC)
+    if KIND >= 2:
+        MANTISSA: tl.constexpr = 5 - KIND
+        c0 = _float8_code(v0, s, f, REACH, MANTISSA)
+        c1 = _float8_code(v1, s, f, REACH, MANTISSA)
+        c2 = _float8_code(v2, s, f, REACH, MANTISSA)
+        c3 = _float8_code(v3, s, f, REACH, MANTISSA)
+    else:
+        c0 = _integer_code(v0, s, z, f, w0, REACH, KIND == 0, STOCHASTIC)
+        c1 = _integer_code(v1, s, z, f, w1, REACH, KIND == 0, STOCHASTIC)
+        c2 = _integer_code(v2, s, z, f, w2, REACH, KIND == 0, STOCHASTIC)
+        c3 = _integer_code(v3, s, z, f, w3, REACH, KIND == 0, STOCHASTIC)
     if BITS == 8:
         tl.store(code_out + start, c0.to(tl.uint8), mask=inside_R1)
         tl.store(code_out + start + Q, c1.to(tl.uint8), mask=inside_R1)
@@ -188,16 +280,17 @@ def _write(
     code: tl.tensor,
     scale_R1: tl.tensor,
     zero_R1: tl.tensor,
-    OFFSET: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
+    BITS: tl.constexpr,
+    KIND: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     BFLOAT16: tl.constexpr,
 ) -> None:
-    q = (code - OFFSET).to(tl.float32)
-    if SYMMETRIC:
-        value = q * scale_R1
+    if KIND >= 2:
+        value = _float8_value(code, 5 - KIND) * scale_R1
+    elif KIND == 0:
+        value = (code - (1 << (BITS - 1))).to(tl.float32) * scale_R1
     else:
-        value = (zero_R1 * 0.5 + q * (scale_R1 * 0.5)) * 2.0
+        value = (zero_R1 * 0.5 + code.to(tl.float32) * (scale_R1 * 0.5)) * 2.0
     inside = at < numel
     if ACCUMULATE:
         value = tl.load(out + at, mask=inside, other=0.0) + value
@@ -207,7 +300,7 @@ def _write(
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _decode_kernel(
     scale_in: tl.tensor,
     code_in: tl.tensor,
@@ -217,7 +310,7 @@ def _decode_kernel(
     Q: tl.constexpr,
     R: tl.constexpr,
     BITS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
+    KIND: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     BFLOAT16: tl.constexpr,
 ) -> None:
@@ -228,10 +321,9 @@ def _decode_kernel(
     bits_R = tl.load(scale_in + block_R, mask=inside_R, other=0).to(tl.int32) << 16
     scale = bits_R.to(tl.float32, bitcast=True)[:, None]
     zero = scale
-    if not SYMMETRIC:
+    if KIND == 1:
         bits_R = tl.load(scale_in + blocks + block_R, mask=inside_R, other=0).to(tl.int32) << 16
         zero = bits_R.to(tl.float32, bitcast=True)[:, None]
-    OFFSET: tl.constexpr = 1 << (BITS - 1) if SYMMETRIC else 0
     start = block_R[:, None] * (4 * Q) + place
     if BITS == 8:
         c0 = tl.load(code_in + start, mask=inside_R1, other=0).to(tl.int32)
@@ -253,50 +345,72 @@ def _decode_kernel(
         c1 = (a >> 2) & 3
         c2 = (a >> 4) & 3
         c3 = a >> 6
-    _write(out, start, numel, c0, scale, zero, OFFSET, SYMMETRIC, ACCUMULATE, BFLOAT16)
-    _write(out, start + Q, numel, c1, scale, zero, OFFSET, SYMMETRIC, ACCUMULATE, BFLOAT16)
-    _write(out, start + 2 * Q, numel, c2, scale, zero, OFFSET, SYMMETRIC, ACCUMULATE, BFLOAT16)
-    _write(out, start + 3 * Q, numel, c3, scale, zero, OFFSET, SYMMETRIC, ACCUMULATE, BFLOAT16)
+    _write(out, start, numel, c0, scale, zero, BITS, KIND, ACCUMULATE, BFLOAT16)
+    _write(out, start + Q, numel, c1, scale, zero, BITS, KIND, ACCUMULATE, BFLOAT16)
+    _write(out, start + 2 * Q, numel, c2, scale, zero, BITS, KIND, ACCUMULATE, BFLOAT16)
+    _write(out, start + 3 * Q, numel, c3, scale, zero, BITS, KIND, ACCUMULATE, BFLOAT16)
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     """The low 32 bits as a signed number, so that a kernel argument has one type whatever its value."""
     return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
-def encode(codec: IntBlock, flat: Tensor, body: Tensor, key: Key | None) -> Tensor:
-    """Encode `flat` [numel] into `body`; returns whether every block is finite, bool []."""
-    blocks, codes, end = scales.sections(flat.numel(), codec.block, codec.vectors, codec.bits)
-    cap = scales.LARGEST[flat.dtype]
-    if codec.symmetric:
-        cap = scales.largest_scale(codec.largest_code, flat.dtype)
+def encode(
+    codec: BlockFormat,
+    flat: Tensor,
+    payload: Tensor,
+    header: Header,
+    key: Key | None,
+    source: torch.dtype,
+    pieces: Pieces | None = None,
+) -> None:
+    """Encode `flat` [numel] into `payload`, header and finite flag included: one launch, after 4 bytes are zeroed.
+
+    Args:
+        source: dtype whose range limits the scales.
+        pieces: encode several pieces of the size of `flat`; None: `flat` alone.
+    """
+    blocks, codes, _ = scales.sections(flat.numel(), codec.block, codec.vectors, codec.bits)
+    cap = scales.LARGEST[source]
+    if codec.kind != ASYMMETRIC:
+        cap = scales.largest_scale(codec.largest_code, source)
     key = key if key is not None else Key(0)
     rows = _VALUES_PER_PROGRAM // codec.block
-    body[2 * blocks * codec.vectors : codes].zero_()
-    _encode_kernel[(triton.cdiv(blocks, rows),)](
+    count, x_stride, payload_stride, skip = pieces if pieces is not None else (1, 0, 0, 1)
+    first_words = payload.as_strided((count, 4), (payload_stride, 1))
+    first_words.zero_()
+    _encode_kernel[(triton.cdiv(blocks, rows), count)](
         flat,
-        body[: 2 * blocks * codec.vectors].view(torch.int16),
-        body[codes:end],
+        payload,
+        x_stride,
+        payload_stride,
+        skip,
         flat.numel(),
         blocks,
+        codes,
+        header.word,
+        signed(header.fingerprint),
+        header.numel,
         cap,
-        -scales.largest_scale(1, flat.dtype),
-        _signed(key.seed),
-        _signed(key.seed >> 32),
-        _signed(key.step),
-        _signed(key.tensor),
-        _signed(key.rank),
+        -scales.largest_scale(1, source),
+        signed(key.seed),
+        signed(key.seed >> 32),
+        signed(key.step),
+        signed(key.tensor),
+        signed(TENSOR_STRIDE),
+        signed(key.rank),
         Q=codec.block // 4,
         R=rows,
         BITS=codec.bits,
-        SYMMETRIC=codec.symmetric,
+        KIND=codec.kind,
+        REACH=codec.largest_code,
         STOCHASTIC=codec.stochastic,
         enable_fp_fusion=False,
     )
-    return torch.isfinite(body[: 2 * blocks].view(torch.bfloat16)).all()
 
 
-def decode(codec: IntBlock, body: Tensor, out: Tensor, accumulate: bool) -> None:
+def decode(codec: BlockFormat, body: Tensor, out: Tensor, accumulate: bool) -> None:
     """Decode into `out` [numel], or add to it."""
     blocks, codes, end = scales.sections(out.numel(), codec.block, codec.vectors, codec.bits)
     rows = _VALUES_PER_PROGRAM // codec.block
@@ -309,7 +423,7 @@ def decode(codec: IntBlock, body: Tensor, out: Tensor, accumulate: bool) -> None
         Q=codec.block // 4,
         R=rows,
         BITS=codec.bits,
-        SYMMETRIC=codec.symmetric,
+        KIND=codec.kind,
         ACCUMULATE=accumulate,
         BFLOAT16=out.dtype == torch.bfloat16,
         enable_fp_fusion=False,

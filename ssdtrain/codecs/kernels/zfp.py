@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssdtrain.codecs import zfp
+from ssdtrain.codecs import zfp_tables
 from ssdtrain.codecs.kernels.block import to_bfloat16_bits
 
 _BLOCKS_PER_PROGRAM = 256
@@ -235,9 +235,10 @@ def _decode_kernel(
 
 @cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """int32 tables of `zfp` packed into one number per entry: bits, length << 8, significant << 16."""
+    """int32 tables of `zfp_tables` packed into one number per entry: bits, length << 8, significant << 16."""
     encode_table, decode_table = (
-        (t[0] | t[1] << 8 | t[2] << 16).to(torch.int32) for t in (zfp.encode_table(), zfp.decode_table())
+        (t[0] | t[1] << 8 | t[2] << 16).to(torch.int32)
+        for t in (zfp_tables.encode_table(), zfp_tables.decode_table())
     )
     return encode_table.to(device), decode_table.to(device)
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,3 +258,14 @@ def test_ranks_come_from_torchrun_or_slurm(
     attach(trainer.chunks, config).close()
     attach(trainer.chunks, config, local_rank=6, rank=70).close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["local3-0", "local5-0", "local6-70"]
+
+
+@pytest.mark.parametrize("mark", ["_TE_do_not_offload", "_do_not_offload"])
+def test_what_is_marked_not_to_be_offloaded_stays(trainer: Trainer, tmp_path: Path, mark: str) -> None:
+    with attach(trainer.chunks, {"offload": {"directories": str(tmp_path)}}) as attachment:
+        assert attachment.runtime.engine is not None
+        eligible = attachment.runtime.engine.eligible
+        tensor = torch.empty(1024)
+        assert not eligible.is_excluded(tensor, tensor.untyped_storage())
+        setattr(tensor, mark, True)
+        assert eligible.is_excluded(tensor, tensor.untyped_storage())

@@ -16,7 +16,7 @@ from types import FrameType
 
 import pytest
 
-from ssdtrain.storage.section import Section, _native, defer_signals, make_section
+from ssdtrain.storage.signal_safe_lock import SignalSafeLock, _native, defer_signals, make_signal_safe_lock
 
 pytestmark = pytest.mark.skipif(_native is None, reason="the C extension was not built")
 
@@ -47,57 +47,57 @@ def heard() -> Iterator[list[int]]:
 
 
 @pytest.fixture
-def section() -> Section:
-    return make_section()
+def lock() -> SignalSafeLock:
+    return make_signal_safe_lock()
 
 
-def test_a_signal_inside_is_heard_right_after(section: Section) -> None:
+def test_a_signal_inside_is_heard_right_after(lock: SignalSafeLock) -> None:
     done = []
     with pytest.raises(Heard):
-        with section:
+        with lock:
             signal.raise_signal(signal.SIGUSR1)
             done.append("inside")
         done.append("after")
     assert done == ["inside"]
-    with section:
+    with lock:
         pass
 
 
-def test_a_signal_in_an_inner_section_waits_for_the_outermost(section: Section) -> None:
+def test_a_signal_in_an_inner_section_waits_for_the_outermost(lock: SignalSafeLock) -> None:
     done = []
     with pytest.raises(Heard):
-        with section:
-            with make_section():
+        with lock:
+            with make_signal_safe_lock():
                 signal.raise_signal(signal.SIGUSR1)
             done.append("between")
         done.append("after")
     assert done == ["between"]
 
 
-def test_every_signal_that_came_inside_is_heard(section: Section, heard: list[int]) -> None:
+def test_every_signal_that_came_inside_is_heard(lock: SignalSafeLock, heard: list[int]) -> None:
     with pytest.raises(Heard):
-        with section:
+        with lock:
             signal.raise_signal(signal.SIGUSR1)
             signal.raise_signal(signal.SIGUSR2)
     assert heard == [signal.SIGUSR2]
 
 
-def test_a_signal_that_came_just_before_is_heard_before_anything_is_locked(section: Section) -> None:
+def test_a_signal_that_came_just_before_is_heard_before_anything_is_locked(lock: SignalSafeLock) -> None:
     """The interpreter knows of it and has not yet run the handler: no bytecode lies between the two calls."""
     send = functools.partial(getattr(ctypes.CDLL(None), "raise"), int(signal.SIGUSR1))
-    enter = functools.partial(section.__enter__)
+    enter = functools.partial(lock.__enter__)
     entered: list[object] = []
     with pytest.raises(Heard):
         entered.extend(map(functools.partial.__call__, [send, enter]))
-    assert section.acquire(blocking=False)
-    section.release()
+    assert lock.acquire(blocking=False)
+    lock.release()
 
 
-def test_an_exception_inside_goes_on_and_the_signal_is_heard_after_it(section: Section) -> None:
+def test_an_exception_inside_goes_on_and_the_signal_is_heard_after_it(lock: SignalSafeLock) -> None:
     caught = []
     with pytest.raises(Heard):
         try:
-            with section:
+            with lock:
                 signal.raise_signal(signal.SIGUSR1)
                 raise KeyError
         except KeyError:
@@ -106,47 +106,47 @@ def test_an_exception_inside_goes_on_and_the_signal_is_heard_after_it(section: S
     assert caught[:1] == [KeyError]
 
 
-def test_entering_twice_is_an_error_and_no_hang(section: Section) -> None:
-    with section:
-        with pytest.raises(RuntimeError, match="already inside"):
-            section.acquire()
-    with pytest.raises(RuntimeError, match="not inside"):
-        section.release()
+def test_entering_twice_is_an_error_and_no_hang(lock: SignalSafeLock) -> None:
+    with lock:
+        with pytest.raises(RuntimeError, match="already holding"):
+            lock.acquire()
+    with pytest.raises(RuntimeError, match="not holding"):
+        lock.release()
     signal.raise_signal(signal.SIGUSR2)
 
 
-def test_a_section_of_another_thread_holds_up_no_signal(section: Section) -> None:
+def test_a_section_of_another_thread_holds_up_no_signal(lock: SignalSafeLock) -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with section:
+        with lock:
             inside.set()
             leave.wait()
 
     thread = threading.Thread(target=hold)
     thread.start()
     inside.wait()
-    assert not section.acquire(blocking=False)
+    assert not lock.acquire(blocking=False)
     with pytest.raises(Heard):
         signal.raise_signal(signal.SIGUSR1)
     leave.set()
-    with section:
+    with lock:
         thread.join()
 
 
-def test_what_has_no_handler_of_pythons_is_left_alone(section: Section) -> None:
+def test_what_has_no_handler_of_pythons_is_left_alone(lock: SignalSafeLock) -> None:
     assert not _native.defer(signal.SIGTERM)
     with pytest.raises(ValueError, match="no signal"):
         _native.defer(0)
-    with pytest.raises(Heard), section:
+    with pytest.raises(Heard), lock:
         signal.raise_signal(signal.SIGUSR1)
     assert signal.signal(signal.SIGUSR1, signal.SIG_IGN) is not signal.SIG_DFL
-    with section:
+    with lock:
         signal.raise_signal(signal.SIGUSR1)
 
 
 def test_only_one_thread_is_inside_and_no_exception_of_a_storm_of_signals_comes_out_there(
-    section: Section,
+    lock: SignalSafeLock,
 ) -> None:
     """Two threads and the main one change two figures together, while a fourth sends signals."""
     figures = [0, 0]
@@ -162,7 +162,7 @@ def test_only_one_thread_is_inside_and_no_exception_of_a_storm_of_signals_comes_
             raise Heard
 
     def change() -> None:
-        with section:
+        with lock:
             figures[0] += 1
             figures[1] += 1
 
@@ -199,13 +199,13 @@ def test_only_one_thread_is_inside_and_no_exception_of_a_storm_of_signals_comes_
     assert figures[0] == figures[1]
     assert heard >= raised > 20  # those that come together are one
     before = heard
-    with section:
+    with lock:
         signal.raise_signal(signal.SIGUSR1)
         assert heard == before
     assert heard == before + 1
 
 
-def test_a_child_forked_by_another_thread_hears_its_signals(section: Section) -> None:
+def test_a_child_forked_by_another_thread_hears_its_signals(lock: SignalSafeLock) -> None:
     """The main thread, which was inside, does not exist there."""
     status: list[int] = []
 
@@ -220,19 +220,19 @@ def test_a_child_forked_by_another_thread_hears_its_signals(section: Section) ->
         status.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
     thread = threading.Thread(target=fork)
-    with section:
+    with lock:
         thread.start()
         thread.join()
     assert status == [7]
 
 
 def test_a_thread_that_forks_inside_hears_its_signals_in_the_child(
-    section: Section, heard: list[int]
+    lock: SignalSafeLock, heard: list[int]
 ) -> None:
     status: list[int] = []
 
     def fork() -> None:
-        with section:
+        with lock:
             child = os.fork()
             if child == 0:
                 signal.raise_signal(signal.SIGUSR2)
@@ -252,7 +252,7 @@ def test_a_thread_that_forks_inside_hears_its_signals_in_the_child(
 
 
 def test_a_library_that_chains_to_the_handler_before_it_makes_no_circle(
-    section: Section, tmp_path: Path
+    lock: SignalSafeLock, tmp_path: Path
 ) -> None:
     with (tmp_path / "stacks").open("w") as file:
         faulthandler.register(signal.SIGUSR2, file=file, chain=True)
@@ -267,7 +267,7 @@ def test_a_library_that_chains_to_the_handler_before_it_makes_no_circle(
 
 
 def test_a_handler_that_runs_where_a_section_begins_hears_other_signals(
-    section: Section, heard: list[int]
+    lock: SignalSafeLock, heard: list[int]
 ) -> None:
     """It may wait for one."""
     found = []
@@ -279,21 +279,21 @@ def test_a_handler_that_runs_where_a_section_begins_hears_other_signals(
     signal.signal(signal.SIGUSR1, hear)
     defer_signals()
     send = functools.partial(getattr(ctypes.CDLL(None), "raise"), int(signal.SIGUSR1))
-    list(map(functools.partial.__call__, [send, functools.partial(section.__enter__)]))
-    section.release()
+    list(map(functools.partial.__call__, [send, functools.partial(lock.__enter__)]))
+    lock.release()
     assert found == [signal.SIGUSR2]
 
 
-def test_a_child_forked_inside_leaves_the_section_and_hears_what_came_there(section: Section) -> None:
+def test_a_child_forked_inside_leaves_the_section_and_hears_what_came_there(lock: SignalSafeLock) -> None:
     """A finalizer of somebody else's may fork anywhere."""
     child = -1
     try:
-        with section:
+        with lock:
             child = os.fork()
             if child == 0:
                 signal.raise_signal(signal.SIGUSR1)
     except Heard:
-        free = section.acquire(blocking=False)
+        free = lock.acquire(blocking=False)
         os._exit(7 if child == 0 and free else 1)
     if child == 0:
         os._exit(2)

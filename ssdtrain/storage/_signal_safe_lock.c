@@ -1,8 +1,8 @@
-/* A lock for Python code that no signal may end half-way. See section.py.
+/* A lock for Python code that no signal may end half-way. See signal_safe_lock.py.
  *
  * Python runs its signal handlers on the main thread between two bytecodes, and what they raise (KeyboardInterrupt) comes out
- * there: between the two halves of a change, say. While the main thread is inside of a section, the process's handler (`deferring`,
- * in front of the interpreter's) only notes the signal; the interpreter hears of it when the outermost section ends, so that its own
+ * there: between the two halves of a change, say. While the main thread is holding a lock, the process's handler (`deferring`,
+ * in front of the interpreter's) only notes the signal; the interpreter hears of it when the outermost lock is released, so that its own
  * handler runs right after. Nothing here allocates, waits or calls Python while a signal is noted. */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -20,7 +20,7 @@
 typedef void (*Handler)(int);
 
 static pthread_t main_thread;
-static _Thread_local int depth; /* sections that this thread is in */
+static _Thread_local int depth; /* locks that this thread holds */
 static atomic_int inside;       /* the main thread's depth is not 0, for `deferring`, which runs on any thread */
 static atomic_int delivering;   /* threads in `deferring` now */
 static atomic_int arrived;      /* it ran since `enter` looked */
@@ -72,53 +72,53 @@ static int enter(void) {
     return 0;
 }
 
-/* The thread that forks is the child's main one, in what sections it may be. */
+/* The thread that forks is the child's main one, whatever locks it holds. */
 static void in_child(void) {
     main_thread = pthread_self();
     atomic_store(&delivering, 0);
     atomic_store(&inside, depth > 0);
 }
 
-/* ---- Section ---- */
+/* ---- SignalSafeLock ---- */
 
-/* The holder is known by pthread_self(), which a child forked inside of a section keeps; an error-checking mutex goes by the
+/* The holder is known by pthread_self(), which a child forked holding a lock keeps; an error-checking mutex goes by the
  * thread's number, which it does not. */
 typedef struct {
     PyObject_HEAD
     pthread_mutex_t mutex;
     atomic_ulong holder; /* 0: nobody */
-} Section;
+} SignalSafeLock;
 
 static unsigned long self_number(void) { return (unsigned long)pthread_self(); }
 
 static PyObject *section_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
     static char *names[] = {NULL};
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "", names)) return NULL;
-    Section *section = (Section *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (!section) return NULL;
-    pthread_mutex_init(&section->mutex, NULL);
-    atomic_init(&section->holder, 0);
-    return (PyObject *)section;
+    SignalSafeLock *lock = (SignalSafeLock *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!lock) return NULL;
+    pthread_mutex_init(&lock->mutex, NULL);
+    atomic_init(&lock->holder, 0);
+    return (PyObject *)lock;
 }
 
 static void section_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
-    pthread_mutex_destroy(&((Section *)self)->mutex);
+    pthread_mutex_destroy(&((SignalSafeLock *)self)->mutex);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
 
 /* 1: taken, 0: somebody has it (only without `blocking`), -1: an exception. */
-static int take(Section *section, int blocking) {
-    if (blocking && atomic_load(&section->holder) == self_number()) {
-        PyErr_SetString(PyExc_RuntimeError, "this thread is already inside of this section");
+static int take(SignalSafeLock *lock, int blocking) {
+    if (blocking && atomic_load(&lock->holder) == self_number()) {
+        PyErr_SetString(PyExc_RuntimeError, "this thread is already holding this lock");
         return -1;
     }
     if (enter()) return -1;
-    int error = pthread_mutex_trylock(&section->mutex);
+    int error = pthread_mutex_trylock(&lock->mutex);
     if (error && blocking) {
         Py_BEGIN_ALLOW_THREADS
-        pthread_mutex_lock(&section->mutex);
+        pthread_mutex_lock(&lock->mutex);
         Py_END_ALLOW_THREADS
         error = 0;
     }
@@ -126,7 +126,7 @@ static int take(Section *section, int blocking) {
         leave();
         return 0;
     }
-    atomic_store(&section->holder, self_number());
+    atomic_store(&lock->holder, self_number());
     return 1;
 }
 
@@ -134,26 +134,26 @@ static PyObject *section_acquire(PyObject *self, PyObject *args, PyObject *keywo
     static char *names[] = {"blocking", NULL};
     int blocking = 1;
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "|p", names, &blocking)) return NULL;
-    int taken = take((Section *)self, blocking);
+    int taken = take((SignalSafeLock *)self, blocking);
     return taken < 0 ? NULL : PyBool_FromLong(taken);
 }
 
 static PyObject *section_enter(PyObject *self, PyObject *unused) {
     (void)unused;
-    if (take((Section *)self, 1) < 0) return NULL;
+    if (take((SignalSafeLock *)self, 1) < 0) return NULL;
     Py_INCREF(self);
     return self;
 }
 
 static PyObject *section_release(PyObject *self, PyObject *unused) {
     (void)unused;
-    Section *section = (Section *)self;
-    if (atomic_load(&section->holder) != self_number()) {
-        PyErr_SetString(PyExc_RuntimeError, "this thread is not inside of this section");
+    SignalSafeLock *lock = (SignalSafeLock *)self;
+    if (atomic_load(&lock->holder) != self_number()) {
+        PyErr_SetString(PyExc_RuntimeError, "this thread is not holding this lock");
         return NULL;
     }
-    atomic_store(&section->holder, 0);
-    pthread_mutex_unlock(&section->mutex);
+    atomic_store(&lock->holder, 0);
+    pthread_mutex_unlock(&lock->mutex);
     leave();
     Py_RETURN_NONE;
 }
@@ -176,8 +176,8 @@ static PyType_Slot section_slots[] = {
 };
 
 static PyType_Spec section_spec = {
-    .name = "ssdtrain.storage._section.Section",
-    .basicsize = sizeof(Section),
+    .name = "ssdtrain.storage._signal_safe_lock.SignalSafeLock",
+    .basicsize = sizeof(SignalSafeLock),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = section_slots,
 };
@@ -209,15 +209,15 @@ static PyObject *inside_any(PyObject *module, PyObject *unused) {
 }
 
 static PyMethodDef methods[] = {
-    {"inside", inside_any, METH_NOARGS, "inside(): whether this thread is inside of any section."},
-    {"defer", defer, METH_O, "defer(signalnum): let this signal, which Python handles, wait for the end of sections. False: nobody handles it, or a library came in "
+    {"inside", inside_any, METH_NOARGS, "inside(): whether this thread is holding any lock."},
+    {"defer", defer, METH_O, "defer(signalnum): let this signal, which Python handles, wait until no lock is held. False: nobody handles it, or a library came in "
      "front."},
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_section", NULL, -1, methods, NULL, NULL, NULL, NULL};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_signal_safe_lock", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__section(void) {
+PyMODINIT_FUNC PyInit__signal_safe_lock(void) {
     PyObject *threading = PyImport_ImportModule("threading");
     PyObject *thread = threading ? PyObject_CallMethod(threading, "main_thread", NULL) : NULL;
     PyObject *ident = thread ? PyObject_GetAttrString(thread, "ident") : NULL;
@@ -229,7 +229,7 @@ PyMODINIT_FUNC PyInit__section(void) {
     pthread_atfork(NULL, NULL, in_child);
     PyObject *module = PyModule_Create(&definition);
     PyObject *type = module ? PyType_FromSpec(&section_spec) : NULL;
-    if (!type || PyModule_AddObject(module, "Section", type)) {
+    if (!type || PyModule_AddObject(module, "SignalSafeLock", type)) {
         Py_XDECREF(type);
         Py_XDECREF(module);
         return NULL;

@@ -1,0 +1,204 @@
+"""SSDTrain's table on one GPU: `python -m benchmarks.gpu --json --directory /nvme`.
+
+GPT, BERT and T5 of (hidden, layers) = (8192, 4), (12288, 3), (16384, 2) (arXiv 2408.10013), and GPTs of 32 layers of 4096 at
+4k and 16k tokens, in bf16. Each is trained in every way of `measure.WAYS` in this process, with the same seed: activation peak
+and step time against keeping everything, equality of the losses, and the largest microbatch that fits with its throughput.
+Rows that do not fit, or that `--minutes` left no time for, are named as such.
+
+`--device cpu --dry-run` runs the same code with tiny models and no memory figures: it shows that the script works, nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import gc
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import parser
+from benchmarks.gpu.measure import WAYS, Geometry, Measured, measure
+from benchmarks.gpu.models import KINDS
+from ssdtrain.telemetry.text import size_text
+
+GiB = 1 << 30
+PAPER = ((8192, 4), (12288, 3), (16384, 2))
+LARGEST_TRIED = 64
+"""Sequences of a microbatch."""
+
+
+def geometries(dry: bool) -> Iterator[Geometry]:
+    """In the order in which they are run: what matters most comes first, should the time end."""
+    if dry:
+        for kind in KINDS:
+            yield Geometry(kind, 64, 2, 32, 2, vocabulary=128)
+        return
+    for hidden, layers in PAPER:
+        for kind in KINDS:
+            yield Geometry(kind, hidden, layers, 1024, 16)
+    yield Geometry("gpt", 4096, 32, 4096, 1)
+    yield Geometry("gpt", 4096, 32, 16384, 1)
+
+
+def row_of(geometry: Geometry, **options: Any) -> dict[str, Any]:
+    """All ways of one geometry, relative to keeping; a way that does not fit has `"fits": false`."""
+    ways: dict[str, dict[str, Any]] = {}
+    for way in WAYS:
+        found = attempt(geometry, way, **options)
+        ways[way] = {"fits": False} if found is None else {"fits": True, **dataclasses.asdict(found)}
+    keep = ways["keep"]
+    for found_way in ways.values():
+        if found_way["fits"] and keep["fits"]:
+            found_way["loss_equal"] = found_way["loss"] == keep["loss"]
+            found_way["step_time_ratio"] = found_way["step_seconds"] / keep["step_seconds"]
+            if keep["peak_bytes"]:
+                found_way["peak_ratio"] = found_way["peak_bytes"] / keep["peak_bytes"]
+    return {"geometry": geometry.name, "ways": ways}
+
+
+def attempt(geometry: Geometry, way: str, **options: Any) -> Measured | None:
+    """None: it does not fit."""
+    try:
+        return measure(geometry, way, **options)
+    except torch.OutOfMemoryError:
+        pass
+    gc.collect()
+    torch.cuda.empty_cache()
+    return None
+
+
+def largest_microbatch(geometry: Geometry, way: str, limit: int, **options: Any) -> dict[str, float]:
+    """The largest of 1, 2, 4, ... that fits, and its tokens per second."""
+    best = {"microbatch": 0, "tokens_per_second": 0.0}
+    microbatch = 1
+    while microbatch <= limit:
+        found = attempt(dataclasses.replace(geometry, microbatch=microbatch), way, **options, steps=3)
+        if found is None:
+            break
+        best = {
+            "microbatch": microbatch,
+            "tokens_per_second": microbatch * geometry.sequence / found.step_seconds,
+        }
+        microbatch *= 2
+    return best
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """docs/results/gpu.md."""
+    lines = [
+        "# Measured on a GPU",
+        "",
+        f"{result['date']}, {result['hardware']}, torch {result['torch']}: `python -m benchmarks.gpu`.",
+        "",
+        "Activation peak (highest allocation beyond parameters and gradients) and step time relative to keeping everything in",
+        "the same run; bf16. A dash: it does not fit, or the device does not say.",
+        "",
+    ]
+    if result["dry_run"]:
+        lines += ["**A dry run on tiny models: its figures mean nothing.**", ""]
+    lines += [
+        "| model | way | peak | of keep | step | of keep | loss equal |", "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for row in result["rows"]:
+        for way, found in row["ways"].items():
+            cells = [row["geometry"], way]
+            if found["fits"]:
+                peak, ratio = found["peak_bytes"], found.get("peak_ratio")
+                times = found.get("step_time_ratio")
+                cells += [
+                    size_text(peak) if peak else "-",
+                    f"x{ratio:.2f}" if ratio else "-",
+                    f"{found['step_seconds'] * 1e3:.1f} ms",
+                    f"x{times:.2f}" if times else "-",
+                    {True: "yes", False: "NO", None: "-"}[found.get("loss_equal")],
+                ]
+            else:
+                cells += ["-"] * 5
+            lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "Largest microbatch of powers of two, and its throughput:", ""]
+    lines += ["| model | way | microbatch | tokens/s |", "|---|---|---|---|"]
+    for row in result["largest"]:
+        for way, found in row["ways"].items():
+            lines.append(
+                f"| {row['geometry']} | {way} | {found['microbatch']} | {found['tokens_per_second']:.0f} |"
+            )
+    if result["left_out"]:
+        lines += ["", f"Not run, the time was over: {', '.join(result['left_out'])}."]
+    return "\n".join(lines) + "\n"
+
+
+def run(device: torch.device, dry: bool, directory: str, host_bytes: int, minutes: float) -> dict[str, Any]:
+    """All rows that the time allows."""
+    ends = time.monotonic() + 60 * minutes
+    options: dict[str, Any] = {"device": device, "directory": directory, "host_bytes": host_bytes}
+    rows, largest, left_out = [], [], []
+    for geometry in geometries(dry):
+        if time.monotonic() > ends:
+            left_out.append(geometry.name)
+            continue
+        rows.append(row_of(geometry, **options))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    first = next(geometries(dry))
+    if time.monotonic() < ends:
+        ways = ("keep", "recompute", "host", "ssd")
+        limit = 2 if dry else LARGEST_TRIED
+        found = {way: largest_microbatch(first, way, limit, **options) for way in ways}
+        largest.append({"geometry": first.name.partition(",")[0], "ways": found})
+    else:
+        left_out.append("the largest microbatch")
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
+    return {
+        "date": datetime.date.today().isoformat(),
+        "hardware": hardware,
+        "torch": torch.__version__,
+        "dry_run": dry,
+        "rows": rows,
+        "largest": largest,
+        "left_out": left_out,
+    }
+
+
+def main() -> int:
+    arguments = parser("Train GPT, BERT and T5 on a GPU, kept, recomputed and offloaded")
+    arguments.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    arguments.add_argument("--dry-run", action="store_true", help="tiny models, to try the script")
+    arguments.add_argument("--directory", help="on the drive; by default a temporary one")
+    arguments.add_argument("--host-gib", type=float, default=48.0, help="host tier, GiB")
+    arguments.add_argument("--minutes", type=float, default=14.0, help="no new row after that")
+    arguments.add_argument("--write", type=Path, help="write the table there, as docs/results/gpu.md")
+    chosen = arguments.parse_args()
+    if chosen.device == "cpu" and not chosen.dry_run:
+        arguments.error("--device cpu is for --dry-run: models of this size are not trained on a CPU")
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        arguments.error("no CUDA device here; --device cpu --dry-run tries the script")
+    device = torch.device("cpu") if chosen.device == "cpu" else torch.device("cuda", 0)
+    host_bytes = int((0.25 if chosen.dry_run else chosen.host_gib) * GiB)
+    with tempfile.TemporaryDirectory(prefix="ssdtrain-gpu-", dir=chosen.directory) as directory:
+        result = run(device, chosen.dry_run, directory, host_bytes, chosen.minutes)
+    text = markdown(result)
+    print(text)
+    if chosen.write is not None:
+        chosen.write.write_text(text)
+    unequal = [
+        f"{row['geometry']}, {way}"
+        for row in result["rows"]
+        for way, found in row["ways"].items()
+        if found.get("loss_equal") is False
+    ]
+    if unequal:
+        print(f"losses differ from keeping: {'; '.join(unequal)}", file=sys.stderr)
+    if chosen.json:
+        print(json.dumps(result))
+    return 1 if unequal else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

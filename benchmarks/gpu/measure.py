@@ -1,0 +1,151 @@
+"""One way of training one model for some steps: its memory, its time and its loss."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import ssdtrain
+from benchmarks.gpu.models import Model
+
+__all__ = ["WAYS", "Geometry", "Measured", "measure"]
+
+WAYS = ("keep", "recompute", "save_on_cpu", "host", "ssd")
+"""Keep activations; recompute every layer; torch.autograd.graph.save_on_cpu; SSDTrain to host memory; SSDTrain to the drive."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A model and its input."""
+
+    kind: str
+    hidden: int
+    layers: int
+    sequence: int
+    microbatch: int
+    vocabulary: int = 50304
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.hidden}x{self.layers}, {self.microbatch}x{self.sequence} tokens"
+
+
+@dataclass
+class Measured:
+    """What one way came to."""
+
+    way: str
+    step_seconds: float
+    """Median over the steps after the first two."""
+    peak_bytes: int | None
+    """Highest allocation beyond parameters and gradients; None where the device does not say (CPU)."""
+    loss: float
+    """Of the last step: the same bits for every way."""
+    offloaded_bytes: int = 0
+    """Per step."""
+    store_wait_seconds: float = 0.0
+    load_wait_seconds: float = 0.0
+    """Per step."""
+
+
+def measure(
+    geometry: Geometry, way: str, *, device: torch.device, directory: str, host_bytes: int, steps: int = 6
+) -> Measured:
+    """Train a new model with the seed of all others.
+
+    Args:
+        host_bytes: size of the host tier for "host".
+        steps: at least 3; the first two are left out of the time.
+
+    Raises:
+        torch.OutOfMemoryError: it does not fit.
+    """
+    torch.manual_seed(1)
+    dtype = torch.bfloat16
+    model = Model(
+        geometry.kind, hidden=geometry.hidden, layers=geometry.layers, heads=max(1, geometry.hidden // 128),
+        vocabulary=geometry.vocabulary, positions=geometry.sequence, recompute=way == "recompute", device=device, dtype=dtype,
+    )  # fmt: skip
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    tokens = torch.randint(geometry.vocabulary, (geometry.microbatch, geometry.sequence), device=device)
+    runtime = _runtime(model, way, device, directory, host_bytes)
+    try:
+        return _train(model, tokens, way, runtime, device, steps)
+    finally:
+        if runtime is not None:
+            runtime.close()
+        del model, tokens
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _runtime(model: Model, way: str, device: torch.device, directory: str, host_bytes: int) -> Any:
+    if way not in ("host", "ssd"):
+        return None
+    tier: dict[str, Any] = {"host": host_bytes} if way == "host" else {"directories": directory}
+    if device.type == "cpu":
+        tier["min_bytes"] = 1024  # of the dry run, whose tensors are tiny
+    return ssdtrain.attach(model, {"offload": tier, "report": {"interval": 0}})
+
+
+def _train(
+    model: Model, tokens: torch.Tensor, way: str, runtime: Any, device: torch.device, steps: int
+) -> Measured:
+    saved: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if way == "save_on_cpu":
+        pinned = device.type == "cuda"
+
+        def saved() -> AbstractContextManager[Any]:
+            return torch.autograd.graph.save_on_cpu(pin_memory=pinned)
+
+    seconds: list[float] = []
+    peak = 0
+    loss = torch.zeros(())
+    for _ in range(max(3, steps)):
+        base = _begin(device)
+        began = time.perf_counter()
+        with saved():
+            loss = model(tokens, tokens)
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=1e-3)
+                parameter.grad.zero_()
+        if runtime is not None:
+            runtime.step_end()
+        _settle(device)
+        seconds.append(time.perf_counter() - began)
+        if device.type == "cuda":
+            peak = max(peak, torch.cuda.max_memory_allocated(device) - base)
+    found = Measured(
+        way, statistics.median(seconds[2:]), peak if device.type == "cuda" else None, float(loss.detach())
+    )
+    if runtime is not None:
+        metrics = runtime.statistics()
+        found.offloaded_bytes = metrics.store.bytes_written // len(seconds)
+        found.store_wait_seconds = metrics.offload.store_wait_seconds / len(seconds)
+        found.load_wait_seconds = metrics.offload.load_wait_seconds / len(seconds)
+    return found
+
+
+def _begin(device: torch.device) -> int:
+    _settle(device)
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

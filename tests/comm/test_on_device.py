@@ -1,0 +1,99 @@
+"""What collectives do on a GPU, as far as it shows without one."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ssdtrain.codecs import make_fixed_size_codec
+from ssdtrain.codecs.base import Pieces
+from ssdtrain.comm import probe
+from ssdtrain.comm.algorithms import Call, Coders, Piece
+from ssdtrain.comm.coding import Coder
+from ssdtrain.comm.meter import CommMetrics
+from ssdtrain.comm.policy import DEVICE_CHUNK, Policy
+from ssdtrain.comm.work import Streams
+from ssdtrain.config import CommConfig
+from tests.codecs.common import KEY
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_pieces_are_larger_on_a_device_and_no_smaller_than_the_config_says() -> None:
+    policy = Policy.from_config(CommConfig(preset="safe"))
+    assert policy.for_device(torch.device("cpu")).chunk == 4 << 20
+    assert policy.for_device(CUDA).chunk == DEVICE_CHUNK == 32 << 20
+    assert Policy.from_config(CommConfig(preset="safe", chunk="64MiB")).for_device(CUDA).chunk == 64 << 20
+
+
+def test_every_dimension_has_a_stream_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def stream(device: torch.device, priority: int) -> object:
+        made.append(priority)
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    streams = Streams(CUDA)
+    assert streams.of("dp") is streams.of("dp") is not streams.of("tp")
+    assert made == [-1, -1]
+    assert Streams(torch.device("cpu")).of("dp") is None
+
+
+def test_the_probe_waits_for_its_own_stream_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for the whole device may close a circle: other streams wait for peers, which wait for this rank."""
+    calls: list[Any] = []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            pass
+
+        def record(self, stream: Any) -> None:
+            calls.append(("record", stream))
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the whole device")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "mine")
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    probe._synchronize(CUDA)
+    assert calls == [("record", "mine"), "synchronize"]
+
+
+class Recording:
+    """A codec that notes what it is asked to encode at once."""
+
+    def __init__(self) -> None:
+        self.codec = make_fixed_size_codec("int8")
+        self.asked: list[tuple[int, Pieces]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.codec, name)
+
+    def encode_pieces(self, first: torch.Tensor, out: torch.Tensor, pieces: Pieces, key: Any) -> bool:
+        self.asked.append((first.data_ptr(), pieces))
+        return True
+
+
+def asked(outgoing: list[list[Piece]], index: int) -> list[tuple[int, Pieces]]:
+    codec = Recording()
+    coder = Coder(codec)  # type: ignore[arg-type]
+    call = Call(None, Coders(coder, coder), coder, torch.float32, CommMetrics(), "dp|layer", KEY)  # type: ignore[arg-type]
+    size = coder.nbytes(outgoing[0][0].values.numel(), (), torch.float32)
+    packed = torch.empty((len(outgoing) - 1) * size, dtype=torch.uint8)
+    assert call.encode_for_peers(coder, outgoing, index, packed, "part") == bool(codec.asked)
+    return codec.asked
+
+
+def test_shards_at_equal_distances_are_encoded_at_once() -> None:
+    x = torch.zeros(4, 1000)
+    shards = [[Piece(row[:512])] for row in x]
+    assert asked(shards, 2) == [(x.data_ptr(), Pieces(3, 1000, 16 + 16 + 512, 2))]
+    assert asked([[Piece(row[:512], ((0, 4),))] for row in x], 2) == []
+    assert asked([*shards[:3], [Piece(x[3, :500])]], 2) == []
+    assert asked([shards[0], shards[2], shards[1], shards[3]], 2) == []
+    assert asked([[piece, piece] for (piece,) in shards], 2) == []

@@ -1,0 +1,26 @@
+"""The device of these tests: a GPU, or the CPU in a dry run."""
+
+import os
+
+import pytest
+import torch
+
+DRY_RUN = os.environ.get("SSDTRAIN_GPU_DRY_RUN") == "1"
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """A GPU; in a dry run, where there is none, the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    if DRY_RUN:
+        return torch.device("cpu")
+    pytest.skip("no CUDA device; SSDTRAIN_GPU_DRY_RUN=1 tries the test on the CPU")
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    """A GPU, for what only a GPU has: streams, events, a caching allocator."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device, and the CPU has no streams")
+    return torch.device("cuda", 0)

@@ -1,0 +1,35 @@
+"""A tensor on another GPU of the process is not the engine's: its streams, events and pinned buffers are those of one device."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ssdtrain.offload import eligible
+from ssdtrain.offload.eligible import Eligibility
+
+
+class CudaTensor:
+    """As much of a tensor on a GPU as eligibility looks at."""
+
+    layout = torch.strided
+    is_quantized = is_nested = False
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+
+    def __getattr__(self, name: str) -> Any:
+        assert name in ("is_conj", "is_neg", "_is_zerotensor"), name
+        return lambda: False
+
+
+@pytest.mark.parametrize("device", [torch.device("cuda", 1), torch.device("cuda")])
+def test_the_whole_device_is_compared(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(current_device=lambda: 1))
+    monkeypatch.setattr(eligible, "_Tensor", CudaTensor)
+    monkeypatch.setattr(eligible, "_is_functional", lambda tensor: False)
+    monkeypatch.setattr(eligible, "_is_wrapped", lambda tensor: False)
+    found = Eligibility(1, device)
+    assert found.is_plain(CudaTensor(1))  # type: ignore[arg-type]
+    assert not found.is_plain(CudaTensor(0))  # type: ignore[arg-type]
