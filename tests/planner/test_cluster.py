@@ -46,8 +46,8 @@ def test_offloading_gives_more_throughput_than_recomputing_everything() -> None:
 
 @pytest.mark.parametrize("hidden", [8192, 12288, 16384])
 def test_the_bandwidth_that_ssdtrain_needs_is_of_the_size_that_its_paper_reports(hidden: int) -> None:
-    # 2 x A100-40GB, TP 2, sequence 1024: at most 12.1 GB/s per GPU, as activation bytes / (step / 2). The paper's plain SGD has
-    # no optimizer state; 0.3 of the peak is what its step times come to.
+    # 2 x A100-40GB, TP 2, sequence 1024: at most 12.1 GB/s per GPU, as activation bytes / (step / 2). That 0.3 of the peak is
+    # reached and that the optimizer has no state are assumptions: the bounds say the order of magnitude and no more.
     layers = {8192: 4, 12288: 3, 16384: 2}[hidden]
     model = Transformer.of("gpt", hidden=hidden, layers=layers, sequence=1024)
     job = Job(
