@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ssdtrain.config.units import MiB
-from ssdtrain.storage.slab import open_nameless, direct_io_error
+from ssdtrain.storage.slab import direct_io_error, open_nameless
 
 __all__ = ["measure"]
 
