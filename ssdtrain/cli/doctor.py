@@ -60,7 +60,7 @@ def run(arguments: list[str]) -> int:
         "--config",
         type=Path,
         metavar="FILE",
-        help="check this YAML or JSON file, or the block in a DeepSpeed JSON",
+        help="check this YAML or JSON file, or the ssdtrain block in it",
     )
     parser.add_argument(
         "--measure",
