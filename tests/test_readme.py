@@ -41,7 +41,7 @@ def commands() -> list[str]:
 
 def test_the_pytorch_example_runs(tmp_path: Path) -> None:
     (source,) = blocks("python")
-    source = source.replace("/tmp/ssdtrain", str(tmp_path / "ssdtrain"))
+    source = source.replace("./spill", str(tmp_path / "spill"))
     done = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False
     )

@@ -7,14 +7,18 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from ssdtrain import __version__, ranks
+from ssdtrain.cli.bandwidth import measure
+from ssdtrain.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding
+from ssdtrain.cli.limits import limits
 from ssdtrain.cli.versions import OLDEST, TESTED, installed, too_old
+from ssdtrain.config import ConfigError, load_config
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.paths import (
     WRITABLE_ALLOWED,
@@ -24,35 +28,57 @@ from ssdtrain.config.paths import (
     problem_with_directory,
     problem_with_writing,
 )
+from ssdtrain.config.units import GiB, parse_size
+from ssdtrain.preflight import check_start
 from ssdtrain.storage import drive_of
 from ssdtrain.storage.memory import HUGE_PAGES
 from ssdtrain.storage.slab import direct_io_error, open_nameless
 from ssdtrain.telemetry.text import size_text
 
-GOOD, NOTE, WARNING, BROKEN = "ok", "-", "warning", "broken"
+SLOW_BYTES_PER_SECOND = GiB
+EXAMPLES = """examples:
+  ssdtrain doctor /local_nvme/spill                 this machine, and that directory
+  ssdtrain doctor /local_nvme/spill --measure 4GiB  and how fast it writes and reads
+  ssdtrain doctor --config ds.json --json           can that config be used here? status 1 if not
+"""
 STYLES = {GOOD: "green", NOTE: "dim", WARNING: "yellow", BROKEN: "bold red"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    subject: str
-    found: str
-    verdict: str
-    """ok; "-": missing and optional; warning: works with reduced performance; broken: SSDTrain does not run."""
-    remedy: str = ""
 
 
 def run(arguments: list[str]) -> int:
     """Exit status: 1 if a finding is broken, else 0."""
-    parser = argparse.ArgumentParser(prog="ssdtrain doctor", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="ssdtrain doctor",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "directories", nargs="*", type=Path, default=[Path(".")], help="of the config; else this one"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="check this YAML or JSON file, or the ssdtrain block in it",
+    )
+    parser.add_argument(
+        "--measure",
+        nargs="?",
+        const="512MiB",
+        metavar="SIZE",
+        help="write and read so much in each directory, and say how fast; by default 512MiB",
+    )
     chosen = parser.parse_args(arguments)
-    findings = [*software(), *extensions(), *hardware()]
+    try:
+        size = parse_size(chosen.measure) if chosen.measure else 0
+    except InvalidValue as error:
+        parser.error(f"--measure {chosen.measure}: {error}")
+    findings = [*software(), *extensions(), *hardware(), *limits()]
+    if chosen.config is not None:
+        findings += config_file(chosen.config)
     for directory in chosen.directories:
-        findings += drive(directory)
+        findings += drive(directory, size)
     broken = any(finding.verdict == BROKEN for finding in findings)
     if chosen.json:
         print(json.dumps({"broken": broken, "findings": [asdict(finding) for finding in findings]}))
@@ -139,7 +165,26 @@ def devices() -> Iterator[Finding]:
         yield Finding("CUDA", "no device", NOTE, "training runs on the CPU")
 
 
-def drive(directory: Path) -> Iterator[Finding]:
+def config_file(file: Path) -> Iterator[Finding]:
+    """Whether `file` can be used on this machine, and what its directories are."""
+    subject = f"config {file}"
+    try:
+        config = load_config(file)
+        check_start(config, rank=ranks.global_rank(), local_rank=ranks.local_rank())
+    except (ConfigError, MemoryError, OSError) as error:
+        yield Finding(subject, str(error), BROKEN, "as the text says; all keys are in docs/config.md")
+        return
+    on = ", ".join(name for name in ("offload", "comm") if getattr(config, name) is not None)
+    if not config.active:
+        yield Finding(subject, "switches nothing on", WARNING, "give it an offload or a comm section")
+        return
+    yield Finding(subject, f"can be used: {on}", GOOD)
+    if config.offload is not None:
+        for directory in config.offload.expand(rank=ranks.global_rank(), local_rank=ranks.local_rank()):
+            yield from drive(directory)
+
+
+def drive(directory: Path, measured_bytes: int = 0) -> Iterator[Finding]:
     """Check a spill directory (~ and placeholders allowed) by creating an unnamed file in it or its nearest existing parent."""
     subject = str(directory)
     try:
@@ -195,6 +240,23 @@ def drive(directory: Path) -> Iterator[Finding]:
         yield Finding(
             f"{subject}: wear", found, WARNING if worn else GOOD, "near its rated end" if worn else ""
         )
+
+    if measured_bytes:
+        yield speed(subject, directory, measured_bytes)
+
+
+def speed(subject: str, directory: Path, nbytes: int) -> Finding:
+    """What the drive behind an existing directory writes and reads a second."""
+    try:
+        written, read = measure(directory, nbytes)
+    except OSError as error:
+        return Finding(
+            f"{subject}: bandwidth", str(error), BROKEN, f"free {size_text(nbytes)} there, or check the drive"
+        )
+    found = f"writes {size_text(written)}/s, reads {size_text(read)}/s"
+    slow = written < SLOW_BYTES_PER_SECOND
+    remedy = "slow for activations: lower offload.amount, or use a local NVMe SSD" if slow else ""
+    return Finding(f"{subject}: bandwidth", found, WARNING if slow else GOOD, remedy)
 
 
 def show(findings: list[Finding], console: Console) -> None:

@@ -1,13 +1,14 @@
 import importlib
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 import ssdtrain_ds._compat
-from ssdtrain.cli import doctor, main
+from ssdtrain.cli import doctor, limits, main
 from ssdtrain.cli.versions import TESTED, installed, too_old
 from ssdtrain.device import TESTED_TORCH
 from ssdtrain.storage import drive_of
@@ -122,3 +123,47 @@ def test_the_doctor_and_the_adapter_agree_on_what_was_tested() -> None:
 def test_what_is_installed_is_what_python_imports() -> None:
     assert installed("torch") == torch.__version__.partition("+")[0]
     assert installed("no-such-package-here") is None
+
+
+def test_a_measured_drive_has_a_bandwidth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--measure", "32MiB", str(tmp_path)]) == 0
+    found = {f["subject"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+    assert re.fullmatch(r"writes .+ .*B/s, reads .+ .*B/s", found[f"{tmp_path}: bandwidth"]["found"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_size_that_is_none_is_an_error_of_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--measure", "much"])
+    assert "--measure much" in capsys.readouterr().err
+
+
+def test_a_config_is_checked_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    for block, status, verdict in (
+        ({"offload": {"directories": str(tmp_path / "spill")}}, 0, "ok"),
+        ({"offload": {"directories": "/proc/spill"}}, 1, "broken"),
+        ({"offload": {"directory": str(tmp_path)}}, 1, "broken"),
+        ({}, 0, "warning"),
+    ):
+        file.write_text(json.dumps({"train_batch_size": 1, "ssdtrain": block}))
+        assert main(["doctor", "--json", "--config", str(file), str(tmp_path)]) == status
+        found = {f["subject"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+        assert found[f"config {file}"]["verdict"] == verdict, block
+        assert found[f"config {file}"]["remedy"] or verdict == "ok"
+    assert main(["doctor", "--json", "--config", str(tmp_path / "missing.json"), str(tmp_path)]) == 1
+
+
+def test_limits_are_judged_and_have_remedies() -> None:
+    assert limits.memlock(64 * 1024).verdict == "-" and "memlock=-1" in limits.memlock(65536).remedy
+    assert limits.memlock(None).found == "unlimited"
+    assert limits.open_files(1024).verdict == "warning" and "ulimit -n" in limits.open_files(1024).remedy
+    assert limits.open_files(1 << 20).verdict == "ok"
+    assert {"free memory", "memlock", "open files", "NUMA nodes"} <= {f.subject for f in limits.limits()}
+
+
+def test_every_finding_that_is_not_sound_has_a_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, found = findings(capsys, tmp_path)
+    assert [f for f in found.values() if f["verdict"] in ("warning", "broken") and not f["remedy"]] == []

@@ -1,0 +1,50 @@
+"""The programs of one page train alike with and without SSDTrain, and move something."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+pytestmark = pytest.mark.slow
+
+
+def run(tmp_path: Path, *command: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *command, "--directory", str(tmp_path / "spill")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "losses are equal to the bit" in done.stdout
+    assert re.search(r"offloaded bytes +[1-9]", done.stdout), done.stdout
+    return done.stdout
+
+
+def test_plain_pytorch_with_a_plot(tmp_path: Path) -> None:
+    run(tmp_path, "-m", "examples.small.pytorch_loop", "--plot", "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.distributed
+def test_fsdp2(tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run(tmp_path, *launcher, "-m", "examples.small.fsdp2")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("program", ["hugging_face", "lora"])
+def test_the_trainer(tmp_path: Path, program: str) -> None:
+    run(tmp_path, "-m", f"examples.small.{program}")
