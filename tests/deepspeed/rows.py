@@ -23,6 +23,8 @@ class Row:
         activation_checkpointing: what `deepspeed.checkpointing.configure` is called with; None: not called.
         long: takes about a minute on two cores.
         resumes: also saved and continued, with the block on one side only.
+        compressed: with several ranks also trained with compressed collectives; not where the row differs from another in what
+            is recomputed only.
         needs: what not every DeepSpeed has; see `upstream.LACKS`.
         counted: the bytes that leave can be counted by plain hooks.
     """
@@ -43,6 +45,7 @@ class Row:
     long: bool = False
     needs: tuple[str, ...] = ()
     resumes: bool = False
+    compressed: bool = True
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -97,10 +100,18 @@ def _checkpoint_rows() -> list[Row]:
         rows.append(Row(f"checkpoint-{function}", 1, zero(1), checkpoint=function, dropout=0.1))
         accumulate = {"gradient_accumulation_steps": 4}
         rows.append(
-            Row(f"pipeline2-checkpoint-{function}", 2, accumulate, kind="pipeline", checkpoint=function)
+            Row(
+                f"pipeline2-checkpoint-{function}",
+                2,
+                accumulate,
+                kind="pipeline",
+                checkpoint=function,
+                compressed=False,
+            )
         )
         if function != "deepspeed-non-reentrant":  # fails upstream
-            rows.append(Row(f"zero3-checkpoint-{function}", 2, {**zero(3), **BF16}, checkpoint=function))
+            config = {**zero(3), **BF16}
+            rows.append(Row(f"zero3-checkpoint-{function}", 2, config, checkpoint=function, compressed=False))
     for function in ("deepspeed", "deepspeed-non-reentrant"):
         for key in ("cpu_checkpointing", "partition_activations"):
             name = f"checkpoint-{function}-{key}"

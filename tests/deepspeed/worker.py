@@ -38,7 +38,7 @@ def main(directory: Path, names: list[str]) -> None:
         row = rows[name]
         modes = [mode for mode in MODES if row.counted or mode != "counted"]
         modes += RESUMED if row.resumes else ()
-        modes += COMM if row.ranks > 1 else ()
+        modes += COMM if row.ranks > 1 and row.compressed else ()
         found: dict[str, object] = {}
         try:
             for mode in modes:
