@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["QUICK", "ROWS", "Row", "rows_for"]
+__all__ = ["QUICK", "ROWS", "THOROUGH", "Row", "rows_for"]
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -187,6 +187,27 @@ QUICK = (
     "autotp-zero1",
 )
 """One row of each kind of layout: these are trained by `make test`, the others by `make test-all`."""
+
+THOROUGH = (
+    "zero0-fp32-accumulate",
+    "zero1-fp32-accumulate",
+    "zero1-bf16-accumulate",
+    "zero2-fp32-accumulate",
+    "zero3-fp32-accumulate",
+    "zero1-optimizer-on-cpu",
+    "zero2-optimizer-on-cpu",
+    "pipeline4",
+    "pipeline2-data2",
+    "pipeline2-checkpoint-torch",
+    "pipeline2-checkpoint-ssdtrain",
+    "pipeline2-checkpoint-deepspeed-non-reentrant",
+    "zero3-checkpoint-torch",
+    "zero3-checkpoint-ssdtrain",
+    "tensor2-partitioned-on-cpu",
+    "autotp-zero0",
+    "autotp-zero2",
+)
+"""Rows whose layout, or what it is combined with, other rows have too: `make test-long` trains them."""
 
 ROWS: list[Row] = [*_zero_rows(), *_pipeline_rows(), *_checkpoint_rows(), *_other_rows()]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.deepspeed.conftest import Results
-from tests.deepspeed.rows import QUICK, ROWS, Row
+from tests.deepspeed.rows import QUICK, ROWS, THOROUGH, Row
 from tests.deepspeed.upstream import needs
 
 # The first test of a group size waits for all its rows.
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
 def tier(row: Row) -> list[pytest.MarkDecorator]:
-    if row.long:
+    if row.long or row.name in THOROUGH:
         return [pytest.mark.long]
     return [] if row.name in QUICK else [pytest.mark.slow]
 
@@ -37,7 +37,8 @@ def parameters(rows: list[Row]) -> list[Any]:
 
 
 def test_the_rows_of_the_quick_tests_are_rows() -> None:
-    assert set(QUICK) <= {row.name for row in ROWS if not row.long}
+    assert set(QUICK) <= {row.name for row in ROWS if not row.long} - set(THOROUGH)
+    assert set(THOROUGH) <= {row.name for row in ROWS}
 
 
 @pytest.mark.parametrize("row", parameters(ROWS))

@@ -30,6 +30,18 @@ QUICK = ("tp2 sp", "pp2 vp2, deallocate", "dp2", "dp2, distributed optimizer")
 the ways that would make the quick row of the same layout a slow one."""
 
 
+THOROUGH = (
+    "tp2",
+    "tp2, dropout, recompute full",
+    "pp2, lengths exchanged",
+    "dp2, average",
+    "dp2, distributed optimizer, bf16",
+    "moe ep2, more ways",
+    "dp2, more ways",
+    "tp2 pp2",
+)
+"""Rows whose layout, or what it is combined with, other rows have too: `make test-long` trains them."""
+
 CASES = ("skipped", "overflow", "checkpoint", "loss_scale", "spec", "transformer_engine", "refused")
 """Names of the functions of `comm_cases.py`."""
 

@@ -73,6 +73,33 @@ QUICK = (
 )
 """One row of each kind of layout and model: these are trained by `make test`, the others by `make test-all`."""
 
+THOROUGH = (
+    "python engine",
+    "recompute full",
+    "recompute full, reentrant",
+    "recompute block",
+    "recompute core_attn",
+    "recompute layernorm",
+    "recompute mlp with bias, reentrant",
+    "moe, recompute full",
+    "moe, auxiliary losses, recompute full",
+    "tp2, dropout, recompute full",
+    "tp2, bert",
+    "pp2, one microbatch",
+    "pp2, deallocate",
+    "pp2, bert",
+    "pp2 vp2, chunks in reverse",
+    "dp2",
+    "dp2, overlap",
+    "dp2, overlap, fused",
+    "pp4",
+    "pp4, deallocate",
+    "tp2 pp2",
+    "tp2 pp2, recompute full, distributed",
+    "dp2 tp2, distributed optimizer, recompute full, dropout",
+)
+"""Rows whose layout, or what it is combined with, other rows have too: `make test-long` trains them."""
+
 
 def selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}

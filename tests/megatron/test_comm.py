@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.batches import Matrix
-from tests.megatron.comm_rows import CASES, EXACT, QUICK, ROWS, CommRow
+from tests.megatron.batches import Matrix, tier
+from tests.megatron.comm_rows import CASES, EXACT, QUICK, ROWS, THOROUGH, CommRow
 
 pytestmark = [
     pytest.mark.distributed,
@@ -35,19 +35,20 @@ def results(name: str) -> list[Any]:
     return found
 
 
-def tier(row: CommRow) -> list[pytest.MarkDecorator]:
-    return [] if row.row.name in QUICK else [pytest.mark.slow]
-
-
 def parameters(rows: list[CommRow]) -> list[Any]:
-    return [pytest.param(row, id=f"{row.row.world}: {row.row.name}", marks=tier(row)) for row in rows]
+    return [
+        pytest.param(row, id=f"{row.row.world}: {row.row.name}", marks=tier(row.row, QUICK, THOROUGH))
+        for row in rows
+    ]
 
 
 all_rows = pytest.mark.parametrize("row", parameters(ROWS))
 every_way = pytest.mark.parametrize(
     ("row", "way"),
     [
-        pytest.param(row, way, id=f"{row.row.world}: {row.row.name}-{way}", marks=tier(row))
+        pytest.param(
+            row, way, id=f"{row.row.world}: {row.row.name}-{way}", marks=tier(row.row, QUICK, THOROUGH)
+        )
         for row in ROWS
         for way in row.ways
     ],
