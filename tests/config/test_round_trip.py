@@ -128,7 +128,8 @@ def test_a_config_survives_dict_yaml_json_and_flags(block: dict[str, Any]) -> No
 
 def test_sections_given_as_objects_are_taken_as_they_are() -> None:
     config = load_config(MINIMUM)
-    assert load_config({"offload": config.offload, "comm": config.comm, "report": config.report}) == config
+    sections = {name: getattr(config, name) for name in ("offload", "comm", "compact", "report")}
+    assert load_config(sections) == config
 
 
 def test_sizes_reach_the_engine_as_plain_ints() -> None:

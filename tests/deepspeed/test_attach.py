@@ -77,7 +77,7 @@ def test_the_classes_keep_their_methods_when_an_engine_has_the_block(make_engine
         ({"offload": {"directories": "/tmp", "amount": 7}}, "ssdtrain.offload.amount"),
         ({"offload": {"directories": "/tmp", "codec": "mask"}}, "ssdtrain.offload.codec"),
         ({"offload": {"directories": "/proc/ssdtrain"}}, "ssdtrain.offload.directories[0]"),
-        ({"compact": {}}, "ssdtrain.compact"),
+        ({"planner": {}}, "ssdtrain.planner"),
         ("on", "ssdtrain"),
     ],
 )

@@ -13,6 +13,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 
 import ssdtrain_ds
 from ssdtrain.config import ConfigError
+from ssdtrain.integration.patching import is_patched
 from ssdtrain_ds import _compat, attach
 from tests.deepspeed import models
 from tests.deepspeed.conftest import MakeEngine, train
@@ -85,7 +86,7 @@ def test_install_after_initialize_is_an_error(
     monkeypatch.setattr(attach, "_was_uninstalled", False)
     with pytest.raises(ConfigError, match=r"before ssdtrain_ds.install\(\) was called.*allowed: calling"):
         ssdtrain_ds.install()
-    assert not hasattr(_compat.DeepSpeedEngine.__init__, attach._PLAIN)
+    assert not is_patched(_compat.DeepSpeedEngine, "__init__")
     for engine in made:
         engine._config = None
         engine.destroy()

@@ -209,6 +209,7 @@ def said(python: Path, *arguments: str, **env: str) -> str:
 
 def test_autoload_is_written_reported_and_removed_by_a_command(interpreter: Path) -> None:
     command = ("-m", "ssdtrain_ds.autoload")
+    said(interpreter, *command, "remove")  # other tests install it
     assert "not there" in said(interpreter, *command, "status")
     assert FILE in said(interpreter, *command, "install")
     assert "autoload is off" in said(interpreter, *command, "status")

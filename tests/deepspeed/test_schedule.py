@@ -14,7 +14,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdtrain_ds.schedule import Turn, _Announced, follow, read
+from ssdtrain.integration.patching import Patches
+from ssdtrain_ds.schedule import Turn, _Announced, patch_pipeline, read
 from tests.deepspeed.upstream import LACKS
 
 
@@ -152,14 +153,16 @@ class Recorder:
         self.heard.append(("backward", chunk, microbatch))
         yield
 
-    def follow(self) -> None:
-        own = follow(self, self, self.recording, lambda: self.heard.append(("batch over",)))  # type: ignore[arg-type]
-        self.__dict__.update(own)
+    def patch(self) -> Patches:
+        patches = Patches()
+        runtime: Any = self
+        patch_pipeline(patches, self, runtime, self.recording, lambda: self.heard.append(("batch over",)))
+        return patches
 
 
 def test_loads_begin_before_the_stage_waits_for_the_gradient() -> None:
     first = Recorder(2)
-    first.follow()
+    first.patch()
     first._exec_schedule(upstream.TrainSchedule(3, 2, 0))
     computing = [
         event for event in first.heard if not event[0].startswith(("Load", "Send", "Reduce", "Optimizer"))
@@ -190,7 +193,7 @@ def test_loads_begin_before_the_stage_waits_for_the_gradient() -> None:
 
 def test_the_last_stage_keeps_what_it_saves() -> None:
     last = Recorder(2)
-    last.follow()
+    last.patch()
     last._exec_schedule(upstream.TrainSchedule(3, 2, 1))
     assert [event for event in last.heard if event[0] == "record"] == [
         ("record", 0, k, True) for k in range(3)
@@ -199,7 +202,7 @@ def test_the_last_stage_keeps_what_it_saves() -> None:
 
 def test_evaluation_is_left_alone() -> None:
     engine = Recorder(2)
-    engine.follow()
+    engine.patch()
     with torch.no_grad():
         engine._exec_schedule(upstream.InferenceSchedule(3, 2, 0))
     assert {event[0] for event in engine.heard} == {"LoadMicroBatch", "ForwardPass", "SendActivation"}

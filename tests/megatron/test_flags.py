@@ -91,7 +91,7 @@ def test_a_flag_does_not_hide_what_is_wrong_with_the_file(tmp_path: Path) -> Non
         ("offload:\n", "ssdtrain.offload"),
         ("offload: {directories: /a, treads: 4}\n", "ssdtrain.offload.treads"),
         ("offload: {directories: /a, threads: 1, threads: 2}\n", "ssdtrain.offload.threads"),
-        ("compact: {}\n", "ssdtrain.compact"),
+        ("planner: {}\n", "ssdtrain.planner"),
         ("comm: {dq: int8}\n", "ssdtrain.comm.dq"),
     ]:
         file.write_text(text)
