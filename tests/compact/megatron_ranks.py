@@ -138,10 +138,13 @@ def main(name: str, file: str) -> None:
         module=model,
     )
     parameters = fill(chunk, names_of([chunk]))
+    adam = layout.get("dtype") is torch.float32
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="sgd",
-            lr=0.5,
+            # The distributed optimizer has Adam only; a large epsilon, because small gradients differ in their last bits.
+            optimizer="adam" if adam else "sgd",
+            lr=0.01 if adam else 0.5,
+            adam_eps=0.01,
             sgd_momentum=0.0,
             clip_grad=0.0,
             weight_decay=0.0,
