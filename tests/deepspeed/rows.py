@@ -189,6 +189,14 @@ QUICK = (
 """One row of each kind of layout: these are trained by `make test`, the others by `make test-all`."""
 
 THOROUGH = (
+    "zero2-overlap",
+    "zero3-init",
+    "pipeline2-tied",
+    "pipeline2-checkpoint-deepspeed",
+    "zero3-checkpoint-ssdtrain_ds",
+    "autotp-zero3",
+    "pipeline2-data2-zero1-bf16-tied",
+    "autotp-data2-zero1-bf16",
     "zero0-fp32-accumulate",
     "zero1-fp32-accumulate",
     "zero1-bf16-accumulate",

@@ -68,6 +68,7 @@ def test_training_with_the_flags_prints_the_losses_of_training_without(
     assert list((tmp_path / "ssd").iterdir()) == []
 
 
+@pytest.mark.long
 def test_two_ranks_that_compress_print_what_they_sent(tmp_path: Path) -> None:
     flags = shlex.split("--tensor-model-parallel-size 2 --sequence-parallel --train-iters 3")
     command = ["-W", "ignore", "-m", "tests.megatron.cpu", "-m", "examples.megatron_gpt", *TINY, *flags]

@@ -31,6 +31,10 @@ the ways that would make the quick row of the same layout a slow one."""
 
 
 THOROUGH = (
+    "dp2 pp2, distributed optimizer, bf16",
+    "dp2, distributed optimizer, overlap, fp32 accumulation, bf16",
+    "tp2 sp, more ways",
+    "pp2 vp2, deallocate, more ways",
     "tp2",
     "tp2, dropout, recompute full",
     "pp2, lengths exchanged",

@@ -74,6 +74,11 @@ QUICK = (
 """One row of each kind of layout and model: these are trained by `make test`, the others by `make test-all`."""
 
 THOROUGH = (
+    "pp2",
+    "tp2, t5",
+    "dp2, distributed optimizer",
+    "tp2 sp pp2, bf16",
+    "dp2 pp2, distributed optimizer, overlap",
     "python engine",
     "recompute full",
     "recompute full, reentrant",
