@@ -83,7 +83,7 @@ def test_life_is_rated_bytes_over_bytes_per_second() -> None:
         405, abs=1
     )
     assert projected_life(1.0, 0, 1.0) == float("inf")
-    with pytest.raises(ValueError, match="takes time"):
+    with pytest.raises(ValueError, match="must be positive"):
         projected_life(1.0, 1.0, 0.0)
 
 

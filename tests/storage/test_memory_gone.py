@@ -111,7 +111,7 @@ def test_bytes_that_changed_before_the_write_read_them_are_known_when_they_are_r
     assert write.wait(30)
     source.view()[:] = kept  # and its owner put them back: nothing of the memory shows what happened
     read = store.read(slot, target.address)
-    with pytest.raises(SourceChanged, match="used again"):
+    with pytest.raises(SourceChanged, match="freed, reused or modified"):
         read.wait(30)
     assert read.done() and isinstance(read.failed(), SourceChanged)
     # The same bytes written again, as after a failure, are held to the first sample too.
