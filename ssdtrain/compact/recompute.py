@@ -5,6 +5,11 @@ Note: [Copies of norms and activation functions]
     result of an elementwise operation whose inputs are saved by the node that made it. A linear layer that reads such a product
     finds both nodes behind its input: there the saved copy is let go, and made again by the same operation on the same inputs.
 
+Note: [Written in place]
+    A copy that was written to after its operation (under no_grad, through a detached alias) is not the operation's result: its
+    version shows that, and it is kept. One that is written to after it was saved is autograd's own error, which saved-tensor
+    hooks lose, so that it is raised here. Writes through `.data` or NumPy move no version: neither sees them.
+
 Note: [Who keeps an input anyway]
     Some nodes save their own result (relu, tanh, attention). To compress it for the layer behind them would save nothing and
     add the compressed input.
@@ -68,18 +73,34 @@ def release_copies(x: Tensor) -> int:
 
 
 class _Copy:
-    """The pair of hooks of one saved copy."""
+    """The pair of hooks of one saved copy. See Note: [Written in place]."""
 
     def __init__(self, again: Callable[[], Tensor]) -> None:
         self.again = again
         self.nbytes = 0
+        """Of what was let go."""
         self.dtype = torch.float32
+        self.version = 0
+        self._probe: Tensor | None = None
 
-    def pack(self, saved: Tensor) -> None:
+    def pack(self, saved: Tensor) -> Tensor | None:
+        self.dtype, self.version = saved.dtype, saved._version
+        self._probe = saved.detach()  # shares the version counter
+        self._probe.data = torch.empty(0, device=saved.device)
+        if self.version:
+            return saved
         self.nbytes = saved.nbytes
-        self.dtype = saved.dtype
+        return None
 
-    def unpack(self, _: None) -> Tensor:
+    def unpack(self, kept: Tensor | None) -> Tensor:
+        assert self._probe is not None
+        if self._probe._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: it is at "
+                f"version {self._probe._version}; expected version {self.version} instead"
+            )
+        if kept is not None:
+            return kept
         with torch.no_grad():
             return self.again().to(self.dtype)
 

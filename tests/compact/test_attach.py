@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,59 @@ def test_layers_that_read_one_input_save_it_once() -> None:
     tokens, width, middle = 2 * 16, 128, 384
     assert counted.input_bytes == 2 * tokens * (2 * width + middle) * 8
     assert counted.saved_bytes == counted.input_bytes // 4
+
+
+class Gated(nn.Module):
+    """silu(gate) * up, where `write` gets at silu(gate) before the product, or after it."""
+
+    def __init__(self, write: Callable[[Tensor], object], after: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.write, self.after = write, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        opened = torch.nn.functional.silu(self.gate(x))
+        if not self.after:
+            self.write(opened)
+        product = opened * self.up(x)
+        found: Tensor = self.down(product)
+        if self.after:
+            self.write(opened)
+        return found
+
+
+def under_no_grad(x: Tensor) -> None:
+    with torch.no_grad():
+        x.add_(1)
+
+
+WRITES = {"under no_grad": under_no_grad, "a detached alias": lambda x: x.detach().add_(1)}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_copy_that_was_written_to_is_not_made_again(write: Callable[[Tensor], object]) -> None:
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    found = []
+    for recompute in (False, True):
+        model = Gated(write)
+        with attach(model, ratio=0.25, recompute=recompute):
+            model(x).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for kept, again in zip(*found, strict=True):
+        assert kept is not None and again is not None and torch.equal(kept, again)
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_copy_that_is_written_to_after_it_was_saved_is_an_error(
+    recompute: bool, write: Callable[[Tensor], object]
+) -> None:
+    model = Gated(write, after=True)
+    with attach(model, ratio=0.25, recompute=recompute):
+        loss = model(torch.randn(16, 64)).square().sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def test_released_copies_come_back_to_the_bit() -> None:
