@@ -21,7 +21,7 @@ from ssdtrain.planner.cluster import ClusterPlan, Job, best_plan, plan_job, with
 from ssdtrain.planner.explain import figures, rows
 from ssdtrain.planner.hardware import GPUS, find_gpu, parse_rate, parse_ssds
 from ssdtrain.planner.models import FAMILIES, Layout, Transformer
-from ssdtrain.planner.search import NoPlan
+from ssdtrain.planner.plans import NoPlan
 from ssdtrain.telemetry.text import YEAR_SECONDS, duration_text, size_text
 
 T = TypeVar("T")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ssdtrain.planner.timeline import KEEP, Block, Choice, Machine, Pass, StepTimeline, simulate
+from ssdtrain.planner.step import KEEP, Block, Choice, Machine, Pass, StepTimeline
+from ssdtrain.planner.timeline import simulate
 
 __all__ = ["Chosen", "choose_offloads"]
 

@@ -17,7 +17,8 @@ from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB, format_size
 from ssdtrain.planner.hardware import LINK_EFFICIENCY, MATMUL_EFFICIENCY, Gpu, Ssds
 from ssdtrain.planner.models import BlockKind, Layout, Transformer, model_state_bytes
-from ssdtrain.planner.search import Limits, NoPlan, Objective, Plan, Problem, actions_for, search
+from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem, actions_for
+from ssdtrain.planner.search import search
 from ssdtrain.planner.step import Block, Link, Machine, Tier, one_forward_one_backward
 
 __all__ = ["ClusterPlan", "Job", "Stage", "best_plan", "plan_job", "with_more"]

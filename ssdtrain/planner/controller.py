@@ -17,7 +17,7 @@ from ssdtrain.planner.adaptive import AdaptivePolicy
 from ssdtrain.planner.choose import Chosen, choose_offloads
 from ssdtrain.planner.decisions import Outcome, decision_table
 from ssdtrain.planner.measured import Bandwidths, Profile, Rates
-from ssdtrain.planner.timeline import KEEP, Link, Machine, Tier
+from ssdtrain.planner.step import KEEP, Link, Machine, Tier
 from ssdtrain.profile.passes import PassRecorder, StepRecord
 from ssdtrain.storage import SpillStore
 from ssdtrain.telemetry.messages import report
@@ -121,7 +121,7 @@ class AdaptiveOffload(Feature):
         fresh = self._resolve()
         if not self._wanted:
             self._watch(latest, fresh, step)
-        if self._wanted and fresh and self._profile is not None and self._rates.write and self._rates.read:
+        if self._wanted and fresh and self._profile is not None and self._rates.write:
             self._plan(self._profile)
         elif self._outcome_due and self._steps >= self._planned_at + 2:
             self._outcome_due = False
@@ -188,11 +188,12 @@ class AdaptiveOffload(Feature):
 
     def machine(self) -> Machine:
         """The machine as measured."""
-        write, read = (self._margin * (rate or 1.0) for rate in self._rates)
+        write = self._rates.write or 1.0
+        read = self._rates.read or write  # everything so far was taken from its staging buffer
         engine, options = self._engine, self._engine.options
         link = Link(*(self._margin * rate for rate in self._link)) if self._link is not None else None
         return Machine(
-            (Tier("tiers", write, read, depth=ALL_BEGUN),),
+            (Tier("tiers", self._margin * write, self._margin * read, depth=ALL_BEGUN),),
             link,
             options.in_flight,
             max(engine.prefetcher.limit, 1),

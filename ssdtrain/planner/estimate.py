@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import format_size
 from ssdtrain.planner.hardware import LINK_EFFICIENCY, Gpu, Ssds
-from ssdtrain.planner.search import Limits, NoPlan, Plan, Problem, actions_for, search
+from ssdtrain.planner.plans import Limits, NoPlan, Plan, Problem, actions_for
+from ssdtrain.planner.search import search
 from ssdtrain.planner.step import Block, Link, Machine, Tier, one_after_the_other
 from ssdtrain.profile.blocks import Step, count_blocks, find_blocks
 

@@ -17,7 +17,8 @@ from torch import nn
 
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
-from ssdtrain.planner.search import Limits, Problem, actions_for, search
+from ssdtrain.planner.plans import Limits, Problem, actions_for
+from ssdtrain.planner.search import search
 from ssdtrain.planner.step import Block, Machine, one_after_the_other
 from ssdtrain.profile.blocks import ModelProfile
 from ssdtrain.profile.modules import Running

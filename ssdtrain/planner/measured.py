@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ssdtrain.planner.timeline import Block, Pass
+from ssdtrain.planner.step import Block, Pass
 from ssdtrain.profile.passes import StepRecord, TapeTimes
 from ssdtrain.storage.metrics import StoreMetrics, TierMetrics
 

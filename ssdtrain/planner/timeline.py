@@ -28,36 +28,15 @@ from dataclasses import dataclass
 from ssdtrain.planner.queues import Bounded, Job, Server
 from ssdtrain.planner.step import (
     DEVICE,
-    KEEP,
-    RECOMPUTE,
     Block,
     BlockTimes,
     Choice,
-    Link,
     Machine,
     Pass,
     StepTimeline,
-    Tier,
-    one_after_the_other,
-    one_forward_one_backward,
 )
 
-__all__ = [
-    "DEVICE",
-    "KEEP",
-    "RECOMPUTE",
-    "Block",
-    "BlockTimes",
-    "Choice",
-    "Link",
-    "Machine",
-    "Pass",
-    "StepTimeline",
-    "Tier",
-    "one_after_the_other",
-    "one_forward_one_backward",
-    "simulate",
-]
+__all__ = ["simulate"]
 
 
 @dataclass(slots=True)

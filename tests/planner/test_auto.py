@@ -12,7 +12,7 @@ from ssdtrain.planner.adaptive import AdaptivePolicy
 from ssdtrain.planner.choose import choose_offloads
 from ssdtrain.planner.decisions import Outcome, decision_table
 from ssdtrain.planner.measured import Profile
-from ssdtrain.planner.timeline import Machine, Tier
+from ssdtrain.planner.step import Machine, Tier
 from ssdtrain.runtime import Runtime
 
 
@@ -46,11 +46,13 @@ def test_gradients_are_those_without_and_a_plan_is_followed(tmp_path: Path) -> N
     runtime.register(model)
     try:
         assert runtime.engine is not None and isinstance(runtime.engine.policy, AdaptivePolicy)
-        for step in range(5):
+        for step in range(50):
             # The size changes in between; what was planned for another tape still gives the same bits.
             rows = 256 if step < 3 else 512
             found = gradients(model, runtime, step, rows)
             assert all(map(torch.equal, found, gradients(model, None, step, rows)))
+            if runtime.engine.policy.plans and step >= 4:
+                break  # nothing is planned while no store was written
         assert runtime.engine.policy.plans
         found_metrics = dict(runtime.offload.metrics() if runtime.offload else [])
         assert found_metrics
@@ -103,8 +105,11 @@ def test_evaluation_leaves_no_record_behind(tmp_path: Path, caplog: pytest.LogCa
     model = make_model()
     with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
         runtime.register(model)
-        for step in range(3):
+        assert runtime.engine is not None and isinstance(runtime.engine.policy, AdaptivePolicy)
+        for step in range(50):  # nothing is planned while no store was written
             gradients(model, runtime, step)
             with runtime.forward():
                 model(torch.randn(64, 64)).sum()  # its backward never comes
-        assert runtime.engine is not None and runtime.engine.policy.plans  # type: ignore[attr-defined]
+            if runtime.engine.policy.plans and step >= 2:
+                break
+        assert runtime.engine.policy.plans

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from ssdtrain.planner.choose import SLACK, choose_offloads
-from ssdtrain.planner.timeline import (
+from ssdtrain.planner.step import (
     KEEP,
     Block,
     Choice,
@@ -14,8 +14,8 @@ from ssdtrain.planner.timeline import (
     Tier,
     one_after_the_other,
     one_forward_one_backward,
-    simulate,
 )
+from ssdtrain.planner.timeline import simulate
 
 SSD = Choice("ssd")
 

@@ -9,7 +9,7 @@ from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.cluster import Job, best_plan, plan_job
 from ssdtrain.planner.hardware import find_gpu, parse_ssds
 from ssdtrain.planner.models import Layout, Transformer
-from ssdtrain.planner.search import NoPlan
+from ssdtrain.planner.plans import NoPlan
 
 
 def small(**more: Any) -> Job:

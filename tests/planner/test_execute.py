@@ -8,7 +8,7 @@ import torch
 import ssdtrain
 from examples.support.model import GPT, GPTConfig
 from ssdtrain.planner.execute import BlockPolicy, plan_blocks, recompute_blocks
-from ssdtrain.planner.search import NoPlan
+from ssdtrain.planner.plans import NoPlan
 from ssdtrain.planner.step import Machine, Tier
 from ssdtrain.profile.blocks import profile_blocks
 

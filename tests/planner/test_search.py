@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from ssdtrain.planner.search import Limits, NoPlan, Objective, Plan, Problem, actions_for, search
+from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem, actions_for
+from ssdtrain.planner.search import search
 from ssdtrain.planner.step import (
     Block,
     Choice,

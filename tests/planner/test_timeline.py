@@ -3,7 +3,7 @@ backward 2 s unless said."""
 
 import pytest
 
-from ssdtrain.planner.timeline import (
+from ssdtrain.planner.step import (
     KEEP,
     RECOMPUTE,
     Block,
@@ -15,8 +15,8 @@ from ssdtrain.planner.timeline import (
     Tier,
     one_after_the_other,
     one_forward_one_backward,
-    simulate,
 )
+from ssdtrain.planner.timeline import simulate
 
 SSD = Choice("ssd")
 

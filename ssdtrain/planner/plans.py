@@ -1,0 +1,156 @@
+"""What is planned, what a plan must keep to, and a plan: the words of the search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ssdtrain.config.units import format_size
+from ssdtrain.planner.step import KEEP, RECOMPUTE, Block, Choice, Machine, Pass, StepTimeline
+
+__all__ = ["Limits", "NoPlan", "Objective", "Plan", "Problem", "actions_for"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be planned.
+
+    Attributes:
+        chunks: the blocks of each model chunk, in forward order.
+        order: passes of one rank in a step.
+        machine: bandwidths, and capacities of the tiers.
+        actions: by name, what may be done with a block. Must have "keep". Lossy ones are here only where the config allows them.
+        fixed: blocks, by their number over all chunks, that are always kept.
+    """
+
+    chunks: Sequence[Sequence[Block]]
+    order: Sequence[Pass]
+    machine: Machine
+    actions: Mapping[str, Choice]
+    fixed: frozenset[int] = frozenset()
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Over all chunks."""
+        return [block for chunk in self.chunks for block in chunk]
+
+    @property
+    def decided(self) -> list[int]:
+        """Numbers of the blocks that are decided about."""
+        return [
+            number for number, block in enumerate(self.blocks) if block.saved and number not in self.fixed
+        ]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan must keep to; None: no limit.
+
+    Attributes:
+        device: bytes on the device of what the blocks describe, at most.
+        written: bytes written in a step to the tier "ssd", at most (its endurance).
+        seconds: of a step, at most.
+    """
+
+    device: int | None = None
+    written: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is made as small as possible: `time` x seconds + `memory` x peak bytes + `wear` x bytes written.
+
+    By default the time of a step. `Objective(0, 1)` is the least memory (give `Limits.seconds`), `Objective(dollars per second,
+    0, dollars per byte)` the cheapest step. Among equals fewer bytes written win where the device has a limit, else the smaller
+    peak.
+    """
+
+    time: float = 1.0
+    memory: float = 0.0
+    wear: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An action for each block, and what comes of it.
+
+    Attributes:
+        actions: names, one per block over all chunks.
+        timeline: the simulated step.
+    """
+
+    actions: tuple[str, ...]
+    timeline: StepTimeline = field(compare=False)
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.seconds
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return self.timeline.peak_bytes
+
+    @property
+    def written(self) -> int:
+        """Bytes to SSD in a step."""
+        return self.timeline.written.get("ssd", 0)
+
+    def count(self, action: str) -> int:
+        return self.actions.count(action)
+
+    def summary(self) -> str:
+        """Such as "5 keep, 7 ssd"."""
+        names = dict.fromkeys(self.actions)
+        return ", ".join(f"{self.count(name)} {name}" for name in names)
+
+
+class NoPlan(ValueError):
+    """No plan keeps to the limits.
+
+    Attributes:
+        smallest: the plan with the smallest peak that was found.
+    """
+
+    def __init__(self, smallest: Plan, limits: Limits, blocks: Sequence[Block]) -> None:
+        self.smallest = smallest
+        parts = _parts(smallest, blocks)
+        wanted = [
+            f"{format_size(limits.device)} on the device" if limits.device is not None else "",
+            f"{limits.seconds:.3g} s a step" if limits.seconds is not None else "",
+            f"{format_size(limits.written)} written a step" if limits.written is not None else "",
+        ]
+        listed = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
+        super().__init__(
+            f"no plan keeps to {' and '.join(w for w in wanted if w)}: the smallest peak of activations found is "
+            f"{format_size(smallest.peak)} ({smallest.summary()}), of which {listed}; use a smaller microbatch or sequence, more "
+            "tensor or pipeline parallelism, or a faster or larger tier"
+        )
+
+
+def _parts(plan: Plan, blocks: Sequence[Block]) -> dict[str, int]:
+    kept = sum(b.saved for b, action in zip(blocks, plan.actions, strict=True) if action == "keep")
+    inputs = sum(b.inputs for b, action in zip(blocks, plan.actions, strict=True) if action == "recompute")
+    fixed = sum(b.fixed for b in blocks)
+    known = {"kept of each microbatch": kept, "inputs of recomputed blocks": inputs, "always there": fixed}
+    largest = max(blocks, key=lambda b: b.saved + b.backward_transient)
+    known["the largest block while its backward runs"] = largest.saved + largest.backward_transient
+    return known
+
+
+def actions_for(
+    machine: Machine, *, recompute: bool = True, compress: Choice | None = None
+) -> dict[str, Choice]:
+    """The actions that a machine has: "keep", "recompute", each of its tiers, and "compress" where it is allowed.
+
+    Args:
+        compress: a lossy codec of what stays on the device; None: not allowed.
+    """
+    found = {"keep": KEEP}
+    if recompute:
+        found["recompute"] = RECOMPUTE
+    found |= {tier.name: Choice(tier.name) for tier in machine.tiers}
+    if compress is not None:
+        found["compress"] = compress
+    return found
