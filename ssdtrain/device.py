@@ -6,8 +6,9 @@ a data corruption in other projects:
 - The current stream is resolved at each use, on the calling thread, and never inside a `with stream:` block (torchtitan #2581).
 - A side stream waits for an event of the producing stream before it reads the data. A restore target is allocated on the load
   stream and written after the event of the previous user of its memory (`ssdtrain.offload.targets`).
-- Memory is kept alive by a reference until the event has completed. `record_stream` is not used, because it makes reuse and
-  therefore the peak depend on timing.
+- Memory is kept alive by a reference until the event has completed. `record_stream` is only used with the stream that saves a
+  tensor (`record_use`): for memory that this stream allocated it does nothing, and for memory of another stream it is needed.
+  With the side streams it would make reuse, and therefore the peak, depend on timing.
 """
 
 from __future__ import annotations
@@ -126,6 +127,10 @@ class Device(Protocol):
     def wait_stream(self, stream: Any | None) -> None:
         """Make the current stream wait for all work queued on `stream` so far, if they differ."""
 
+    def record_use(self, tensor: torch.Tensor) -> None:
+        """The memory of `tensor`, if another stream allocated it, is not reused before the work that is queued on the current
+        stream when it is freed. Does nothing for memory that the current stream allocated."""
+
     def capturing(self) -> bool:
         """True while the current stream is being captured into a graph."""
 
@@ -179,6 +184,9 @@ class CpuDevice:
         return None
 
     def wait_stream(self, stream: Any | None) -> None:
+        return None
+
+    def record_use(self, tensor: torch.Tensor) -> None:
         return None
 
     def capturing(self) -> bool:
@@ -284,6 +292,9 @@ class CudaDevice:
         current = torch.cuda.current_stream(self.device)
         if stream is not None and stream != current:
             current.wait_stream(stream)
+
+    def record_use(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

@@ -1,9 +1,10 @@
 """A device with asynchronous streams: work is queued by the host and happens later, in the order that streams and events enforce.
 
 Note: [Reuse at once]
-As a caching allocator does, memory that the host has let go of is handed out again at once: what is queued next on the compute
-stream may overwrite it. Here it is poisoned at that point of the compute stream, so that a copy on another stream which has not
-read it by then, and for which nothing waits, brings poison; and one that is reading it at that point is reported.
+As a caching allocator does, memory that the host has let go of is handed out again at once by the stream that allocated it: what
+is queued there next may overwrite it. Here it is poisoned at that point of that stream, so that a copy on another stream which
+has not read it by then, and for which nothing waits, brings poison; and one that is reading it at that point is reported. Memory
+that `record_use` was called for on another stream is free when that stream has done what was queued when the host let go of it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,15 @@ class Interval:
     end: float
     label: str
     nbytes: int
+
+
+@dataclass(eq=False)
+class _Block:
+    """Memory of the device, the stream that allocated it, and others that used it."""
+
+    memory: Any
+    stream: Stream
+    users: list[Stream]
 
 
 class SimulatedEvent:
@@ -201,13 +211,13 @@ class SimulatedDevice:
         self._capturing = False
         self.blocked_seconds = 0.0
         """That the host waited for buffers to come back."""
-        self._free: dict[int, list[Any]] = {}
-        self._free_on_load: dict[int, list[Any]] = {}
+        self._free: dict[tuple[Stream, int], list[_Block]] = {}
+        self._used: dict[int, _Block] = {}  # by address
 
     # What the engine needs
 
     def load_target(self, nbytes: int) -> torch.Tensor:
-        return self._allocate(nbytes, self._free_on_load, poisoned=False)
+        return self._allocate(nbytes, self.load)
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> SimulatedEvent:
         self.store.wait(self._current.record())
@@ -232,6 +242,11 @@ class SimulatedDevice:
     def wait_stream(self, stream: Stream | None) -> None:
         if stream is not None and stream is not self._current:
             self._current.wait(stream.record())
+
+    def record_use(self, tensor: torch.Tensor) -> None:
+        block = self._used.get(tensor.untyped_storage().data_ptr())
+        if block is not None and self._current not in (block.stream, *block.users):
+            block.users.append(self._current)
 
     def record(self, stream: Stream | None) -> SimulatedEvent | None:
         return None if stream is None else stream.record()
@@ -281,23 +296,33 @@ class SimulatedDevice:
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Uninitialised bytes of the device. See Note: [Reuse at once]."""
-        return self._allocate(nbytes, self._free, poisoned=True)
+        return self._allocate(nbytes, self._current)
 
-    def _allocate(self, nbytes: int, pool: dict[int, list[Any]], *, poisoned: bool) -> torch.Tensor:
+    def _allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
         rounded = -(-max(nbytes, 1) // _ROUND) * _ROUND
-        free = pool.setdefault(rounded, [])
-        memory = free.pop() if free else (ctypes.c_ubyte * rounded)()
-        view = (ctypes.c_ubyte * nbytes).from_buffer(memory)
-        weakref.finalize(view, self._freed, memory, pool, poisoned)
+        free = self._free.setdefault((stream, rounded), [])
+        block = free.pop() if free else _Block((ctypes.c_ubyte * rounded)(), stream, [])
+        self._used[ctypes.addressof(block.memory)] = block
+        view = (ctypes.c_ubyte * nbytes).from_buffer(block.memory)
+        weakref.finalize(view, self._freed, block)
         return torch.frombuffer(view, dtype=torch.uint8)
 
-    def _freed(self, memory: Any, pool: dict[int, list[Any]], poisoned: bool) -> None:
-        def poison() -> None:
-            ctypes.memset(ctypes.addressof(memory), POISON, len(memory))
+    def _freed(self, block: _Block) -> None:
+        del self._used[ctypes.addressof(block.memory)]
+        users, block.users = block.users, []
+        self._reuse_after([user.record() for user in users], block)
 
-        if poisoned:
-            self.compute.work(0.0, label="reuse", begin=poison)
-        pool[len(memory)].append(memory)
+    def _reuse_after(self, events: list[SimulatedEvent], block: _Block) -> None:
+        if events:
+            events[0].when_done(lambda: self._reuse_after(events[1:], block))
+            return
+
+        def poison() -> None:
+            ctypes.memset(ctypes.addressof(block.memory), POISON, len(block.memory))
+
+        if block.stream is not self.load:  # what lies there is overwritten by loads alone
+            block.stream.work(0.0, label="reuse", begin=poison)
+        self._free[block.stream, len(block.memory)].append(block)
 
     def synchronize(self) -> None:
         """The program, not the engine, waits for all that is queued."""

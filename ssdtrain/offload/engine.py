@@ -147,6 +147,7 @@ class OffloadEngine:
         extent = Extent.of(tensor, storage)
         if extent.end - extent.start < self.eligible.min_bytes:
             return Kept(tensor)  # an expanded tensor looks larger than it is
+        self.device.record_use(tensor)  # see Note: [Memory of another stream] in `starter`
         region = self._regions.find(tensor, storage, extent, tape)
         if region is not None:
             self.metrics.shared_tensors += 1
@@ -165,8 +166,7 @@ class OffloadEngine:
         self.metrics.live_regions += 1
         region.seen = seen
         seen.regions += 1
-        if region.nbytes > self.prefetcher.largest:
-            self.prefetcher.largest = region.nbytes
+        self.prefetcher.largest = max(self.prefetcher.largest, region.nbytes)
         tape.append(region)
         if action.offload:
             self._starter.add(tape, region)

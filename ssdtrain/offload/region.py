@@ -90,6 +90,7 @@ class Region:
         nbytes: int,
         tape: Tape,
         releases: Releases,
+        owner: weakref.ref[torch.Tensor],
     ) -> None:
         self.tensor = tensor
         self.probe = probe
@@ -101,7 +102,7 @@ class Region:
         self.seen: Seen | None = None  # its storage, as the meter counts it
         self.index = -1  # place on the tape
         self.key = 0  # of its storage, among the regions that can be joined
-        self.owner: weakref.ref[torch.Tensor] | None = None  # see Note: [Owners of version counters]
+        self.owner = owner  # see Note: [Owners of version counters]
         # Where a thin view lies in its storage, whose bytes are copied together.
         self.origin: Geometry | None = None
         self.packed: tuple[int, ...] | None = None  # shape of that copy, when it was made

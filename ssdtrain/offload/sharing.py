@@ -11,9 +11,10 @@ forwards. Memory that torch did not allocate never comes this far (see `eligible
 saved memory in the middle of a forward and hides it from torch.
 
 Note: [Owners of version counters]
-A view has the counter of its base (`_base`), anything else its own: two tensors of one storage have the same counter for certain
-where their owner is the same tensor. `.data` makes an alias with a counter of its own, whose writes are not seen on the other.
-`detach()` makes one that has the counter and does not say whose, so it is stored again. The owner is known by weak reference.
+A view has the counter of its base (`_base`): two tensors of one storage have the same counter for certain where their owner is
+the same tensor, which is known by weak reference. `.data` makes an alias with a counter of its own, whose writes are not seen on
+the other. `detach()` makes one that has the counter and does not say whose (ZeRO-3 hands each module a detached input): see
+Note: [Addresses of version counters] in `counters`.
 
 Note: [Codecs and views]
 A region that a codec encodes holds one saved tensor and nothing else, and only tensors of its dtype join: as another dtype its
@@ -32,6 +33,7 @@ from typing import NamedTuple
 
 import torch
 
+from ssdtrain.offload.counters import same_counter
 from ssdtrain.offload.geometry import Geometry
 from ssdtrain.offload.region import Region, Releases
 from ssdtrain.offload.tape import Tape
@@ -89,8 +91,7 @@ class Regions:
                 and _contains(region, tensor, extent)
                 and region.transfer.state is not State.RELEASED
                 and not region.changed()
-                and region.owner is not None
-                and region.owner() is _owner(tensor)
+                and (region.owner() is _owner(tensor) or same_counter(region.probe, tensor))
             ):
                 return region
         return None
@@ -112,8 +113,7 @@ class Regions:
                 start, nbytes = 0, storage.nbytes()
             elif extent.own < nbytes // 2 and no_overlap(tensor):
                 start, nbytes, thin = 0, extent.own, True
-        region = Region(alias, alias, start, nbytes, tape, released)
-        region.owner = weakref.ref(_owner(tensor))
+        region = Region(alias, alias, start, nbytes, tape, released, weakref.ref(_owner(tensor)))
         if thin:
             region.origin = _origin(tensor)
         region.key = key = id(storage)

@@ -6,6 +6,12 @@ without moving a version counter (the noise of `rrelu`). So nothing of a saved t
 operator may still run: the store begins at the first hook that is called under another sequence number (autograd numbers the
 nodes of a thread, and the kernel of an operator makes none), or at the end of the forward. A tensor whose version has moved
 by then is not stored, since its unpack raises; nor is one that backward had meanwhile.
+
+Note: [Memory of another stream]
+Without the engine a graph holds what it saved until its backward. The engine lets go of it earlier, when operators that read it
+may still be queued on the stream that saved it, and its copy on the store stream. What a stream allocated is reused in the order
+of that stream: so memory of another stream, a batch that a loader's stream made or an input from a branch of the model, is
+declared to be used by the stream that saves it (`Device.record_use`), for each save, and that stream waits for the copy.
 """
 
 from __future__ import annotations
@@ -114,6 +120,8 @@ class StoreStarter:
         if self.closed or region.last_pass >= 0 or region.changed() or self._device.capturing():
             self._mover.keep(region)
             return True
+        if region.origin is not None:
+            self._device.record_use(region.probe)  # the copy is made on this stream
         if region.capture():
             region.stream = self._device.current_stream()  # which allocated the copy
             self._metrics.packed_bytes += region.nbytes

@@ -68,7 +68,7 @@ class Transfer(Protocol):
     def advance_load(self, region: Region) -> Arrival:
         """The read has ended: begin what follows it."""
 
-    def end_load(self, region: Region) -> torch.Tensor | None:
+    def end_load(self, region: Region) -> Arrival | None:
         """Order what follows on the current stream after the load. Returns the values of what came back encoded."""
 
     def reserve_target(self, nbytes: int) -> Target:
@@ -180,10 +180,10 @@ class DirectTransfer:
     def advance_load(self, region: Region) -> Arrival:
         return Arrival(region.transfer.loaded, region.transfer.payload)
 
-    def end_load(self, region: Region) -> torch.Tensor | None:
+    def end_load(self, region: Region) -> Arrival | None:
         if region.transfer.payload is None or region.transfer.loaded is not None:
             return None
-        return self._encoding.decode(region)
+        return Arrival(self._encoding.decode(region))
 
     def reserve_target(self, nbytes: int) -> Target:
         raise AssertionError("what the pool reads lies in the arena")
@@ -297,7 +297,7 @@ class StagedTransfer:
     def recall(self, region: Region) -> Arrival | None:
         transfer = region.transfer
         if transfer.payload is not None:
-            return Arrival(self._encoding.decode(region), transfer.payload)
+            return self._decode(region)._replace(payload=transfer.payload)
         if transfer.lease is None or region.in_tensor:
             return None
         host = torch.frombuffer(transfer.lease.view(), dtype=torch.uint8)
@@ -346,15 +346,27 @@ class StagedTransfer:
         self._seen(target.tensor.untyped_storage())
         return target
 
-    def end_load(self, region: Region) -> torch.Tensor | None:
+    def end_load(self, region: Region) -> Arrival | None:
         transfer = region.transfer
         if transfer.load_event is not None:
             self.device.wait(transfer.load_event)
         if transfer.target is not None:
             self.targets.hand_out(transfer.target)
+        if transfer.decoding is not None and transfer.loaded is not None:
+            self.device.wait(transfer.decoding)
+            self.device.record_use(transfer.loaded)  # of the stream that decoded it
         if transfer.payload is None or transfer.loaded is not None:
             return None
-        return self._encoding.decode(region)
+        return self._decode(region)
+
+    def _decode(self, region: Region) -> Arrival:
+        """The values of a payload, decoded on the current stream; others wait for the event."""
+        payload = region.transfer.payload
+        assert payload is not None
+        if region.transfer.target is None:
+            self.device.record_use(payload)
+        values = self._encoding.decode(region)
+        return Arrival(values, decoded=self.device.record(self.device.current_stream()))
 
     def poll(self) -> None:
         self.targets.note_deaths()

@@ -63,6 +63,8 @@ class Arrival(NamedTuple):
     """The device memory that was filled; None: nothing was copied."""
     event: Event | None = None
     """The end of that copy."""
+    decoded: Event | None = None
+    """The end of the decoding of `loaded`."""
 
 
 class TransferState:
@@ -74,6 +76,7 @@ class TransferState:
 
     __slots__ = (
         "codec",
+        "decoding",
         "event",
         "forwarded",
         "keep_resident",
@@ -103,6 +106,7 @@ class TransferState:
         self.lease: Lease | None = None  # the staging buffer of a device copy
         self.event: Event | None = None  # the copy off the device
         self.load_event: Event | None = None  # the copy onto the device
+        self.decoding: Event | None = None  # of what came back encoded, on the device
         self.target: Target | None = None  # the device memory that it fills
         self.payload: torch.Tensor | None = None  # encoded bytes, on their way to or from the tier
         # What came back. See Note: [Buffers belong to the tensor] in `region`.
@@ -132,17 +136,18 @@ class TransferState:
         self.loaded, self.payload = arrival.loaded, arrival.payload
         if arrival.loaded is not None:
             self.loaded_version = arrival.loaded._version
+        self.decoding = arrival.decoded
         if arrival.target is not None:
             self.target, self.load_event = arrival.target, arrival.event
 
-    def decoded(self, values: torch.Tensor) -> None:
+    def decoded(self, values: Arrival) -> None:
         """What was encoded is in memory as `values`."""
-        self.arrived(Arrival(values))
+        self.arrived(values)
         self.target = self.load_event = None
 
     def drop_loaded(self) -> None:
         """Let go of what came back; tensors that were handed out own its memory."""
-        self.loaded = self.payload = self.load_event = None
+        self.loaded = self.payload = self.load_event = self.decoding = None
         self.drop_target()
 
     def drop_target(self) -> None:

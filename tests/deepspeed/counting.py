@@ -12,10 +12,8 @@ from tests.deepspeed.models import MIN_BYTES
 
 
 class Counter:
-    """Sums, over forwards, the storages of saved activations; each once per forward and version counter.
-
-    A view has the counter of its base. ZeRO-3 hands each module `detach()` of its input: the engine cannot know that its
-    counter is that of the input, so what three projections of one input save is stored three times.
+    """Sums, over forwards, the storages of saved activations; each once per forward, though ZeRO-3 hands each module `detach()`
+    of its input.
 
     DeepSpeed's own checkpoint functions hold a block's inputs without saving them: where a model uses one, these are counted
     at the block.
@@ -23,7 +21,7 @@ class Counter:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._seen: dict[tuple[int, int], tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        self._seen: dict[int, torch.UntypedStorage] = {}
 
     def see(self, tensor: torch.Tensor, part: int = 1) -> torch.Tensor:
         base = tensor._base if tensor._base is not None else tensor
@@ -31,9 +29,8 @@ class Counter:
         inside_backward = torch._C._current_graph_task_id() != -1
         if not parameter and not inside_backward and tensor.nbytes >= MIN_BYTES:
             storage = tensor.untyped_storage()
-            key = id(storage), id(base)
-            if key not in self._seen:
-                self._seen[key] = storage, base  # held, so that no other gets their ids
+            if id(storage) not in self._seen:
+                self._seen[id(storage)] = storage  # held, so that no other gets its id
                 self.nbytes += storage.nbytes() // part
         return tensor if tensor.is_leaf else tensor.detach()
 

@@ -84,3 +84,29 @@ def test_a_tensor_made_on_another_stream(gpu: torch.device, tmp_path: Path) -> N
         assert x.grad is not None and bool((x.grad == 18).all())
     finally:
         offload.close()
+
+
+def test_a_batch_that_a_loader_made_on_its_own_stream(gpu: torch.device, tmp_path: Path) -> None:
+    """The loader's stream uses its memory again as soon as nobody holds it; without the engine the graph does."""
+    loader = torch.cuda.Stream(gpu)
+    weight = torch.ones(1 << 20, device=gpu, requires_grad=True)
+    expected = torch.zeros(1 << 20, device=gpu)
+    offload = ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024)
+    try:
+        total = torch.zeros((), device=gpu)
+        for number in range(6):
+            with torch.cuda.stream(loader):
+                batch = torch.full((1 << 20,), float(number), device=gpu)
+            torch.cuda.current_stream(gpu).wait_stream(loader)
+            torch.cuda._sleep(LATE)
+            with offload:
+                total = total + (weight * batch).sum()
+            expected += number
+            del batch
+            with torch.cuda.stream(loader):
+                for _ in range(4):
+                    torch.empty(1 << 20, device=gpu).fill_(float("nan"))
+        total.backward()
+        assert weight.grad is not None and torch.equal(weight.grad, expected)
+    finally:
+        offload.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,7 @@ def test_patterns_are_checked() -> None:
 def test_a_codec_that_cannot_encode_on_the_device_is_an_error_of_the_policy() -> None:
     saved = torch.empty(64, device="meta")
     extent = Extent.of(saved, saved.untyped_storage())
-    region = Region(saved, saved, 0, saved.nbytes, Tape(), Releases())
+    region = Region(saved, saved, 0, saved.nbytes, Tape(), Releases(), weakref.ref(saved))
     with pytest.raises(ValueError, match=r"policy asks for the codec 'lossless'.*meta device"):
         Coding().choose(saved, extent, region, "lossless")
     assert Coding().choose(saved, extent, region, "int8") is not None

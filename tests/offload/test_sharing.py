@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ssdtrain.offload import counters
 from ssdtrain.offload.sharing import Extent
 from tests.offload.conftest import MakeRuntime
 
@@ -31,6 +32,53 @@ def test_a_tensor_saved_by_many_is_stored_once(make_runtime: MakeRuntime) -> Non
     assert found.shared_tensors == 5  # type: ignore[attr-defined]
     loss.backward()  # type: ignore[union-attr]
     assert saved(runtime).loaded_bytes <= y.nbytes  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+def test_detached_tensors_join_where_their_counter_is_known(
+    known: bool, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ZeRO-3 hands each module a detached input."""
+    if not known:
+        monkeypatch.setattr(counters, "_OFFSET", None)
+    runtime = make_runtime()
+    layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+    y = torch.randn(128, 64)
+
+    def losses() -> torch.Tensor:
+        inputs = [y.detach(), y.detach()[:], y.detach().requires_grad_()]
+        return torch.stack([layer(each).sum() for layer, each in zip(layers, inputs, strict=True)]).sum()
+
+    expected = torch.autograd.grad(losses(), list(layers.parameters()))
+    with runtime.forward():
+        loss = losses()
+    assert saved(runtime).saved_bytes == (1 if known else 3) * y.nbytes  # type: ignore[attr-defined]
+    found = torch.autograd.grad(loss, list(layers.parameters()))
+    assert all(map(torch.equal, expected, found))
+
+
+def test_a_write_to_a_detached_tensor_that_joined_is_an_error(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    x = torch.randn(128, 64, requires_grad=True)
+    with runtime.forward():
+        y = x * 2
+        loss = (y.detach() * x).sum() + (y * y).sum()
+    y.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    del loss
+
+
+def test_counters_are_told_apart_by_reading() -> None:
+    x = torch.randn(8, 8)
+    same = [x, x.detach(), x[2:], x.t(), x.detach().view(-1), x.detach().requires_grad_()]
+    others = [x.data, x.clone(), x.detach().data, torch.randn(8, 8)]
+    assert all(counters.same_counter(x, tensor) and counters.same_counter(tensor, x) for tensor in same)
+    assert not any(counters.same_counter(x, tensor) or counters.same_counter(tensor, x) for tensor in others)
+    with torch.inference_mode():
+        without = torch.ones(3), torch.ones(3)
+    assert not counters.same_counter(*without)
+    assert x._version == 0
 
 
 def test_the_two_halves_of_a_chunk_are_told_apart(make_runtime: MakeRuntime) -> None:

@@ -1,0 +1,52 @@
+"""Whether two tensors have the same version counter, found by reading alone.
+
+Note: [Addresses of version counters]
+PyTorch shows the value of a counter and not which one it is. To move one for a moment and look at the other is no way to find
+out: a backward of another thread that compares versions at that moment raises. A tensor object holds its counter by a pointer,
+among its first words. At import that word is searched for with tensors of which is known whether they share: aliases, of the
+same storage with another counter, differ in it and in none of the words that views and detached tensors have in common. Where
+the search finds no such word or several, `same_counter` is always False, and what could share is stored again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+__all__ = ["same_counter"]
+
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+_WORDS = 8  # of a tensor object that are looked at; it has three times as many
+
+
+def same_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if a write to either moves the version of both, as far as is known; False says nothing."""
+    if _OFFSET is None:
+        return False
+    counter = _word(one, _OFFSET)
+    return counter != 0 and counter == _word(other, _OFFSET)
+
+
+def _word(tensor: torch.Tensor, offset: int) -> int:
+    return ctypes.c_void_p.from_address(tensor._cdata + offset).value or 0
+
+
+def _find_offset() -> int | None:
+    """Where a tensor object has the pointer to its counter; None: unknown."""
+    tensor = torch.ones(4)
+    emptied = tensor.detach()
+    emptied.data = torch.empty(0)
+    shares = [tensor.detach(), tensor[1:], tensor.view(2, 2), tensor.detach()[2:], emptied]
+    differs = [tensor.data, tensor.detach().data, torch.ones(4), torch.empty(0)]
+    found = [
+        offset
+        for offset in range(0, _WORDS * _WORD, _WORD)
+        if (word := _word(tensor, offset))
+        and all(_word(other, offset) == word for other in shares)
+        and not any(_word(other, offset) == word for other in differs)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+_OFFSET = _find_offset()
