@@ -162,6 +162,7 @@ class Runtime:
             offload.store,
             policy,
             device_budget=config.device_budget,
+            endurance=offload.endurance if config.endurance is not None else None,
             reports=self._reports,
         )
 

@@ -47,7 +47,7 @@ class SimulatedOperation:
     ) -> None:
         self.nbytes = nbytes
         self.seconds = 0.0
-        self.checksum = 0
+        self.checksum = self.digest = 0
         self.kind = kind
         self.address = address
         self.extents = tuple(extents)
@@ -123,6 +123,7 @@ class SimulatedPool:
         event: int = 0,
         defer: bool = False,
         checksum: int = 0,
+        digest: int = 0,
     ) -> SimulatedOperation:
         operation = SimulatedOperation(self, kind, address, nbytes, extents)
         if defer:

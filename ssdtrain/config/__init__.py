@@ -14,6 +14,7 @@ from ssdtrain.config.schema import (
     CommConfig,
     CompactConfig,
     Config,
+    EnduranceConfig,
     OffloadConfig,
     ReportConfig,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "CompactConfig",
     "Config",
     "ConfigError",
+    "EnduranceConfig",
     "InvalidValue",
     "OffloadConfig",
     "Problem",

@@ -97,6 +97,15 @@ def _fraction(value: Any) -> float:
     return float(value)
 
 
+POSITIVE_ALLOWED = "a number above 0, such as 1 or 0.3"
+
+
+def _positive(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise InvalidValue("is not a number above 0", POSITIVE_ALLOWED)
+    return float(value)
+
+
 PATTERNS_ALLOWED = 'names or classes of modules, * for any text, such as ["*.mlp", "LayerNorm"]'
 
 
@@ -157,6 +166,7 @@ CODEC = Kind("codec", codecs.OFFLOAD_ALLOWED, codecs.parse_offload_codec)
 RULE = Kind("codec", codecs.RULE_ALLOWED, partial(codecs.parse_rule, framed=False))
 FRAMED_RULE = Kind("codec", codecs.FRAMED_RULE_ALLOWED, partial(codecs.parse_rule, framed=True))
 FRACTION = Kind("fraction", FRACTION_ALLOWED, _fraction, text=float)
+POSITIVE = Kind("number above 0", POSITIVE_ALLOWED, _positive, text=float)
 RATIO = Kind("ratio", RATIO_ALLOWED, _ratio_rules, _plain_ratio, text=_ratio_text)
 NAMES = Kind("names", NAMES_ALLOWED, _names, list, many=True)
 PATTERNS = Kind("patterns", PATTERNS_ALLOWED, _patterns, list, many=True)
@@ -178,6 +188,7 @@ CommRule = Annotated[str, BeforeValidator(RULE.parse), RULE]
 FramedRule = Annotated[str, BeforeValidator(FRAMED_RULE.parse), FRAMED_RULE]
 """Codecs of pipeline messages, which carry their size."""
 Fraction = Annotated[float, BeforeValidator(_fraction), FRACTION]
+Positive = Annotated[float, BeforeValidator(_positive), POSITIVE]
 RatioRules = Annotated[tuple[tuple[str, float], ...], BeforeValidator(_ratio_rules), RATIO]
 """(pattern of layers, ratio), of which the first that fits counts."""
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), NAMES]

@@ -25,6 +25,7 @@ from ssdtrain.config.kinds import (
     FramedRule,
     Names,
     Patterns,
+    Positive,
     PositiveSize,
     RatioRules,
     Seconds,
@@ -34,7 +35,7 @@ from ssdtrain.config.kinds import (
 )
 from ssdtrain.config.units import KiB, MiB, exact_size
 
-RESERVED = frozenset({"planner", "offload.verify", "report.trace"})
+RESERVED = frozenset({"planner", "report.trace"})
 """Keys of later versions; reserved keys are rejected explicitly."""
 
 Conflict = tuple[str, Any, str, str]
@@ -69,6 +70,26 @@ class Section(BaseModel):
             elif value != field.get_default(call_default_factory=True):
                 written[name] = kind_of(field).plain(value)
         return written
+
+
+class EnduranceConfig(Section):
+    """How long the drives should live at the rate of this run, day and night. With `amount: "auto"` no more is written than they
+    bear; with another amount a warning says how much that is (docs/policy.md)."""
+
+    years: Positive = 5.0
+    """From now on."""
+
+    dwpd: Positive | None = None
+    """The rating of the drives: writes of their capacity per day, over a warranty of 5 years. Default: 1, unless `tbw` is
+    given."""
+
+    tbw: PositiveSize | None = None
+    """The rating of each drive in bytes written, such as "1200TB", in place of `dwpd`."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.dwpd is not None and self.tbw is not None:
+            why = "is a rating, and tbw gives another"
+            yield "dwpd", self.dwpd, why, "leaving one of them out"
 
 
 class OffloadConfig(Section):
@@ -136,7 +157,23 @@ class OffloadConfig(Section):
     on_full: Literal["keep", "raise"] = "keep"
     """When every tier is full: keep the tensor on its device with one warning, or raise."""
 
+    verify: Literal["off", "sample", "all"] = "sample"
+    """Compare a checksum of all bytes of a stored tensor when it comes back, so that a drive that returns wrong data is an error
+    that names tensor and directory: of no tensor, of one in 16, or of all (which costs the I/O threads about 0.1 s of CPU time
+    per GB each way)."""
+
+    prove_steps: Annotated[int, Field(ge=0)] = 0
+    """In so many first steps keep a copy of every saved tensor in host memory, and compare what backward gets with it, to the
+    bit: an error names the first tensor that differs, and its module (docs/policy.md). Takes host memory for all that is saved
+    between forward and backward."""
+
+    endurance: EnduranceConfig | None = None
+    """The wear of the drives. Without this section it is only reported."""
+
     def conflicts(self) -> Iterator[Conflict]:
+        if self.prove_steps and self.codec not in (None, "lossless"):
+            why = f'compares bits, but codec "{self.codec}" changes them'
+            yield "prove_steps", self.prove_steps, why, 'leaving it out, or "codec": "lossless"'
         if not self.directories and not self.host:
             why = "leaves no place to offload to, because host is 0"
             yield "directories", list(self.directories), why, "at least one directory, or host above 0"

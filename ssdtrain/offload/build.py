@@ -20,6 +20,9 @@ from ssdtrain.storage import Faults, SpillStore, check_host_budget
 
 __all__ = ["build_engine"]
 
+SAMPLED = 16
+"""`offload.verify: "sample"`: one of so many stores has a checksum of all its bytes."""
+
 
 def build_engine(
     offload: OffloadConfig,
@@ -77,6 +80,7 @@ def build_engine(
         raise_when_full=offload.on_full == "raise",
         staged=staged,
         timeline=timeline,
+        verified={"off": 0, "sample": SAMPLED, "all": 1}[offload.verify],
         codec=offload.codec,
         rank=rank,
     )

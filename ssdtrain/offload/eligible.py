@@ -52,7 +52,7 @@ class Eligibility:
         self.device = device if device.type == "cuda" else torch.device(device.type)
         self.moves_foreign_memory = False
         """Move also what lies in memory that torch did not allocate: for an allocator of tests."""
-        self._modules: list[nn.Module] = []
+        self.modules: list[nn.Module] = []
         self._fixed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._parameter_predicates: list[Callable[[torch.Tensor], bool]] = []
         self._exclusions: list[Callable[[torch.Tensor], bool]] = []
@@ -61,7 +61,7 @@ class Eligibility:
 
     def register(self, module: nn.Module) -> None:
         """Keep the parameters and buffers of `module`, wherever their storages move: `refresh` looks again."""
-        self._modules.append(module)
+        self.modules.append(module)
         self.refresh()
 
     def add_parameter_predicate(self, predicate: Callable[[torch.Tensor], bool]) -> None:
@@ -97,7 +97,7 @@ class Eligibility:
         self._fixed = fixed
 
     def _tensors(self) -> Iterable[torch.Tensor]:
-        for module in self._modules:
+        for module in self.modules:
             # By the class: a wrapper may have an attribute of that name (a list, for example).
             yield from nn.Module.parameters(module)
             yield from nn.Module.buffers(module)

@@ -23,8 +23,9 @@ from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.mover import Mover, wait_quietly
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.policy import KEEP, Action, ForwardProfile, OffloadPolicy, SavedTensorInfo
+from ssdtrain.offload.policy import STAY, Action, ForwardProfile, OffloadPolicy, SavedTensorInfo
 from ssdtrain.offload.prefetch import Prefetcher
+from ssdtrain.offload.proof import Prover
 from ssdtrain.offload.region import Handle, Kept, Region, Releases, modified
 from ssdtrain.offload.restore import Restorer
 from ssdtrain.offload.sharing import Extent, Regions
@@ -86,9 +87,10 @@ class OffloadEngine:
             self.metrics,
             in_flight_limit=options.in_flight,
             raise_when_full=options.raise_when_full,
+            verified=options.verified,
         )
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
-        self._restorer = Restorer(self.mover, self.prefetcher)
+        self._restorer = Restorer(self.mover, self.prefetcher, self.eligible.modules)
         self._regions = Regions()
         self._released = Releases()
         self._lock = make_signal_safe_lock()
@@ -96,6 +98,7 @@ class OffloadEngine:
             self.mover, self.metrics, self.meter, self.buffers if staged else None, device, options
         )
         self._closed = False
+        self.prover: Prover | None = None  # `offload.prove_steps`
         self.recorder: PassRecorder | None = None
         """Told when hooks begin and end, while it is active."""
         self.forked = False
@@ -135,6 +138,8 @@ class OffloadEngine:
         if postponed:
             for region in postponed:
                 self._starter.wait(region, self._lock)
+        if self.prover is not None and isinstance(held, Handle):
+            held.proof = self.prover.saved(tape.unproven, tensor)
         if began is not None and self.recorder is not None:
             self.recorder.packed(tape, began, self.device.timestamp())
         return held
@@ -155,7 +160,8 @@ class OffloadEngine:
             return self._handle(region, tensor, extent)
         region = self._regions.make(tensor, storage, extent, tape, self._released)
         try:
-            action = KEEP if tape.keep else self._decide(tape, tensor, region)
+            action = STAY if tape.keep else self._decide(tape, tensor, region)
+            region.stays = action.stays
             if action.offload:
                 codec = self.coding.choose(tensor, extent, region, action.codec)
                 self.mover.plan(region, codec, action.tier)
@@ -178,17 +184,8 @@ class OffloadEngine:
         modules = self.modules.stack
         if modules:
             region.module = modules[-1].name
-        return self.policy.decide(
-            SavedTensorInfo(
-                tape.chunk,
-                tape.microbatch,
-                len(tape.regions),
-                tape.nbytes,
-                region.nbytes,
-                tensor.dtype,
-                modules,
-            )
-        )
+        place = tape.chunk, tape.microbatch, len(tape.regions), tape.nbytes
+        return self.policy.decide(SavedTensorInfo(*place, region.nbytes, tensor.dtype, modules))
 
     def _must_stay(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         # What is saved while a backward runs (recomputation, double backward) is needed at once.
@@ -275,6 +272,8 @@ class OffloadEngine:
         """The forward of `tape` is over; not `complete`: by an exception, and its size says nothing of the next."""
         if self.forked:
             return
+        if self.prover is not None:
+            self.prover.copy(tape.unproven)
         with self._lock:
             # What the drive has finished is not noted: if backward comes next, it is still in memory.
             self._drain_released()

@@ -9,20 +9,33 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
-from ssdtrain.config import OffloadConfig
+from ssdtrain.config import EnduranceConfig, OffloadConfig
 from ssdtrain.device import warn_of_untested_torch
 from ssdtrain.features import FIRST_STEPS, Feature, Forward, Microbatch, Placement, Step
 from ssdtrain.offload.build import build_engine
 from ssdtrain.offload.hooks import SavedTensorRecorder
 from ssdtrain.offload.policy import OffloadPolicy
+from ssdtrain.offload.proof import Prover
 from ssdtrain.offload.tape import Tape
-from ssdtrain.storage import Endurance, EnduranceMetrics, Faults, defer_signals
+from ssdtrain.storage import Endurance, EnduranceMetrics, Faults, Rating, defer_signals
 from ssdtrain.telemetry.registry import MetricSet
 from ssdtrain.telemetry.text import size_text
 
 __all__ = ["ActivationOffload"]
 
 logger = logging.getLogger("ssdtrain")
+
+WEAR_PERIOD = 1000
+"""Steps between two looks at how fast the drives wear, after that at the first steps."""
+
+WEAR_SLACK = 1.05
+"""Of the rate that they bear."""
+
+
+def _rating(config: EnduranceConfig | None) -> Rating | None:
+    if config is None:
+        return None
+    return Rating(config.dwpd or 1.0, config.tbw, config.years)
 
 
 class ActivationOffload(Feature):
@@ -68,14 +81,17 @@ class ActivationOffload(Feature):
         # A graph may outlive the runtime, and needs the engine (through its hooks) as long as it lives. The store goes with
         # the engine, and at interpreter exit.
         self._close_store = weakref.finalize(self.engine, self.store.close)
+        if offload.prove_steps:
+            self.engine.prover = Prover(self.engine.device)
         self._config = offload
         self._place = place
         first = place.rank - place.local_rank
         others = [r for r in range(place.local_world_size) if r != place.local_rank]
-        self._endurance = Endurance(
-            directories, [offload.expand(rank=first + r, local_rank=r) for r in others]
-        )
+        shared = [offload.expand(rank=first + r, local_rank=r) for r in others]
+        self.endurance = Endurance(directories, shared, _rating(offload.endurance))
+        """Of the drives; limits what "auto" offloads where the config has `offload.endurance`."""
         self._seconds = 0.0
+        self._worn: tuple[dict[str, int], float] = {}, 0.0  # at the last look at it: bytes written, seconds
         self._steps = 0
         self._tapes: dict[tuple[int, int], weakref.ref[Tape]] = {}
         self._only_keeps: bool | None = None  # every forward so far was asked to keep; None: there was none
@@ -85,7 +101,7 @@ class ActivationOffload(Feature):
     def attach(self, model: nn.Module) -> None:
         """The parameters and buffers of `model` never move."""
         self.engine.eligible.register(model)
-        if self.engine.policy.needs_modules:
+        if self.engine.policy.needs_modules or self.engine.prover is not None:
             self.engine.modules.watch(model)
 
     def detach(self) -> None:
@@ -135,6 +151,52 @@ class ActivationOffload(Feature):
         self.engine.drain()
         if self._steps == FIRST_STEPS:
             self._warn_if_inactive()
+        if self._config.endurance is not None and (
+            self._steps == FIRST_STEPS or self._steps % WEAR_PERIOD == 0
+        ):
+            self._warn_of_wear()
+        if self._steps == self._config.prove_steps:
+            self._report_proof()
+
+    def _warn_of_wear(self) -> None:
+        """Since the last time: with "auto" from its second plan on, which is when the amount has settled."""
+        written = {drive.path: drive.bytes_written for drive in self.store.metrics.drives}
+        before, seconds_before = self._worn
+        self._worn = written, self._seconds
+        if self._config.amount.kind == "auto" and self._steps == FIRST_STEPS:
+            return  # everything is offloaded until there is a plan
+        seconds = self._seconds - seconds_before
+        recent = {path: nbytes - before.get(path, 0) for path, nbytes in written.items()}
+        allowed = self.endurance.allowed_rate(recent)
+        if (
+            allowed is None
+            or seconds <= 0
+            or (rate := sum(recent.values()) / seconds) <= WEAR_SLACK * allowed
+        ):
+            return
+        remedy = f'lower offload.amount to {allowed / rate:.1%} of what it is, or use "auto"'
+        logger.warning(
+            "offload.endurance: %s/s are written to %s, which wears out in %.2g years at this rate; it should live %g years, "
+            "with at most %s/s: %s",
+            size_text(rate),
+            ", ".join(self.endurance.devices),
+            self.endurance.years * allowed / rate,
+            self.endurance.years,
+            size_text(allowed),
+            remedy,
+        )
+
+    def _report_proof(self) -> None:
+        prover, self.engine.prover = self.engine.prover, None
+        if prover is not None:
+            totals = prover.totals
+            logger.info(
+                "offload.prove_steps: in the first %d steps %d saved tensors (%s) came back from a tier or a buffer, each as it "
+                "was saved, to the bit",
+                self._steps,
+                totals.tensors,
+                size_text(totals.nbytes),
+            )
 
     def _warn_if_inactive(self) -> None:
         found = self.engine.snapshot()
@@ -161,7 +223,7 @@ class ActivationOffload(Feature):
     def metrics(self) -> list[tuple[str, MetricSet]]:
         store = self.store.metrics
         written = {drive.path: drive.bytes_written for drive in store.drives}
-        life = EnduranceMetrics(self._endurance.life(written, self._seconds))
+        life = EnduranceMetrics(self.endurance.life(written, self._seconds))
         return [("", self.engine.snapshot()), ("", store), ("", life)]
 
     def reset_peak(self) -> None:

@@ -90,6 +90,8 @@ class Loads:
         transfer.operation = transfer.lease = None
         transfer.state = State.LOADED
         self.metrics.loaded_bytes += region.nbytes
+        if transfer.verify:
+            self.metrics.verified_bytes += region.nbytes
 
     def hand_out(self, region: Region) -> None:
         """Backward gets the region now: what it does is ordered after the load."""

@@ -37,6 +37,8 @@ class OffloadMetrics(MetricSet):
     """Bytes handed back from memory while their store was still in flight."""
     loaded_bytes: int = counter(Unit.BYTES)
     """Bytes read back."""
+    verified_bytes: int = counter(Unit.BYTES)
+    """Of these, bytes whose checksum was compared with that of what was written."""
     evicted_bytes: int = counter(Unit.BYTES)
     """Bytes prefetched and dropped again to make room."""
     outside_bytes: int = counter(Unit.BYTES)

@@ -33,6 +33,7 @@ from ssdtrain.storage import (
     StoreClosed,
     StoreFull,
 )
+from ssdtrain.storage.faults import mix
 
 __all__ = ["Mover", "wait_quietly"]
 
@@ -56,6 +57,7 @@ class Mover:
         metrics: counters to keep.
         in_flight_limit: bytes of stores in flight, see `admits`.
         raise_when_full: raise `StoreFull` when no tier has room, instead of keeping the region in memory.
+        verified: of so many stores one has a checksum of all its bytes, which is compared when they come back; 0: none has.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Mover:
         *,
         in_flight_limit: int,
         raise_when_full: bool = False,
+        verified: int = 0,
     ) -> None:
         self.store = store
         self.transfer = transfer
@@ -77,6 +80,8 @@ class Mover:
         self._deferred = 0  # bytes of stores queued since the pool was woken
         self._in_flight_limit = in_flight_limit
         self._raise_when_full = raise_when_full
+        self._verified = verified
+        self._begun = 0  # stores
         self._stores: deque[Region] = deque()  # in the order in which they began
         self._warned_full = False
 
@@ -105,6 +110,9 @@ class Mover:
         except StoreFull as error:
             self._keep_for_want_of_room(region, error)
             return True
+        self._begun += 1
+        # Spread over the regions of a tape, however many there are.
+        transfer.verify = bool(self._verified) and mix(self._begun) % self._verified == 0
         defer = self._deferred + region.nbytes <= self.batch_bytes
         write = self.transfer.begin_store(region, defer=defer)
         if write is None:

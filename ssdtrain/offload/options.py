@@ -26,6 +26,7 @@ class EngineOptions:
     raise_when_full: bool = False
     staged: bool | None = None  # None: staged through pinned buffers on a GPU, in place on the CPU
     timeline: bool = False
+    verified: int = 0  # one of so many stores has a checksum of all its bytes; 0: none
     codec: str | None = None  # of floating-point tensors on their way to a tier
     rank: int = 0
     clock: Callable[[], float] = time.monotonic  # by which waits of the host are measured

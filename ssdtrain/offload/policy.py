@@ -28,6 +28,7 @@ from ssdtrain.profile.modules import Running, matches
 __all__ = [
     "KEEP",
     "OFFLOAD",
+    "STAY",
     "Action",
     "AmountPolicy",
     "ForwardProfile",
@@ -68,9 +69,12 @@ class Action(NamedTuple):
     """By which it is encoded; None: as the config says."""
     tier: Literal["host", "ssd"] | None = None
     """Where it goes; None: to the first tier that has room."""
+    stays: bool = False
+    """Not to offload it is no decision about how much: a plan counts it as memory that no plan frees."""
 
 
 KEEP = Action(False)
+STAY = Action(False, stays=True)
 OFFLOAD = Action(True)
 
 
@@ -162,7 +166,7 @@ class ModuleFilter:
         if selected is None:
             included = not self.include or matches(stack, self.include)
             selected = self._known[stack] = included and not matches(stack, self.exclude)
-        return self.policy.decide(saved) if selected else KEEP
+        return self.policy.decide(saved) if selected else STAY
 
     def observe(self, forward: ForwardProfile) -> None:
         self.policy.observe(forward)

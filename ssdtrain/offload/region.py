@@ -14,6 +14,7 @@ from ssdtrain.offload.transfer_state import TransferState
 
 if TYPE_CHECKING:
     from ssdtrain.offload.meter import Seen
+    from ssdtrain.offload.proof import Proof
     from ssdtrain.offload.tape import Tape
 
 __all__ = [
@@ -75,6 +76,7 @@ class Region:
         "seen",
         "shared",
         "start",
+        "stays",
         "stream",
         "tape",
         "tensor",
@@ -106,6 +108,7 @@ class Region:
         # Where a thin view lies in its storage, whose bytes are copied together.
         self.origin: Geometry | None = None
         self.packed: tuple[int, ...] | None = None  # shape of that copy, when it was made
+        self.stays = False  # whatever a plan says: it is filtered out, or all of its tape stays
         self.handles = 0  # handles alive
         self.shared = False  # there was ever more than one
         self.pending_unpacks = 0  # handles alive that were never unpacked
@@ -199,11 +202,12 @@ def _nothing(device: torch.device) -> torch.Tensor:
 class Handle:
     """What the pack hook returns for a tensor that may move. Its life is autograd's own reference; see `Releases`."""
 
-    __slots__ = ("__weakref__", "_ref", "geometry", "region")
+    __slots__ = ("__weakref__", "_ref", "geometry", "proof", "region")
 
     def __init__(self, region: Region, geometry: Geometry) -> None:
         self.region = region
         self.geometry = geometry
+        self.proof: Proof | None = None  # what backward gets is compared with
         self._ref = region.releases.watch(self, region)
 
     @property

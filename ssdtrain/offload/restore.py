@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
+from torch import nn
 
 from ssdtrain.offload.mover import Mover
+from ssdtrain.offload.origin import origin_text
 from ssdtrain.offload.prefetch import Prefetcher
 from ssdtrain.offload.region import Handle, after_close, modified
 from ssdtrain.offload.transfer_state import State
+from ssdtrain.storage import CorruptedData
 
 __all__ = ["Restorer"]
 
@@ -18,13 +24,15 @@ class Restorer:
     Args:
         mover: moves the regions.
         prefetcher: knows how large the arena has to be.
+        models: by which errors name where a tensor was saved.
     """
 
-    def __init__(self, mover: Mover, prefetcher: Prefetcher) -> None:
+    def __init__(self, mover: Mover, prefetcher: Prefetcher, models: Sequence[nn.Module]) -> None:
         self.closed = False
         """What is in a tier does not come back any more."""
         self._mover = mover
         self._prefetcher = prefetcher
+        self._models = models
 
     def restore(self, handle: Handle) -> torch.Tensor | None:
         """The saved tensor if its bytes are in memory; else None, with their load under way, or waiting for a buffer.
@@ -32,7 +40,22 @@ class Restorer:
         Raises:
             RuntimeError: it was modified in place since, or is in a tier after `closed`.
             IOFailure: it could not be read back.
+            ProofFailed: it is not what was saved, where that is compared (`offload.prove_steps`).
         """
+        region = handle.region
+        try:
+            tensor = self._restore(handle)
+        except CorruptedData as error:
+            striped = region.transfer.slot is not None and self._mover.store.directories(region.transfer.slot)
+            parts = f", in {', '.join(map(str, striped))}" if striped and len(striped) > 1 else ""
+            error.subject = origin_text(region, self._models) + parts
+            raise
+        proof = handle.proof
+        if tensor is not None and proof is not None and tensor.untyped_storage().data_ptr() != region.pointer:
+            proof.check(tensor, partial(origin_text, region, self._models))
+        return tensor
+
+    def _restore(self, handle: Handle) -> torch.Tensor | None:
         region = handle.region
         transfer, mover = region.transfer, self._mover
         if transfer.state is State.STORED:
@@ -54,7 +77,7 @@ class Restorer:
                 raise modified(dtype, size, loaded._version, transfer.loaded_version)
             if transfer.state is State.LOADED:
                 mover.loads.let_go(region)
-                return self.restore(handle)
+                return self._restore(handle)
             if transfer.state is State.STORING:
                 mover.loads.let_go(
                     region

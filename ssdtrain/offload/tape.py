@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ssdtrain.offload.region import Region
+
+if TYPE_CHECKING:
+    from ssdtrain.offload.proof import Proof
 
 __all__ = ["Tape"]
 
@@ -30,6 +33,7 @@ class Tape:
         "pass_number",
         "regions",
         "stream",
+        "unproven",
         "unstored",
     )
 
@@ -44,6 +48,7 @@ class Tape:
         self.regions: list[Region | None] = []
         # See Note: [After the operator]
         self.unstored: list[Region] = []  # saved, and to be stored when their operator has ended
+        self.unproven: list[tuple[int, Any, Proof]] = []  # see `Prover.saved`
         self.operator = -1  # sequence number of that operator
         self.stream: Any | None = None  # of the device, on which it runs
 

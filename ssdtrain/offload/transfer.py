@@ -144,7 +144,9 @@ class DirectTransfer:
         slot = region.transfer.slot
         assert slot is not None
         address = _address(region)
-        return Write(self.store.write(slot, address, defer=defer), address % ALIGNMENT)
+        return Write(
+            self.store.write(slot, address, defer=defer, verify=region.transfer.verify), address % ALIGNMENT
+        )
 
     def depart(self, region: Region) -> None:
         raise AssertionError("the pool reads the tensor itself, or it was emptied when it was encoded")
@@ -155,7 +157,9 @@ class DirectTransfer:
     def rewrite(self, region: Region) -> Operation:
         slot, operation = region.transfer.slot, region.transfer.operation
         assert slot is not None and operation is not None
-        return self.store.write(slot, _address(region), checksum=operation.checksum)
+        return self.store.write(
+            slot, _address(region), checksum=operation.checksum, verify=region.transfer.verify
+        )
 
     def recall(self, region: Region) -> Arrival | None:
         payload = region.transfer.payload
@@ -256,9 +260,10 @@ class StagedTransfer:
         return Write(self._write(region, lease, event), lease=lease, event=event)
 
     def _write(self, region: Region, lease: Lease, event: Event | None) -> Operation:
-        assert region.transfer.slot is not None
         handle = self.device.event_handle(event)
-        return self.store.write(region.transfer.slot, lease.address, after_event=handle)
+        transfer = region.transfer
+        assert transfer.slot is not None
+        return self.store.write(transfer.slot, lease.address, after_event=handle, verify=transfer.verify)
 
     def depart(self, region: Region) -> None:
         event = region.transfer.event

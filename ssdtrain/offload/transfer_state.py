@@ -93,6 +93,7 @@ class TransferState:
         "stored_bytes",
         "target",
         "tier",
+        "verify",
     )
 
     def __init__(self, nbytes: int) -> None:
@@ -100,6 +101,7 @@ class TransferState:
         self.codec: Codec | None = None  # encodes it on the way to a tier
         self.tier: str | None = None  # that the policy wants it in
         self.stored_bytes = nbytes  # in the tier
+        self.verify = False  # all its bytes are compared, by a checksum, when they come back
         self.page_offset = 0
         self.slot: Slot | None = None
         self.operation: Operation | None = None

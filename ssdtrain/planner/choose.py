@@ -1,10 +1,15 @@
-"""Which blocks to offload, by the cost model: as many as transfers can be hidden for, at the lowest peak."""
+"""Which blocks to offload, by the cost model: as many as transfers can be hidden for, at the lowest peak.
+
+Few blocks are all tried (`ssdtrain.planner.search`). Of many, which is the rule, each is small: there the choice by one pass
+over them is as good, and takes a tenth of a second."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ssdtrain.planner.plans import Limits, NoPlan, Objective, Problem
+from ssdtrain.planner.search import search
 from ssdtrain.planner.step import KEEP, Block, Choice, Machine, Pass, StepTimeline
 from ssdtrain.planner.timeline import simulate
 
@@ -15,6 +20,10 @@ SLACK = 0.01
 
 RELAXED = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, 10.0)
 """The slacks that are tried in turn where a budget of device memory asks for more than can be hidden."""
+
+
+BLOCK_PASSES = 60_000
+"""Of all choices together, where they are all tried: some tenths of a second."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +42,66 @@ def choose_offloads(
     *,
     slack: float = SLACK,
     device_budget: int | None = None,
+    endurance: float | None = None,
 ) -> Chosen:
     """Offload blocks to the machine's first tier.
 
-    Blocks are tried in forward order, since what is saved first has the most time: each is offloaded if the
-    step then takes at most 1 + `slack` of keeping everything. So where a tier is slower than the model saves,
-    the offloaded blocks spread over forward at the pace of the tier. After that those whose offload does not
-    lower the peak stay after all, the last first.
+    Few blocks are tried in every combination. Of many, each is tried in forward order, since what is saved first has the most
+    time: it is offloaded if the step then takes at most 1 + `slack` of keeping everything. So where a tier is slower than the
+    model saves, the offloaded blocks spread over forward at the pace of the tier. After that those whose offload does not lower
+    the peak stay after all, the last first.
 
     Args:
         device_budget: bytes that the peak should stay under, at the least slack that allows it; what is not
-        needed for it stays.
+            needed for it stays.
+        endurance: bytes per second that the tier should be written at most, of the time of the step; None: as fast as it can.
     """
     kept = simulate(chunks, [[KEEP] * len(blocks) for blocks in chunks], order, machine, steps=2)
-    found = _within(chunks, order, machine, kept, slack)
+    rate = machine.tiers[0].write if endurance is None else min(endurance, machine.tiers[0].write)
+    if _few(chunks, order):
+        tried = _tried(chunks, order, machine, kept, slack, device_budget, rate)
+        if tried is not None:
+            return tried
+    found = _within(chunks, order, machine, kept, slack, rate)
     if device_budget is not None:
         for relaxed in RELAXED:
             if found.predicted.peak_bytes <= device_budget:
                 break
             if relaxed > slack:
-                found = _within(chunks, order, machine, kept, relaxed)
+                found = _within(chunks, order, machine, kept, relaxed, rate)
     return _pruned(chunks, order, machine, found, device_budget)
+
+
+def _few(chunks: Sequence[Sequence[Block]], order: Sequence[Pass]) -> bool:
+    movable = sum(block.saved > 0 for blocks in chunks for block in blocks)
+    passes = 2 * sum(len(chunks[one.chunk]) for one in order if one.kind != "idle")
+    return movable <= 16 and 2**movable * passes <= BLOCK_PASSES
+
+
+def _tried(
+    chunks: Sequence[Sequence[Block]],
+    order: Sequence[Pass],
+    machine: Machine,
+    kept: StepTimeline,
+    slack: float,
+    device_budget: int | None,
+    rate: float,
+) -> Chosen | None:
+    """The best of all choices; None: none is within the budget."""
+    actions = {"keep": KEEP, "offload": Choice(machine.tiers[0].name)}
+    problem = Problem(chunks, order, machine, actions, steps=2)
+    if device_budget is None:
+        limits = Limits(seconds=kept.seconds * (1 + slack), written=rate * kept.seconds)
+        wanted = Objective(0, 1)
+    else:
+        limits, wanted = Limits(device=device_budget, written=rate * kept.seconds), Objective()
+    try:
+        [best, *_] = search(problem, limits, wanted, exact=1 << 16)
+    except NoPlan:
+        return None
+    flat = iter(best.actions)
+    choices = tuple(tuple(actions[next(flat)] for _ in blocks) for blocks in chunks)
+    return Chosen(choices, best.timeline, kept)
 
 
 def _within(
@@ -62,12 +110,13 @@ def _within(
     machine: Machine,
     kept: StepTimeline,
     slack: float,
+    rate: float,
 ) -> Chosen:
     away = Choice(machine.tiers[0].name)
     limit = kept.seconds * (1 + slack)
     everything = [[away if block.saved else KEEP for block in blocks] for blocks in chunks]
     best = simulate(chunks, everything, order, machine, steps=2)
-    if best.seconds <= limit and _sustained(best, machine):
+    if best.seconds <= limit and _sustained(best, rate):
         return Chosen(_fixed(everything), best, kept)
     best, choices = kept, [[KEEP] * len(blocks) for blocks in chunks]
     for number, blocks in enumerate(chunks):
@@ -76,17 +125,17 @@ def _within(
                 continue
             choices[number][index] = away
             tried = simulate(chunks, choices, order, machine, steps=2)
-            if tried.seconds <= limit and _sustained(tried, machine):
+            if tried.seconds <= limit and _sustained(tried, rate):
                 best = tried
             else:
                 choices[number][index] = KEEP
     return Chosen(_fixed(choices), best, kept)
 
 
-def _sustained(step: StepTimeline, machine: Machine) -> bool:
-    """The tier can write in the time of a step what it is given in one: else each step would begin with more to be written."""
-    stored = sum(times.stored for chunk in step.blocks for times in chunk)
-    return stored / machine.tiers[0].write <= step.seconds
+def _sustained(step: StepTimeline, rate: float) -> bool:
+    """The tier may be written in the time of a step what it is given in one: else each step would begin with more to be
+    written, or the drive would wear faster than its budget."""
+    return sum(step.written.values()) <= rate * step.seconds
 
 
 def _pruned(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ssdtrain.features import Feature, Step
 from ssdtrain.offload.engine import OffloadEngine
@@ -18,8 +18,10 @@ from ssdtrain.planner.choose import Chosen, choose_offloads
 from ssdtrain.planner.decisions import Outcome, decision_table
 from ssdtrain.planner.measured import Bandwidths, Profile, Rates
 from ssdtrain.planner.step import KEEP, Link, Machine, Tier
+from ssdtrain.planner.timeline import simulate
+from ssdtrain.planner.wear import WearLimit
 from ssdtrain.profile.passes import PassRecorder, StepRecord
-from ssdtrain.storage import SpillStore
+from ssdtrain.storage import Endurance, SpillStore
 from ssdtrain.telemetry.messages import report
 from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
 
@@ -73,6 +75,7 @@ class AdaptiveOffload(Feature):
         engine, store: see `ActivationOffload`.
         policy: the engine's.
         device_budget: bytes that activations should stay under; None: as low as transfers can be hidden.
+        endurance: of the drives, which are not to wear faster than it says; None: they are written as fast as they can.
         reports: log a table of what was decided.
     """
 
@@ -83,6 +86,7 @@ class AdaptiveOffload(Feature):
         policy: AdaptivePolicy,
         *,
         device_budget: int | None = None,
+        endurance: Endurance | None = None,
         reports: bool = False,
     ) -> None:
         self.chosen: Chosen | None = None
@@ -90,6 +94,7 @@ class AdaptiveOffload(Feature):
         self.metric = AdaptiveMetrics()
         self._engine, self._store, self._policy = engine, store, policy
         self._device_budget = device_budget
+        self._wear = WearLimit(endurance) if endurance is not None else None
         self._reports = reports
         self._recorder = engine.recorder = PassRecorder()
         self._recorder.active = True
@@ -109,6 +114,7 @@ class AdaptiveOffload(Feature):
         self._stall_seconds = 0.0
         self._margin = 1.0
         self._outcome_due = False
+        self._other: int | None = None
         self._link = engine.device.link_bandwidth()
 
     def on_step_end(self, step: Step) -> None:
@@ -116,7 +122,10 @@ class AdaptiveOffload(Feature):
         record = self._recorder.take()
         if record.order:
             self._records.append((self._steps, record))
-        latest = self._bandwidths.since(self._store.metrics)
+        store = self._store.metrics
+        latest = self._bandwidths.since(store)
+        if self._wear is not None:
+            self._wear.observe(store, self._engine.metrics.offloaded_bytes, step.seconds)
         self._rates = Rates(latest.write or self._rates.write, latest.read or self._rates.read)
         fresh = self._resolve()
         if not self._wanted:
@@ -159,6 +168,8 @@ class AdaptiveOffload(Feature):
         if self._stalled >= 2:
             self._margin *= MARGIN
             return self._want("transfers were waited for")
+        if self._wear is not None and self._wear.exceeded():
+            return self._want("the drives wore faster than their budget")
 
     def _note_stall(self, fresh: bool, step: Step) -> None:
         """What computation waited for: that of a device is known of steps that were recorded."""
@@ -193,17 +204,29 @@ class AdaptiveOffload(Feature):
         engine, options = self._engine, self._engine.options
         link = Link(*(self._margin * rate for rate in self._link)) if self._link is not None else None
         return Machine(
-            (Tier("tiers", self._margin * write, self._margin * read, depth=ALL_BEGUN),),
+            (Tier("ssd", self._margin * write, self._margin * read, depth=ALL_BEGUN),),
             link,
             options.in_flight,
             max(engine.prefetcher.limit, 1),
             max(engine.mover.departures.limit, 1),
+            engine.buffers.counted_bytes,
         )
 
     def _plan(self, profile: Profile) -> None:
-        self.chosen = found = choose_offloads(
-            profile.blocks, profile.order, self.machine(), device_budget=self._device_budget
+        machine = self.machine()
+        budget, rate = self._device_budget, self._wear.rate if self._wear is not None else None
+        other = self._other_bytes(profile)
+        found = choose_offloads(
+            profile.blocks,
+            profile.order,
+            machine,
+            device_budget=None if budget is None else max(0, budget - other),
+            endurance=rate,
         )
+        predicted = replace(found.predicted, peak_bytes=found.predicted.peak_bytes + other)
+        self.chosen = found = replace(found, predicted=predicted)
+        if self._wear is not None:
+            self._wear.planned(bound=rate is not None and rate < machine.tiers[0].write)
         self._planned_profile = profile
         plans = {}
         for chunk, spans, choices in zip(profile.chunks, profile.spans, found.choices, strict=True):
@@ -211,7 +234,7 @@ class AdaptiveOffload(Feature):
             for (begin, end), choice in zip(spans, choices, strict=True):
                 plan[begin:end] = [choice != KEEP] * (end - begin)
             plans[chunk] = plan
-        if self._offloads_nothing() and plans:
+        if self._offloads_nothing() and plans and self._wear is None:
             first = min(plans)
             plans[first][0] = True  # one region, by which a change of the bandwidth is seen
         same = all(self._policy.plans.get(chunk) == tuple(plan) for chunk, plan in plans.items())
@@ -221,6 +244,16 @@ class AdaptiveOffload(Feature):
         self._count(profile, found)
         logger.debug("planned at step %d: %s", self._steps, self._wanted)
         self._wanted = ""
+
+    def _other_bytes(self, profile: Profile) -> int:
+        """Of the activation peak, beside the blocks: what is saved in small tensors, or in storages larger than their regions."""
+        kept = simulate(
+            profile.blocks, [[KEEP] * len(one) for one in profile.blocks], profile.order, Machine()
+        )
+        found = max(0, self._engine.snapshot().unoffloaded_peak_bytes - kept.peak_bytes)
+        # The measured peak is that of the run so far: of a later plan it may be that of another shape.
+        self._other = found if self._other is None else min(found, self._other)
+        return self._other
 
     def _count(self, profile: Profile, found: Chosen) -> None:
         self.metric.plans += 1

@@ -81,7 +81,8 @@ def _blocks(tape: TapeTimes, most: int) -> tuple[list[Block], list[tuple[int, in
         if size >= share or position + 1 == len(tape.regions):
             regions = tape.regions[begin : position + 1]
             forward, backward = sum(one.forward for one in regions), sum(one.backward for one in regions)
-            blocks.append(Block(regions[0].name, forward, backward, size))
+            fixed = sum(one.nbytes for one in regions if one.stays)
+            blocks.append(Block(regions[0].name, forward, backward, size - fixed, fixed=fixed))
             spans.append((begin, position + 1))
             begin, size = position + 1, 0
     return blocks, spans

@@ -21,6 +21,7 @@ class Problem:
         machine: bandwidths, and capacities of the tiers.
         actions: by name, what may be done with a block. Must have "keep". Lossy ones are here only where the config allows them.
         fixed: blocks, by their number over all chunks, that are always kept.
+        steps: that are simulated; the last one is judged, which begins while transfers of those before are under way.
     """
 
     chunks: Sequence[Sequence[Block]]
@@ -28,6 +29,7 @@ class Problem:
     machine: Machine
     actions: Mapping[str, Choice]
     fixed: frozenset[int] = frozenset()
+    steps: int = 1
 
     @property
     def blocks(self) -> list[Block]:

@@ -74,7 +74,6 @@ class Server:
             self.read_free = self.write_free
         job.end = self.write_free + self.tier.latency
         job.served = True
-        self.written += job.nbytes
 
     def begin_read(self, nbytes: int, ready: float) -> float:
         """Read from `ready` on; returns the end."""

@@ -108,7 +108,8 @@ class _Search:
             for chunk in self.problem.chunks:
                 choices.append([self.problem.actions[name] for name in key[start : start + len(chunk)]])
                 start += len(chunk)
-            timeline = simulate(self.problem.chunks, choices, self.problem.order, self.problem.machine)
+            given = self.problem
+            timeline = simulate(given.chunks, choices, given.order, given.machine, steps=given.steps)
             known = self.plans[key] = Plan(key, timeline)
             if self.best is None or self.score(known) < self.score(self.best):
                 self.best = known

@@ -104,7 +104,8 @@ class Machine:
     """What transfers have to their disposal. See `ssdtrain.planner.timeline` for `in_flight`, `prefetch` and
     `window` (bytes).
 
-    `link` is None where tensors are stored from host memory without a copy (CPU).
+    `link` is None where tensors are stored from host memory without a copy (CPU). `buffers`: bytes of the arena that they come
+    back into, where it is of the memory that activations take; it is there all the time.
     """
 
     tiers: tuple[Tier, ...] = ()
@@ -112,6 +113,7 @@ class Machine:
     in_flight: int = 1 << 60
     prefetch: int = 1 << 60
     window: int = 1 << 60
+    buffers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

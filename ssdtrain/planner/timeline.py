@@ -47,6 +47,7 @@ class _Saved:
     job: Job | None = None
     server: Server | None = None
     departed: bool = False
+    pooled: bool = False  # it came back into the arena
 
 
 class _Simulation:
@@ -120,6 +121,7 @@ class _Simulation:
             job.ready = job.left = self.store_link_free
         server.enqueue(job)
         server.used += nbytes
+        server.written += nbytes
         server.peak = max(server.peak, server.used)
         self.stores.append((job, server, times))
         self.store_bytes += nbytes
@@ -183,7 +185,8 @@ class _Simulation:
             if choice.recompute:
                 self.run(block.recompute)
             self.run(block.backward)
-            self.hold(self.now, -(block.saved + block.fixed + block.backward_transient))
+            pooled = saved.nbytes if saved.pooled else 0
+            self.hold(self.now, pooled - (block.saved + block.fixed + block.backward_transient))
             if not self.machine.link:
                 self.depart()
 
@@ -197,6 +200,7 @@ class _Simulation:
         if not server.begun(job, issued):
             job.cancelled = True
             times.stored -= nbytes
+            server.written -= nbytes
         if link is None:
             self.depart()
             if not job.served or job.end > issued:
@@ -205,7 +209,9 @@ class _Simulation:
                     self.hold(job.end, nbytes)
                 return self.now
             ready = server.begin_read(nbytes, issued)
-            self.hold(issued, nbytes)
+            saved.pooled = self.machine.buffers > 0
+            if not saved.pooled:
+                self.hold(issued, nbytes)
             self.staged.hold(nbytes, max(ready, self.now))
             return ready
         if not saved.departed:
@@ -240,8 +246,6 @@ class _Simulation:
             live += change
             if live > peak:
                 peak, when = live, time
-        for server in self.servers.values():
-            server.serve(float("inf"))
         flat = [times for chunk in self.blocks for times in chunk]
         return StepTimeline(
             self.now - self.began,
@@ -249,7 +253,7 @@ class _Simulation:
             self.idle,
             sum(times.store_stall for times in flat),
             sum(times.load_stall for times in flat),
-            peak,
+            peak + self.machine.buffers,
             when,
             {name: server.written for name, server in self.servers.items()},
             {name: server.read for name, server in self.servers.items()},

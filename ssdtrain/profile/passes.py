@@ -40,6 +40,8 @@ class RegionTimes(NamedTuple):
     """Waited for stores in the hook that saved it."""
     load_stall: float
     """Waited in the hook that brought it back."""
+    stays: bool = False
+    """No plan may move it."""
 
 
 class TapeTimes(NamedTuple):
@@ -55,30 +57,31 @@ class TapeTimes(NamedTuple):
 class _Pass:
     def __init__(self, serial: int, chunk: int) -> None:
         self.serial, self.chunk = serial, chunk
-        # Regions and bytes of the tape so far, name of the latest region, begin and end of the hook.
-        self.hooks: list[tuple[int, int, str, _Timestamp, _Timestamp]] = []
+        # Regions and bytes of the tape so far, name of the latest region and whether it stays, begin and end of the hook.
+        self.hooks: list[tuple[int, int, str, bool, _Timestamp, _Timestamp]] = []
         self.uses: list[tuple[int, _Timestamp, _Timestamp]] = []
         self.began: _Timestamp | None = None
         self.ended: _Timestamp | None = None  # the end of its backward
 
     def times(self) -> TapeTimes:
         """Raises TypeError where the device has not come to its end: ask `StepRecord.passed` first."""
-        forward, nbytes, names, stored = self._forward()
+        forward, nbytes, names, stored, stays = self._forward()
         backward, loaded = self._backward(len(nbytes))
-        regions = zip(nbytes, names, forward, backward, stored, loaded, strict=True)
+        regions = zip(nbytes, names, forward, backward, stored, loaded, stays, strict=True)
         return TapeTimes(
             self.serial, self.chunk, tuple(RegionTimes(*one) for one in regions), bool(self.uses)
         )
 
-    def _forward(self) -> tuple[list[float], list[int], list[str], list[float]]:
+    def _forward(self) -> tuple[list[float], list[int], list[str], list[float], list[bool]]:
         seconds: list[float] = []
         nbytes: list[int] = []
         names: list[str] = []
+        staying: list[bool] = []
         stalls: list[float] = []
         before = _passed(self.began) if self.began is not None else None
         computed = waited = 0.0
         known = 0
-        for count, total, name, began, ended in self.hooks:
+        for count, total, name, stays, began, ended in self.hooks:
             if before is not None:
                 computed += max(0.0, _passed(began) - before)
             before = _passed(ended)
@@ -87,10 +90,11 @@ class _Pass:
                 seconds.append(computed)
                 nbytes.append(total - known)
                 names.append(name)
+                staying.append(stays)
                 stalls.append(waited)
                 computed = waited = 0.0
                 known = total
-        return seconds, nbytes, names, stalls
+        return seconds, nbytes, names, stalls, staying
 
     def _backward(self, count: int) -> tuple[list[float], list[float]]:
         seconds, stalls = [0.0] * count, [0.0] * count
@@ -153,7 +157,8 @@ class PassRecorder:
         if found is not None:
             region = tape.regions[-1] if tape.regions else None
             name = region.name if region is not None else ""
-            found.hooks.append((len(tape.regions), tape.nbytes, name, began, ended))
+            stays = region is not None and region.stays
+            found.hooks.append((len(tape.regions), tape.nbytes, name, stays, began, ended))
             self._step._last = ended
 
     def unpacked(self, tape: _Tape, index: int, began: _Timestamp, ended: _Timestamp) -> None:

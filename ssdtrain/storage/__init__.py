@@ -10,8 +10,9 @@ drive when the process ends.
 from ssdtrain.storage.arena import Arena, Lease
 from ssdtrain.storage.budget import HostBudget, check_host_budget
 from ssdtrain.storage.drive import Drive, SmartLog, drive_of
-from ssdtrain.storage.endurance import Endurance, projected_life, rated_bytes
+from ssdtrain.storage.endurance import Endurance, Rating, projected_life, rated_bytes
 from ssdtrain.storage.errors import (
+    CorruptedData,
     HostBudgetExceeded,
     IOCancelled,
     IOFailure,
@@ -35,6 +36,7 @@ from ssdtrain.storage.store import SpillStore
 __all__ = [
     "ALIGNMENT",
     "Arena",
+    "CorruptedData",
     "Drive",
     "Endurance",
     "EnduranceMetrics",
@@ -46,6 +48,7 @@ __all__ = [
     "Lease",
     "Operation",
     "Pool",
+    "Rating",
     "SignalSafeLock",
     "Slot",
     "SmartLog",

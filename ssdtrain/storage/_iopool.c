@@ -165,6 +165,12 @@ static PyObject *operation_checksum(PyObject *self, void *unused) {
     return PyLong_FromUnsignedLongLong(((OperationObject *)self)->op->checksum);
 }
 
+static PyObject *operation_digest(PyObject *self, void *unused) {
+    (void)unused;
+    Operation *op = ((OperationObject *)self)->op;
+    return PyLong_FromUnsignedLongLong(op->digesting && atomic_load(&op->finished) ? atomic_load(&op->digest) : 0);
+}
+
 static PyMemberDef operation_members[] = {
     {"nbytes", T_PYSSIZET, offsetof(OperationObject, nbytes), READONLY, "Size, bytes."},
     {NULL, 0, 0, 0, NULL},
@@ -173,6 +179,7 @@ static PyMemberDef operation_members[] = {
 static PyGetSetDef operation_properties[] = {
     {"seconds", operation_seconds, NULL, "Time from its first piece's beginning to its last one's end, once done.", NULL},
     {"checksum", operation_checksum, NULL, "Sample of the bytes that a write was given; 0: none was taken.", NULL},
+    {"digest", operation_digest, NULL, "Checksum of all bytes, once done; 0: none was taken.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -257,13 +264,14 @@ static Operation *make_operation(int64_t pieces) {
 static PyObject *pool_submit(PyObject *self, PyObject *args) {
     PoolObject *p = (PoolObject *)self;
     int kind, defer = 0;
-    unsigned long long address, event = 0, checksum = 0;
+    unsigned long long address, event = 0, checksum = 0, digest = 0;
     long long nbytes, page_offset;
     PyObject *tuple;
     Extent *extents;
     Py_ssize_t count;
     if (check_generation(p->generation, "this I/O pool")) return NULL;
-    if (!PyArg_ParseTuple(args, "iKLLO|KpK:submit", &kind, &address, &nbytes, &page_offset, &tuple, &event, &defer, &checksum)) return NULL;
+    if (!PyArg_ParseTuple(args, "iKLLO|KpKK:submit", &kind, &address, &nbytes, &page_offset, &tuple, &event, &defer, &checksum, &digest))
+        return NULL;
     if (kind < WRITE || kind > COPY_OUT || nbytes < 0 || page_offset < 0 || page_offset >= ALIGNMENT)
         return PyErr_Format(PyExc_ValueError, "cannot submit kind %d, %lld bytes, page_offset %lld", kind, nbytes, page_offset);
     if (event && !p->pool->event_query) {
@@ -296,6 +304,8 @@ static PyObject *pool_submit(PyObject *self, PyObject *args) {
     op->event = event;
     /* Behind an event the bytes are not there yet. */
     op->checksum = checksum || (kind & 1) || event || !nbytes ? checksum : sample(address, (uint64_t)nbytes);
+    op->digesting = digest != 0;
+    op->expected = digest;
     o->op = op;
     o->nbytes = (Py_ssize_t)nbytes;
     o->generation = generation;

@@ -212,7 +212,7 @@ static PyObject *pool_engine(PyObject *self, void *unused) {
 
 static PyMethodDef pool_methods[] = {
     {"submit", pool_submit, METH_VARARGS,
-     "submit(kind, address, nbytes, page_offset, extents, event=0, defer=False, checksum=0): queue one operation; extents is a flat tuple."},
+     "submit(kind, address, nbytes, page_offset, extents, event=0, defer=False, checksum=0, digest=0): queue one operation; extents is a flat tuple."},
     {"hold", (PyCFunction)(void (*)(void))pool_hold, METH_VARARGS | METH_KEYWORDS,
      "hold(*, begun=False, writes=True, reads=True): tests: let no operation begin (with begun: transfer)."},
     {"release", pool_release, METH_NOARGS, "Undo every hold."},

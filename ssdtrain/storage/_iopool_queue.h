@@ -172,8 +172,11 @@ static void run(Worker *w, Operation *op, Piece *piece) {
     if (!queue->active[direction]++) queue->since[direction] = begun;
     pthread_mutex_unlock(&queue->lock);
     if (!op->failed) {
-        moved = !transfer_piece(w->pool->faults, op, piece, queue->fd, queue->direct, w->bounce, &failure);
+        int code = op->digesting && !direction ? digest_piece(op, piece, w->bounce) : 0;
+        if (code) failure = (Failure){code, ERRNO, piece->offset};
+        else moved = !transfer_piece(w->pool->faults, op, piece, queue->fd, queue->direct, w->bounce, &failure);
         if (!moved) fail(op, piece, failure);
+        else if (op->digesting && direction) digest_piece(op, piece, w->bounce);
     }
     pthread_mutex_lock(&queue->lock);
     if (moved) queue->bytes[direction] += piece->end - (piece->start > op->page_offset ? piece->start : op->page_offset);
@@ -181,8 +184,13 @@ static void run(Worker *w, Operation *op, Piece *piece) {
     pthread_mutex_unlock(&queue->lock);
 }
 
-/* A read that did not bring what the write was given has failed: the memory had changed before a worker read it, or the drive errs. */
+/* A read that did not bring what the write was given has failed: the drive errs where the digest differs, which was made at the time
+ * of the write; else the memory had changed before a worker read it. */
 static void verify(Operation *op) {
+    if (op->digesting && !op->failed) {
+        if (!op->digest) op->digest = 1;
+        if ((op->kind & 1) && op->digest != op->expected) return fail(op, &op->piece[0], (Failure){EIO, CORRUPTED, op->piece[0].offset});
+    }
     if (!(op->kind & 1) || !op->checksum || op->failed || sample(op->address, op->nbytes) == op->checksum) return;
     fail(op, &op->piece[0], (Failure){EIO, CHANGED, op->piece[0].offset});
 }

@@ -16,9 +16,10 @@
 #define ALIGNMENT 4096
 #define SECTOR 512 /* what O_DIRECT may stop at */
 #define BOUNCE (1 << 20) /* bytes of a worker's bounce buffer, for reads into a differently aligned address */
+#define DIGESTED (64 << 10) /* bytes of it that a digest takes at a time */
 
 enum { WRITE, READ, COPY_IN, COPY_OUT };
-enum { ERRNO, END_OF_FILE, NOTHING_WRITTEN, EVENT, CHANGED };
+enum { ERRNO, END_OF_FILE, NOTHING_WRITTEN, EVENT, CHANGED, CORRUPTED };
 enum { QUEUED, RUNNING, CANCELLED };
 
 struct Operation;
@@ -39,6 +40,9 @@ typedef struct Operation {
     int kind, pieces;
     uint64_t address, nbytes, page_offset, event;
     uint64_t checksum; /* sample of the bytes when the write was submitted; 0: none was taken */
+    int digesting;
+    uint64_t expected;     /* of a read: the digest of the write */
+    atomic_ullong digest;  /* of all bytes, from the pieces that workers have done; never 0 once it is complete */
     struct Operation *next; /* in the list of those that wait for an event */
     int64_t serial;
     int code, detail, error_queue; /* the first failure, under `lock` */
@@ -159,6 +163,37 @@ static int read_elsewhere(const Faults *f, const Operation *op, const Piece *p, 
         if (transfer(f, op, p->index, fd, &vector, 1, p->offset + (int64_t)(at - p->start), ALIGNMENT, failure)) return -1;
         memcpy(origin + from, bounce + (from - at), end - from);
     }
+    return 0;
+}
+
+/* Add the bytes of a piece to the digest of its operation: what is about to be written, or what was read. 0, or an errno. The sum
+ * over words and the sum of these sums find any changed bit and any words that changed places; pieces end in any order. */
+static int digest_piece(Operation *op, const Piece *p, char *bounce) {
+    uint64_t start = p->start > op->page_offset ? p->start : op->page_offset, sum = 0, sums = 0;
+    uint64_t from = op->address + start - op->page_offset, left = p->end - start;
+    while (left) {
+        uint64_t count = left < DIGESTED ? left : DIGESTED, whole = count / 8, word;
+        const char *bytes = (const char *)(uintptr_t)from;
+        if (!(op->kind & 1)) {
+            int code = copy_checked(bounce, from, count);
+            if (code) return code;
+            bytes = bounce;
+        }
+        for (uint64_t i = 0; i < whole; i++) {
+            memcpy(&word, bytes + 8 * i, 8);
+            sum += word;
+            sums += sum;
+        }
+        if (count % 8) {
+            word = 0;
+            memcpy(&word, bytes + 8 * whole, count % 8);
+            sum += word;
+            sums += sum;
+        }
+        from += count;
+        left -= count;
+    }
+    atomic_fetch_add(&op->digest, mix(mix(sum ^ mix(start + 1)) ^ sums));
     return 0;
 }
 

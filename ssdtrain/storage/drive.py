@@ -5,7 +5,7 @@ import fcntl
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,8 @@ class Drive:
     """Bytes of the disk; of the file system where there is no disk."""
     rotational: bool
     """As reported by the kernel; some virtual SSDs report True."""
+    disks: tuple[str, ...] = ()
+    """The disks that `device` consists of (md, dm); of a disk itself its name."""
 
     def free_bytes(self) -> int:
         figures = os.statvfs(self.directory)
@@ -43,8 +45,12 @@ class Drive:
         return int(path.read_text().split()[6]) * SECTOR
 
     def smart(self) -> "SmartLog | None":
-        """The drive's SMART log; None if it is not an NVMe drive or this user may not read it."""
-        return read_smart(Path("/dev") / self.device) if self.device.startswith("nvme") else None
+        """The SMART log of the drive, of several disks that of the most worn; None if there is no NVMe drive, or this user may
+        not read it."""
+        logs = [read_smart(Path("/dev") / disk) for disk in self.disks if disk.startswith("nvme")]
+        return max(
+            (log for log in logs if log is not None), key=lambda log: log.percentage_used, default=None
+        )
 
 
 @dataclass(frozen=True)
@@ -55,14 +61,15 @@ class SmartLog:
 
 
 def drive_of(directory: str | Path, *, proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> Drive:
-    """Find the disk behind a directory by its device number and the mount table.
+    """Find the disk behind a directory by its device number and the mount table: behind an overlay that of its upper directory,
+    behind a loop device that of its file, behind dm (LVM, encryption) and md the disks that they lie on.
 
     Raises:
         OSError: the directory does not exist.
     """
     path = Path(directory).resolve()
     number = os.stat(path).st_dev
-    mount, filesystem, source = _mount_of(path, number, proc)
+    mount, filesystem, source, upper = _mount_of(path, number, proc)
     block = sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
     if not block.exists() and source.startswith("/dev/") and Path(source).exists():
         # btrfs and others give their files a device number of their own; the mount's source is the disk.
@@ -70,11 +77,18 @@ def drive_of(directory: str | Path, *, proc: Path = Path("/proc"), sysfs: Path =
         block = sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
     figures = os.statvfs(path)
     size = figures.f_blocks * figures.f_frsize
+    if not block.exists() and filesystem == "overlay" and upper and Path(upper).is_dir():
+        below = drive_of(upper, proc=proc, sysfs=sysfs)
+        return replace(below, directory=str(path), mount=mount)
     if not block.exists():
         return Drive(str(path), mount, filesystem, "", "", size, False)
-    disk = block.resolve()
-    if (disk / "partition").exists():
-        disk = disk.parent
+    disk = _whole(block.resolve())
+    backing = Path(_read(disk / "loop/backing_file") or "/")
+    if backing.is_file():
+        return replace(drive_of(backing.parent, proc=proc, sysfs=sysfs), directory=str(path), mount=mount)
+    disks = _leaves(disk)
+    if disk.name.startswith("dm-") and len(disks) == 1:
+        disk = disks[0]
     return Drive(
         str(path),
         mount,
@@ -83,23 +97,43 @@ def drive_of(directory: str | Path, *, proc: Path = Path("/proc"), sysfs: Path =
         _read(disk / "device/model"),
         int(_read(disk / "size") or 0) * SECTOR or size,
         _read(disk / "queue/rotational") == "1",
+        tuple(leaf.name for leaf in disks),
     )
 
 
-def _mount_of(path: Path, number: int, proc: Path) -> tuple[str, str, str]:
-    """(mount point, file system, source) of the innermost mount that holds `path`."""
+def _whole(block: Path) -> Path:
+    """The disk of a partition, or the device itself."""
+    return block.parent if (block / "partition").exists() else block
+
+
+def _leaves(device: Path) -> list[Path]:
+    """The disks that a device lies on, each once."""
+    below = sorted((device / "slaves").glob("*")) if (device / "slaves").is_dir() else []
+    if not below:
+        return [device]
+    found = {leaf: None for link in below for leaf in _leaves(_whole(link.resolve()))}
+    return list(found)
+
+
+def _mount_of(path: Path, number: int, proc: Path) -> tuple[str, str, str, str]:
+    """(mount point, file system, source, upper directory of an overlay) of the innermost mount that holds `path`."""
     wanted = f"{os.major(number)}:{os.minor(number)}"
-    best = ("", "", "")
+    best = ("", "", "", "")
     for line in (proc / "self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         fields = before.split()
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
+        point = _unescaped(fields[4])
         inside = path == Path(point) or Path(point) in path.parents
         # A later mount on the same point hides the earlier one, hence >=.
         if inside and fields[2] == wanted and len(point) >= len(best[0]):
-            filesystem, source = after.split()[:2]
-            best = (point, filesystem, source)
+            filesystem, source, *options = after.split()
+            upper = re.search(r"(?:^|,)upperdir=([^,]*)", options[0]) if options else None
+            best = (point, filesystem, source, _unescaped(upper[1]) if upper else "")
     return best
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _read(path: Path) -> str:

@@ -80,6 +80,22 @@ class IOFailure(OSError):
         )
 
 
+class CorruptedData(IOFailure):
+    """A read brought other bytes than were written: the checksum of all of them differs.
+
+    Attributes:
+        subject: what the bytes are; "" where the store alone knows them.
+    """
+
+    subject = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (*super().__reduce__(), {"subject": self.subject})
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}. It is {self.subject}" if self.subject else super().__str__()
+
+
 class StoreFull(OSError):
     """No tier has room for a reservation.
 

@@ -7,13 +7,15 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ssdtrain.storage.errors import IOCancelled, IOFailure, SourceChanged
+from ssdtrain.storage.errors import CorruptedData, IOCancelled, IOFailure, SourceChanged
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.pieces import WRITE
 from ssdtrain.storage.python_engine import PythonPool
-from ssdtrain.storage.python_transfer import CHANGED, END_OF_FILE, EVENT, NOTHING_WRITTEN
+from ssdtrain.storage.python_transfer import CHANGED, CORRUPTED, END_OF_FILE, EVENT, NOTHING_WRITTEN
 
 logger = logging.getLogger(__name__)
+
+WRONG_CHECKSUM = "the checksum of what was read differs from that of what was written"
 
 PIECE = 8 << 20
 """Bytes per piece: a large operation is divided so that several workers serve it."""
@@ -26,11 +28,15 @@ class Operation(Protocol):
         nbytes: size.
         seconds: from the start of the first piece to the end of the last one, once done.
         checksum: of the bytes submitted for writing (`memory.sample`); 0 if the write waits for an event.
+        digest: checksum of all bytes, once done; 0 where none was asked for.
     """
 
     nbytes: int
     seconds: float
     checksum: int
+
+    @property
+    def digest(self) -> int: ...
 
     def done(self) -> bool:
         """Whether it succeeded, failed or was cancelled."""
@@ -85,6 +91,7 @@ class Pool(Protocol):
         event: int = 0,
         defer: bool = False,
         checksum: int = 0,
+        digest: int = 0,
     ) -> Operation: ...
     def flush(self) -> None: ...
     def hold(self, *, begun: bool = False, writes: bool = True, reads: bool = True) -> None: ...
@@ -111,6 +118,8 @@ class ErrorMaker:
                 f"the bytes read from {directory} at offset {offset} differ from those submitted for writing: their memory was"
                 " freed, reused or modified before the write had read it (or the drive is faulty: see dmesg)"
             )
+        if detail == CORRUPTED:
+            return CorruptedData(code, WRONG_CHECKSUM, directory, operation, offset, nbytes)
         text = {END_OF_FILE: "the file ended early", NOTHING_WRITTEN: "the system wrote 0 bytes"}.get(
             detail, os.strerror(code)
         )

@@ -20,7 +20,7 @@ from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.pieces import COPY_IN, READ, WRITE, Piece, cut
 from ssdtrain.storage.python_events import EventWaiter
 from ssdtrain.storage.python_operation import PythonOperation
-from ssdtrain.storage.python_transfer import CHANGED, ERRNO, EVENT, Transfer, TransferError
+from ssdtrain.storage.python_transfer import CHANGED, CORRUPTED, ERRNO, EVENT, Transfer, TransferError
 from ssdtrain.storage.signal_safe_lock import make_signal_safe_lock, mark_worker
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,7 @@ class PythonPool:
         self._cancelled: deque[tuple[int, int]] = deque()
         self._cancelled_bytes = 0
         self._serials = [0, 0, 0, 0]
+        self.digests = threading.Lock()  # of operations; workers add to them
         self._held = [False, False]
         self._held_begun = [False, False]
         self._closed = False
@@ -118,6 +119,7 @@ class PythonPool:
         event: int = 0,
         defer: bool = False,
         checksum: int = 0,
+        digest: int = 0,
     ) -> PythonOperation:
         """Queue an operation.
 
@@ -129,6 +131,8 @@ class PythonPool:
             defer: wake no worker. The operation starts with the next one that is not deferred, on `wait` or on `flush`, or
                 when an active worker reaches it.
             checksum: expected checksum of a read, or known checksum of a write; 0: a write computes it (`memory.sample`).
+            digest: expected checksum of all bytes of a read; of a write, other than 0: workers compute it before they write.
+                0: none.
         """
         forks.check(self._generation, "this I/O pool")
         if event and self._events is None:
@@ -137,7 +141,7 @@ class PythonPool:
             not (checksum or kind & 1 or event) and nbytes
         ):  # before the event completes the bytes are not there
             checksum = memory.sample(address, nbytes)
-        operation = PythonOperation(self, kind, address, nbytes, page_offset, event, checksum)
+        operation = PythonOperation(self, kind, address, nbytes, page_offset, event, checksum, digest)
         pieces = list(enumerate(cut(extents, page_offset, nbytes, self._piece)))
         operation.pieces = operation._remaining = len(pieces)
         with self._lock:
@@ -327,17 +331,22 @@ class PythonPool:
             last = not operation._remaining
         if not last:
             return
-        if operation.kind & 1 and operation.checksum and operation._error is None:
+        if operation.kind & 1 and operation._error is None:
             self._verify(operation, piece)
         with self._lock:
             operation.seconds = time.perf_counter() - operation._begun
             operation._finish()
 
     def _verify(self, operation: PythonOperation, piece: Piece) -> None:
-        """Fail a read whose bytes differ from those submitted for writing."""
-        if memory.sample(operation.address, operation.nbytes) != operation.checksum:
+        """Fail a read whose bytes differ from those written, or else from those submitted for writing."""
+        detail = 0
+        if operation.digesting and operation.digest != operation.expected:
+            detail = CORRUPTED
+        elif operation.checksum and memory.sample(operation.address, operation.nbytes) != operation.checksum:
+            detail = CHANGED
+        if detail:
             operation._error = self._make_error(
-                operation.kind, piece.queue, errno.EIO, CHANGED, piece.offset, operation.nbytes
+                operation.kind, piece.queue, errno.EIO, detail, piece.offset, operation.nbytes
             )
 
 

@@ -33,7 +33,10 @@ class PythonOperation:
         "_remaining",
         "address",
         "checksum",
+        "digest",
+        "digesting",
         "event",
+        "expected",
         "kind",
         "nbytes",
         "page_offset",
@@ -51,6 +54,7 @@ class PythonOperation:
         page_offset: int,
         event: int,
         checksum: int,
+        digest: int,
     ) -> None:
         self.kind, self.address, self.nbytes, self.page_offset, self.event = (
             kind,
@@ -60,6 +64,7 @@ class PythonOperation:
             event,
         )
         self.checksum = checksum
+        self.digesting, self.expected, self.digest = bool(digest), digest, 0
         self.serial = self.pieces = self._remaining = 0
         self.seconds = 0.0
         self._begun = 0.0
@@ -111,6 +116,11 @@ class PythonOperation:
             return IOCancelled(text)
         # A copy: a raised exception keeps its traceback alive, which the operation must not.
         return copy.copy(self._error)
+
+    def add_digest(self, value: int) -> None:
+        """Of one piece; called by the worker that transfers it."""
+        with self._pool.digests:
+            self.digest = (self.digest + value) % (1 << 64) or 1
 
     def _claim(self) -> bool:
         """Called by a worker: whether the operation may run, because a worker starts it now or has started it."""

@@ -5,11 +5,12 @@ version.
 import errno
 import os
 import time
+import zlib
 from typing import TYPE_CHECKING
 
 from ssdtrain.storage import faults as fault
 from ssdtrain.storage import memory
-from ssdtrain.storage.faults import Faults, chance
+from ssdtrain.storage.faults import Faults, chance, mix
 from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.pieces import COPY_IN, READ, WRITE, Piece
 
@@ -22,8 +23,9 @@ SECTOR = 512
 BOUNCE = 1 << 20
 """Bytes of a worker's bounce buffer, for reads into an address with another page offset."""
 
-ERRNO, END_OF_FILE, NOTHING_WRITTEN, EVENT, CHANGED = range(5)
-"""Meaning of an error code: an errno, a read beyond the end, a write of 0 bytes, the CUDA error of an event, a wrong checksum."""
+ERRNO, END_OF_FILE, NOTHING_WRITTEN, EVENT, CHANGED, CORRUPTED = range(6)
+"""Meaning of an error code: an errno, a read beyond the end, a write of 0 bytes, the CUDA error of an event, a wrong sample, a
+wrong digest."""
 
 
 class TransferError(Exception):
@@ -81,6 +83,31 @@ class Transfer:
         if self.injected(operation, index):
             assert self._faults is not None
             raise TransferError(self._faults.error, ERRNO, piece.offset)
+        if operation.digesting and not operation.kind & 1:
+            self._digest(operation, piece)
+        self._transfer(operation, index, piece, fd, direct)
+        if operation.digesting and operation.kind & 1:
+            self._digest(operation, piece)
+
+    def _digest(self, operation: "PythonOperation", piece: Piece) -> None:
+        """Add the bytes of a piece to the digest of its operation: what is about to be written, or what was read."""
+        start = max(piece.start, operation.page_offset)
+        at, end = operation.address + start - operation.page_offset, piece.end - start
+        found = start
+        for done in range(0, end, BOUNCE):
+            count = min(BOUNCE, end - done)
+            data = memory.view(at + done, count)
+            if not operation.kind & 1:
+                code = memory.copy_checked(self._map.address, at + done, count)
+                if code:
+                    raise TransferError(code, ERRNO, piece.offset)
+                data = self._bounce[:count]
+            found = zlib.crc32(data, found)
+        operation.add_digest(mix(found << 32 ^ start))
+
+    def _transfer(
+        self, operation: "PythonOperation", index: int, piece: Piece, fd: int, direct: bool
+    ) -> None:
         if operation.kind > READ:
             self._copy(operation, piece)
             return

@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 GROWTH = 256 << 20
 """Bytes by which a spill file grows: an fallocate takes tens of microseconds regardless of its size."""
 
+SHARE_OF_FREE_SPACE = 0.9
+"""Share of a drive's free space that the ranks of a node use when no capacity is given."""
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -90,6 +93,16 @@ def direct_io_error(fd: int) -> str:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
     os.ftruncate(fd, 0)
     return reason
+
+
+def default_capacity(directory: Path, local_world_size: int) -> int:
+    """Bytes of a slab where none are given: of the drive's free space, the share of one rank."""
+    try:
+        figures = os.statvfs(directory)
+    except OSError:
+        return ALIGNMENT  # the slab reports what is wrong with the directory
+    free = figures.f_bavail * figures.f_frsize
+    return max(ALIGNMENT, int(free * SHARE_OF_FREE_SPACE / local_world_size))
 
 
 class Slab:

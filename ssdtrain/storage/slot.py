@@ -52,8 +52,8 @@ class Slot:
         else:
             self._writes = ((operation, page_offset),)
 
-    def readable_write(self) -> tuple[int, int]:
-        """(page offset, checksum) of the write whose bytes the slot holds; cancelled writes are skipped.
+    def readable_write(self) -> tuple[int, int, int]:
+        """(page offset, checksum, digest) of the write whose bytes the slot holds; cancelled writes are skipped.
 
         Raises:
             ValueError: no write has succeeded, or the last one is still in flight.
@@ -66,5 +66,5 @@ class Slot:
                 raise ValueError(f"cannot read {self}: its write failed: {error}")
             if not operation.done():
                 raise ValueError(f"cannot read {self}: its write has not ended")
-            return page_offset, operation.checksum
+            return page_offset, operation.checksum, operation.digest
         raise ValueError(f"cannot read {self}: it was never written")

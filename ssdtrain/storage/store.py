@@ -23,16 +23,13 @@ from ssdtrain.storage.metrics import StoreMetrics
 from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, READ, WRITE, image_bytes
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
 from ssdtrain.storage.signal_safe_lock import make_signal_safe_lock
-from ssdtrain.storage.slab import Slab
+from ssdtrain.storage.slab import Slab, default_capacity
 from ssdtrain.storage.slot import Slot
 
 logger = logging.getLogger(__name__)
 
 FREE_BATCH = 32
 """Freed slots that `free` collects before it drains them: one by one they cost backward more."""
-
-SHARE_OF_FREE_SPACE = 0.9
-"""Share of a drive's free space that the ranks of a node use when no capacity is given."""
 
 
 class SpillStore:
@@ -101,7 +98,7 @@ class SpillStore:
         self._pattern: memory.Map | None = None
         try:
             for index, directory in enumerate(Path(d) for d in directories):
-                room = capacity if capacity is not None else _default_capacity(directory, local_world_size)
+                room = capacity if capacity is not None else default_capacity(directory, local_world_size)
                 self._slabs.append(Slab(directory, index, room, direct=direct, faults=faults))
             if host_bytes:
                 self._host = Arena(host_bytes)
@@ -160,7 +157,14 @@ class SpillStore:
             return slot
 
     def write(
-        self, slot: Slot, address: int, *, after_event: int = 0, defer: bool = False, checksum: int = 0
+        self,
+        slot: Slot,
+        address: int,
+        *,
+        after_event: int = 0,
+        defer: bool = False,
+        checksum: int = 0,
+        verify: bool = False,
     ) -> Operation:
         """Queue a write of `slot.nbytes` bytes at `address` (any alignment), which must stay valid and unchanged until done.
 
@@ -173,8 +177,10 @@ class SpillStore:
             defer: do not wake a worker. The write starts with the next operation that is not deferred, on `wait` or on
                 `flush`. Waking a worker takes a core from computation, so small writes are better started together.
             checksum: of an earlier, failed write of the same bytes; 0: compute it.
+            verify: have the workers make a checksum of all bytes, behind the event and before they are written. Then a read of
+                other bytes fails with `CorruptedData`.
         """
-        return self._submit(slot, WRITE, address, after_event, defer, checksum)
+        return self._submit(slot, WRITE, address, after_event, defer, checksum, int(verify))
 
     def read(self, slot: Slot, address: int, *, defer: bool = False) -> Operation:
         """Queue a read of a slot, whose write must have succeeded, into `address`.
@@ -188,12 +194,16 @@ class SpillStore:
         Raises:
             ValueError: the slot has no content: no write has succeeded, it has not ended, or the slot was freed.
         """
-        return self._submit(slot, READ, address, 0, defer, 0)
+        return self._submit(slot, READ, address, 0, defer, 0, 0)
 
     def flush(self) -> None:
         """Start deferred operations. Does nothing after close or in a forked child."""
         if not self._closed and self._generation == forks.generation():
             self.pool.flush()
+
+    def directories(self, slot: Slot) -> list[Path]:
+        """Where the bytes of a slot are; [] in the host tier."""
+        return [] if slot.tier == "host" else [self._slabs[queue].directory for queue in slot._extents[::3]]
 
     def free(self, slot: Slot) -> None:
         """Cancel what has not started, and reuse the space when transfers in flight have ended. Idempotent, never blocks."""
@@ -271,7 +281,7 @@ class SpillStore:
             raise StoreClosed("this spill store is closed")
 
     def _submit(
-        self, slot: Slot, kind: int, address: int, event: int, defer: bool, checksum: int
+        self, slot: Slot, kind: int, address: int, event: int, defer: bool, checksum: int, digest: int
     ) -> Operation:
         forks.check(self._generation, "this store")
         if self._closed:
@@ -279,13 +289,13 @@ class SpillStore:
         if not slot._held:
             raise ValueError(f"{slot} was freed and cannot be used")
         if kind == READ:
-            page_offset, checksum = slot.readable_write()
+            page_offset, checksum, digest = slot.readable_write()
         else:
             page_offset = address % ALIGNMENT if slot._lease is None else 0
         if slot._lease is not None:
             kind = COPY_OUT if kind == READ else COPY_IN
         operation = self.pool.submit(
-            kind, address, slot.nbytes, page_offset, slot._extents, event, defer, checksum
+            kind, address, slot.nbytes, page_offset, slot._extents, event, defer, checksum, digest
         )
         if not kind & 1:
             slot.record_write(operation, page_offset)
@@ -375,15 +385,6 @@ class SpillStore:
             sum(slab.capacity for slab in self._slabs),
             "; ".join(parts),
         )
-
-
-def _default_capacity(directory: Path, local_world_size: int) -> int:
-    try:
-        figures = os.statvfs(directory)
-    except OSError:
-        return ALIGNMENT  # the slab reports what is wrong with the directory
-    free = figures.f_bavail * figures.f_frsize
-    return max(ALIGNMENT, int(free * SHARE_OF_FREE_SPACE / local_world_size))
 
 
 def _close_parts(pool: Pool, slabs: list[Slab], host: Arena | None, pattern: memory.Map | None) -> None:

@@ -12,7 +12,7 @@ from ssdtrain.planner.adaptive import AdaptivePolicy
 from ssdtrain.planner.choose import choose_offloads
 from ssdtrain.planner.decisions import Outcome, decision_table
 from ssdtrain.planner.measured import Profile
-from ssdtrain.planner.step import Machine, Tier
+from ssdtrain.planner.step import KEEP, Machine, Tier, one_after_the_other
 from ssdtrain.runtime import Runtime
 
 
@@ -58,6 +58,35 @@ def test_gradients_are_those_without_and_a_plan_is_followed(tmp_path: Path) -> N
         assert found_metrics
     finally:
         runtime.close()
+
+
+def profile_of(directory: Path, **more: str) -> Profile:
+    model = make_model()
+    runtime = Runtime(load_config(config(directory, **more)), logs=False)
+    runtime.register(model)
+    try:
+        assert runtime.engine is not None and runtime.engine.recorder is not None
+        runtime.engine.recorder.take()
+        with runtime.forward():
+            loss = model(torch.randn(256, 64)).sum()
+        with runtime.backward():
+            loss.backward()
+        return Profile(runtime.engine.recorder.take())
+    finally:
+        runtime.close()
+
+
+def test_what_the_filter_keeps_is_fixed_in_the_plan(tmp_path: Path) -> None:
+    everything = profile_of(tmp_path / "all").blocks[0]
+    filtered = profile_of(tmp_path / "some", exclude="GELU").blocks[0]
+    assert sum(block.fixed for block in everything) == 0
+    assert [block.saved + block.fixed for block in filtered] == [block.saved for block in everything]
+    # Of each pair a linear layer saves its input, which may go, and the activation function its own.
+    assert 0 < sum(block.fixed for block in filtered) < sum(block.saved for block in everything)
+    fast = Machine((Tier("ssd", 1e12, 1e12),), prefetch=1)
+    chosen = choose_offloads([filtered], one_after_the_other(), fast)
+    for block, choice in zip(filtered, chosen.choices[0], strict=True):
+        assert block.saved or choice == KEEP
 
 
 def test_a_policy_of_ones_own_takes_the_place_of_the_amount(tmp_path: Path) -> None:

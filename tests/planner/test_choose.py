@@ -1,5 +1,6 @@
 """The choice of blocks against an exhaustive search of the same cost model."""
 
+import random
 from itertools import product
 
 import pytest
@@ -36,6 +37,58 @@ def lowest_peak(count: int, on: Machine, limit: float) -> int:
         if step.seconds <= limit:
             found.append(step.peak_bytes)
     return min(found)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_few_blocks_of_any_size_the_choice_is_that_of_an_exhaustive_search(seed: int) -> None:
+    draw = random.Random(seed)
+    made = [
+        Block(
+            f"b{i}",
+            draw.uniform(0.5, 2),
+            draw.uniform(1, 4),
+            draw.choice([20, 100, 300]),
+            fixed=draw.choice([0, 10]),
+        )
+        for i in range(6)
+    ]
+    rate = draw.choice([30.0, 60.0, 120.0, 300.0])
+    on = Machine(
+        (Tier("ssd", rate, rate, depth=1 << 30),),
+        Link(500, 500),
+        in_flight=400,
+        prefetch=draw.choice([100, 400]),
+        window=100,
+    )
+    order = draw.choice([one_after_the_other(), one_forward_one_backward(3, 2)])
+    chosen = choose_offloads([made], order, on)
+    limit = chosen.kept.seconds * (1 + SLACK)
+    every = [simulate([made], [choices], order, on, steps=2) for choices in product((KEEP, SSD), repeat=6)]
+    lowest = min(
+        one.peak_bytes
+        for one in every
+        if one.seconds <= limit and one.written["ssd"] <= rate * chosen.kept.seconds
+    )
+    assert chosen.predicted.seconds <= limit
+    assert chosen.predicted.peak_bytes <= 1.05 * lowest
+
+
+def test_six_large_regions_on_a_drive_of_half_the_bandwidth_go_where_the_peak_sinks_most() -> None:
+    """The choice in one pass over the blocks saves nothing here."""
+    on = machine(50)
+    chosen = choose_offloads([blocks(6)], one_after_the_other(), on)
+    assert chosen.predicted.peak_bytes <= 1.05 * lowest_peak(6, on, chosen.kept.seconds * (1 + SLACK))
+    assert chosen.predicted.peak_bytes < chosen.kept.peak_bytes
+
+
+def test_a_drive_is_written_no_faster_than_it_bears() -> None:
+    for count in (6, 24):  # tried in all combinations, and in one pass
+        on = machine(300)
+        free = choose_offloads([blocks(count)], one_after_the_other(), on)
+        bound = choose_offloads([blocks(count)], one_after_the_other(), on, endurance=15.0)
+        assert free.predicted.written["ssd"] > 15.0 * free.predicted.seconds
+        assert 0 < bound.predicted.written["ssd"] <= 15.0 * bound.predicted.seconds
+        assert bound.predicted.peak_bytes > free.predicted.peak_bytes
 
 
 @pytest.mark.parametrize("bandwidth", [15, 25, 40, 60, 80, 120, 300])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.adaptive_amount import AutoRun, against_all
+from benchmarks.adaptive_amount import AutoRun, against_all, on_teraio_hardware
 from benchmarks.simulated_device import GB, Load, gpt
 from ssdtrain.config.units import MiB
 
@@ -58,6 +58,34 @@ def test_an_evaluation_in_between_changes_nothing() -> None:
         after = [run.step() for _ in range(4)][-1]
         assert run.plans == plans
     assert after.peak_over_keep == before.peak_over_keep
+
+
+def test_shapes_that_change_from_step_to_step_keep_their_bits_and_their_time() -> None:
+    short, long = small(12), Load(gpt(4, 2 * MiB, 2 * MiB / (10 * GB)), 25 * GB, 12 * GB, 16 * MiB, MiB)
+    with AutoRun(short) as run:
+        found = []
+        for step in range(24):
+            run.load = long if step % 3 == 2 else short
+            found.append(run.step())
+    assert not any(step.wrong for step in found)
+    assert max(step.total_over_keep for step in found[12:]) <= 1.05
+
+
+def test_a_drive_that_is_full_keeps_the_rest_in_memory_and_costs_no_time() -> None:
+    load = small(12)
+    with AutoRun(load, capacity=MiB + (MiB >> 1)) as run:
+        found = [run.step() for _ in range(8)]
+        assert run.snapshot().kept_full_bytes > 0  # or the test would prove nothing
+    assert not any(step.wrong for step in found)
+    assert found[-1].total_over_keep <= 1.02
+    assert 0 < found[-1].stored < 0.5
+
+
+@pytest.mark.slow
+def test_on_the_hardware_of_teraio_a_step_takes_little_more_than_with_unlimited_memory() -> None:
+    found = on_teraio_hardware()
+    assert found["of_ideal"] >= 0.95 and found["bits_equal"]
+    assert found["peak_over_keep"] < 0.95
 
 
 def test_a_pipeline_stage_with_fewer_microbatches_alive_offloads_no_more_than_its_time_allows() -> None:

@@ -1,0 +1,73 @@
+"""`offload.endurance` under `amount: "auto"`: how fast a plan may write the drives."""
+
+from __future__ import annotations
+
+import logging
+
+from ssdtrain.storage import Endurance, StoreMetrics
+from ssdtrain.telemetry.text import size_text
+
+__all__ = ["WearLimit"]
+
+logger = logging.getLogger("ssdtrain")
+
+SLACK = 1.05
+"""Of the rate that the drives bear, in two steps in turn: plan again."""
+
+MARGIN = 0.9
+"""By which the rate of the next plan is reduced then."""
+
+
+class WearLimit:
+    """The bytes per second that may be offloaded, from what the drives bear and what reaches them.
+
+    Args:
+        endurance: of the drives of this rank.
+    """
+
+    def __init__(self, endurance: Endurance) -> None:
+        self.rate: float | None = None
+        """Bytes per second of saved tensors; None: the drives have no known rating."""
+        self._endurance = endurance
+        self._written: dict[str, int] = {}
+        self._allowed: float | None = None
+        self._over = 0  # steps in turn
+        self._margin = 1.0
+        self._said = False
+
+    def observe(self, store: StoreMetrics, offloaded: int, seconds: float) -> None:
+        """A step of `seconds` has ended, after `offloaded` bytes of saved tensors in all."""
+        written = {drive.path: drive.bytes_written for drive in store.drives}
+        step = {path: nbytes - self._written.get(path, 0) for path, nbytes in written.items()}
+        self._allowed = self._endurance.allowed_rate(written)
+        total = sum(step.values())
+        # Of what is offloaded a part goes to the host tier, a codec makes it smaller, and stores are cancelled.
+        share = offloaded / sum(written.values()) if any(written.values()) else 1.0
+        self._written = written
+        if self._allowed is None:
+            return
+        self._over = self._over + 1 if seconds and total / seconds > SLACK * self._allowed else 0
+        self.rate = self._margin * self._allowed * max(share, 0.1)
+
+    def exceeded(self) -> bool:
+        """The drives were written faster than they bear, in two steps in turn: the next plan writes less."""
+        if self._over < 2:
+            return False
+        self._over = 0
+        self._margin *= MARGIN
+        if self.rate is not None:
+            self.rate *= MARGIN
+        return True
+
+    def planned(self, *, bound: bool) -> None:
+        """A plan begins; `bound`: it offloads less than could be hidden, which is said once."""
+        self._over = 0
+        if bound and not self._said and self._allowed is not None:
+            self._said = True
+            logger.warning(
+                "offload.endurance: at most %s/s are written to %s, for a life of %g years: less is offloaded than could be "
+                "hidden",
+                size_text(self._allowed),
+                ", ".join(self._endurance.devices),
+                self._endurance.years,
+            )
