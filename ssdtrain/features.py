@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ssdtrain import ranks
 from ssdtrain.telemetry.registry import MetricSet
 
 __all__ = ["FIRST_STEPS", "UNNAMED", "Feature", "Forward", "Microbatch", "Placement", "Step"]
@@ -57,6 +58,18 @@ class Placement(NamedTuple):
     local_rank: int = 0
     local_world_size: int = 1
     """Ranks on this node, which share its drives and memory."""
+
+    @classmethod
+    def of(
+        cls, device: torch.device, rank: int | None, local_rank: int | None, local_world_size: int | None
+    ) -> Placement:
+        """The placement of this process; what is None comes from torch.distributed and the launcher."""
+        return cls(
+            device,
+            ranks.global_rank() if rank is None else rank,
+            ranks.local_rank() if local_rank is None else local_rank,
+            ranks.local_world_size() if local_world_size is None else local_world_size,
+        )
 
 
 class Microbatch(NamedTuple):

@@ -20,6 +20,7 @@ from ssdtrain.comm.policy import OFF, codec_of
 from ssdtrain.config import CommConfig, Config, ConfigError, OffloadConfig, Problem
 from ssdtrain.config.paths import WRITABLE_ALLOWED, problem_with_writing
 from ssdtrain.config.units import exact_size, format_size
+from ssdtrain.features import Placement
 from ssdtrain.offload.coding import check_codec
 from ssdtrain.storage import check_host_budget, drive_of
 
@@ -34,16 +35,16 @@ def check_start(
     config: Config,
     *,
     device: torch.device | None = None,
-    rank: int = 0,
-    local_rank: int = 0,
-    local_world_size: int = 1,
+    rank: int | None = None,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
 ) -> None:
     """Check that this rank can start with `config`. Does nothing if no feature is enabled.
 
     Args:
         device: of the activations; None: unknown, skips checks that depend on it.
-        rank, local_rank: fill the placeholders of directories.
-        local_world_size: ranks that share this node's memory.
+        rank, local_rank: fill the placeholders of directories; None: torch.distributed's rank and the launcher's (`ranks`).
+        local_world_size: ranks that share this node's memory; None: the launcher's.
 
     Raises:
         ConfigError: a directory is not writable or cannot be created; a package that a codec requires is missing; a codec does
@@ -53,18 +54,23 @@ def check_start(
     if not config.active:
         return
     problems: list[Problem] = []
-    report = config.report.expand(rank=rank, local_rank=local_rank)
+    place = Placement.of(
+        torch.device("cpu") if device is None else device, rank, local_rank, local_world_size
+    )
+    report = config.report.expand(rank=place.rank, local_rank=place.local_rank)
     if report is not None and (why := problem_with_writing(report)) is not None:
         problems.append(Problem("ssdtrain.report.path", str(report), why, WRITABLE_ALLOWED))
     if config.offload is not None:
-        problems += _of_offload(config.offload, config.offload.expand(rank=rank, local_rank=local_rank))
+        problems += _of_offload(
+            config.offload, config.offload.expand(rank=place.rank, local_rank=place.local_rank)
+        )
     if config.comm is not None and config.compresses:
         problems += _of_comm(config.comm)
     if problems:
         raise ConfigError(problems)
     if config.offload is not None:
-        check_codec(config.offload, "cpu" if device is None else device.type)
-        check_host_budget(config.offload.host + (config.offload.buffer or 0), local_world_size)
+        check_codec(config.offload, place.device.type)
+        check_host_budget(config.offload.host + (config.offload.buffer or 0), place.local_world_size)
 
 
 def _of_offload(offload: OffloadConfig, directories: Sequence[Path]) -> Iterator[Problem]:

@@ -60,8 +60,8 @@ class Runtime:
         config: a checked config. With `enabled: false`, or without a section that enables anything and without `features`,
             every method does nothing.
         device: where the model's activations live.
-        rank, local_rank: fill the placeholders of directories.
-        local_world_size: ranks that share this node's drives and memory.
+        rank, local_rank: fill the placeholders of directories; None: torch.distributed's rank and the launcher's (`ranks`).
+        local_world_size: ranks that share this node's drives and memory; None: the launcher's.
         policy: decides for each saved tensor in place of `offload.amount`, also where that is "auto".
         features: more features, see `ssdtrain.features`. They are closed with the runtime.
         faults: for tests.
@@ -87,9 +87,9 @@ class Runtime:
         config: Config,
         *,
         device: torch.device | str = "cpu",
-        rank: int = 0,
-        local_rank: int = 0,
-        local_world_size: int = 1,
+        rank: int | None = None,
+        local_rank: int | None = None,
+        local_world_size: int | None = None,
         policy: OffloadPolicy | None = None,
         features: Sequence[Feature] = (),
         faults: Faults | None = None,
@@ -99,7 +99,8 @@ class Runtime:
     ) -> None:
         self.config = config
         self.device = torch.device(device)
-        self.rank = rank
+        place = Placement.of(self.device, rank, local_rank, local_world_size)
+        self.rank = place.rank
         self.features: list[Feature] = []
         self.offload: ActivationOffload | None = None
         self.engine: OffloadEngine | None = None
@@ -112,11 +113,8 @@ class Runtime:
         self._journal: Journal | None = None
         self._closing: threading.Thread | None = None  # see Note: [Close in a finalizer]
         self._forked = False
-        self._reports = rank == 0 and bool(config.report.interval)
-        place = Placement(self.device, rank, local_rank, local_world_size)
-        check_start(
-            config, device=self.device, rank=rank, local_rank=local_rank, local_world_size=local_world_size
-        )
+        self._reports = place.rank == 0 and bool(config.report.interval)
+        check_start(config, **place._asdict())
         if not config.enabled or not (config.active or features):
             return
         forks.track(self)
@@ -124,9 +122,9 @@ class Runtime:
             self._open_journal(place, config.report.interval if logs else 0)
             collectives = CompressedCollectives.from_config(config, place)
             if config.offload is not None:
-                directories = config.offload.expand(rank=rank, local_rank=local_rank)
+                directories = config.offload.expand(rank=place.rank, local_rank=place.local_rank)
                 make_directories(directories)
-                if local_rank == 0:
+                if place.local_rank == 0:
                     warn_about_drives(config.offload, directories)
                 adaptive = (
                     AdaptivePolicy() if policy is None and config.offload.amount.kind == "auto" else None

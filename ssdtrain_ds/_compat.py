@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,78 +19,20 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
-__all__ = [
-    "CHECKPOINT_FUNCTION",
-    "COPY_TO_DEVICE",
-    "CPU_CHECKPOINTING_ENGINE",
-    "DETACH",
-    "EMPTY_INPUTS",
-    "EXEC_SCHEDULE",
-    "EXTRACT_TENSORS",
-    "INSTRUCTION_MAP",
-    "TESTED",
-    "DeepSpeedEngine",
-    "PipelineEngine",
-    "asks_for_offload_engine",
-    "check",
-    "check_engine",
-    "checkpointing",
-    "checkpointing_is_configured",
-    "config_of",
-    "existing_engines",
-    "foreign_instructions",
-    "gathering_points",
-    "get_saved_inputs",
-    "instruction_map",
-    "is_pipeline",
-    "is_with_an_engine",
-    "is_zero_parameter",
-    "parameter_dict",
-    "partition_of",
-    "replaced_names",
-    "rng_tracker",
-    "schedule",
-    "set_partition",
-    "set_saved_inputs",
-    "stages_of",
-    "zero_stage",
-]
-
-logger = logging.getLogger("ssdtrain")
+from ssdtrain.integration.compatibility import check_nothing_missing, missing_names, warn_if_untested
 
 TESTED = ("0.16.9", "0.17.6", "0.18.9", "0.19.8")
 
-# (where, its name in messages, the names that must be there)
-_NEEDED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
-    (
-        DeepSpeedEngine,
-        "DeepSpeedEngine",
-        (
-            "forward",
-            "backward",
-            "step",
-            "destroy",
-            "zero_optimization_stage",
-        ),
-    ),
-    (PipelineEngine, "PipelineEngine", ("_INSTRUCTION_MAP", "_exec_schedule")),
-    (
-        schedule,
-        "deepspeed.runtime.pipe.schedule",
-        ("ForwardPass", "BackwardPass", "RecvGrad", "TrainSchedule"),
-    ),
+# (where, the names that must be there)
+_NEEDED: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (DeepSpeedEngine, ("forward", "backward", "step", "destroy", "zero_optimization_stage")),
+    (PipelineEngine, ("_INSTRUCTION_MAP", "_exec_schedule")),
+    (schedule, ("ForwardPass", "BackwardPass", "RecvGrad", "TrainSchedule")),
     (
         checkpointing,
-        "deepspeed.checkpointing",
-        (
-            "CPU_CHECKPOINT",
-            "CheckpointFunction",
-            "PARTITION_ACTIVATIONS",
-            "get_cuda_rng_tracker",
-            "is_configured",
-            "non_reentrant_checkpoint",
-        ),
+        ("CPU_CHECKPOINT", "CheckpointFunction", "PARTITION_ACTIVATIONS", "get_cuda_rng_tracker"),
     ),
+    (checkpointing, ("is_configured", "non_reentrant_checkpoint")),
 )
 
 # What a pipeline engine gets of its own.
@@ -124,29 +65,16 @@ def check() -> None:
     Raises:
         ImportError: names what is missing.
     """
-    missing = [
-        f"{where}.{name}" for holder, where, names in _NEEDED for name in names if not hasattr(holder, name)
-    ]
+    missing = missing_names(_NEEDED)
     missing += [
         f"deepspeed.checkpointing.CheckpointFunction ctx.{name}"
         for name in _NEEDED_IN_CHECKPOINT_FUNCTION
         if name not in _names_used(getattr(checkpointing, "CheckpointFunction", None))
     ]
     if not missing:
-        missing = [
-            f"deepspeed.checkpointing.{name}" for name in replaced_names() if not hasattr(checkpointing, name)
-        ]
-    if missing:
-        raise ImportError(
-            f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}: ssdtrain_ds was run with {', '.join(TESTED)}"
-        )
-    version = deepspeed.__version__.split("+")[0]
-    if version not in TESTED:
-        logger.warning(
-            "DeepSpeed %s was never run with this version of ssdtrain_ds (tested: %s)",
-            version,
-            ", ".join(TESTED),
-        )
+        missing = missing_names([(checkpointing, replaced_names())])
+    check_nothing_missing("DeepSpeed", deepspeed.__version__, missing, TESTED)
+    warn_if_untested("DeepSpeed", deepspeed.__version__, TESTED)
 
 
 def check_engine(engine: Any) -> None:
@@ -156,11 +84,7 @@ def check_engine(engine: Any) -> None:
         ImportError: names what is missing.
     """
     missing = [name for name in _NEEDED_ON_ENGINE if not hasattr(engine, name)]
-    if missing:
-        raise ImportError(
-            f"the engine of DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}: "
-            f"ssdtrain_ds was run with {', '.join(TESTED)}"
-        )
+    check_nothing_missing("the engine of DeepSpeed", deepspeed.__version__, missing, TESTED)
 
 
 def replaced_names() -> tuple[str, ...]:
@@ -201,11 +125,9 @@ def parameter_dict(config_class: Any) -> dict[str, Any]:
         ImportError: this DeepSpeed keeps it elsewhere.
     """
     found = getattr(config_class, "_param_dict", None)
-    if not isinstance(found, dict):
-        raise ImportError(
-            f"DeepSpeed {deepspeed.__version__} has no DeepSpeedConfig._param_dict: ssdtrain_ds was run with {', '.join(TESTED)}"
-        )
-    return found
+    missing = [] if isinstance(found, dict) else ["DeepSpeedConfig._param_dict"]
+    check_nothing_missing("DeepSpeed", deepspeed.__version__, missing, TESTED)
+    return dict(found or {})
 
 
 def existing_engines() -> list[Any]:

@@ -25,30 +25,8 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ssdtrain.integration.compatibility import check_nothing_missing, missing_names
 from ssdtrain_ds._compat import TESTED, instruction_map, zero_stage
-
-__all__ = [
-    "ALLREDUCE_BUCKET",
-    "AVERAGE_TENSOR",
-    "FETCH",
-    "GATHER_GROUPS",
-    "GATHER_PARAMETERS",
-    "REDUCE_AND_PARTITION",
-    "TorchBackend",
-    "bypasses",
-    "check",
-    "coordinator_of",
-    "expert_functions",
-    "loss_scale",
-    "modules_that_gather",
-    "parameters_of_bucket",
-    "parameters_of_zero_3_bucket",
-    "repeated_parameters",
-    "skipped_steps",
-    "tensor_parallel_functions",
-    "zero_id",
-    "zero_numel",
-]
 
 # Replaced on the optimizer or the coordinator of an engine.
 AVERAGE_TENSOR = "average_tensor"
@@ -60,49 +38,23 @@ GATHER_PARAMETERS = "all_gather_coalesced"
 # Looked up in their modules by the optimizers, and replaced there.
 GATHER_GROUPS = "all_gather_dp_groups"
 
-_NEEDED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
-    (
-        TorchBackend,
-        "TorchBackend",
-        (
-            "all_gather_into_tensor",
-            "all_reduce",
-            "all_to_all_single",
-            "inference_all_reduce",
-            "recv",
-            "reduce_scatter_tensor",
-            "send",
-        ),
-    ),
-    (DeepSpeedEngine, "DeepSpeedEngine", ("allreduce_bucket", "load_checkpoint", "save_checkpoint")),
-    (DeepSpeedZeroOptimizer, "DeepSpeedZeroOptimizer", (AVERAGE_TENSOR, ALLREDUCE_BUCKET, "step")),
-    (DeepSpeedZeroOptimizer_Stage3, "DeepSpeedZeroOptimizer_Stage3", (REDUCE_AND_PARTITION,)),
-    (PartitionedParameterCoordinator, "PartitionedParameterCoordinator", (FETCH,)),
-    (stage_1_and_2, "deepspeed.runtime.zero.stage_1_and_2", (GATHER_GROUPS,)),
-    (layers, "deepspeed.module_inject.layers", ("RowParallel", "ColumnParallel")),
-    (sharded_moe, "deepspeed.moe.sharded_moe", ("_AllToAll",)),
-    (
-        schedule,
-        "deepspeed.runtime.pipe.schedule",
-        ("SendActivation", "RecvActivation", "SendGrad", "RecvGrad"),
-    ),
+_NEEDED: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (TorchBackend, ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "inference_all_reduce")),
+    (TorchBackend, ("recv", "reduce_scatter_tensor", "send")),
+    (DeepSpeedEngine, ("allreduce_bucket", "load_checkpoint", "save_checkpoint")),
+    (DeepSpeedZeroOptimizer, (AVERAGE_TENSOR, ALLREDUCE_BUCKET, "step")),
+    (DeepSpeedZeroOptimizer_Stage3, (REDUCE_AND_PARTITION,)),
+    (PartitionedParameterCoordinator, (FETCH,)),
+    (stage_1_and_2, (GATHER_GROUPS,)),
+    (layers, ("RowParallel", "ColumnParallel")),
+    (sharded_moe, ("_AllToAll",)),
+    (schedule, ("SendActivation", "RecvActivation", "SendGrad", "RecvGrad")),
 )
 
 
 def check() -> None:
-    """Check that DeepSpeed has every name that compressed collectives need.
-
-    Raises:
-        ImportError: names what is missing.
-    """
-    missing = [
-        f"{where}.{name}" for holder, where, names in _NEEDED for name in names if not hasattr(holder, name)
-    ]
-    if missing:
-        raise ImportError(
-            f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}: compressed collectives were run with "
-            f"{', '.join(TESTED)}"
-        )
+    """Raises ImportError: names all that compressed collectives need and this DeepSpeed lacks."""
+    check_nothing_missing("DeepSpeed", deepspeed.__version__, missing_names(_NEEDED), TESTED)
 
 
 def parameters_of_bucket(optimizer: Any, args: Sequence[Any]) -> list[tuple[torch.nn.Parameter, Any]]:

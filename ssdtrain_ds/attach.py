@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 import ssdtrain
-from ssdtrain import ranks
 from ssdtrain.config import Config, ConfigError, Problem, load_config
 from ssdtrain.features import FIRST_STEPS
 from ssdtrain.integration.claims import claim
@@ -81,12 +80,7 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
             if config is not None and config.active:
                 check_conflicts(CONFLICTS, config, written)
             if config is not None:
-                check_start(
-                    config,
-                    rank=ranks.global_rank(),
-                    local_rank=ranks.local_rank(),
-                    local_world_size=ranks.local_world_size(),
-                )
+                check_start(config)
         except BaseException:
             # Nothing of the engine was made yet, and the __del__ of some versions recurses without end where that is so.
             self.__class__ = torch.nn.Module
@@ -169,13 +163,7 @@ class _Attachment:
 
     def _attach(self, config: Config) -> None:
         engine = self.engine
-        self.runtime = Runtime(
-            config,
-            device=engine.device,
-            rank=ranks.global_rank(),
-            local_rank=ranks.local_rank(),
-            local_world_size=ranks.local_world_size(),
-        )
+        self.runtime = Runtime(config, device=engine.device)
         self._undo.callback(self.runtime.close)
         self.offload = self.runtime.engine
         if self.runtime.compact is not None:

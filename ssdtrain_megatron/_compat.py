@@ -7,9 +7,8 @@ package registry) are checked by `check_training`, only where that loop is used.
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,25 +20,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers, random
 from megatron.core.utils import get_model_config
 
-__all__ = [
-    "FREED_FUNCTION",
-    "TESTED",
-    "Step",
-    "check",
-    "check_training",
-    "discarding_function",
-    "loaded_checkpoint",
-    "marked_not_offload",
-    "model_config",
-    "output_of",
-    "random_tracker",
-    "read_step",
-    "replaceable",
-    "saved_checkpoint",
-    "training_args",
-]
-
-logger = logging.getLogger("ssdtrain")
+from ssdtrain.integration.compatibility import check_nothing_missing, missing_names, warn_if_untested
 
 TESTED = ("0.14.0", "0.15.3", "0.16.1")
 """Versions of megatron-core that the tests were run with."""
@@ -52,13 +33,15 @@ _PARAMETERS: dict[tuple[ModuleType, str], tuple[str, ...]] = {
     (random, "checkpoint"): ("function", "distribute_saved_activations"),
     (tensor_parallel, "checkpoint"): ("function", "distribute_saved_activations"),
 }
-_METHODS = ("checkpoint", "discard_output_and_register_recompute")
-_TRACKER = ("get_states", "set_states")
+_METHODS = {
+    "CheckpointWithoutOutput": ("checkpoint", "discard_output_and_register_recompute"),
+    "CudaRNGStatesTracker": ("get_states", "set_states"),
+}
+"""Of classes of `random`."""
 
 _FUNCTIONS: dict[tuple[ModuleType, str], tuple[str, ...]] = {
     (layers, "LinearWithGradAccumulationAndAsyncCommunication"): ("ctx", "input", "weight"),
     (random, "CheckpointFunction"): ("ctx", "run_function", "distribute_saved_activations"),
-    # Known by name to `ssdtrain.offload.eligible` too, which leaves its outputs alone.
     (random, "CheckpointWithoutOutputFunction"): ("ctx", "run_function", "checkpoint_without_output_obj"),
 }
 """Autograd functions, and how the arguments of their forward begin."""
@@ -85,18 +68,7 @@ def check() -> None:
     Raises:
         ImportError: names all that is missing.
     """
-    missing = []
-    for (module, name), parameters in _PARAMETERS.items():
-        function = getattr(module, name, None)
-        if not callable(function):
-            missing.append(f"{module.__name__}.{name}")
-            continue
-        known = inspect.signature(function).parameters
-        missing += [
-            f"the parameter {parameter} of {module.__name__}.{name}"
-            for parameter in parameters
-            if parameter not in known
-        ]
+    missing = missing_parameters(_PARAMETERS)
     for (module, name), parameters in _FUNCTIONS.items():
         function = getattr(module, name, None)
         forward = getattr(function, "forward", None)
@@ -104,32 +76,22 @@ def check() -> None:
             missing.append(f"{module.__name__}.{name}")
         elif tuple(inspect.signature(forward).parameters)[: len(parameters)] != parameters:
             missing.append(f"the parameters {', '.join(parameters)} of {module.__name__}.{name}.forward")
-    recomputed = getattr(random, "CheckpointWithoutOutput", None)
-    missing += [
-        f"{random.__name__}.CheckpointWithoutOutput.{name}"
-        for name in _METHODS
-        if not callable(getattr(recomputed, name, None))
-    ]
-    tracker = getattr(random, "CudaRNGStatesTracker", None)
-    missing += [
-        f"{random.__name__}.CudaRNGStatesTracker.{name}"
-        for name in _TRACKER
-        if not callable(getattr(tracker, name, None))
-    ]
-    if missing:
-        raise ImportError(
-            f"megatron-core {megatron.core.__version__} lacks {', '.join(missing)}: "
-            f"ssdtrain_megatron was run with {', '.join(TESTED)}"
-        )
-    version = megatron.core.__version__
-    if version.split("+")[0] not in TESTED:
-        part = version.split("+")[0] in TESTED_IN_PART
-        logger.warning(
-            "megatron-core %s was %s with this version of ssdtrain_megatron (tested: %s)",
-            version,
-            "run in part (docs/megatron.md)" if part else "never run",
-            ", ".join(TESTED),
-        )
+    missing += missing_names([(random, tuple(_METHODS))])
+    missing += missing_names(
+        (getattr(random, name), names) for name, names in _METHODS.items() if hasattr(random, name)
+    )
+    check_nothing_missing("megatron-core", megatron.core.__version__, missing, TESTED)
+    warn_if_untested("megatron-core", megatron.core.__version__, TESTED, TESTED_IN_PART)
+
+
+def missing_parameters(needed: Mapping[tuple[ModuleType, str], Sequence[str]]) -> list[str]:
+    """What is missing of the functions `needed`, by module and name, with the parameters that they must have."""
+    missing = []
+    for (module, name), parameters in needed.items():
+        function = getattr(module, name, None)
+        known = inspect.signature(function).parameters if callable(function) else {}
+        missing += [f"the parameter {p} of {module.__name__}.{name}" for p in parameters if p not in known]
+    return missing
 
 
 def check_training() -> tuple[ModuleType, ModuleType]:
@@ -145,17 +107,8 @@ def check_training() -> tuple[ModuleType, ModuleType]:
             "megatron.training cannot be imported; it is part of a Megatron-LM checkout, not of the package "
             f"megatron-core: put the checkout on PYTHONPATH or start its script from there ({error})"
         ) from error
-    modules = {"arguments": arguments, "training": training}
-    missing = [
-        f"megatron.training.{module}.{name}"
-        for module, names in _TRAINING.items()
-        for name in names
-        if not callable(getattr(modules[module], name, None))
-    ]
-    if missing:
-        raise ImportError(
-            f"this Megatron-LM lacks {', '.join(missing)}: ssdtrain_megatron was run with {', '.join(TESTED)}"
-        )
+    missing = missing_names([(arguments, _TRAINING["arguments"]), (training, _TRAINING["training"])])
+    check_nothing_missing("the Megatron-LM of megatron-core", megatron.core.__version__, missing, TESTED)
     return arguments, training
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
 import megatron.core
@@ -18,20 +17,8 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.tensor_parallel import layers, mappings
 
+from ssdtrain.integration.compatibility import check_nothing_missing, missing_names
 from ssdtrain_megatron._compat import TESTED, Place
-
-__all__ = [
-    "BUFFERS",
-    "TENSOR_PARALLEL",
-    "buckets",
-    "check",
-    "groups",
-    "is_expert",
-    "layout",
-    "params_are_master",
-    "places",
-    "tensor_parallel_size",
-]
 
 TENSOR_PARALLEL = (mappings.__name__, layers.__name__)
 """Modules whose calls of torch.distributed are tensor-parallel or expert-parallel traffic, by their group."""
@@ -39,17 +26,6 @@ TENSOR_PARALLEL = (mappings.__name__, layers.__name__)
 BUFFERS = param_and_grad_buffer.__name__
 """The module whose calls of torch.distributed are data-parallel traffic."""
 
-_GLOBALS: tuple[tuple[ModuleType, str], ...] = (
-    (mappings, "dist_all_gather_func"),
-    (mappings, "dist_reduce_scatter_func"),
-    (layers, "dist_all_gather_func"),
-    (layers, "dist_reduce_scatter_func"),
-    (param_and_grad_buffer, "dist_all_gather_func"),
-    (param_and_grad_buffer, "dist_reduce_scatter_func"),
-    (param_and_grad_buffer, "_coalescing_manager"),
-    (p2p_communication, "_batched_p2p_ops"),
-    (p2p_communication, "_p2p_ops"),
-)
 _P2P = {
     "tensor_send_prev",
     "tensor_recv_prev",
@@ -62,31 +38,20 @@ _P2P = {
 
 
 def check() -> None:
-    """Check that megatron-core's collectives can be replaced.
-
-    Raises:
-        ImportError: names all that is missing.
-    """
-    missing = [f"{module.__name__}.{name}" for module, name in _GLOBALS if not hasattr(module, name)]
+    """Raises ImportError: names all of megatron-core that is to be replaced and that it lacks."""
+    missing = missing_names((place.owner, (place.name,)) for found in places().values() for place in found)
     for name in ("_batched_p2p_ops", "_p2p_ops"):
         function = getattr(p2p_communication, name, None)
         if function is not None and set(inspect.signature(function).parameters) != _P2P:
             missing.append(f"the parameters {', '.join(sorted(_P2P))} of {p2p_communication.__name__}.{name}")
-    if missing:
-        raise ImportError(
-            f"megatron-core {megatron.core.__version__} lacks {', '.join(missing)}, which ssdtrain.comm replaces: "
-            f"it was run with {', '.join(TESTED)}"
-        )
+    check_nothing_missing("megatron-core", megatron.core.__version__, missing, TESTED)
 
 
 def places() -> dict[str, tuple[Place, ...]]:
     """What is replaced while something compresses: functions that are looked up when they are called."""
     return {
-        "all_gather": (Place(mappings, "dist_all_gather_func"), Place(layers, "dist_all_gather_func")),
-        "reduce_scatter": (
-            Place(mappings, "dist_reduce_scatter_func"),
-            Place(layers, "dist_reduce_scatter_func"),
-        ),
+        "all_gather": tuple(Place(module, "dist_all_gather_func") for module in (mappings, layers)),
+        "reduce_scatter": tuple(Place(module, "dist_reduce_scatter_func") for module in (mappings, layers)),
         "buffer_all_gather": (Place(param_and_grad_buffer, "dist_all_gather_func"),),
         "buffer_reduce_scatter": (Place(param_and_grad_buffer, "dist_reduce_scatter_func"),),
         "coalescing": (Place(param_and_grad_buffer, "_coalescing_manager"),),

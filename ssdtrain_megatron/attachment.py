@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssdtrain import ranks
-from ssdtrain.comm import Policy
 from ssdtrain.config import Config, load_config
 from ssdtrain.integration import residuals
 from ssdtrain.integration.claims import check_not_attached, claim, related
@@ -20,7 +18,6 @@ from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.runtime import Runtime, RuntimeMetrics
 from ssdtrain_megatron import _compat, _compat_comm, apex, compact
 from ssdtrain_megatron.comm import Hooks
-from ssdtrain_megatron.comm.conflicts import check_conflicts as check_comm_conflicts
 from ssdtrain_megatron.conflicts import check_conflicts
 from ssdtrain_megatron.installation import installation
 from ssdtrain_megatron.recompute import has_grad_mode_side_effects, register_tracker
@@ -202,27 +199,26 @@ def attach(
     if read.active:
         _compat.check()
         _check_chunks(chunks)
+        if read.compresses:
+            _compat_comm.check()
+        check_conflicts(chunks, read)
         if read.offload is not None:
-            check_conflicts(chunks)
             for chunk in chunks:
                 check_not_attached(chunk, _WAY)
         if read.compact is not None:
             compact.refuse(chunks)
         if any(installation.holds(chunk) for chunk in chunks):
             raise ValueError("a runtime is attached to this model already: close it first")
-    if read.compresses and read.comm is not None:
-        _compat_comm.check()
-        check_comm_conflicts(chunks, Policy.from_config(read.comm))
+    if read.compresses:
         Hooks.check_not_installed()
         if optimizer is None:
             raise ValueError(
                 "the config has a comm section: attach(model, config, optimizer=optimizer) also needs Megatron's optimizer, "
                 "which knows when a step was skipped"
             )
-    runtime = new_runtime(
-        chunks,
+    runtime = Runtime(
         read,
-        device=device,
+        device=device_of(chunks) if device is None else device,
         rank=rank,
         local_rank=local_rank,
         local_world_size=local_world_size,
@@ -260,28 +256,8 @@ def _check_chunks(chunks: Sequence[nn.Module]) -> None:
                 )
 
 
-def new_runtime(
-    chunks: Sequence[nn.Module],
-    config: Config,
-    *,
-    device: torch.device | str | None = None,
-    rank: int | None = None,
-    local_rank: int | None = None,
-    local_world_size: int | None = None,
-    logs: bool = True,
-) -> Runtime:
-    """A runtime for this rank; what is not given comes from where `attach` says."""
-    return Runtime(
-        config,
-        device=_device_of(chunks) if device is None else device,
-        rank=ranks.global_rank() if rank is None else rank,
-        local_rank=ranks.local_rank() if local_rank is None else local_rank,
-        local_world_size=ranks.local_world_size() if local_world_size is None else local_world_size,
-        logs=logs,
-    )
-
-
-def _device_of(chunks: Sequence[nn.Module]) -> torch.device:
+def device_of(chunks: Sequence[nn.Module]) -> torch.device:
+    """Where the parameters of `chunks` are."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             return parameter.device

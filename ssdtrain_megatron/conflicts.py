@@ -1,51 +1,110 @@
-"""Options of Megatron that conflict with offloading: an error at start that names them."""
+"""Options of Megatron that conflict with a section of ours: an error at start that names them. The table in docs/megatron.md is
+generated from this one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from torch import nn
 
-from ssdtrain.config import ConfigError, Problem
-from ssdtrain_megatron import _compat
+from ssdtrain.comm import Policy
+from ssdtrain.config import DIMENSIONS, Config, ConfigError, Problem
+from ssdtrain.integration.compatibility import Conflict, conflicts
+from ssdtrain_megatron import _compat, _compat_comm
 
-__all__ = ["check_conflicts", "option_problems", "wrapper_problems"]
+__all__ = ["CONFLICTS", "check_conflicts", "flag", "option_problems"]
 
-_WITHOUT = "leaving it out, or --no-ssdtrain-enabled"
 
-# Option of TransformerConfig, the value that is fine, and why any other is not.
-_OPTIONS: tuple[tuple[str, Any, str], ...] = (
-    (
+def _row(
+    option: str,
+    section: Literal["offload", "comm"],
+    why: str,
+    dimensions: Sequence[str] = (),
+    fine: Sequence[Any] = (False,),
+) -> Conflict:
+    """A row of `CONFLICTS`.
+
+    Args:
+        dimensions: of `comm` that the option concerns; empty: all.
+        fine: the values that do not conflict.
+    """
+
+    def applies(value: Any, config: Config, options: Mapping[str, Any]) -> bool:
+        if value in (*fine, None):
+            return False
+        return section != "comm" or bool(_compressed(config, dimensions or DIMENSIONS))
+
+    instead = ", ".join(f'"{name}": "off"' for name in dimensions) + " in" if dimensions else "no"
+    remedy = f"leaving it out, or {instead} ssdtrain.{section}"
+    return Conflict(option, section, "error", why, remedy, applies)
+
+
+def _compressed(config: Config, dimensions: Sequence[str]) -> list[str]:
+    if config.comm is None or not config.compresses:
+        return []
+    rules = Policy.from_config(config.comm).rules
+    return [name for name in dimensions if not rules[name].off]
+
+
+_GRADIENTS_AND_WEIGHTS = ("dp", "dp_gather", "zero_gather")
+_ONE_ONLY = "only one of the two can be on"
+_ADDRESSES = (
+    "replays kernels at fixed addresses, and saved tensors that move would be read where they no longer are"
+)
+_REPLAYED = "replays collectives from a CUDA graph, which a codec that sizes its messages cannot be in"
+_COMBINED = (
+    "runs the combined 1F1B schedule, which interleaves a forward and a backward layer by layer and has no point where one "
+    "microbatch begins; offloading with it is not in this version"
+)
+_DISPATCHERS = ("allgather", "alltoall", "alltoall_seq")
+
+CONFLICTS: tuple[Conflict, ...] = (
+    _row(
         "fine_grained_activation_offloading",
-        False,
-        "moves the same saved tensors to host memory, and inner saved-tensor hooks win: only one of the two can be on",
+        "offload",
+        f"moves the same saved tensors to host memory, and inner saved-tensor hooks win: {_ONE_ONLY}",
     ),
-    (
-        "cpu_offloading",
-        False,
-        "lets Transformer Engine move the same saved tensors: only one of the two can be on",
+    _row("cpu_offloading", "offload", f"lets Transformer Engine move the same saved tensors: {_ONE_ONLY}"),
+    _row("overlap_moe_expert_parallel_comm", "offload", _COMBINED),
+    _row("enable_cuda_graph", "offload", _ADDRESSES),
+    _row("external_cuda_graph", "offload", _ADDRESSES),
+    _row("cuda_graph_impl", "offload", _ADDRESSES, fine=("none",)),
+    _row("enable_cuda_graph", "comm", _REPLAYED),
+    _row("external_cuda_graph", "comm", _REPLAYED),
+    _row("cuda_graph_impl", "comm", _REPLAYED, fine=("none",)),
+    _row(
+        "context_parallel_size",
+        "comm",
+        "sends keys and values inside of Transformer Engine's attention; compressing beside it is not in this version",
+        fine=(1,),
     ),
-    (
+    _row("tp_comm_overlap", "comm", "sends activations from Transformer Engine's user buffers", ("tp",)),
+    _row(
+        "use_ring_exchange_p2p",
+        "comm",
+        "sends by torch.distributed.ring_exchange",
+        ("pp_forward", "pp_backward"),
+    ),
+    _row("moe_token_dispatcher_type", "comm", "sends tokens by kernels of its own", ("ep",), _DISPATCHERS),
+    _row(
         "overlap_moe_expert_parallel_comm",
-        False,
-        "runs the combined 1F1B schedule, which interleaves a forward and a backward layer by layer and has no point "
-        "where one microbatch begins; offloading with it is not in this version",
+        "comm",
+        "runs exchanges of tokens on a stream of its own; compressing them is not in this version",
+        ("ep",),
     ),
-    (
-        "enable_cuda_graph",
-        False,
-        "replays kernels at fixed addresses, and saved tensors that move would be read where they no longer are",
+    _row(
+        "nccl_ub",
+        "comm",
+        "sends from buffers that NCCL has registered, and payloads lie elsewhere",
+        _GRADIENTS_AND_WEIGHTS,
     ),
-    (
-        "external_cuda_graph",
-        False,
-        "replays kernels at fixed addresses, and saved tensors that move would be read where they no longer are",
-    ),
-    (
-        "cuda_graph_impl",
-        "none",
-        "replays kernels at fixed addresses, and saved tensors that move would be read where they no longer are",
+    _row("fp8_param_gather", "comm", "gathers parameters in 8 bits already", ("zero_gather",)),
+    _row(
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        "comm",
+        "overwrites gathered parameters by gradients, and the next gather would be by difference from them",
+        ("zero_gather",),
     ),
 )
 
@@ -54,41 +113,44 @@ _WRAPPERS = {
     "MegatronFSDP": "Megatron FSDP",
     "TorchFullyShardedDataParallel": "torch FSDP2",
 }
+"""Data parallelism that reduces gradients by itself."""
+_SHARDS = "frees and gathers parameters behind saved tensors; offloading with it is not in this version"
+_REDUCES = "reduces gradients and gathers parameters by itself; compressing with it is not in this version"
 
 
-def check_conflicts(chunks: Sequence[nn.Module]) -> None:
-    """Check the options of the chunks.
+def flag(option: str) -> str:
+    """What users call an option."""
+    return "--" + option.replace("_", "-")
+
+
+def check_conflicts(chunks: Sequence[nn.Module], config: Config) -> None:
+    """Check the options and wrappers of the chunks.
 
     Raises:
-        ConfigError: names every option that conflicts.
+        ConfigError: names everything that conflicts with `config`.
     """
-    problems = list(dict.fromkeys(problem for chunk in chunks for problem in _problems(chunk)))
+    problems = list(dict.fromkeys(problem for chunk in chunks for problem in _problems(chunk, config)))
     if problems:
         raise ConfigError(problems)
 
 
-def option_problems(options: Any) -> Iterator[Problem]:
-    """The conflicts in a TransformerConfig, or in Megatron-LM's parsed command line."""
-    for option, fine, why in _OPTIONS:
-        value = getattr(options, option, fine)
-        if value not in (fine, None):
-            flag = "--" + option.replace("_", "-")
-            yield Problem(f"Megatron's {flag}", value, f"together with ssdtrain.offload {why}", _WITHOUT)
+def option_problems(options: Mapping[str, Any], config: Config) -> Iterator[Problem]:
+    """The conflicts in the options of a model, or in Megatron-LM's parsed command line."""
+    return conflicts(CONFLICTS, config, options, lambda option: f"Megatron's {flag(option)}")
 
 
-def _problems(chunk: nn.Module) -> Iterator[Problem]:
-    yield from option_problems(_compat.model_config(chunk))
-    why = "frees and gathers parameters behind saved tensors; offloading with it is not in this version"
-    yield from wrapper_problems(chunk, why)
-
-
-def wrapper_problems(chunk: nn.Module, why: str) -> Iterator[Problem]:
-    """Wrappers of data parallelism in a chunk that reduce gradients by themselves.
-
-    Args:
-        why: the conflict, for the message.
-    """
-    for module in chunk.modules():
-        name = _WRAPPERS.get(type(module).__name__)
-        if name is not None:
-            yield Problem("Megatron's data parallelism", name, why, "DistributedDataParallel")
+def _problems(chunk: nn.Module, config: Config) -> Iterator[Problem]:
+    parallelism = getattr(chunk, "ddp_config", None)
+    options = {**vars(_compat.model_config(chunk)), **({} if parallelism is None else vars(parallelism))}
+    yield from option_problems(options, config)
+    wrappers = {_WRAPPERS.get(type(module).__name__) for module in chunk.modules()} - {None}
+    for enabled, why in ((config.offload is not None, _SHARDS), (config.compresses, _REDUCES)):
+        if enabled:
+            for name in sorted(map(str, wrappers)):
+                yield Problem("Megatron's data parallelism", name, why, "DistributedDataParallel")
+    reduced = _compressed(config, _GRADIENTS_AND_WEIGHTS)
+    if reduced and _compat_comm.layout()["dp"] > 1 and next(_compat_comm.buckets(chunk), None) is None:
+        why = "has no gradient buckets, so what DistributedDataParallel reduces would go uncompressed"
+        off = ", ".join(f'"{name}": "off"' for name in reduced)
+        allowed = f"the chunk as DistributedDataParallel wraps it, or {off}"
+        yield Problem("a model chunk", type(chunk).__name__, why, allowed)

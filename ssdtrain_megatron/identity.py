@@ -10,16 +10,26 @@ sent.
 
 So both keep a reference to the leaf beside what they save, and their backward finds it among the saved tensors. Neither extends
 a lifetime: the weight is a parameter, and the schedule holds what a stage received until its backward.
+
+Note: [Inputs that are read twice]
+Its recomputation runs on the inputs that it saved, and its backward reads them again, for the gradients that have come to them.
+Before megatron-core 0.16 these are two readings of `ctx.saved_tensors`. Without hooks both are the very leaves that were saved.
+With hooks of any kind each reading makes new tensors, the gradients go to the leaves behind them, and backward finds none: what
+the block hands down is lost, silently. So they are read once, as leaves of their own, for both.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["restore_saved_leaf", "stash_saved_leaf"]
+from ssdtrain.integration.patching import Patches
+from ssdtrain_megatron import _compat
+
+__all__ = ["read_inputs_once", "restore_saved_leaf", "stash_saved_leaf"]
 
 Function = Callable[..., Any]
 
@@ -55,17 +65,62 @@ def restore_saved_leaf(position: int, plain: Function) -> Function:
         # Unpacked all the same: that is where a leaf that was modified in place is noticed.
         saved = list(ctx.saved_tensors)
         saved[position] = leaf
-        return plain(_Context(ctx, tuple(saved)), *gradients)
+        return plain(_Context(ctx, lambda: tuple(saved)), *gradients)
 
     return backward
 
 
-class _Context:
-    """The context of a function, with other saved tensors."""
+def read_inputs_once(patches: Patches) -> None:
+    """Replace the two functions of CheckpointWithoutOutput's that are concerned. See Note: [Inputs that are read twice]."""
+    for place, wrap in zip(
+        _compat.discarding_function(), (_discarding_forward, _discarding_backward), strict=True
+    ):
+        patches.replace(*place, wrap)
 
-    def __init__(self, ctx: Any, saved_tensors: tuple[torch.Tensor, ...]) -> None:
-        self._ctx = ctx
-        self.saved_tensors = saved_tensors
+
+def _discarding_forward(plain: Function) -> Function:
+    def forward(ctx: Any, run_function: Function, discarding: Any, *args: Any) -> Any:
+        outputs = plain(ctx, run_function, discarding, *args)
+        discarding.ctx = _Context(ctx, functools.partial(_leaves_of, ctx))  # for the recomputation
+        return outputs
+
+    return forward
+
+
+def _discarding_backward(plain: Function) -> Function:
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        try:
+            return plain(_Context(ctx, functools.partial(_leaves_of, ctx)), *gradients)
+        finally:
+            ctx.ssdtrain_inputs = None  # the graph may live longer
+
+    return backward
+
+
+def _leaves_of(ctx: Any) -> tuple[Any, ...]:
+    """The saved tensors of `ctx`, read once, as leaves."""
+    found: tuple[Any, ...] | None = getattr(ctx, "ssdtrain_inputs", None)
+    if found is None:
+        found = ctx.ssdtrain_inputs = tuple(
+            saved.detach().requires_grad_(saved.requires_grad) if isinstance(saved, torch.Tensor) else saved
+            for saved in ctx.saved_tensors
+        )
+    return found
+
+
+class _Context:
+    """The context of a function, with other saved tensors: those that `read` returns."""
+
+    def __init__(self, ctx: Any, read: Callable[[], tuple[Any, ...]]) -> None:
+        object.__setattr__(self, "_ctx", ctx)
+        object.__setattr__(self, "_read", read)
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return self._read()  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ctx, name, value)

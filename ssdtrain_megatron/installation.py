@@ -13,8 +13,7 @@ from ssdtrain.integration.claims import related
 from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import detach_leaves
 from ssdtrain_megatron import _compat
-from ssdtrain_megatron.discarding import read_inputs_once
-from ssdtrain_megatron.identity import restore_saved_leaf, stash_saved_leaf
+from ssdtrain_megatron.identity import read_inputs_once, restore_saved_leaf, stash_saved_leaf
 from ssdtrain_megatron.recompute import checkpoint_through
 
 if TYPE_CHECKING:

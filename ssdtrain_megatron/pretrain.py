@@ -12,9 +12,9 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ssdtrain import ranks
 from ssdtrain.config import Config, ConfigError, Problem
 from ssdtrain.integration.patching import Patches
+from ssdtrain.preflight import check_start
 from ssdtrain_megatron.flags import add_arguments, config_from_args
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def install_for_spec(config: Config) -> None:
         return
     from ssdtrain_megatron import _compat
 
-    _check_start(config)
+    check_start(config)
     _, training = _compat.check_training()
     _attached_by_spec = False
     _of_spec.replace(training, "get_megatron_optimizer", functools.partial(_optimizing, training, config))
@@ -112,7 +112,7 @@ def _attaching(training: Any, plain: Function) -> Function:
         # A mistake in the flags is found before the model is built.
         config = config_from_args(training.get_args())
         if config is not None:
-            _check_start(config)
+            check_start(config)
         result = plain(*args, **kwargs)
         if config is None or not config.active or not _attach(training, result[0], result[1], config):
             uninstall_pretrain()
@@ -144,17 +144,6 @@ def _loading(training: Any, plain: Function) -> Function:
         return result
 
     return load_checkpoint
-
-
-def _check_start(config: Config) -> None:
-    from ssdtrain.preflight import check_start
-
-    check_start(
-        config,
-        rank=ranks.global_rank(),
-        local_rank=ranks.local_rank(),
-        local_world_size=ranks.local_world_size(),
-    )
 
 
 def _attach(training: Any, chunks: Any, optimizer: Any, config: Config) -> bool:

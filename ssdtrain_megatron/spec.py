@@ -6,8 +6,8 @@ too; where either is in force these layers are ordinary ones.
 
 Each forward of a layer is a tape of its own, and the gradient that reaches the layer's output starts the loads of it and of the
 layer below. No schedule of Megatron is replaced. Two autograd functions are, because saved-tensor hooks give them back other
-objects than they saved: CheckpointWithoutOutput's (see `discarding`), and where the weight's gradient is accumulated by the fused
-kernel the linear layer's (see `identity`).
+objects than they saved: CheckpointWithoutOutput's, and where the weight's gradient is accumulated by the fused kernel the linear
+layer's (see `identity`).
 
 Note: [Collectives]
 With a comm section the runtime is attached as the launcher would attach it, as soon as Megatron-LM has made the optimizer: it
@@ -47,11 +47,10 @@ from ssdtrain.config import Config, ConfigError, Problem, load_config
 from ssdtrain.integration.patching import Patches
 from ssdtrain.runtime import Runtime
 from ssdtrain_megatron import _compat
-from ssdtrain_megatron.attachment import new_runtime
+from ssdtrain_megatron.attachment import device_of
 from ssdtrain_megatron.conflicts import check_conflicts, option_problems
-from ssdtrain_megatron.discarding import read_inputs_once
 from ssdtrain_megatron.flags import config_from_args
-from ssdtrain_megatron.identity import restore_saved_leaf, stash_saved_leaf
+from ssdtrain_megatron.identity import read_inputs_once, restore_saved_leaf, stash_saved_leaf
 from ssdtrain_megatron.installation import installation
 from ssdtrain_megatron.pretrain import attaches_for_spec, install_for_spec
 
@@ -109,7 +108,7 @@ def _the_recorder(layer: torch.nn.Module) -> _Recorder:
     if _recorder is None:
         config = _read_config()
         _check_layer(layer, config)
-        _recorder = _Recorder(new_runtime([layer], config))
+        _recorder = _Recorder(Runtime(config, device=device_of([layer])))
         atexit.register(_recorder.close)
     return _recorder
 
@@ -150,7 +149,7 @@ def _check_command_line() -> None:
         install_for_spec(config)
         return
     dense = not getattr(args, "num_experts", None)
-    problems = [*option_problems(args), *(_bias_problems(args) if dense else ())]
+    problems = [*option_problems(vars(args), config), *(_bias_problems(args) if dense else ())]
     if problems:
         raise ConfigError(problems)
 
@@ -181,7 +180,7 @@ def _check_layer(layer: torch.nn.Module, config: Config) -> None:
         problems += _bias_problems(_compat.model_config(layer))
     if problems:
         raise ConfigError(problems)
-    check_conflicts([layer])
+    check_conflicts([layer], config)
 
 
 class OffloadedTransformerLayer(TransformerLayer):  # type: ignore[misc]

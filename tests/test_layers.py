@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 FLOOR = {
     "config": 0,
     "device": 0,
+    "ranks": 0,
     "telemetry.text": 1,
     "telemetry.registry": 2,
     "storage": 3,
@@ -28,7 +29,6 @@ FLOOR = {
     "planner": 6,
     "report": 6,
     "preflight": 6,
-    "ranks": 7,
     "runtime": 7,
     "integration": 8,
     "pytorch": 9,

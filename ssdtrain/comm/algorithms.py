@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ssdtrain.codecs import Key
 from ssdtrain.codecs.base import Pieces
-from ssdtrain.comm.coding import Coder, Ranges
+from ssdtrain.comm.coding import Coder, Piece
 from ssdtrain.comm.feedback import Feedback
 from ssdtrain.comm.meter import CommMetrics
 from ssdtrain.comm.topology import Topology
@@ -35,20 +35,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 # Payloads of unequal size are padded for an all-gather if that adds no more than this.
 _PADDING = 1.02
-
-
-_RAW = Coder(None)
-
-
-class Piece(NamedTuple):
-    """Part of a tensor."""
-
-    values: Tensor
-    """Flat [numel], a view."""
-    uncompressed_ranges: Ranges = ()
-    """Elements that no codec touches, counted from the piece's start."""
-    reference: Tensor | None = None
-    """Flat [numel]: the codec is applied to the difference from it."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +52,6 @@ class Call:
     topology: Topology
     scatter: Coders
     gather: Coder
-    dtype: torch.dtype
-    """Of the framework's tensor: uncompressed elements travel in it."""
     metrics: CommMetrics
     name: str
     """Names the residuals and the random numbers; the same in every step for the same gradients."""
@@ -82,19 +66,12 @@ class Call:
         """The payload of `piece` into `out`, with feedback where there is one and the codec loses anything."""
         name = f"{self.name}|{what}"
         key = self.key._replace(tensor=zlib.crc32(name.encode()))
-        if self.feedback is None or not coder.encodes(
-            piece.values.numel(), piece.uncompressed_ranges, self.dtype
-        ):
-            coder.encode(piece.values, piece.uncompressed_ranges, self.dtype, out, key, piece.reference)
+        if self.feedback is None or not coder.encodes(piece):
+            coder.encode(piece, out, key)
             return
-        error = self.feedback.encode(
-            name, coder, piece.values, piece.uncompressed_ranges, self.dtype, out, key, self.measured
-        )
+        error = self.feedback.encode(name, coder, piece, out, key, self.measured)
         if error is not None:
             self.errors.append(error)
-
-    def nbytes(self, coder: Coder, piece: Piece) -> int:
-        return coder.nbytes(piece.values.numel(), piece.uncompressed_ranges, self.dtype)
 
     def encode_for_peers(
         self, coder: Coder, outgoing: Sequence[Sequence[Piece]], index: int, packed: Tensor, what: str
@@ -103,22 +80,21 @@ class Call:
         because they differ in size, do not lie at equal distances, or no kernel does it."""
         if self.feedback is not None or any(len(pieces) != 1 for pieces in outgoing):
             return False
-        values = [pieces[0].values for pieces in outgoing]
-        numel, dtype = values[0].numel(), values[0].dtype
-        stride = values[1].data_ptr() - values[0].data_ptr()
-        if (
-            any(piece.uncompressed_ranges or piece.reference is not None for (piece,) in outgoing)
-            or any(v.numel() != numel or v.dtype != dtype for v in values)
-            or any(v.data_ptr() != values[0].data_ptr() + i * stride for i, v in enumerate(values))
-            or stride % dtype.itemsize
-            or not coder.encodes(numel, (), self.dtype)
-        ):
+        pieces = [piece for (piece,) in outgoing]
+        first = pieces[0].values
+        stride = pieces[1].values.data_ptr() - first.data_ptr()
+        if stride % first.element_size() or not coder.encodes(pieces[0]):
             return False
+        for i, (values, uncompressed_ranges, reference) in enumerate(pieces):
+            alike = values.numel() == first.numel() and values.dtype == first.dtype
+            if not alike or uncompressed_ranges or reference is not None:
+                return False
+            if values.data_ptr() != first.data_ptr() + i * stride:
+                return False
+        peers = len(pieces) - 1
+        places = Pieces(peers, stride // first.element_size(), packed.numel() // peers, index)
         name = f"{self.name}|{what}"
-        peers = Pieces(len(values) - 1, stride // dtype.itemsize, packed.numel() // (len(values) - 1), index)
-        return coder.encode_pieces(
-            values[0], packed, peers, self.key._replace(tensor=zlib.crc32(name.encode()))
-        )
+        return coder.encode_pieces(first, packed, places, self.key._replace(tensor=zlib.crc32(name.encode())))
 
 
 def reduce_scatter(call: Call, shards: Sequence[Piece], part: str) -> Generator[Any, None, Tensor]:
@@ -129,29 +105,27 @@ def reduce_scatter(call: Call, shards: Sequence[Piece], part: str) -> Generator[
         part: names this piece among those of the call.
     """
     where = call.topology
-    column = [shards[row[where.place]] for row in where.grid]
+    column = [shards[rank] for rank in where.columns[where.place]]
     sums = [piece.values.to(torch.float32, copy=True) for piece in column]
     if where.inside is not None:
-        targets = [[row[place] for row in where.grid] for place in range(len(where.grid[0]))]
         arrived = yield from _exchange(
-            call, call.scatter.inside, where.inside, where.place, [[shards[i] for i in ranks] for ranks in targets], column,
-            [[f"{part}|in|{i}" for i in ranks] for ranks in targets],
+            call, call.scatter.inside, where.inside, where.place,
+            [[shards[i] for i in ranks] for ranks in where.columns], column,
+            [[f"{part}|in|{i}" for i in ranks] for ranks in where.columns],
         )  # fmt: skip
         for payloads in arrived:
             for payload, piece, total in zip(payloads, column, sums, strict=True):
-                call.scatter.inside.accumulate(payload, total, piece.uncompressed_ranges, call.dtype)
+                call.scatter.inside.decode(payload, piece._replace(values=total), accumulate=True)
     total = sums[where.node]
     if where.between is not None:
-        mine = column[where.node]
-        outgoing = [
-            [Piece(values, piece.uncompressed_ranges)] for values, piece in zip(sums, column, strict=True)
-        ]
+        outgoing = [[piece._replace(values=values)] for values, piece in zip(sums, column, strict=True)]
+        mine = outgoing[where.node]
         arrived = yield from _exchange(
-            call, call.scatter.between, where.between, where.node, outgoing, [mine],
+            call, call.scatter.between, where.between, where.node, outgoing, mine,
             [[f"{part}|out|{row[where.place]}"] for row in where.grid],
         )  # fmt: skip
         for (payload,) in arrived:
-            call.scatter.between.accumulate(payload, total, mine.uncompressed_ranges, call.dtype)
+            call.scatter.between.decode(payload, mine[0], accumulate=True)
     return total.div_(where.size) if call.average else total
 
 
@@ -159,40 +133,35 @@ def all_gather(call: Call, mine: Piece, outs: Sequence[Piece], part: str) -> Ste
     """Every rank's piece into `outs` [by group rank], this one's included.
 
     Args:
-        mine: what this rank contributes; may share memory with its place in `outs`. With a reference, that is what others have
-            in this rank's place.
+        mine: what this rank contributes; may share memory with its place in `outs`. With a reference, all of `outs` have one.
     """
     where, coder = call.topology, call.gather
-    sizes = [call.nbytes(coder, piece) for piece in outs]
+    sizes = [coder.nbytes(piece) for piece in outs]
     payload = torch.empty(sizes[where.rank], dtype=torch.uint8, device=mine.values.device)
     call.encode(coder, mine, payload, f"{part}|gather")
     column = [payload]
     if where.between is not None:
         column = yield from _gather(
-            call, payload, [sizes[row[where.place]] for row in where.grid], where.node, where.between
+            call, payload, [sizes[rank] for rank in where.columns[where.place]], where.node, where.between
         )
     rows = {where.place: column}
     if where.inside is not None:
-        by_place = [[sizes[row[place]] for row in where.grid] for place in range(len(where.grid[0]))]
+        by_place = [[sizes[rank] for rank in ranks] for ranks in where.columns]
         packed = column[0] if len(column) == 1 else torch.cat(column)
         arrived = yield from _gather(
             call, packed, [sum(found) for found in by_place], where.place, where.inside
         )
         rows = {place: list(found.split(by_place[place])) for place, found in enumerate(arrived)}
-    decode = coder.decode if mine.reference is None else coder.apply_difference
-    if mine.reference is not None:
-        outs[where.rank].values.copy_(mine.reference)
     for place, payloads in rows.items():
-        for row, found in zip(where.grid, payloads, strict=True):
-            out = outs[row[place]]
-            decode(found, out.values, out.uncompressed_ranges, call.dtype)
+        for rank, found in zip(where.columns[place], payloads, strict=True):
+            coder.decode(found, outs[rank])
 
 
 def all_reduce(call: Call, shards: Sequence[Piece], part: str) -> Steps:
     """Sum `shards` [by group rank] over ranks, in place."""
     total = yield from reduce_scatter(call, shards, part)
     own = shards[call.topology.rank]
-    yield from all_gather(call, Piece(total, own.uncompressed_ranges), shards, part)
+    yield from all_gather(call, own._replace(values=total), shards, part)
 
 
 def reduce_scatter_into(call: Call, out: Tensor, shards: Sequence[Piece], part: str) -> Steps:
@@ -213,34 +182,34 @@ def all_to_all(
 
     Args:
         coders: by group rank: one for each pair of ranks, the same on both sides.
-        min_bytes: smaller messages go as they are.
+        min_bytes: smaller messages are uncompressed.
     """
     where = call.topology
-    to = [
-        _RAW if values.nbytes < min_bytes else coder for values, coder in zip(outgoing, coders, strict=True)
-    ]
-    by = [
-        _RAW if values.nbytes < min_bytes else coder for values, coder in zip(incoming, coders, strict=True)
-    ]
-    others = [i for i in range(where.size) if i != where.rank]
-    sends = [0] * where.size
-    receives = [0] * where.size
-    for i in others:
-        sends[i] = to[i].nbytes(outgoing[i].numel(), (), call.dtype)
-        receives[i] = by[i].nbytes(incoming[i].numel(), (), call.dtype)
     device = outgoing[where.rank].device
+
+    def coded(tensors: Sequence[Tensor]) -> tuple[list[tuple[Coder, Piece]], list[int]]:
+        """How each tensor is coded, and its bytes; none for this rank's own."""
+        found = [
+            (replace(coder, codec=None) if values.nbytes < min_bytes else coder, Piece(values))
+            for coder, values in zip(coders, tensors, strict=True)
+        ]
+        return found, [
+            0 if i == where.rank else coder.nbytes(piece) for i, (coder, piece) in enumerate(found)
+        ]
+
+    (to, sends), (by, receives) = coded(outgoing), coded(incoming)
     packed = torch.empty(sum(sends), dtype=torch.uint8, device=device)
-    for i, place in zip(range(where.size), packed.split(sends), strict=True):
+    for i, ((coder, piece), place) in enumerate(zip(to, packed.split(sends), strict=True)):
         if i != where.rank:
-            call.encode(to[i], Piece(outgoing[i]), place, f"{part}|to|{i}")
+            call.encode(coder, piece, place, f"{part}|to|{i}")
     arrived = torch.empty(sum(receives), dtype=torch.uint8, device=device)
     work = _all_to_all(arrived, packed, receives, sends, group=where.group, async_op=True)
     call.metrics.wire_bytes += packed.numel()
     incoming[where.rank].copy_(outgoing[where.rank])
     yield work
-    for i, place in zip(range(where.size), arrived.split(receives), strict=True):
+    for i, ((coder, piece), place) in enumerate(zip(by, arrived.split(receives), strict=True)):
         if i != where.rank:
-            by[i].decode(place, incoming[i], (), call.dtype)
+            coder.decode(place, piece)
 
 
 def reduce_scatter_bytes(where: Topology, inside: Sequence[int], between: Sequence[int]) -> list[int]:
@@ -251,18 +220,12 @@ def reduce_scatter_bytes(where: Topology, inside: Sequence[int], between: Sequen
         between: the same, between nodes.
     """
     sent = [0] * where.size
-    width = len(where.grid[0])
-    columns = [[row[place] for row in where.grid] for place in range(width)]
-    if width > 1:
-        of_places = [sum(inside[rank] for rank in column) for column in columns]
-        for place, column in enumerate(columns):
-            for rank in column:
-                sent[rank] += sum(of_places) - of_places[place]
-    if len(where.grid) > 1:
-        for column in columns:
-            total = sum(between[rank] for rank in column)
-            for rank in column:
-                sent[rank] += total - between[rank]
+    of_places = [sum(inside[rank] for rank in column) for column in where.columns]
+    for place, column in enumerate(where.columns):
+        total = sum(between[rank] for rank in column)
+        for rank in column:
+            # To the other places of this node, and to this place of the other nodes.
+            sent[rank] = sum(of_places) - of_places[place] + total - between[rank]
     return sent
 
 
@@ -273,17 +236,10 @@ def all_gather_bytes(where: Topology, sizes: Sequence[int]) -> list[int]:
         sizes: payload bytes of each rank's piece.
     """
     sent = [0] * where.size
-    width = len(where.grid[0])
-    columns = [[row[place] for row in where.grid] for place in range(width)]
-    if len(where.grid) > 1:
-        for column in columns:
-            for rank, nbytes in zip(column, _gather_bytes([sizes[rank] for rank in column]), strict=True):
-                sent[rank] += nbytes
-    if width > 1:
-        found = _gather_bytes([sum(sizes[rank] for rank in column) for column in columns])
-        for column, nbytes in zip(columns, found, strict=True):
-            for rank in column:
-                sent[rank] += nbytes
+    of_places = _gather_bytes([sum(sizes[rank] for rank in column) for column in where.columns])
+    for column, inside in zip(where.columns, of_places, strict=True):
+        for rank, between in zip(column, _gather_bytes([sizes[rank] for rank in column]), strict=True):
+            sent[rank] = inside + between
     return sent
 
 
@@ -310,10 +266,10 @@ def _exchange(
     """One message to each peer: the payloads of `outgoing[peer]`, one behind the other. What peers send has the shapes of
     `incoming`. Returns the payloads of each peer, without this rank's own."""
     device = incoming[0].values.device
-    sizes = [[call.nbytes(coder, piece) for piece in pieces] for pieces in outgoing]
+    sizes = [[coder.nbytes(piece) for piece in pieces] for pieces in outgoing]
     sizes[index] = []
     sends = [sum(found) for found in sizes]
-    message = [call.nbytes(coder, piece) for piece in incoming]
+    message = [coder.nbytes(piece) for piece in incoming]
     receives = [0 if peer == index else sum(message) for peer in range(len(outgoing))]
     packed = torch.empty(sum(sends), dtype=torch.uint8, device=device)
     at_once = call.encode_for_peers(coder, outgoing, index, packed, names[0][0])

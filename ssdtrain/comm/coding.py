@@ -2,7 +2,7 @@
 
 Note: [Uncompressed elements]
     Gradients of norms, biases and embeddings lie in the same buckets as all others. Within a piece they are ranges, known to all
-    ranks: what is between goes through the codec as one tensor, they follow as they are, in one message.
+    ranks: what is between goes through the codec as one tensor, they follow uncompressed, in one message.
 
 Note: [No payload larger than its piece]
     A codec's header and scales may outweigh what it saves on a few elements. Such a piece is sent uncompressed. Sender and
@@ -11,17 +11,29 @@ Note: [No payload larger than its piece]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ssdtrain.codecs import ALIGNMENT, FixedSizeCodec, Key
-from ssdtrain.codecs.base import Pieces
+from ssdtrain.codecs.base import Pieces, align
 
 Ranges = tuple[tuple[int, int], ...]
 """Ascending, disjoint (start, stop) of elements."""
+
+
+class Piece(NamedTuple):
+    """Part of a flat tensor: what is encoded, or the place that a payload is decoded into."""
+
+    values: Tensor
+    """Flat [numel], a view."""
+    uncompressed_ranges: Ranges = ()
+    """Elements that are excluded from compression, counted from the piece's start."""
+    reference: Tensor | None = None
+    """Flat [numel]: the codec is applied to the difference from it, in float32. Excluded elements are those of `values`."""
 
 
 def clip(ranges: Ranges, start: int, stop: int) -> Ranges:
@@ -38,66 +50,46 @@ def _count(ranges: Ranges) -> int:
     return sum(b - a for a, b in ranges)
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 @dataclass(frozen=True)
 class Coder:
-    """A codec for pieces. Without a codec no element is compressed.
+    """A codec for the pieces of a tensor. Without a codec no element is compressed.
 
-    Arguments of all methods: `uncompressed_ranges`, the excluded elements of the piece; `dtype`, that of the whole tensor, in
-    which uncompressed elements are sent.
+    Args:
+        dtype: of the framework's tensor: uncompressed elements are sent in it.
     """
 
     codec: FixedSizeCodec | None
+    dtype: torch.dtype
 
-    def encodes(self, numel: int, uncompressed_ranges: Ranges, dtype: torch.dtype) -> bool:
+    def encodes(self, piece: Piece) -> bool:
         """Whether the codec is applied to a piece of this size. See Note: [No payload larger than its piece]."""
-        return (
-            self.codec is not None
-            and self._coded_bytes(numel, _count(uncompressed_ranges), dtype) < numel * dtype.itemsize
-        )
+        return self.nbytes(piece) < piece.values.numel() * self.dtype.itemsize
 
-    def nbytes(self, numel: int, uncompressed_ranges: Ranges, dtype: torch.dtype) -> int:
+    def nbytes(self, piece: Piece) -> int:
         """Size of a piece's payload, at most that of the piece; a multiple of 16 where the codec is applied."""
-        raw = numel * dtype.itemsize
-        return (
-            raw
-            if self.codec is None
-            else min(raw, self._coded_bytes(numel, _count(uncompressed_ranges), dtype))
-        )
+        numel, kept = piece.values.numel(), _count(piece.uncompressed_ranges)
+        raw = numel * self.dtype.itemsize
+        if self.codec is None:
+            return raw
+        coded = self.codec.payload_bytes(numel - kept, torch.float32) + align(kept * self.dtype.itemsize)
+        return min(raw, coded)
 
-    def _coded_bytes(self, numel: int, kept: int, dtype: torch.dtype) -> int:
-        assert self.codec is not None
-        return self.codec.payload_bytes(numel - kept, torch.float32) + _padded(kept * dtype.itemsize)
-
-    def encode(
-        self,
-        x: Tensor,
-        uncompressed_ranges: Ranges,
-        dtype: torch.dtype,
-        out: Tensor,
-        key: Key,
-        reference: Tensor | None = None,
-    ) -> None:
-        """Write the payload of the flat piece `x` [numel] to `out`, uint8 [nbytes].
-
-        Args:
-            reference: [numel]; the codec is applied to the difference `x - reference`, in float32. Uncompressed elements are
-                those of `x`, whatever the reference is.
-        """
-        if self.codec is None or not self.encodes(x.numel(), uncompressed_ranges, dtype):
-            _write(out, [x], dtype)
+    def encode(self, piece: Piece, out: Tensor, key: Key) -> None:
+        """Write the payload of `piece` to `out`, uint8 [nbytes]."""
+        x, ranges, reference = piece
+        if self.codec is None or not self.encodes(piece):
+            _write(out, [x], self.dtype)
             return
-        lossy, size = self._input(_select(x, uncompressed_ranges)), out.numel()
+        lossy, size = _select(x, ranges), out.numel()
         if reference is not None:
-            lossy = lossy.float() - _select(reference, uncompressed_ranges).float()
-        if uncompressed_ranges:
+            lossy = lossy.float() - _select(reference, ranges).float()
+        elif lossy.dtype not in self.codec.inputs:
+            lossy = lossy.float()
+        if ranges:
             size = self.codec.payload_bytes(lossy.numel(), torch.float32)
-            _write(out[size:], [x[a:b] for a, b in uncompressed_ranges], dtype)
+            _write(out[size:], [x[a:b] for a, b in ranges], self.dtype)
         payload = out[:size]
-        # Behind a message that is sent as it is, of any length.
+        # Behind an uncompressed message of any length.
         aligned = payload if payload.data_ptr() % ALIGNMENT == 0 else torch.empty_like(payload)
         self.codec.encode(lossy, aligned, key)
         if aligned is not payload:
@@ -110,70 +102,30 @@ class Coder:
             return False
         return codec.encode_pieces(first, out, pieces, key)
 
-    def decode(self, payload: Tensor, out: Tensor, uncompressed_ranges: Ranges, dtype: torch.dtype) -> None:
-        """Decode into the flat piece `out` [numel]."""
-        if not self.encodes(out.numel(), uncompressed_ranges, dtype):
-            out.copy_(_read(payload, out.numel(), dtype))
-        elif not uncompressed_ranges:
-            self._decode(payload, out)
-        else:
-            lossy = torch.empty(out.numel() - _count(uncompressed_ranges), dtype=out.dtype, device=out.device)
-            kept = self._decode_both(payload, lossy, uncompressed_ranges, dtype)
-            for place, values in _places(out, _others(uncompressed_ranges, out.numel()), lossy):
-                place.copy_(values)
-            for place, values in _places(out, uncompressed_ranges, kept):
-                place.copy_(values)
-
-    def accumulate(
-        self, payload: Tensor, out: Tensor, uncompressed_ranges: Ranges, dtype: torch.dtype
-    ) -> None:
-        """Add the decoded piece to the flat float32 `out` [numel]."""
-        if not self.encodes(out.numel(), uncompressed_ranges, dtype):
-            out.add_(_read(payload, out.numel(), dtype))
-        elif not uncompressed_ranges:
-            self._decode(payload, out, accumulate=True)
-        else:
-            lossy = torch.empty(out.numel() - _count(uncompressed_ranges), dtype=out.dtype, device=out.device)
-            kept = self._decode_both(payload, lossy, uncompressed_ranges, dtype)
-            for place, values in _places(out, _others(uncompressed_ranges, out.numel()), lossy):
-                place.add_(values)
-            for place, values in _places(out, uncompressed_ranges, kept):
-                place.add_(values)
-
-    def apply_difference(
-        self, payload: Tensor, out: Tensor, uncompressed_ranges: Ranges, dtype: torch.dtype
-    ) -> None:
-        """Turn the reference in `out` [numel], of any dtype, into what was encoded with that reference: differences are added
-        in float32 and the sum is rounded once, uncompressed elements replace what is there."""
-        if not self.encodes(out.numel(), uncompressed_ranges, dtype):
-            out.copy_(_read(payload, out.numel(), dtype))
+    def decode(self, payload: Tensor, out: Piece, accumulate: bool = False) -> None:
+        """Decode into `out.values`, or add to them. With a reference they are the sum of it and the decoded difference, rounded
+        once."""
+        values, ranges, reference = out
+        write: Callable[[Tensor, Tensor], Any] = Tensor.add_ if accumulate else Tensor.copy_
+        if self.codec is None or not self.encodes(out):
+            write(values, _read(payload, values.numel(), self.dtype))
             return
-        change = torch.empty(
-            out.numel() - _count(uncompressed_ranges), dtype=torch.float32, device=out.device
-        )
-        kept = self._decode_both(payload, change, uncompressed_ranges, dtype)
-        for place, values in _places(out, _others(uncompressed_ranges, out.numel()), change):
-            place.copy_(place.float() + values)
-        for place, values in _places(out, uncompressed_ranges, kept):
-            place.copy_(values)
-
-    def _decode_both(
-        self, payload: Tensor, lossy: Tensor, uncompressed_ranges: Ranges, dtype: torch.dtype
-    ) -> Tensor:
-        """Decode what the codec was applied to into `lossy`; returns the uncompressed elements."""
-        assert self.codec is not None
-        self._decode(payload, lossy)
-        size = self.codec.payload_bytes(lossy.numel(), torch.float32)
-        return _read(payload[size:], _count(uncompressed_ranges), dtype)
-
-    def _decode(self, payload: Tensor, out: Tensor, accumulate: bool = False) -> None:
-        assert self.codec is not None
         aligned = payload if payload.data_ptr() % ALIGNMENT == 0 else payload.clone()
-        self.codec.decode(aligned, out, accumulate)
-
-    def _input(self, x: Tensor) -> Tensor:
-        assert self.codec is not None
-        return x if x.dtype in self.codec.inputs else x.float()
+        if not ranges and reference is None:
+            self.codec.decode(aligned, values, accumulate)
+            return
+        kept = _count(ranges)
+        dtype = values.dtype if reference is None else torch.float32
+        lossy = torch.empty(values.numel() - kept, dtype=dtype, device=values.device)
+        self.codec.decode(aligned, lossy)
+        uncompressed = _read(
+            payload[self.codec.payload_bytes(lossy.numel(), torch.float32) :], kept, self.dtype
+        )
+        if reference is not None:
+            lossy += _select(reference, ranges).float()
+        for places, found in ((_others(ranges, values.numel()), lossy), (ranges, uncompressed)):
+            for (a, b), part in zip(places, found.split([b - a for a, b in places]), strict=True):
+                write(values[a:b], part)
 
 
 def _select(x: Tensor, uncompressed_ranges: Ranges) -> Tensor:
@@ -182,12 +134,6 @@ def _select(x: Tensor, uncompressed_ranges: Ranges) -> Tensor:
         return x
     parts = [x[a:b] for a, b in _others(uncompressed_ranges, x.numel())]
     return torch.cat(parts) if parts else x[:0]
-
-
-def _places(out: Tensor, ranges: Ranges, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each of `ranges` of `out`, with its part of `values`, which lie one behind the other."""
-    for (a, b), part in zip(ranges, values.split([b - a for a, b in ranges]), strict=True):
-        yield out[a:b], part
 
 
 def _write(out: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> None:
@@ -200,9 +146,3 @@ def _write(out: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> None:
 
 def _read(payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return payload[: numel * dtype.itemsize].view(dtype)
-
-
-def spans(total: int, step: int) -> Iterator[tuple[int, int]]:
-    """[0, total) in spans of at most `step`."""
-    for start in range(0, total, step):
-        yield start, min(start + step, total)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssdtrain.comm import algorithms
-from ssdtrain.comm.algorithms import Call, Piece
-from ssdtrain.comm.coding import Ranges, clip, spans
+from ssdtrain.comm.algorithms import Call
+from ssdtrain.comm.coding import Piece, Ranges, clip
 from ssdtrain.comm.work import Steps
 
 # Pieces are cut at multiples of this, so that no block of a codec straddles two.
@@ -127,22 +127,16 @@ class Sharded(Collective):
         """What each group rank sends in `steps`, known from sizes alone, so that all ranks find the same."""
         total = [0] * call.topology.size
         for parts in self.parts(call.topology.size, chunk):
-            sizes = [(b - a, clip(self.uncompressed_ranges, a, b)) for a, b in parts]
-            found = []
+            pieces = self._pieces(parts)
+            found: list[list[int]] = []
             if self.scatters:
-                inside, between = (
-                    [
-                        coder.nbytes(count, uncompressed_ranges, self.dtype)
-                        for count, uncompressed_ranges in sizes
-                    ]
+                hops = (
+                    [coder.nbytes(piece) for piece in pieces]
                     for coder in (call.scatter.inside, call.scatter.between)
                 )
-                found.append(algorithms.reduce_scatter_bytes(call.topology, inside, between))
+                found.append(algorithms.reduce_scatter_bytes(call.topology, *hops))
             if self.gathers:
-                payloads = [
-                    call.gather.nbytes(count, uncompressed_ranges, self.dtype)
-                    for count, uncompressed_ranges in sizes
-                ]
+                payloads = [call.gather.nbytes(piece) for piece in pieces]
                 found.append(algorithms.all_gather_bytes(call.topology, payloads))
             total = [sum(sent) for sent in zip(total, *found, strict=True)]
         return total
@@ -220,7 +214,7 @@ class AllGather(Sharded):
 
     def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
         (a, b), outs = parts[0], self._pieces(parts)
-        mine = Piece(self.values[a:b], outs[call.topology.rank].uncompressed_ranges)
+        mine = outs[call.topology.rank]._replace(values=self.values[a:b])
         return algorithms.all_gather(call, mine, outs, part)
 
     def plain(self, group: dist.ProcessGroup) -> None:
@@ -248,9 +242,10 @@ class DeltaAllGather(AllGather):
         self.reference = reference
 
     def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
-        (a, b), outs = parts[0], self._pieces(parts)
-        mine = Piece(self.values[a:b], outs[call.topology.rank].uncompressed_ranges, self.reference[a:b])
-        return algorithms.all_gather(call, mine, outs, part)
+        (a, b), rank = parts[0], call.topology.rank
+        outs = [out._replace(reference=out.values) for out in self._pieces(parts)]
+        outs[rank] = outs[rank]._replace(reference=self.reference[a:b])
+        return algorithms.all_gather(call, outs[rank]._replace(values=self.values[a:b]), outs, part)
 
 
 class AllToAll(Collective):
@@ -288,5 +283,8 @@ class AllToAll(Collective):
         return [algorithms.all_to_all(call, self.incoming, self.outgoing, of_peers, self.min_bytes, "0")]
 
 
-def _spans(numel: int, step: int) -> Iterator[tuple[int, int]]:
-    return spans(numel, max(GRAIN, step // GRAIN * GRAIN))
+def _spans(total: int, step: int) -> Iterator[tuple[int, int]]:
+    """[0, total) in spans of about `step`."""
+    step = max(GRAIN, step // GRAIN * GRAIN)
+    for start in range(0, total, step):
+        yield start, min(start + step, total)

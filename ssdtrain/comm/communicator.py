@@ -250,10 +250,7 @@ class Communicator:
         bucket: Bucket | None = None,
         then: Callable[[], Any] | None = None,
     ) -> CompressedWork:
-        metrics = self.meter.of(dimension)
-        metrics.calls += 1
-        metrics.compressed += 1
-        metrics.raw_bytes += collective.raw_bytes(route.topology.size)
+        metrics = self.meter.count_compressed(dimension, collective.raw_bytes(route.topology.size))
         call = self._call(dimension, route, collective.dtype, metrics, bucket)
         call.average = collective.op == dist.ReduceOp.AVG
         call.feedback = self._feedback_of(dimension) if bucket is not None else None
@@ -374,7 +371,7 @@ class Communicator:
         last = route.gather[0] if where.between is None else route.gather[1]
         gather = self.router.coder(last, dtype, self.steps)
         name = bucket.name if bucket is not None else f"{dimension}#{metrics.calls}"
-        return Call(where, Coders(inside, between), gather, dtype, metrics, f"{dimension}|{name}", self.key())
+        return Call(where, Coders(inside, between), gather, metrics, f"{dimension}|{name}", self.key())
 
     def _feedback_of(self, dimension: str) -> Feedback | None:
         if self.feedback is None or dimension != "dp":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -89,23 +90,23 @@ def ranges_of(places: Mapping[_T, tuple[int, int]], chosen: Iterable[_T]) -> Ran
     Args:
         places: (start, stop) of each parameter in the bucket; chosen ones that are not in it are left out.
     """
-    wanted = sorted({places[parameter] for parameter in chosen if parameter in places})
+    return _joined(sorted({places[parameter] for parameter in chosen if parameter in places}))
+
+
+def ranges_in_order(slices: Iterable[tuple[int, bool]]) -> Ranges:
+    """`ranges_of` for tensors that lie one behind the other: (elements, whether they are excluded) of each."""
+    slices = list(slices)
+    stops = accumulate(numel for numel, _ in slices)
+    pairs = zip(stops, slices, strict=True)
+    return _joined((stop - numel, stop) for stop, (numel, is_excluded) in pairs if is_excluded)
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Ascending `ranges` without empty ones, neighbours joined."""
     joined: list[tuple[int, int]] = []
-    for start, stop in wanted:
+    for start, stop in ranges:
         if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
         elif start < stop:
             joined.append((start, stop))
     return tuple(joined)
-
-
-def ranges_in_order(slices: Iterable[tuple[int, bool]]) -> Ranges:
-    """`ranges_of` for tensors that lie one behind the other: (elements, whether they are excluded) of each."""
-    found: list[tuple[int, int]] = []
-    at = 0
-    for numel, is_excluded in slices:
-        if is_excluded and numel:
-            begin = found.pop()[0] if found and found[-1][1] == at else at
-            found.append((begin, at + numel))
-        at += numel
-    return tuple(found)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ssdtrain.codecs import Key, make_fixed_size_codec, payload_finite
-from ssdtrain.comm.coding import Coder, Ranges
+from ssdtrain.comm.coding import Coder, Piece
 
 _INT8 = make_fixed_size_codec("int8:block=128")
 
@@ -53,34 +53,32 @@ class Feedback:
         self,
         name: str,
         coder: Coder,
-        x: Tensor,
-        uncompressed_ranges: Ranges,
-        dtype: torch.dtype,
+        piece: Piece,
         out: Tensor,
         key: Key,
         measured: bool = False,
     ) -> Tensor | None:
-        """Encode `x` plus its residual into `out` and keep the new residual.
+        """Encode `piece` plus its residual into `out` and keep the new residual.
 
         Args:
             name: of the piece, the same in every step.
-            x: flat float32 [numel]; it is not modified.
+            piece: without a reference; it is not modified.
             measured: return the error.
 
         Returns:
-            A number on the device of `x`: the relative error |lost| / |sent| of this piece; NaN where it was not finite.
+            A number on the device of the piece: its relative error |lost| / |sent|; NaN where it was not finite.
         """
-        wanted = self.corrected(name, x)
-        coder.encode(wanted, uncompressed_ranges, dtype, out, key)
-        got = torch.empty_like(wanted)
-        coder.decode(out, got, uncompressed_ranges, dtype)
-        size = wanted.norm() if measured else None
-        lost = wanted.sub_(got)
+        corrected = piece._replace(values=self.corrected(name, piece.values))
+        coder.encode(corrected, out, key)
+        decoded = torch.empty_like(corrected.values)
+        coder.decode(out, piece._replace(values=decoded))
+        size = corrected.values.norm() if measured else None
+        lost = corrected.values.sub_(decoded)
         error = lost.norm() / size if size is not None else None
         # An overflow, or what surrounds it in its block, must not stay behind.
         if lost.is_cuda or not _all_finite(coder, out):
             lost.masked_fill_(~torch.isfinite(lost), 0.0)
-        for start, stop in uncompressed_ranges:
+        for start, stop in piece.uncompressed_ranges:
             lost[start:stop].zero_()
         self._keep(name, lost)
         return error

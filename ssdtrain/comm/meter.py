@@ -46,6 +46,14 @@ class Meter:
     def of(self, dimension: str) -> CommMetrics:
         return self._metrics.setdefault(dimension, CommMetrics())
 
+    def count_compressed(self, dimension: str, raw_bytes: int) -> CommMetrics:
+        """Count a compressed call; returns the metrics that its wire bytes and times are added to."""
+        metrics = self.of(dimension)
+        metrics.calls += 1
+        metrics.compressed += 1
+        metrics.raw_bytes += raw_bytes
+        return metrics
+
     def count_fallback(self, dimension: str, reason: str, raw_bytes: int) -> bool:
         """Count an uncompressed call; True the first time that this dimension gives this reason."""
         metrics = self.of(dimension)

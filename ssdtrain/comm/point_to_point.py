@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ssdtrain.codecs import Codec, FixedSizeCodec, Key
 from ssdtrain.comm.policy import OFF, codec_of
-from ssdtrain.comm.routing import DTYPES, NOTHING_SAVED, Router
+from ssdtrain.comm.routing import NOTHING_SAVED, OFF_INSIDE, Router, reason_against
 from ssdtrain.comm.work import ChainedWork
 
 # Framed messages under way, before the oldest is waited for.
@@ -56,10 +56,7 @@ class PointToPoint:
         codec = self._codec(tensor, dimension, peer, sending=True)
         if codec is None:
             return None
-        metrics = self._router.meter.of(dimension)
-        metrics.calls += 1
-        metrics.compressed += 1
-        metrics.raw_bytes += tensor.numel() * tensor.element_size()
+        metrics = self._router.meter.count_compressed(dimension, tensor.nbytes)
         begun = time.perf_counter()
         payload = torch.empty(
             codec.max_payload_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device=tensor.device
@@ -71,10 +68,7 @@ class PointToPoint:
             return ChainedWork(issue(payload), held=(payload,))
         message, frame = payload[:size], torch.tensor([size], dtype=torch.int64)
         if size >= tensor.nbytes:
-            message, frame = (
-                tensor.detach().clone().contiguous(),
-                torch.tensor([_AS_IT_IS], dtype=torch.int64),
-            )
+            message, frame = tensor.detach().clone().contiguous(), torch.zeros_like(frame)
         metrics.wire_bytes += frame.nbytes + message.nbytes
         for part in (frame, message):
             self._outstanding.append(ChainedWork(issue(part), held=(part,)))
@@ -128,25 +122,20 @@ class PointToPoint:
         rule = self._router.policy.rules[dimension]
         hosts = self._router.hosts
         spec = rule.inside if hosts[peer] == hosts[dist.get_rank()] else rule.between
-        nbytes = tensor.numel() * tensor.element_size()
-        reason = None
-        if rule.off:
-            reason = "off in the config"
-        elif tensor.dtype not in DTYPES:
-            reason = f"dtype {str(tensor.dtype).removeprefix('torch.')}"
-        elif tensor.dim() == 0 or nbytes < rule.min_bytes:
-            reason = "smaller than min_bytes"
-        elif spec == OFF:
-            reason = "off inside a node"
-        elif (
-            isinstance(codec_of(spec), FixedSizeCodec)
-            and codec_of(spec).max_payload_bytes(tensor.numel(), tensor.dtype) >= nbytes
-        ):
-            reason = NOTHING_SAVED
-        elif tensor.device.type != "cpu" and not isinstance(codec_of(spec), FixedSizeCodec):
-            reason = f"{spec} works in host memory, and the tensor is on {tensor.device.type}"
+        # Scalars count as empty: they are never compressed.
+        reason = reason_against([rule], tensor.dtype, tensor.nbytes if tensor.dim() else 0)
+        if reason is None and spec == OFF:
+            reason = OFF_INSIDE
         if reason is None:
-            return codec_of(spec)
+            codec = codec_of(spec)
+            if not isinstance(codec, FixedSizeCodec):
+                if tensor.device.type == "cpu":
+                    return codec
+                reason = f"{spec} works in host memory, and the tensor is on {tensor.device.type}"
+            elif codec.max_payload_bytes(tensor.numel(), tensor.dtype) < tensor.nbytes:
+                return codec
+            else:
+                reason = NOTHING_SAVED
         if sending:
-            self._router.count_fallback(dimension, reason, nbytes)
+            self._router.count_fallback(dimension, reason, tensor.nbytes)
         return None

@@ -94,11 +94,6 @@ class References:
         kept.others = out[:start], out[start + kept.reference.numel() :]
         kept.sums = bit_sums(kept.others)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory that the references take."""
-        return sum(kept.reference.nbytes for kept in self._kept.values())
-
     def forget(self, name: str) -> None:
         """The next gather of this bucket is in full."""
         self._kept.pop(name, None)

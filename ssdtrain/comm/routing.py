@@ -22,20 +22,15 @@ from ssdtrain.comm.topology import Topology, check_two_hop, find_topology
 MOST_SIZES = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SUMS = ("SUM", "AVG")
+OFF_EVERYWHERE = "off in the config"
+OFF_INSIDE = "off inside a node"
+TOO_SMALL = "smaller than min_bytes"
 NOTHING_SAVED = "the codec has no fewer bits than the tensor"
 NO_FEWER_BYTES = "compressed, it would be no smaller"
 IN_FULL = "the first gather of a bucket, in full"
 CHANGED = "weights changed since their last gather, in full"
 # Reasons that follow from the config or from sizes: counted, without a warning.
-EXPECTED_REASONS = (
-    "off in the config",
-    "smaller than min_bytes",
-    "off inside a node",
-    NOTHING_SAVED,
-    NO_FEWER_BYTES,
-    IN_FULL,
-    CHANGED,
-)
+EXPECTED_REASONS = (OFF_EVERYWHERE, OFF_INSIDE, TOO_SMALL, NOTHING_SAVED, NO_FEWER_BYTES, IN_FULL, CHANGED)
 
 Specs = tuple[str, str]
 """Codecs inside a node and between nodes."""
@@ -66,6 +61,25 @@ class Route:
 def op_name(op: object) -> str:
     """ "SUM" for `ReduceOp.SUM`, and so on."""
     return str(getattr(op, "name", None) or op).rsplit(".", 1)[-1].upper()
+
+
+def reason_against(
+    rules: Sequence[Rule], dtype: torch.dtype, nbytes: int | None, op: object = dist.ReduceOp.SUM
+) -> str | None:
+    """Why a message is not compressed by `rules`, whatever their codecs are; None: nothing is against it.
+
+    Args:
+        nbytes: of the message; None where it is not known.
+    """
+    if all(rule.off for rule in rules):
+        return OFF_EVERYWHERE
+    if dtype not in DTYPES:
+        return f"dtype {str(dtype).removeprefix('torch.')}"
+    if op_name(op) not in SUMS:
+        return f"reduction {op_name(op)}"
+    if nbytes is not None and nbytes < min(rule.min_bytes for rule in rules if not rule.off):
+        return TOO_SMALL
+    return None
 
 
 class Router:
@@ -112,13 +126,13 @@ class Router:
         if ranks == 1:
             return None
         rules = [self.policy.rules[name] for name in dimensions]
-        reason = self._reason_against(collective, rules)
+        reason = reason_against(rules, collective.dtype, collective.nbytes, collective.op)
         if reason is None:
             topology = self.topology(group)
             scatter, gather = ((rule.inside, rule.between) for rule in rules)
             found = Route(topology, scatter, gather)
             if all(spec == OFF for spec in found.specs):
-                reason = "off inside a node"
+                reason = OFF_INSIDE
             elif collective.scatters and self.is_identity(found, collective.dtype):
                 reason = NOTHING_SAVED
             else:
@@ -130,18 +144,6 @@ class Router:
         """Whether no codec of `route` has fewer bits than `dtype`."""
         return all(self.policy.is_identity(spec, dtype) for spec in route.specs)
 
-    def _reason_against(self, collective: Collective, rules: Sequence[Rule]) -> str | None:
-        if all(rule.off for rule in rules):
-            return "off in the config"
-        if collective.dtype not in DTYPES:
-            return f"dtype {str(collective.dtype).removeprefix('torch.')}"
-        if op_name(collective.op) not in SUMS:
-            return f"reduction {op_name(collective.op)}"
-        smallest = min(rule.min_bytes for rule in rules if not rule.off)
-        if collective.nbytes is not None and collective.nbytes < smallest:
-            return "smaller than min_bytes"
-        return None
-
     def count_fallback(self, dimension: str, reason: str, raw_bytes: int) -> None:
         """Count an uncompressed call; its reason is logged once."""
         if self.meter.count_fallback(dimension, reason, raw_bytes) and reason not in EXPECTED_REASONS:
@@ -150,7 +152,7 @@ class Router:
 
     def coder(self, spec: str, dtype: torch.dtype, step: int) -> Coder:
         """The coder of `spec` for tensors of `dtype` in this step."""
-        return Coder(None if self.policy.is_identity(spec, dtype) else self.policy.codec(spec, step))
+        return Coder(None if self.policy.is_identity(spec, dtype) else self.policy.codec(spec, step), dtype)
 
     def with_more_bits(self, route: Route) -> Route | None:
         """The same route with int8 wherever `route` has fewer bits; None where it has none."""

@@ -14,6 +14,7 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -55,14 +56,10 @@ class Topology:
     def rank(self) -> int:
         return self.grid[self.node][self.place]
 
-    @property
-    def spans(self) -> bool:
-        """Whether the group reaches over several nodes."""
-        return len(set(self.nodes)) > 1
-
-    @property
-    def two_hop(self) -> bool:
-        return self.inside is not None and self.between is not None
+    @cached_property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """The group ranks at each place, by node."""
+        return tuple(zip(*self.grid, strict=True))
 
 
 def grid_of(nodes: Sequence[str], two_hop: bool) -> tuple[tuple[int, ...], ...] | None:

@@ -46,7 +46,7 @@ class Streams:
 
 
 class CompressedWork:
-    """A collective under way; what `async_op=True` returns. The interface of torch's Work that frameworks use."""
+    """A collective under way; what `async_op=True` returns. It has the one method of torch's Work that frameworks call."""
 
     __slots__ = ("_after", "_done", "_event", "_held", "_metrics", "_waiting")
 
@@ -118,20 +118,6 @@ class CompressedWork:
         self._held = ()
         return True
 
-    def is_completed(self) -> bool:
-        """Whether the result is there. On a CPU nothing more happens before `wait`."""
-        return self._done and (self._event is None or self._event.query())
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Done when this returns: it waits."""
-        self.wait()
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(None)
-        return future
-
 
 class ChainedWork:
     """A handle with a function that runs when it has been waited for."""
@@ -155,9 +141,6 @@ class ChainedWork:
             then()
         self._held = ()
         return True
-
-    def is_completed(self) -> bool:
-        return self._then is None and (self._work is None or self._work.is_completed())
 
 
 def _mark(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:

@@ -1,19 +1,68 @@
-"""What in a framework's config does not go together with a section of ours: one table for the check at start and for the docs."""
+"""What an adapter needs of its framework: names that must be there, versions that were tested, and keys of the framework's config
+that do not go together with a section of ours. One table serves the check at start and the docs."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ssdtrain.config import Config, ConfigError, Problem
 
-__all__ = ["Conflict", "check_conflicts", "conflict_table"]
+__all__ = [
+    "Conflict",
+    "check_conflicts",
+    "check_nothing_missing",
+    "conflict_table",
+    "conflicts",
+    "missing_names",
+    "warn_if_untested",
+]
 
 logger = logging.getLogger("ssdtrain")
 
 _ABSENT = object()
+
+
+def missing_names(needed: Iterable[tuple[Any, Sequence[str]]]) -> list[str]:
+    """The names that modules or classes lack, as "holder.name".
+
+    Args:
+        needed: (module or class, the attributes that must be there).
+    """
+    return [
+        f"{getattr(holder, '__qualname__', holder.__name__)}.{name}"
+        for holder, names in needed
+        for name in names
+        if getattr(holder, name, None) is None
+    ]
+
+
+def check_nothing_missing(
+    framework: str, version: str, missing: Sequence[str], tested: Sequence[str]
+) -> None:
+    """Raises ImportError: names what is `missing`, and the versions that were `tested`."""
+    if missing:
+        raise ImportError(
+            f"{framework} {version} has no {', '.join(missing)}: ssdtrain was run with {', '.join(tested)}"
+        )
+
+
+def warn_if_untested(
+    framework: str, version: str, tested: Sequence[str], tested_in_part: Sequence[str] = ()
+) -> None:
+    """Log a warning about a version of `framework` that the tests were not run with, or not all of them."""
+    release = version.split("+")[0]
+    if release not in tested:
+        how = "run in part" if release in tested_in_part else "never run"
+        logger.warning(
+            "%s %s was %s with this version of ssdtrain (tested: %s)",
+            framework,
+            release,
+            how,
+            ", ".join(tested),
+        )
 
 
 def _is_on(value: Any, config: Config, written: Mapping[str, Any]) -> bool:
@@ -41,38 +90,44 @@ class Conflict:
     applies: Callable[[Any, Config, Mapping[str, Any]], bool] = _is_on
 
 
-def check_conflicts(table: Iterable[Conflict], config: Config, written: Mapping[str, Any]) -> None:
-    """Look for the rows of `table` in the framework's config; log the warnings.
+def conflicts(
+    table: Iterable[Conflict],
+    config: Config,
+    written: Mapping[str, Any],
+    named: Callable[[str], str] = str,
+) -> Iterator[Problem]:
+    """The rows of kind "error" that apply to the framework's config; those of kind "warning" are logged.
 
     Args:
         config: ours, active.
         written: the framework's whole config.
-
-    Raises:
-        ConfigError: names the framework's keys, their values and the remedies of all rows of kind "error" that apply.
+        named: what users call a key.
     """
-    problems = []
     for row in table:
         value = _at(written, row.key)
-        if (
-            getattr(config, row.section) is None
-            or value is _ABSENT
-            or not row.applies(value, config, written)
-        ):
+        if getattr(config, row.section) is None or value is _ABSENT:
             continue
-        problem = Problem(row.key, value, row.why, row.remedy)
-        if row.kind == "error":
-            problems.append(problem)
-        else:
-            logger.warning("%s", problem)
+        if row.applies(value, config, written):
+            problem = Problem(named(row.key), value, row.why, row.remedy)
+            if row.kind == "error":
+                yield problem
+            else:
+                logger.warning("%s", problem)
+
+
+def check_conflicts(table: Iterable[Conflict], config: Config, written: Mapping[str, Any]) -> None:
+    """Raises ConfigError: names the framework's keys, their values and the remedies of all `conflicts`."""
+    problems = list(conflicts(table, config, written))
     if problems:
         raise ConfigError(problems)
 
 
-def conflict_table(table: Iterable[Conflict]) -> str:
+def conflict_table(table: Iterable[Conflict], named: Callable[[str], str] = str) -> str:
     """The table in Markdown, for docs."""
     lines = ["| key | with | | why | instead |", "|---|---|---|---|---|"]
-    lines += [f"| `{row.key}` | `{row.section}` | {row.kind} | {row.why} | {row.remedy} |" for row in table]
+    lines += [
+        f"| `{named(row.key)}` | `{row.section}` | {row.kind} | {row.why} | {row.remedy} |" for row in table
+    ]
     return "\n".join(lines) + "\n"
 
 

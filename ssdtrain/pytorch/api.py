@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssdtrain import ranks
 from ssdtrain.config import Config, load_config
 from ssdtrain.features import Feature
 from ssdtrain.offload.checkpoint import Checkpoint
@@ -100,9 +99,6 @@ def offload(
     runtime = Runtime(
         load_config({"offload": section}),
         device=_device_of(model, device),
-        rank=ranks.global_rank(),
-        local_rank=ranks.local_rank(),
-        local_world_size=ranks.local_world_size(),
     )
     if model is not None:
         runtime.register(model)
@@ -140,9 +136,9 @@ def attach(
     runtime = Runtime(
         load_config(source),
         device=_device_of(model, device),
-        rank=ranks.global_rank() if rank is None else rank,
-        local_rank=ranks.local_rank() if local_rank is None else local_rank,
-        local_world_size=ranks.local_world_size() if local_world_size is None else local_world_size,
+        rank=rank,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
         policy=policy,
         features=features,
     )

@@ -1,8 +1,7 @@
 """Megatron's collectives, sent compressed: which traffic is which parallel dimension.
 
 Lives here: which parallel dimension a collective belongs to (`classification`), messages between pipeline stages (`pipeline`),
-what replaces Megatron's functions and restores them (`hooks`), and options whose traffic would not be seen (`conflicts`). The
-algorithms are the engine's (`ssdtrain.comm`).
+and what replaces Megatron's functions and restores them (`hooks`). The algorithms are the engine's (`ssdtrain.comm`).
 
 Import from this package: `Hooks`. It needs megatron-core. It never replaces anything while nothing that compresses is attached,
 and never touches the reductions of the vocabulary-parallel cross entropy, the gradients that the first and the last pipeline

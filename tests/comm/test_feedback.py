@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ssdtrain.codecs import Key, make_fixed_size_codec
 from ssdtrain.comm import Bucket
-from ssdtrain.comm.coding import Coder
+from ssdtrain.comm.coding import Coder, Piece
 from ssdtrain.comm.feedback import Feedback
 from tests.comm.ranks import on_ranks
 from tests.comm.test_collectives import make, values
@@ -21,17 +21,17 @@ STEPS = 30
 @pytest.mark.parametrize("kind", ["fp32", "int8"])
 @pytest.mark.parametrize("spec", ["int4:hadamard", "int2:block=32,asymmetric"])
 def test_what_was_decoded_plus_the_residual_is_the_sum_of_the_gradients(spec: str, kind: str) -> None:
-    feedback, coder = Feedback(kind), Coder(make_fixed_size_codec(spec))
+    feedback, coder = Feedback(kind), Coder(make_fixed_size_codec(spec), torch.float32)
     exact = ((10, 20), (990, 1000))
     sent, wanted = torch.zeros(1000), torch.zeros(1000)
-    out = torch.empty(coder.nbytes(1000, exact, torch.float32), dtype=torch.uint8)
+    out = torch.empty(coder.nbytes(Piece(sent, exact)), dtype=torch.uint8)
     kept_error = torch.zeros(1000)
     for step in range(STEPS):
         gradient = values(step, 1000)
         before = feedback.residual("piece")
-        feedback.encode("piece", coder, gradient, exact, torch.float32, out, Key(0, step))
+        feedback.encode("piece", coder, Piece(gradient, exact), out, Key(0, step))
         decoded = torch.empty(1000)
-        coder.decode(out, decoded, exact, torch.float32)
+        coder.decode(out, Piece(decoded, exact))
         # What an 8-bit residual loses of itself is the only thing that is lost.
         after = feedback.residual("piece")
         kept_error += gradient + (before if before is not None else 0) - decoded - after
@@ -65,21 +65,21 @@ def test_feedback_makes_a_sum_over_steps_several_times_better(gather: str) -> No
 
 
 def test_an_overflow_is_not_kept() -> None:
-    feedback, coder = Feedback("int8"), Coder(make_fixed_size_codec("int4"))
-    out = torch.empty(coder.nbytes(512, (), torch.float32), dtype=torch.uint8)
+    feedback, coder = Feedback("int8"), Coder(make_fixed_size_codec("int4"), torch.float32)
     gradient = torch.ones(512)
+    out = torch.empty(coder.nbytes(Piece(gradient)), dtype=torch.uint8)
     gradient[3] = float("nan")
-    feedback.encode("piece", coder, gradient, (), torch.float32, out, Key(0))
+    feedback.encode("piece", coder, Piece(gradient), out, Key(0))
     assert torch.isfinite(feedback.residual("piece")).all()
     assert feedback.clear() == 1
     assert feedback.residual("piece") is None
 
 
 def test_a_rebuilt_bucket_drops_its_residual() -> None:
-    feedback, coder = Feedback("fp32"), Coder(make_fixed_size_codec("int4"))
+    feedback, coder = Feedback("fp32"), Coder(make_fixed_size_codec("int4"), torch.float32)
     for numel in (512, 640):
-        out = torch.empty(coder.nbytes(numel, (), torch.float32), dtype=torch.uint8)
-        feedback.encode("piece", coder, torch.randn(numel), (), torch.float32, out, Key(0))
+        piece = Piece(torch.randn(numel))
+        feedback.encode("piece", coder, piece, torch.empty(coder.nbytes(piece), dtype=torch.uint8), Key(0))
     assert feedback.rebuilt == 1
     feedback.step_end()
     assert feedback.step_end() == 1
@@ -153,15 +153,15 @@ def test_a_residual_follows_the_loss_scale(kind: str) -> None:
     """The same gradients, scaled by 4 from the third step on: what is decoded is 4 times what it is without."""
     results = {}
     for growth in (1.0, 4.0):
-        feedback, coder = Feedback(kind), Coder(make_fixed_size_codec("int4"))
-        out = torch.empty(coder.nbytes(1024, (), torch.float32), dtype=torch.uint8)
+        feedback, coder = Feedback(kind), Coder(make_fixed_size_codec("int4"), torch.float32)
+        out = torch.empty(coder.nbytes(Piece(torch.empty(1024))), dtype=torch.uint8)
         for step in range(4):
             feedback.scale = growth if step >= 2 else 1.0
             gradient = values(step, 1024) * feedback.scale
-            feedback.encode("piece", coder, gradient, (), torch.float32, out, Key(0, step))
+            feedback.encode("piece", coder, Piece(gradient), out, Key(0, step))
             feedback.step_end()
         decoded = torch.empty(1024)
-        coder.decode(out, decoded, (), torch.float32)
+        coder.decode(out, Piece(decoded))
         results[growth] = decoded / growth, feedback.residual("piece") / growth
     for one, other in zip(results[1.0], results[4.0], strict=True):
         assert torch.equal(one, other)

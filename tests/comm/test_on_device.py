@@ -8,8 +8,8 @@ import torch
 from ssdtrain.codecs import make_fixed_size_codec
 from ssdtrain.codecs.base import Pieces
 from ssdtrain.comm import probe
-from ssdtrain.comm.algorithms import Call, Coders, Piece
-from ssdtrain.comm.coding import Coder
+from ssdtrain.comm.algorithms import Call, Coders
+from ssdtrain.comm.coding import Coder, Piece
 from ssdtrain.comm.meter import CommMetrics
 from ssdtrain.comm.policy import DEVICE_CHUNK, Policy
 from ssdtrain.comm.work import Streams
@@ -81,9 +81,9 @@ class Recording:
 
 def asked(outgoing: list[list[Piece]], index: int) -> list[tuple[int, Pieces]]:
     codec = Recording()
-    coder = Coder(codec)  # type: ignore[arg-type]
-    call = Call(None, Coders(coder, coder), coder, torch.float32, CommMetrics(), "dp|layer", KEY)  # type: ignore[arg-type]
-    size = coder.nbytes(outgoing[0][0].values.numel(), (), torch.float32)
+    coder = Coder(codec, torch.float32)  # type: ignore[arg-type]
+    call = Call(None, Coders(coder, coder), coder, CommMetrics(), "dp|layer", KEY)  # type: ignore[arg-type]
+    size = coder.nbytes(Piece(outgoing[0][0].values))
     packed = torch.empty((len(outgoing) - 1) * size, dtype=torch.uint8)
     assert call.encode_for_peers(coder, outgoing, index, packed, "part") == bool(codec.asked)
     return codec.asked

@@ -17,8 +17,10 @@ from megatron.core.tensor_parallel import random
 
 import ssdtrain_megatron
 from ssdtrain.config import ConfigError
+from ssdtrain.integration.compatibility import conflict_table
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.attachment import attach
+from ssdtrain_megatron.conflicts import CONFLICTS, flag
 from tests.megatron.rows import Row, selective
 from tests.megatron.training import Trainer
 
@@ -115,6 +117,11 @@ def test_what_excludes_offloading_is_refused_by_its_flag(
     assert functions() == before
     with attach(trainer.chunks, {**config, "enabled": False}):
         pass
+
+
+def test_the_docs_have_the_table_of_conflicts() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "megatron.md").read_text()
+    assert conflict_table(CONFLICTS, flag) in page
 
 
 def test_sharded_parameters_are_refused_by_name(trainer: Trainer, config: Config) -> None:

@@ -13,18 +13,16 @@ from megatron.core.tensor_parallel import mappings
 
 import ssdtrain_megatron
 from ssdtrain.comm import Bucket, Policy
-from ssdtrain.config import ConfigError, load_config
+from ssdtrain.config import Config, ConfigError, load_config
 from ssdtrain_megatron import _compat_comm
 from ssdtrain_megatron.comm.classification import Classification
-from ssdtrain_megatron.comm.conflicts import check_conflicts
+from ssdtrain_megatron.conflicts import check_conflicts
 from tests.megatron.rows import Row
 from tests.megatron.training import Trainer
 
 
-def policy(**comm: Any) -> Policy:
-    config = load_config({"comm": {"preset": "balanced", **comm}}).comm
-    assert config is not None
-    return Policy.from_config(config)
+def compressing(**comm: Any) -> Config:
+    return load_config({"comm": {"preset": "balanced", **comm}})
 
 
 @pytest.mark.parametrize(
@@ -41,13 +39,13 @@ def policy(**comm: Any) -> Policy:
 def test_options_of_the_model_that_pass_by_the_hooks_are_refused(
     trainer: Trainer, option: str, value: Any, off: tuple[str, ...]
 ) -> None:
-    check_conflicts(trainer.chunks, policy())
+    check_conflicts(trainer.chunks, compressing())
     setattr(trainer.config, option, value)
     with pytest.raises(ConfigError, match="--" + option.replace("_", "-")) as error:
-        check_conflicts(trainer.chunks, policy())
+        check_conflicts(trainer.chunks, compressing())
     assert all(f'"{name}": "off"' in str(error.value) for name in off)
     if off:
-        check_conflicts(trainer.chunks, policy(**dict.fromkeys(off, "off")))
+        check_conflicts(trainer.chunks, compressing(**dict.fromkeys(off, "off")))
 
 
 @pytest.mark.parametrize("option", ["nccl_ub", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"])
@@ -56,8 +54,8 @@ def test_options_of_data_parallelism_that_pass_by_the_hooks_are_refused(
 ) -> None:
     setattr(trainer.chunks[0].ddp_config, option, True)
     with pytest.raises(ConfigError, match="--" + option.replace("_", "-")):
-        check_conflicts(trainer.chunks, policy())
-    check_conflicts(trainer.chunks, policy(dp="off", dp_gather="off", zero_gather="off"))
+        check_conflicts(trainer.chunks, compressing())
+    check_conflicts(trainer.chunks, compressing(dp="off", dp_gather="off", zero_gather="off"))
 
 
 def test_other_data_parallelism_is_refused(trainer: Trainer) -> None:
@@ -67,19 +65,19 @@ def test_other_data_parallelism_is_refused(trainer: Trainer) -> None:
             self.config = trainer.config
 
     with pytest.raises(ConfigError, match="Megatron FSDP"):
-        check_conflicts([MegatronFSDP()], policy())
+        check_conflicts([MegatronFSDP()], compressing())
 
 
 def test_a_chunk_whose_gradients_would_go_uncompressed_is_refused(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = trainer.chunks[0].module
-    check_conflicts([inner], policy())  # one rank: nothing is reduced
+    check_conflicts([inner], compressing())  # one rank: nothing is reduced
     monkeypatch.setattr(_compat_comm, "layout", lambda: {"dp": 2})
-    check_conflicts(trainer.chunks, policy())
+    check_conflicts(trainer.chunks, compressing())
     with pytest.raises(ConfigError, match="DistributedDataParallel wraps"):
-        check_conflicts([inner], policy())
-    check_conflicts([inner], policy(dp="off", dp_gather="off", zero_gather="off"))
+        check_conflicts([inner], compressing())
+    check_conflicts([inner], compressing(dp="off", dp_gather="off", zero_gather="off"))
 
 
 def test_a_refusal_leaves_nothing_replaced(trainer: Trainer) -> None:
@@ -106,7 +104,9 @@ def test_with_one_rank_there_is_nothing_to_compress(trainer: Trainer) -> None:
 @pytest.mark.parametrize("excludes", [("norm", "bias", "embedding"), ("none",), ("*.linear_fc1.*",)])
 def test_excluded_parameters_are_found_in_their_buckets(excludes: tuple[str, ...]) -> None:
     trainer = Trainer(Row("buckets", ddp={"use_distributed_optimizer": True, "bucket_size": 20_000}))
-    comm: Any = SimpleNamespace(policy=policy(exclude=list(excludes)))
+    config = compressing(exclude=list(excludes)).comm
+    assert config is not None
+    comm: Any = SimpleNamespace(policy=Policy.from_config(config))
     classification = Classification(comm, trainer.chunks, params_are_master=False)
     wanted = {
         "norm": ("layernorm",),

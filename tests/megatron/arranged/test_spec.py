@@ -32,7 +32,7 @@ from ssdtrain.config import ConfigError
 from ssdtrain.integration.patching import Patches
 from ssdtrain_megatron import _compat, spec
 from ssdtrain_megatron.attachment import attach
-from ssdtrain_megatron.discarding import read_inputs_once
+from ssdtrain_megatron.identity import read_inputs_once
 from tests.megatron import training
 from tests.megatron.rows import FUSED, MOE, Row, selective
 from tests.megatron.training import Trainer
@@ -205,7 +205,8 @@ def test_inputs_are_read_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> Non
     with passing:
         assert gradients() == [None, None]
     before = function.forward, function.backward
-    patches = read_inputs_once()
+    patches = Patches()
+    read_inputs_once(patches)
     with passing:
         found = gradients()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))  # type: ignore[arg-type]
