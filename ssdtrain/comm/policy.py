@@ -17,7 +17,7 @@ import torch
 from ssdtrain.codecs import FORMAT_VERSION, Codec, FixedSizeCodec, make_codec
 from ssdtrain.config import DIMENSIONS, CommConfig, ConfigError, Problem
 from ssdtrain.config.codecs import OFF, split_rule
-from ssdtrain.config.schema import FRAMED
+from ssdtrain.config.comm import FRAMED
 
 WARMUP_CODEC = "int8"
 _INT4 = "int4:block=128,hadamard"

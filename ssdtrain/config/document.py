@@ -14,7 +14,8 @@ from ssdtrain.config.flags import FILE_FLAG, flags, to_arguments
 from ssdtrain.config.kinds import kind_of
 from ssdtrain.config.load import load_config, section_of
 from ssdtrain.config.paths import PLACEHOLDERS
-from ssdtrain.config.schema import RESERVED, Config, Section
+from ssdtrain.config.schema import RESERVED, Config
+from ssdtrain.config.section import Section
 from ssdtrain.config.units import DURATION_UNITS, SIZE_UNITS, exact_size, format_duration
 
 EXAMPLE: dict[str, Any] = {

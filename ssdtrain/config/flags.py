@@ -15,7 +15,8 @@ from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.files import KEY, read_block
 from ssdtrain.config.kinds import Kind, kind_of
 from ssdtrain.config.load import AUTO, config_from_dict, section_of
-from ssdtrain.config.schema import Config, Section
+from ssdtrain.config.schema import Config
+from ssdtrain.config.section import Section
 from ssdtrain.config.similar import closest, resembles
 
 FILE_FLAG = f"--{KEY}-config"

@@ -12,7 +12,8 @@ from ssdtrain.config.errors import ConfigError, ConflictingValues, InvalidValue,
 from ssdtrain.config.files import KEY, read_block
 from ssdtrain.config.kinds import kind_of
 from ssdtrain.config.paths import DIRECTORY_ALLOWED, expand_path, has_placeholder, problem_with_directory
-from ssdtrain.config.schema import RESERVED, Config, Section
+from ssdtrain.config.schema import RESERVED, Config
+from ssdtrain.config.section import Section
 from ssdtrain.config.similar import closest, resembles
 
 AUTO = "auto"

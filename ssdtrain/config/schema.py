@@ -6,24 +6,20 @@ The models are strict (no implicit conversion), frozen, and reject unknown keys.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from typing_extensions import Self
+from pydantic import Field
 
 from ssdtrain.config import paths
 from ssdtrain.config.amount import Amount
-from ssdtrain.config.errors import ConfigError, ConflictingValues, Problem
+from ssdtrain.config.comm import CommConfig
+from ssdtrain.config.errors import ConfigError, Problem
 from ssdtrain.config.kinds import (
     AmountField,
     Capacity,
     CodecName,
-    CommRule,
     Directories,
     Directory,
-    Fraction,
-    FramedRule,
-    Names,
     Patterns,
     Positive,
     PositiveSize,
@@ -33,43 +29,11 @@ from ssdtrain.config.kinds import (
     Switch,
     kind_of,
 )
+from ssdtrain.config.section import Conflict, Section
 from ssdtrain.config.units import KiB, MiB, exact_size
 
 RESERVED = frozenset({"planner", "report.trace"})
 """Keys of later versions; reserved keys are rejected explicitly."""
-
-Conflict = tuple[str, Any, str, str]
-"""A conflict: key within the section, value, reason, allowed values."""
-
-
-class Section(BaseModel):
-    """Base of all sections."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    @model_validator(mode="after")
-    def _check_conflicts(self) -> Self:
-        found = list(self.conflicts())
-        if found:
-            raise ConflictingValues(found)
-        return self
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """Conflicts between values that are valid individually."""
-        yield from ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-compatible dict that `load_config` reads as an equal config, without keys at their defaults."""
-        written: dict[str, Any] = {}
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if isinstance(value, Section):
-                inner = value.to_dict()
-                if inner or field.default is None:
-                    written[name] = inner
-            elif value != field.get_default(call_default_factory=True):
-                written[name] = kind_of(field).plain(value)
-        return written
 
 
 class EnduranceConfig(Section):
@@ -288,91 +252,6 @@ class ReportConfig(Section):
         if why is not None:
             raise ConfigError([Problem(f"{path}.path", str(found), why, paths.DIRECTORY_ALLOWED)])
         return found
-
-
-class CommConfig(Section):
-    """Compression of collectives, configured per parallel dimension because each tolerates a different compression level
-    (docs/collectives.md).
-
-    The value of a dimension is a codec, "inside/between" for different codecs within a node and between nodes, or "off". An
-    appended "@64KiB" is the dimension's own `min_bytes`. The default of a dimension is the preset's, or "off" without a preset.
-    """
-
-    preset: Literal["safe", "balanced", "aggressive", "paper-zhybrid", "paper-mzhybrid"] | None = None
-    """Codecs for all dimensions. Default: none is compressed."""
-
-    dp: CommRule | None = None
-    """Gradients of data parallelism before summation: the reduce-scatter, or the first half of an all-reduce."""
-
-    dp_gather: CommRule | None = None
-    """Gradients of data parallelism after summation: the second half of an all-reduce."""
-
-    tp: CommRule | None = None
-    """Activations and their gradients between tensor-parallel ranks, including sequence parallelism."""
-
-    pp_forward: FramedRule | None = None
-    """Activations from one pipeline stage to the next. Integers, masks and scalars are never compressed."""
-
-    pp_backward: FramedRule | None = None
-    """Gradients of activations from one pipeline stage to the previous one."""
-
-    ep: CommRule | None = None
-    """Tokens of expert parallelism, in both directions."""
-
-    zero_gather: CommRule | None = None
-    """All-gathers of weights: in ZeRO-3 before their use; in other optimizers that shard their state after a step, as
-    the difference from the values that other ranks already have."""
-
-    min_bytes: Size = MiB
-    """Messages smaller than this, before compression, are not compressed."""
-
-    exclude: Names = ("norm", "bias", "embedding")
-    """Parameters whose gradients and weights are not compressed: "norm", "bias" and "embedding" stand for these kinds of
-    parameters, anything else is a pattern of parameter names such as "*.router.*"; "none" excludes nothing."""
-
-    feedback: Literal["int8", "fp32", "off"] | None = None
-    """Error feedback for gradients: the compression error is added to the next step's gradients, and stored in 8 or 32 bits per
-    parameter. Default: the preset's, or "off" without a preset."""
-
-    warmup_steps: Annotated[int, Field(ge=0)] = 100
-    """Number of initial steps in which codecs below 8 bits are replaced by int8."""
-
-    adapt: Fraction | None = None
-    """Choose the bits of each gradient bucket such that its relative error stays below this value, for example 0.1. Default:
-    fixed bits."""
-
-    two_hop: Switch = "auto"
-    """Reduce within each node first and then between nodes, so that fewer bytes cross the network. Default: for groups with the
-    same number of ranks, at least two, on each of several nodes. With "on" it is an error at start if the job has no such
-    layout, and later if a group over several nodes cannot be split. Groups within a node, or with one rank per node, always use
-    one hop."""
-
-    probe: bool = True
-    """Time each collective at its first use with and without its codec, and disable the codec with one warning if the plain
-    collective is at least 10% faster in most rounds."""
-
-    chunk: PositiveSize = 4 * MiB
-    """Bytes per pipelined piece of a tensor on the CPU: a piece is encoded while the previous one is sent."""
-
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of stochastic rounding, which does not use torch's generators."""
-
-    def conflicts(self) -> Iterator[Conflict]:
-        if self.adapt is not None and self.feedback == "off":
-            why = "needs error feedback, but feedback is off"
-            yield "adapt", self.adapt, why, 'leaving one of them out, or "feedback": "int8"'
-
-    @property
-    def active(self) -> bool:
-        """Whether any message may be compressed."""
-        return self.preset is not None or any(getattr(self, name) not in (None, "off") for name in DIMENSIONS)
-
-
-DIMENSIONS = ("dp", "dp_gather", "tp", "pp_forward", "pp_backward", "ep", "zero_gather")
-"""Keys of `CommConfig` that hold codecs, one per kind of traffic."""
-
-FRAMED = ("pp_forward", "pp_backward")
-"""Members of `DIMENSIONS` whose messages carry their size, so that payloads of variable size are allowed."""
 
 
 class CompactConfig(Section):

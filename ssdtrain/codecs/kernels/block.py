@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ssdtrain.codecs import scales
 from ssdtrain.codecs.base import Header, Key, Pieces
+from ssdtrain.codecs.kernels.float8 import float8_code, float8_value
 from ssdtrain.codecs.scales import ASYMMETRIC, BlockFormat
 
 _VALUES_PER_PROGRAM = 4096
@@ -78,38 +79,6 @@ def _integer_code(
     else:
         q = (y + 12582912.0) - 12582912.0  # to nearest even below 2^22
     return tl.where(finite_R1, q, 0.0).to(tl.int32) + OFFSET
-
-
-@triton.jit
-def _float8_code(
-    v_RQ: tl.tensor, scale_R1: tl.tensor, finite_R1: tl.tensor, REACH: tl.constexpr, MANTISSA: tl.constexpr
-) -> tl.tensor:
-    """int32 bits of a float8 with MANTISSA bits, rounded to nearest even, in integers: not every GPU has such a cast."""
-    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
-    SHIFT: tl.constexpr = 23 - MANTISSA
-    y = tl.where(finite_R1, tl.div_rn(v_RQ, scale_R1 + tl.zeros_like(v_RQ)), 0.0)
-    bits = tl.minimum(tl.maximum(y, -REACH * 1.0), REACH * 1.0).to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    bits = bits & 0x7FFFFFFF
-    normal = ((bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
-    # Adding 1.0 times 2^23 smallest steps rounds to a multiple of the smallest step.
-    MAGIC: tl.constexpr = (127 + 23 + 1 - BIAS - MANTISSA) << 23
-    magic = tl.full([1, 1], MAGIC, tl.int32).to(tl.float32, bitcast=True)
-    small = (bits.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True) - MAGIC
-    return sign | tl.where(bits < ((128 - BIAS) << 23), small, normal)
-
-
-@triton.jit
-def _float8_value(code: tl.tensor, MANTISSA: tl.constexpr) -> tl.tensor:
-    """The inverse, float32, exact."""
-    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
-    LARGEST: tl.constexpr = 0x7E if MANTISSA == 3 else 0x7B
-    magnitude = code & 0x7F
-    step = tl.full([1, 1], (128 - BIAS - MANTISSA) << 23, tl.int32).to(tl.float32, bitcast=True)
-    normal = ((magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude < (1 << MANTISSA), magnitude.to(tl.float32) * step, normal)
-    value = tl.where(magnitude > LARGEST, float("nan"), value)
-    return (value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -249,10 +218,10 @@ def _encode_kernel(
     f = finite_R[:, None]
     if KIND >= 2:
         MANTISSA: tl.constexpr = 5 - KIND
-        c0 = _float8_code(v0, s, f, REACH, MANTISSA)
-        c1 = _float8_code(v1, s, f, REACH, MANTISSA)
-        c2 = _float8_code(v2, s, f, REACH, MANTISSA)
-        c3 = _float8_code(v3, s, f, REACH, MANTISSA)
+        c0 = float8_code(v0, s, f, REACH, MANTISSA)
+        c1 = float8_code(v1, s, f, REACH, MANTISSA)
+        c2 = float8_code(v2, s, f, REACH, MANTISSA)
+        c3 = float8_code(v3, s, f, REACH, MANTISSA)
     else:
         c0 = _integer_code(v0, s, z, f, w0, REACH, KIND == 0, STOCHASTIC)
         c1 = _integer_code(v1, s, z, f, w1, REACH, KIND == 0, STOCHASTIC)
@@ -286,7 +255,7 @@ def _write(
     BFLOAT16: tl.constexpr,
 ) -> None:
     if KIND >= 2:
-        value = _float8_value(code, 5 - KIND) * scale_R1
+        value = float8_value(code, 5 - KIND) * scale_R1
     elif KIND == 0:
         value = (code - (1 << (BITS - 1))).to(tl.float32) * scale_R1
     else:

@@ -1,0 +1,95 @@
+"""The `comm` section of the config schema."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ssdtrain.config.kinds import CommRule, Fraction, FramedRule, Names, PositiveSize, Size, Switch
+from ssdtrain.config.section import Conflict, Section
+from ssdtrain.config.units import MiB
+
+
+class CommConfig(Section):
+    """Compression of collectives, configured per parallel dimension because each tolerates a different compression level
+    (docs/collectives.md).
+
+    The value of a dimension is a codec, "inside/between" for different codecs within a node and between nodes, or "off". An
+    appended "@64KiB" is the dimension's own `min_bytes`. The default of a dimension is the preset's, or "off" without a preset.
+    """
+
+    preset: Literal["safe", "balanced", "aggressive", "paper-zhybrid", "paper-mzhybrid"] | None = None
+    """Codecs for all dimensions. Default: none is compressed."""
+
+    dp: CommRule | None = None
+    """Gradients of data parallelism before summation: the reduce-scatter, or the first half of an all-reduce."""
+
+    dp_gather: CommRule | None = None
+    """Gradients of data parallelism after summation: the second half of an all-reduce."""
+
+    tp: CommRule | None = None
+    """Activations and their gradients between tensor-parallel ranks, including sequence parallelism."""
+
+    pp_forward: FramedRule | None = None
+    """Activations from one pipeline stage to the next. Integers, masks and scalars are never compressed."""
+
+    pp_backward: FramedRule | None = None
+    """Gradients of activations from one pipeline stage to the previous one."""
+
+    ep: CommRule | None = None
+    """Tokens of expert parallelism, in both directions."""
+
+    zero_gather: CommRule | None = None
+    """All-gathers of weights: in ZeRO-3 before their use; in other optimizers that shard their state after a step, as
+    the difference from the values that other ranks already have."""
+
+    min_bytes: Size = MiB
+    """Messages smaller than this, before compression, are not compressed."""
+
+    exclude: Names = ("norm", "bias", "embedding")
+    """Parameters whose gradients and weights are not compressed: "norm", "bias" and "embedding" stand for these kinds of
+    parameters, anything else is a pattern of parameter names such as "*.router.*"; "none" excludes nothing."""
+
+    feedback: Literal["int8", "fp32", "off"] | None = None
+    """Error feedback for gradients: the compression error is added to the next step's gradients, and stored in 8 or 32 bits per
+    parameter. Default: the preset's, or "off" without a preset."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    """Number of initial steps in which codecs below 8 bits are replaced by int8."""
+
+    adapt: Fraction | None = None
+    """Choose the bits of each gradient bucket such that its relative error stays below this value, for example 0.1. Default:
+    fixed bits."""
+
+    two_hop: Switch = "auto"
+    """Reduce within each node first and then between nodes, so that fewer bytes cross the network. Default: for groups with the
+    same number of ranks, at least two, on each of several nodes. With "on" it is an error at start if the job has no such
+    layout, and later if a group over several nodes cannot be split. Groups within a node, or with one rank per node, always use
+    one hop."""
+
+    probe: bool = True
+    """Time each collective at its first use with and without its codec, and disable the codec with one warning if the plain
+    collective is at least 10% faster in most rounds."""
+
+    chunk: PositiveSize = 4 * MiB
+    """Bytes per pipelined piece of a tensor on the CPU: a piece is encoded while the previous one is sent."""
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of stochastic rounding, which does not use torch's generators."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.adapt is not None and self.feedback == "off":
+            why = "needs error feedback, but feedback is off"
+            yield "adapt", self.adapt, why, 'leaving one of them out, or "feedback": "int8"'
+
+    @property
+    def active(self) -> bool:
+        """Whether any message may be compressed."""
+        return self.preset is not None or any(getattr(self, name) not in (None, "off") for name in DIMENSIONS)
+
+
+DIMENSIONS = ("dp", "dp_gather", "tp", "pp_forward", "pp_backward", "ep", "zero_gather")
+"""Keys of `CommConfig` that hold codecs, one per kind of traffic."""
+
+FRAMED = ("pp_forward", "pp_backward")
+"""Members of `DIMENSIONS` whose messages carry their size, so that payloads of variable size are allowed."""
