@@ -120,8 +120,8 @@ def warn_about_drives(offload: OffloadConfig, directories: Sequence[Path]) -> No
     """Warn where several of `directories`, which exist, are on one drive, and where `capacity` is larger than what it is of."""
     first: dict[str | int, int] = {}
     for index, directory in enumerate(directories):
-        figures = os.statvfs(directory)
-        size = figures.f_blocks * figures.f_frsize
+        status = os.statvfs(directory)
+        size = status.f_blocks * status.f_frsize
         if offload.capacity is not None and offload.capacity > size:
             logger.warning(
                 "ssdtrain.offload.capacity: %s is more than the %s of the file system of %s: it will be full before, and what "

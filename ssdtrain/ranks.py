@@ -1,4 +1,4 @@
-"""Which process this is, where nobody says: torch.distributed's rank, and the launchers' variables for what is on this node."""
+"""The default placement of this process: torch.distributed's rank, and the launchers' variables for its place on the node."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def global_rank() -> int:
 
 
 def local_rank() -> int:
-    """Within the node; 0 where no launcher says."""
+    """Within the node; 0 without a launcher."""
     return _first(_LOCAL_RANK, 0)
 
 
 def local_world_size() -> int:
-    """Ranks on this node, which share its drives and memory; 1 where no launcher says. Of nodes that differ, the most on any."""
+    """Ranks on this node, which share its drives and memory; 1 without a launcher. Of nodes that differ, the most on any."""
     tasks = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_TASKS_PER_NODE", ""))  # "8(x2),4"
     return max(1, _first(_LOCAL_SIZE, max(map(int, tasks), default=1)))
 

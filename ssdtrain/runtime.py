@@ -67,7 +67,7 @@ class Runtime:
         faults: for tests.
         staged: move CPU tensors by the way of device memory too (tests); None: by the device.
         timeline: record every change of activation memory, for a plot.
-        logs: write log lines every `report.interval` steps; an adapter that writes its framework's own says False.
+        logs: write log lines every `report.interval` steps; False for an adapter that writes its framework's own.
 
     Attributes:
         features: in the order in which events reach them.
@@ -183,7 +183,7 @@ class Runtime:
                     owner[metric.name] = name
 
     def after_fork(self) -> None:
-        """In a forked child: count and report nothing any more. The features know for themselves."""
+        """In a forked child: count and report nothing any more. Features do so by themselves."""
         self._forked = True
 
     @property
@@ -265,7 +265,7 @@ class Runtime:
     def next_backward(self, *tapes: tuple[int, int]) -> None:
         """Name the (chunk, microbatch) whose backwards come next, in order.
 
-        Their loads start as soon as the present backward leaves room; with none running, now.
+        Their loads start as soon as the current backward leaves room; with none running, now.
         """
         upcoming = [Microbatch(*tape) for tape in tapes]
         for feature in self.features:

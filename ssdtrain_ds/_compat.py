@@ -158,7 +158,7 @@ def instruction_map(engine: PipelineEngine) -> dict[type, Any]:
 
 
 def foreign_instructions(engine_class: type) -> list[str]:
-    """Names of the pipeline instructions that somebody added to DeepSpeed's own, as Megatron-DeepSpeed does for zero bubble."""
+    """Names of the pipeline instructions that were added to DeepSpeed's own, as Megatron-DeepSpeed does for zero bubble."""
     known: dict[type, Any] = getattr(engine_class, INSTRUCTION_MAP, {})
     return sorted(kind.__name__ for kind in known if not kind.__module__.startswith("deepspeed."))
 
@@ -199,7 +199,7 @@ def rng_tracker() -> Any:
 
 
 def checkpointing_is_configured() -> bool:
-    """True once somebody called `deepspeed.checkpointing.configure`."""
+    """True once `deepspeed.checkpointing.configure` was called."""
     return bool(checkpointing.is_configured())
 
 
@@ -235,6 +235,6 @@ def set_partition(tensor: Any, data: Any) -> None:
 
 
 def trainer_class() -> Any:
-    """Hugging Face's Trainer, or None where nobody has imported it."""
+    """Hugging Face's Trainer, or None where it is not imported."""
     module = sys.modules.get("transformers.trainer")
     return getattr(module, "Trainer", None)

@@ -113,7 +113,7 @@ def _check_no_engine_made() -> None:
 
 def _check_instructions(engine_class: type, block: dict[str, Any]) -> None:
     """Zero-bubble schedules sum weight gradients on `ctx.saved_tensors`, which are copies of the parameters wherever saved-tensor
-    hooks are: the gradients would be lost without a word."""
+    hooks are: the gradients would be lost silently."""
     foreign = _compat.foreign_instructions(engine_class)
     if foreign:
         why = f"cannot be had with the pipeline instructions {', '.join(foreign)}, which are not DeepSpeed's own"

@@ -1,4 +1,4 @@
-"""Checks the place of the block in a DeepSpeed config. DeepSpeed ignores keys that it does not know: a block under a misspelled
+"""Checks the place of the block in a DeepSpeed config. DeepSpeed ignores unknown keys: a block under a misspelled
 name, or inside of another section, would have no effect."""
 
 from __future__ import annotations

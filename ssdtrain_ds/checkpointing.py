@@ -67,7 +67,7 @@ class _Forward:
     def hold(self, tensor: torch.Tensor) -> _Held | None:
         """Offload `tensor`; None if it has to stay."""
         if tensor.is_inference():
-            return None  # it has no version, so nobody could tell that it was written to
+            return None  # it has no version counter: a write to it would not be noticed
         handle = self.engine.pack(self.tape, tensor)
         return None if isinstance(handle, Kept) else _Held(self.engine, handle)
 
@@ -208,7 +208,7 @@ def _reentrant_function(plain: Any) -> Any:
     class CheckpointFunction(plain):  # type: ignore[misc]
         @classmethod
         def apply(cls, function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
-            # Autograd's node is of DeepSpeed's own function, unless somebody derived another.
+            # Autograd's node is of DeepSpeed's own function, unless another was derived from it.
             apply = plain.apply if cls is CheckpointFunction else super().apply
             if not _state.forwards:
                 return apply(function, all_outputs, *args)

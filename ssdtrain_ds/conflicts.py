@@ -49,7 +49,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "compile.offload_activation",
         "offload",
         "error",
-        "lets DeepCompile move the activations of compiled graphs to host memory: they would be offloaded twice, or by nobody",
+        "lets DeepCompile move the activations of compiled graphs to host memory: they would be offloaded twice, or not at all",
         "false, or the block without offload",
         _with_deepcompile,
     ),
@@ -73,7 +73,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "zero_optimization.zenflow",
         "comm",
         "error",
-        "reduces selected columns of gradients by functions of its own, whose buckets compression does not know",
+        "reduces selected columns of gradients by functions of its own, whose buckets compression does not see",
         "leaving it out, or the block without comm",
     ),
     Conflict(

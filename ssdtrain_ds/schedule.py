@@ -90,7 +90,7 @@ def _chunk(instruction: Any) -> int:
 
 
 class _Announced:
-    """A schedule that tells, while DeepSpeed iterates over it, which instruction is about to run."""
+    """A schedule that announces, while DeepSpeed iterates over it, which instruction is about to run."""
 
     def __init__(self, plain: Any, announce: Callable[[Turn], None], stages: int) -> None:
         self._buffers = plain.num_pipe_buffers()
@@ -126,16 +126,16 @@ def patch_pipeline(
         after_batch: called at the end of every training batch.
     """
     stages = _compat.stages_of(engine)
-    present = [Turn()]
+    current = [Turn()]
 
     def announce(turn: Turn) -> None:
-        present[0] = turn
+        current[0] = turn
         if turn.upcoming:
             runtime.next_backward(*turn.upcoming)
 
     def recorded(plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: Any, **kwargs: Any) -> Any:
-            turn = present[0]
+            turn = current[0]
             if turn.chunk is None or not torch.is_grad_enabled():
                 return plain(self, **kwargs)
             with recording(turn.chunk, turn.microbatch, keep=turn.keep):
@@ -145,7 +145,7 @@ def patch_pipeline(
 
     def prefetched(plain: Callable[..., Any]) -> Callable[..., Any]:
         def backward(self: Any, **kwargs: Any) -> Any:
-            turn = present[0]
+            turn = current[0]
             if turn.chunk is None:
                 return plain(self, **kwargs)
             with runtime.backward(turn.chunk, turn.microbatch):
@@ -167,7 +167,7 @@ def patch_pipeline(
             try:
                 found = plain(_Announced(pipe_schedule, announce, stages))
             finally:
-                present[0] = Turn()
+                current[0] = Turn()
             after_batch()
             return found
 

@@ -118,7 +118,7 @@ def training_args() -> Any:
 
 
 class Step(NamedTuple):
-    """What a call of `schedules.forward_step` says about itself."""
+    """What the arguments of a call of `schedules.forward_step` identify."""
 
     model: torch.nn.Module
     microbatch: int | None

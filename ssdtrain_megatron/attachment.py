@@ -64,7 +64,7 @@ class Attachment:
         return found[0] if found is not None else None
 
     def statistics(self) -> RuntimeMetrics | None:
-        """The figures so far; None where nothing is enabled."""
+        """The metrics so far; None where nothing is enabled."""
         return self.runtime.statistics()
 
     def offload(self) -> None:
@@ -183,7 +183,7 @@ def attach(
         device: of the activations; by default the model's.
         rank: global rank; by default torch.distributed's.
         local_rank, local_world_size: within the node; by default what torchrun, srun or mpirun say.
-        logs: write a log line every `report.interval` steps; a loop that writes `GatheredMetrics` at its own interval says False.
+        logs: write a log line every `report.interval` steps; False for a loop that writes `GatheredMetrics` at its own interval.
 
     Raises:
         ConfigError: names the key, or the option of Megatron that excludes what is asked for.
@@ -214,7 +214,7 @@ def attach(
         if optimizer is None:
             raise ValueError(
                 "the config has a comm section: attach(model, config, optimizer=optimizer) also needs Megatron's optimizer, "
-                "which knows when a step was skipped"
+                "which reports when a step was skipped"
             )
     runtime = Runtime(
         read,

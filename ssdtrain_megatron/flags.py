@@ -20,7 +20,7 @@ def config_from_args(args: argparse.Namespace) -> Config | None:
     """The config that the parsed flags ask for; None where no --ssdtrain-* flag was given.
 
     Raises:
-        ConfigError: keys or values are refused, in the flags or in the file of --ssdtrain-config, or a report is to be written
+        ConfigError: keys or values are invalid, in the flags or in the file of --ssdtrain-config, or a report is to be written
             and nothing is enabled that it would be about.
     """
     config = config_from_namespace(args)

@@ -2,7 +2,7 @@
 
 Note: [The saved object]
 Without hooks autograd hands back a saved leaf as the same Python object. With hooks of any kind it makes a new tensor of what
-the unpack hook returns: the same bytes, without the attributes that somebody put on the object, and what is done to it is not
+the unpack hook returns: the same bytes, without the attributes that were set on the object, and what is done to it is not
 done to the leaf. Two functions do such things. The linear layer marks its weight when the fused kernel has added the weight's
 gradient to `main_grad`, and the overlapped reduction waits for that mark. The reentrant checkpoint with distributed saved
 activations puts the gathered data back into its input, which on every stage but the first is the leaf that the stage before

@@ -67,7 +67,7 @@ class Installation:
         return any(related(held, chunk) for attachment in self._attachments for held in attachment.chunks)
 
     def _check_unrelated(self, model: torch.nn.Module) -> None:
-        """Without this, an attachment to the model that was wrapped later would do nothing and never say so."""
+        """Without this, an attachment to the model that was wrapped later would silently do nothing."""
         known = self._unrelated.get(id(model))
         if known is not None and known() is model:
             return
@@ -158,13 +158,13 @@ class Installation:
             if not torch.is_grad_enabled():
                 # Nothing is saved. See Note: [Outputs that are parameters] in `recompute`.
                 return function(*args)
-            present = self._active
-            if present is None or present.runtime.engine is None:
+            current = self._active
+            if current is None or current.runtime.engine is None:
                 return plain(function, distribute_saved_activations, *args)
 
             def inside(*args: Any) -> Any:
                 # Checkpoints inside this one are of the same kind when it is recomputed.
-                outer, self._active = self._active, present
+                outer, self._active = self._active, current
                 first_run, self._in_first_run = self._in_first_run, not torch.is_grad_enabled()
                 try:
                     outputs = function(*args)
@@ -173,12 +173,12 @@ class Installation:
                     self._active, self._in_first_run = outer, first_run
 
             return checkpoint_through(
-                present.checkpoint,
+                current.checkpoint,
                 plain,
                 inside,
                 distribute_saved_activations,
                 args,
-                native=present.uses_native_checkpoint,
+                native=current.uses_native_checkpoint,
             )
 
         return checkpoint

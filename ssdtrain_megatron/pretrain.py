@@ -1,4 +1,4 @@
-"""Hooks into Megatron-LM's training loop: flags, attachment, figures, checkpoints.
+"""Hooks into Megatron-LM's training loop: flags, attachment, metrics, checkpoints.
 
 The loop looks its functions up in its modules when it calls them, so replacing them there is enough. What is replaced
 before the flags are known is put back when they ask for nothing.
@@ -32,7 +32,7 @@ _attached_by_spec = False
 
 
 def install_pretrain() -> None:
-    """Let `pretrain` of Megatron-LM know the --ssdtrain-* flags and do what they ask for. Idempotent.
+    """Add the --ssdtrain-* flags to `pretrain` of Megatron-LM, and attach as they configure. Idempotent.
 
     Call it before `pretrain(...)`, in the script itself or from `python -m ssdtrain_megatron.run`.
 
@@ -176,7 +176,7 @@ def _load(training: Any, iteration: int) -> None:
 def _logging(training: Any, attachment: Attachment, plain: Function) -> Function:
     from ssdtrain_megatron.metrics import GatheredMetrics
 
-    figures = GatheredMetrics(attachment)
+    metrics = GatheredMetrics(attachment)
     signature = inspect.signature(plain)
     report = attachment.runtime.config.report
     own_interval = report.interval if "interval" in report.model_fields_set else None
@@ -186,14 +186,14 @@ def _logging(training: Any, attachment: Attachment, plain: Function) -> Function
         iteration = signature.bind(*args, **kwargs).arguments["iteration"]
         interval = training.get_args().log_interval if own_interval is None else own_interval
         if interval and iteration % interval == 0:
-            figures.gather()
-            training.print_rank_last(f" [ssdtrain] iteration {iteration} | {figures.line()}")
+            metrics.gather()
+            training.print_rank_last(f" [ssdtrain] iteration {iteration} | {metrics.line()}")
             writer, wandb = training.get_tensorboard_writer(), training.get_wandb_writer()
-            for name, value in figures.scalars().items():
+            for name, value in metrics.scalars().items():
                 if writer is not None:
                     writer.add_scalar(f"ssdtrain/{name}", value, iteration)
             if wandb is not None and wandb:
-                wandb.log({f"ssdtrain/{name}": value for name, value in figures.scalars().items()}, iteration)
+                wandb.log({f"ssdtrain/{name}": value for name, value in metrics.scalars().items()}, iteration)
         return result
 
     return training_log

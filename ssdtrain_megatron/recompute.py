@@ -6,11 +6,11 @@ collectives of a block too. Both restore torch's generators and Megatron's track
 
 Note: [Distributed saved activations]
 Megatron's own function splits the first input among the tensor-parallel ranks by replacing its data. That needs a function
-which saves after it ran: the reentrant one is used there whatever the config says.
+which saves after it ran: the reentrant one is used there whatever the config.
 
 Note: [Runs that count]
 The first run of the reentrant function has gradients off, and some modules take a run without gradients for one that does not
-count: a mixture of experts adds its auxiliary losses to the figures and its tokens to the counts that steer the router (and, with
+count: a mixture of experts adds its auxiliary losses to the metrics and its tokens to the counts that steer the router (and, with
 global balancing, the gradients) only with gradients on. Both of our runs have them on, and would count twice. Models with
 such modules keep Megatron's own function.
 

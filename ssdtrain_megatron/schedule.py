@@ -71,7 +71,7 @@ class StepOrder:
         self._known[self._count] = self._seen
 
     def next_event(self) -> Event | None:
-        """The event after the present one, if it is known."""
+        """The event after the current one, if it is known."""
         at = len(self._seen)
         return self._expected[at] if self._expected is not None and at < len(self._expected) else None
 

@@ -117,7 +117,7 @@ def _read_config() -> Config:
     """The config of the file that SSDTRAIN_CONFIG names.
 
     Raises:
-        ConfigError: the variable is not set, or the file or what it says is refused.
+        ConfigError: the variable is not set, or the file or its content is invalid.
     """
     file = os.environ.get(CONFIG)
     if not file:

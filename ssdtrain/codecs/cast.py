@@ -1,4 +1,4 @@
-"""Casts: the value in another floating-point format, or as it is."""
+"""Casts: the value in another floating-point format, or unchanged."""
 
 from dataclasses import dataclass, field
 
@@ -65,7 +65,7 @@ class Cast(FixedSizeCodec):
 
 @dataclass(frozen=True)
 class Raw(FixedSizeCodec):
-    """The bits of the tensor as they are, behind the header: the codec to compare the others with."""
+    """The unchanged bits of the tensor, behind the header: the codec to compare the others with."""
 
     @property
     def spec(self) -> str:

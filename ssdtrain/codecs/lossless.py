@@ -20,7 +20,7 @@ from ssdtrain.codecs import native
 from ssdtrain.codecs.base import DTYPES, FLOATS, HEADER_BYTES, PayloadError, VariableSizeCodec, align
 
 _SAMPLE = 1 << 16
-_WORTHWHILE = 0.97  # of the raw bytes; above that a plane is kept as it is
+_WORTHWHILE = 0.97  # of the raw bytes; above that a plane is stored uncompressed
 # Floats are rotated left by one bit, so that the exponent of float32 and bfloat16 is one byte and not part of two.
 _ROTATED = {
     torch.float32: (torch.int32, 31),
@@ -175,7 +175,7 @@ def _finite(flat: Tensor, backend: str) -> Tensor | bool:
     if flat.dtype in FLOATS and native.usable(backend, flat):
         return native.all_finite(flat)
     if flat.is_floating_point() and flat.dtype.itemsize == 1:
-        flat = flat.to(torch.float32)  # isfinite knows no float8
+        flat = flat.to(torch.float32)  # isfinite does not support float8
     return torch.isfinite(flat).all() if flat.is_floating_point() or flat.is_complex() else True
 
 

@@ -60,7 +60,7 @@ class Call:
     feedback: Feedback | None = None
     measured: bool = False
     errors: list[Tensor] = field(default_factory=list)
-    """Relative error of each encoded piece, where it is measured: feedback knows it."""
+    """Relative error of each encoded piece, where error feedback measures it."""
 
     def encode(self, coder: Coder, piece: Piece, out: Tensor, what: str) -> None:
         """The payload of `piece` into `out`, with feedback where there is one and the codec loses anything."""

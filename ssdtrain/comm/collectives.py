@@ -1,4 +1,4 @@
-"""Collectives as objects: each owns its tensors, cuts them into pieces, and knows what it sends and what the plain one sends.
+"""Collectives as objects: each owns its tensors, cuts them into pieces, and computes what it sends and what the plain one sends.
 
 To add a collective: a class here with its ring bytes, its pieces, its plain form and a sample to measure on; and a verb of
 `Communicator` that makes one.
@@ -254,7 +254,7 @@ class AllToAll(Collective):
     Args:
         incoming: flat, by group rank.
         outgoing: flat, by group rank.
-        min_bytes: smaller messages go as they are.
+        min_bytes: smaller messages are uncompressed.
     """
 
     name = "all_to_all"

@@ -106,7 +106,7 @@ class Communicator:
         """Sum `tensor`, any shape, over ranks, in place; all ranks end with the same bits.
 
         Args:
-            dimension: "dp" gathers as "dp_gather" says; others are the same both ways.
+            dimension: "dp" gathers by "dp_gather"; others are the same both ways.
             op: SUM or AVG; others go uncompressed.
             bucket: for gradients, named: error feedback belongs to it.
         """
@@ -153,7 +153,7 @@ class Communicator:
         """`all_gather` of updated weights, by their difference from what all ranks have in `out`.
 
         `out` [ranks x n] holds what this gave the last time, except for this rank's part, which may be anything. The first gather
-        and that of weights that somebody else changed meanwhile, on any rank, are in full. See `references`.
+        and that of weights that other code changed meanwhile, on any rank, are in full. See `references`.
 
         Args:
             tensor: [n]; this rank's updated weights. It may be its part of `out`.
@@ -163,7 +163,7 @@ class Communicator:
         plain = AllGather(mine, flat, bucket.uncompressed_ranges)
         route = self._route(plain, "zero_gather", group)
         if route is None:
-            # What comes as it is leaves nothing to take a difference from.
+            # After an uncompressed gather there is no reference to take a difference from.
             self.references.forget(bucket.name)
             return None
         if self.router.is_identity(route, out.dtype):

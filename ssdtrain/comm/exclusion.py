@@ -59,7 +59,7 @@ _KINDS = {"norm": is_norm, "bias": is_bias, "embedding": is_embedding}
 def excluded(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
     """The parameters of `model` that are sent uncompressed; a set of the objects themselves.
 
-    A parameter with several names (tied weights) is excluded if any of them says so.
+    A parameter with several names (tied weights) is excluded if any of them is.
 
     Args:
         model: as the framework wrapped it; the names that patterns meet are those below the wrappers too, so that a pattern need

@@ -30,7 +30,7 @@ class CompressedCollectives(Feature):
 
     @classmethod
     def from_config(cls, config: Config, place: Placement) -> CompressedCollectives | None:
-        """None where `comm` compresses nothing, or there is nobody to communicate with (with a warning). A collective call."""
+        """None where `comm` compresses nothing, or there is one rank (with a warning). A collective call."""
         if not config.compresses or config.comm is None:
             return None
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

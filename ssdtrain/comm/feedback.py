@@ -22,7 +22,7 @@ _INT8 = make_fixed_size_codec("int8:block=128")
 
 
 def _all_finite(coder: Coder, payload: Tensor) -> bool:
-    """Whether the flag of a payload in host memory says so; uncompressed elements are outside of it."""
+    """The finite flag of a payload in host memory; uncompressed elements are outside of it."""
     return coder.codec is not None and bool(payload_finite(payload))
 
 
@@ -85,21 +85,21 @@ class Feedback:
 
     def corrected(self, name: str, x: Tensor) -> Tensor:
         """A copy of `x` with what is kept under `name` added."""
-        wanted = x.to(torch.float32, copy=True)
+        corrected = x.to(torch.float32, copy=True)
         self._used.add(name)
         kept = self._kept.get(name)
         if kept is None:
-            return wanted
+            return corrected
         if self._numel[name] != x.numel() or kept.device != x.device:
             self._drop(name)
             self.rebuilt += 1
-            return wanted
+            return corrected
         ratio = self.scale / self._scales[name]
         if self.kind == "fp32":
-            return wanted.add_(kept, alpha=ratio)
+            return corrected.add_(kept, alpha=ratio)
         if ratio == 1.0:
-            return _INT8.decode(kept, wanted, accumulate=True)
-        return wanted.add_(_INT8.decode(kept, torch.empty_like(wanted)), alpha=ratio)
+            return _INT8.decode(kept, corrected, accumulate=True)
+        return corrected.add_(_INT8.decode(kept, torch.empty_like(corrected)), alpha=ratio)
 
     def residual(self, name: str) -> Tensor | None:
         """What is kept under `name`, as float32 [numel]."""

@@ -5,10 +5,11 @@ Note: [Both sides make the same choice]
     scalars are never compressed, and neither is anything smaller than the dimension's `min_bytes`.
 
 Note: [Frames]
-    A payload of a lossless codec has a size of its own. It follows a message of 8 bytes that says which; a tensor that does not
-    shrink follows as it is, so these 8 bytes are all that such a message may cost more than the plain one. The receiver asks for
-    the payload only when it waits; two neighbours that send to each other and wait for their sends first would wait for ever. So
-    the wait of a framed send returns at once (the message is a copy), and what is under way is waited for at the step's end.
+    A payload of a lossless codec has a size of its own. It follows a message of 8 bytes with that size. A tensor that does not
+    shrink follows uncompressed, so such a message costs at most these 8 bytes more than the plain one. The receiver begins to
+    receive the payload only when it waits; two neighbours that send to each other and wait for their sends first would wait for
+    ever. So the wait of a framed send returns at once (the message is a copy), and what is under way is waited for at the step's
+    end.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class PointToPoint:
         return ChainedWork(None)
 
     def receive(self, tensor: Tensor, dimension: str, peer: int, issue: Issue) -> ChainedWork | None:
-        """Receive into `tensor` from global rank `peer` by `issue`; there once waited for. None: it comes as it is, and nothing
-        was received."""
+        """Receive into `tensor` from global rank `peer` by `issue`; there once waited for. None: it comes uncompressed, and
+        nothing was received."""
         codec = self._codec(tensor, dimension, peer, sending=False)
         if codec is None:
             return None

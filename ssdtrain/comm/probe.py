@@ -25,7 +25,7 @@ BAND = 1.10
 CLEAR = 2.0
 """A ratio that needs no more rounds."""
 _AGREEING = 0.75
-"""Share of the rounds that have to say the same."""
+"""Share of the rounds that have to agree."""
 
 _all_reduce = dist.all_reduce
 

@@ -9,7 +9,7 @@ Note: [What the others have]
     The owner uses the decoded weights as well, so all replicas hold the same bits; its exact weights live on in the optimizer's
     master copy.
 
-Note: [Weights that somebody else changed]
+Note: [Weights changed by other code]
     A difference is added to what a rank holds, so it must hold what the last gather left. Loaders, averaging and code of the
     user write weights in place, also through `.data`, NumPy and collectives, which move no version counter. So every rank keeps
     sums of the bits of the others' parts, compares them once a step before the first gather, and the ranks of the group agree:
@@ -110,8 +110,8 @@ def _changed(kept: _Kept) -> Tensor:
 
 
 def bit_sums(tensors: tuple[Tensor, ...]) -> Tensor:
-    """Sums of the bits of flat tensors, int64 [a few for each 4096 words of 8 bytes], on their device. See Note: [Weights that
-    somebody else changed]."""
+    """Sums of the bits of flat tensors, int64 [a few for each 4096 words of 8 bytes], on their device. See Note: [Weights changed
+    by other code]."""
     found = []
     for tensor in tensors:
         raw = tensor.view(torch.uint8)

@@ -25,7 +25,7 @@ NODE = "SSDTRAIN_NODE"
 
 
 def node_name() -> str:
-    """What tells this node from others: the environment's SSDTRAIN_NODE (for containers that share a host name), or the host's
+    """The name of this node: the environment's SSDTRAIN_NODE (for containers that share a host name), or the host's
     name."""
     return os.environ.get(NODE) or socket.gethostname()
 
@@ -63,7 +63,7 @@ class Topology:
 
 
 def grid_of(nodes: Sequence[str], two_hop: bool) -> tuple[tuple[int, ...], ...] | None:
-    """Group ranks by node and place; None where two hops were wanted and the nodes are uneven.
+    """Group ranks by node and place; None where two hops are asked for and the nodes are uneven.
 
     Args:
         nodes: the node of each group rank.
@@ -150,7 +150,7 @@ def find_topology(group: dist.ProcessGroup, hosts: Sequence[str], two_hop: str) 
 
 def _can_split(group: dist.ProcessGroup) -> bool:
     """Whether the ranks of `group` would call a new group alike: its name counts the groups that each rank knows, which differs
-    where somebody made groups on some ranks only."""
+    where groups were made on some ranks only."""
     world = getattr(dist.distributed_c10d, "_world", None)
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, len(getattr(world, "pg_names", ())), group=group)

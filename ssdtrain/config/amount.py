@@ -49,7 +49,7 @@ class Amount:
 def parse_amount(value: Any) -> Amount:
     """Reads "all", "auto", a fraction (0.6, "0.6", "60%") or the bytes to keep ("512MiB").
 
-    A bare number above 1 is refused: 60 may mean a percentage or bytes. 1 and "100%" are "all".
+    A bare number above 1 is rejected: 60 may mean a percentage or bytes. 1 and "100%" are "all".
 
     Raises:
         InvalidValue: none of these.

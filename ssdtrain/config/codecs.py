@@ -91,7 +91,7 @@ _INTEGER = {
 }
 
 CODECS: dict[str, CodecKind] = {
-    "raw": CodecKind("the bits as they are", {}),
+    "raw": CodecKind("the bits, unchanged", {}),
     "bf16": CodecKind("bfloat16", {"hadamard": _HADAMARD}),
     "fp16": CodecKind("float16", {"hadamard": _HADAMARD}),
     "int8": CodecKind("8-bit integers, a scale per block", _INTEGER),

@@ -51,12 +51,12 @@ def document() -> str:
 
 
 def _introduction() -> str:
-    refused = {"offload": {"directories": "/nvme0", "treads": 8, "host": "4G"}}
+    rejected = {"offload": {"directories": "/nvme0", "treads": 8, "host": "4G"}}
     try:
-        load_config(refused)
+        load_config(rejected)
     except ValueError as error:
         return INTRODUCTION.format(error=error)
-    raise AssertionError(f"the example of an invalid config was accepted: {refused}")
+    raise AssertionError(f"the example of an invalid config was accepted: {rejected}")
 
 
 def _examples() -> str:

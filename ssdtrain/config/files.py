@@ -53,8 +53,8 @@ def read_block(file: str | Path, *, path: str = KEY) -> dict[str, Any]:
         )
     except Exception as error:
         # Where a value is not what its tag says, PyYAML raises ValueError, KeyError, AttributeError and more.
-        said = " ".join(str(error).split())
-        why = f"is not readable as {name.suffix[1:]} ({printable(said[:500])})"
+        message = " ".join(str(error).split())
+        why = f"is not readable as {name.suffix[1:]} ({printable(message[:500])})"
         raise ConfigError([Problem(path, written, why, _FILE_ALLOWED)]) from error
     return _block_of(content, printable(written), path)
 

@@ -1,6 +1,6 @@
-"""Collectives of a framework, compressed where its adapter says what they carry.
+"""Collectives of a framework, compressed as its adapter classifies what they carry.
 
-An adapter replaces the functions that its framework sends with by `Interception.wrap`, and says in one function,
+An adapter replaces the functions that its framework sends with by `Interception.wrap`, and determines in one function,
 `classify(tensor, group) -> Traffic | None`, which parallel dimension a collective belongs to. What is not classified, and what
 the communicator leaves, goes through the framework's own function with the very arguments of the call.
 
@@ -298,7 +298,7 @@ def _read(parameters: Sequence[Parameter], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _stays_plain(traffic: Traffic, kind: _Kind, values: Sequence[Any]) -> bool:
-    """Count a collective that has a reason to be sent as it is."""
+    """Count a collective that has a reason to be sent uncompressed."""
     if traffic.uncompressed is None or kind.collective is None:
         return False
     if traffic.comm.policy.rules[traffic.dimension].off:

@@ -5,7 +5,7 @@ Note: [One dispatcher]
     several users may replace the same function and undo that in any order: the wrappers that are left are linked anew.
 
 Note: [Replaced again]
-    Somebody else may replace our function by one that calls it. Restoring the original would remove that one, so it is left in
+    Other code may replace our function by one that calls it. Restoring the original would remove that one, so it is left in
     place, with a warning; our function then passes every call on to the original.
 """
 

@@ -1,9 +1,9 @@
 """What the collectives of a framework carry.
 
 Note: [Traffic scopes]
-    Where a tensor and a group do not tell what a collective carries, the code that issues it does: a scope around that code sets
-    the current traffic, and an adapter's `classify` returns it. It is a context variable: one thread's, and gone at the end of
-    its scope, so that a norm or an overflow flag is never compressed.
+    Where a tensor and a group do not determine what a collective carries, the code that issues it does: a scope around that code
+    sets the current traffic, and an adapter's `classify` returns it. It is a context variable: one thread's, and gone at the end
+    of its scope, so that a norm or an overflow flag is never compressed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Traffic:
         dimension: of parallelism, as in the `comm` section of the config.
         bucket: the gradients or weights in a collective; None where they have no name, as activations.
         delta: all-gathers are of weights after a step, and sent as differences from the last ones.
-        uncompressed: the reason for which they are sent as they are; counted, and written to the log once.
+        uncompressed: the reason for which they are sent uncompressed; counted, and written to the log once.
         first_only: of messages to a neighbour only the first floating-point tensor is compressed: the hidden states. Others are
             masks and the like.
     """

@@ -18,7 +18,7 @@ class Buffers:
     Args:
         nbytes: fixed size in bytes, or None: as much as `fit` finds it to need.
         register: pins the arena's memory for a device, or None.
-        meter: told the bytes of the arena, if they are of the memory that activations take.
+        meter: counts the bytes of the arena, if they belong to the memory that activations take.
         node: NUMA node of the device; None: that of the calling thread.
     """
 

@@ -53,7 +53,7 @@ class Checkpoint:
         ...         x = checkpoint(block, x, mask=mask)
 
     Args:
-        config: defaults for calls that do not say otherwise.
+        config: defaults of the arguments of calls.
     """
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
@@ -92,7 +92,7 @@ class Checkpoint:
         The arguments are those of `torch.utils.checkpoint.checkpoint`; None takes the config's.
 
         Raises:
-            ValueError: what torch's refuses: keyword arguments, `context_fn` or `debug` with `use_reentrant=True`.
+            ValueError: what torch's rejects: keyword arguments, `context_fn` or `debug` with `use_reentrant=True`.
         """
         config = self.config
         reentrant = config.use_reentrant if use_reentrant is None else use_reentrant
@@ -109,7 +109,7 @@ class Checkpoint:
                 debug=debug,
                 **kwargs,
             )
-        # Positional arguments are what torch saves for backward; keyword ones it would hold as they are.
+        # Positional arguments are what torch saves for backward; keyword ones it would hold in memory.
         replay = _Replay(function, tuple(kwargs), states)
         with torch.utils.checkpoint.set_checkpoint_early_stop(
             config.early_stop if early_stop is None else early_stop
@@ -158,12 +158,12 @@ class _Replay:
             self._first = [state.read() for state in self._states]
             outputs = self._function(*args[:count], **kwargs)
             return detach_leaves(outputs) if self._reentrant else outputs
-        present = [state.read() for state in self._states]
+        current = [state.read() for state in self._states]
         try:
             for state, value in zip(self._states, self._first, strict=True):
                 state.write(value)
             return self._function(*args[:count], **kwargs)
         finally:
             # torch ends a recomputation early by an exception.
-            for state, value in zip(self._states, present, strict=True):
+            for state, value in zip(self._states, current, strict=True):
                 state.write(value)

@@ -3,7 +3,7 @@
 Boolean masks are packed, eight to a byte, which loses nothing. Floating-point tensors are encoded where the user named
 a codec. A region that holds other bytes than those of its one tensor is not encoded: see Note: [Codecs and views]. A lossy codec
 changes gradients: what backward gets is then the decoded tensor whenever the region was encoded, also when its store was
-cancelled or forwarded, so that the result does not depend on timing. (A region that no tier has room for stays as it is.)
+cancelled or forwarded, so that the result does not depend on timing. (A region that no tier has room for is not encoded.)
 """
 
 from __future__ import annotations

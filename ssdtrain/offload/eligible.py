@@ -160,7 +160,7 @@ class Eligibility:
             return type(node).__name__ in self._freed_functions
         if base is None:
             return False
-        # What a function returned may itself be a view of a tensor that no gradient knows of.
+        # What a function returned may itself be a view of a tensor outside of the graph.
         node = tensor.grad_fn
         for _ in range(_VIEWS):
             if node is None or type(node).__name__ in self._freed_functions:

@@ -100,7 +100,7 @@ class OffloadEngine:
         self._closed = False
         self.prover: Prover | None = None  # `offload.prove_steps`
         self.recorder: PassRecorder | None = None
-        """Told when hooks begin and end, while it is active."""
+        """Records when hooks begin and end, while it is active."""
         self.forked = False
         """True in a forked child: files and buffers are the parent's, and its threads may have held the lock. All is inert."""
         forks.track(self)
@@ -275,7 +275,7 @@ class OffloadEngine:
         if self.prover is not None:
             self.prover.copy(tape.unproven)
         with self._lock:
-            # What the drive has finished is not noted: if backward comes next, it is still in memory.
+            # What the drive has finished is not processed here: if backward comes next, it is still in memory.
             self._drain_released()
             postponed = []
             if complete:
@@ -298,14 +298,14 @@ class OffloadEngine:
             self._note_ends()
 
     def next_backward(self, tapes: list[Tape]) -> None:
-        """Whose backward follows the present one, in order: reads go on there when a tape runs out."""
+        """Whose backward follows the current one, in order: reads go on there when a tape runs out."""
         if self.forked:
             return
         with self._lock:
             self.prefetcher.next_tapes = tapes
 
     def drain(self) -> None:
-        """Take note of what autograd dropped and of what the drives have finished, and begin what was queued for later."""
+        """Process what autograd dropped and what the drives have finished, and begin what was deferred."""
         if self.forked:
             return
         ended = self._timestamp()

@@ -1,8 +1,8 @@
 """Lets torch.func.grad, vjp, jacrev and hessian run inside of an offloaded forward.
 
-They refuse to begin where saved-tensor hooks are installed (`torch.autograd.graph.disable_saved_tensors_hooks` raises). Hooks
+They raise where saved-tensor hooks are installed (`torch.autograd.graph.disable_saved_tensors_hooks` raises). Hooks
 that offload change nothing of what is computed, so they are taken off while such a transform runs, and what it saves stays in
-memory. Somebody else's hooks are left to torch. While no forward is recorded, torch's own function is in its place.
+memory. Other hooks are left to torch. While no forward is recorded, torch's own function is in its place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ without_modes = torch._C._DisableTorchDispatch
 _lock = threading.Lock()
 _recorders = 0
 _torchs = torch.autograd.graph.disable_saved_tensors_hooks
-# What stood there when the first recorder came. Somebody else's function may call ours, so it is put back and never called.
+# What stood there when the first recorder came. A function that replaced ours may call it, so it is put back and never called.
 _replaced: Any = None
 
 
@@ -38,7 +38,7 @@ def tracing() -> bool:
 
 
 class PackHook(partial[Any]):
-    """The pack hook of a recorder, to be told from everybody else's."""
+    """The pack hook of a recorder, distinguishable from all others."""
 
 
 @cache

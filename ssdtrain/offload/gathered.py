@@ -32,7 +32,7 @@ def _storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 class GatheredStorages:
-    """Notes the storages of gathered parameters at the begin of forwards; `in` says if a tensor lies in one.
+    """Notes the storages of gathered parameters at the begin of forwards; `in` is true for a tensor that lies in one.
 
     Args:
         points: modules before whose forwards parameters are gathered, each with what then returns these parameters. The

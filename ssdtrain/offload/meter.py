@@ -1,7 +1,7 @@
 """Activation memory: the bytes that are alive for backward, counted as they come and go.
 
 Counted are the whole storages of saved tensors, each once however many views of it were saved, for as long as the storage
-really lives: also while somebody else holds it, since its bytes are in memory all the same. Parameters and buffers are not
+really lives: also while other code holds it, since its bytes are in memory all the same. Parameters and buffers are not
 counted. `adjust` adds what is not a saved storage: the arena.
 
 Beside that stands what would be alive if nothing left memory: a saved storage until it has died and the last region over it was

@@ -30,7 +30,7 @@ class OffloadMetrics(MetricSet):
     packed_bytes: int = counter(Unit.BYTES)
     """Bytes of small strided views that were copied together before they left."""
     encoded_bytes: int = counter(Unit.BYTES)
-    """Bytes of regions that left through a codec; what was written of them is in the store's figures."""
+    """Bytes of regions that left through a codec; what was written of them is in the store's metrics."""
     cancelled_bytes: int = counter(Unit.BYTES, "writes avoided")
     """Bytes whose store was cancelled before it began: SSD writes avoided."""
     forwarded_bytes: int = counter(Unit.BYTES)

@@ -4,7 +4,7 @@
 RESIDENT -> STORING -> STORED -> LOADING -> LOADED -> STORED ...
     ^          |                                        |
     +-cancelled+ failed, forwarded       RELEASED <-----+ from any state, when the last handle is gone
-    +- STAGED -+ cancelled after the tensor was let go of
+    +- STAGED -+ cancelled after the tensor was released
 ```
 
 Every method is called with the engine's lock held, and none waits for I/O. What must be waited for is an `Operation`, and the
@@ -175,7 +175,7 @@ class Mover:
         return self._stores[0].transfer.operation if self._stores else None
 
     def reap(self) -> None:
-        """Take note of what has ended. Cheap when nothing has."""
+        """Process the transfers that have ended. Cheap when none has."""
         stores = self._stores
         if self.transfer.copies:
             self.transfer.poll()
@@ -226,7 +226,7 @@ class Mover:
         region.transfer.state = State.RESIDENT
 
     def _store_cancelled(self, region: Region) -> None:
-        """STORING -> RESIDENT, or STAGED where the tensor was let go of: none of its bytes are in the tier."""
+        """STORING -> RESIDENT, or STAGED where the tensor was released: none of its bytes are in the tier."""
         self.in_flight -= region.nbytes
         self.metrics.cancelled_bytes += region.nbytes
         self.metrics.offloaded_bytes -= region.nbytes

@@ -13,7 +13,7 @@ __all__ = ["EngineOptions"]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the engine needs to know; the runtime fills it from the config.
+    """Settings of the engine; the runtime fills it from the config.
 
     Sizes in bytes, times in seconds. None: chosen by the engine from what it sees.
     """

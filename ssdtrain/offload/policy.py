@@ -66,7 +66,7 @@ class Action(NamedTuple):
 
     offload: bool
     codec: str | None = None
-    """By which it is encoded; None: as the config says."""
+    """By which it is encoded; None: that of the config."""
     tier: Literal["host", "ssd"] | None = None
     """Where it goes; None: to the first tier that has room."""
     stays: bool = False

@@ -20,7 +20,7 @@ __all__ = ["Prefetcher"]
 class Prefetcher:
     """Keeps up to `limit` bytes loaded ahead of where backward is.
 
-    The tape says what comes next: the reverse of what was saved. When it runs out, `next_tapes` say whose backward follows.
+    The tape determines what comes next: the reverse of what was saved. When it runs out, `next_tapes` are those that follow.
     Within that distance a store that has not begun is cancelled, since its bytes are about to be needed, and one that has
     begun leaves its bytes in memory.
 
@@ -44,7 +44,7 @@ class Prefetcher:
         self._wanted = 0  # the most that a tape wanted loaded ahead so far
 
     def size(self, tape: Tape) -> None:
-        """Choose how far to read ahead of the backward of `tape`, where the config does not say.
+        """Choose how far to read ahead of the backward of `tape`, unless the config does.
 
         Three of the largest regions or 24 MiB, which keep a drive busy, but no more than a quarter of what `tape` has in the
         tiers: larger buffers would take the memory that offloading it saves.

@@ -155,7 +155,7 @@ class Region:
 
     @property
     def emptied(self) -> bool:
-        """True if the engine has let go of the bytes in `tensor`."""
+        """True if the engine has released the bytes in `tensor`."""
         return self.pointer == 0
 
     def changed(self) -> bool:
@@ -306,7 +306,7 @@ def lost(dtype: torch.dtype, size: Sequence[int]) -> RuntimeError:
     """The error for a saved tensor that is lost. See Note: [Freed under the engine]."""
     return RuntimeError(
         f"the memory of a saved tensor [{dtype} {list(size)}] was freed (storage.resize_) before or while it was offloaded, "
-        "and its bytes are not known any more. Offloading needs to be told which tensors a framework frees and fills again: "
+        "and its bytes are not known any more. Offloading needs to know which tensors a framework frees and fills again: "
         "attach by the framework's own adapter, or leave the part of the model that does it outside"
     )
 

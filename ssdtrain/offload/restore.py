@@ -23,7 +23,7 @@ class Restorer:
 
     Args:
         mover: moves the regions.
-        prefetcher: knows how large the arena has to be.
+        prefetcher: determines how large the arena has to be.
         models: by which errors name where a tensor was saved.
     """
 

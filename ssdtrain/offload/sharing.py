@@ -5,7 +5,7 @@ Storages are known by weak reference, never by address: an address is used again
 joins a region of the same tape that contains its bytes and watches the same version counter.
 
 Note: [Regions of one tape]
-A version counter says nothing of writes by NumPy, a loader in C++, another owner of a DLPack capsule or a kernel that does
+A version counter does not see writes by NumPy, a loader in C++, another owner of a DLPack capsule or a kernel that does
 not declare them. A region of an earlier forward is therefore a snapshot that is never joined: buffers are refilled between
 forwards. Memory that torch did not allocate never comes this far (see `eligible`). What remains is a kernel that writes into
 saved memory in the middle of a forward and hides it from torch.

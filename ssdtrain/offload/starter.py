@@ -166,7 +166,7 @@ class StoreStarter:
                     self._keep(region, STORE_TIMEOUT, self._options.deadline, region.nbytes)
                     return
 
-    def _keep(self, region: Region, message: str, *figures: float) -> None:
-        self._warn_once(message, *figures)
+    def _keep(self, region: Region, message: str, *values: float) -> None:
+        self._warn_once(message, *values)
         self._metrics.kept_late_bytes += region.nbytes
         self._mover.keep(region)

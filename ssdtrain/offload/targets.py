@@ -3,7 +3,7 @@
 Note: [Load targets]
 A restored tensor is written by the load stream and read by the stream that runs backward. If its memory came from the compute
 stream's allocations, the copy would have to wait for all work that is queued there, and never overlap with it. So targets are
-allocated on the load stream, whose allocator hands a block out again as soon as the host lets go of it, although work that reads
+allocated on the load stream, whose allocator hands a block out again as soon as the host releases it, although work that reads
 it may still be queued elsewhere. What is missing is that order: when a target dies, an event is recorded on the stream that used
 it, and a copy into memory that overlaps it waits, on the load stream, for that event.
 
@@ -45,7 +45,7 @@ class Target(weakref.ref[torch.UntypedStorage]):
 
 
 class LoadTargets:
-    """Allocates targets, and knows what a copy into one has to wait for. Called with the engine's lock held.
+    """Allocates targets, each with what a copy into it has to wait for. Called with the engine's lock held.
 
     Args:
         device: allocates on its load stream, and records events.

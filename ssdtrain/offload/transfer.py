@@ -239,7 +239,7 @@ class StagedTransfer:
 
     def encode(self, region: Region) -> torch.Tensor | None:
         payload = self._encoding.encode(region)
-        # The tensor is let go of next: what reuses its memory comes after the encoding.
+        # The tensor is released next: what reuses its memory comes after the encoding.
         current = self.device.current_stream()
         if payload is not None and region.stream is not None and region.stream != current:
             encoded = self.device.record(current)
@@ -282,7 +282,7 @@ class StagedTransfer:
     ) -> None:
         """Return a staging buffer when the copy that uses it has passed, that of a cancelled store or one back to the device.
 
-        A copy off the device also reads memory that its owner may let go of next.
+        A copy off the device also reads memory that its owner may release next.
         """
         if lease is None:
             return

@@ -1,4 +1,4 @@
-"""Warnings that are logged once: why a tensor that was to leave memory stays there, with the figures of the first tensor."""
+"""Warnings that are logged once: why a tensor that was to leave memory stays there, with the values of the first tensor."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class WarnOnce:
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
-    def __call__(self, message: str, *figures: float) -> None:
-        """Log `message`, formatted with `figures`."""
+    def __call__(self, message: str, *values: float) -> None:
+        """Log `message`, formatted with `values`."""
         if message not in self._logged:
             self._logged.add(message)
-            logger.warning(message, *figures)
+            logger.warning(message, *values)

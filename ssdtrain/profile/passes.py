@@ -3,7 +3,7 @@ hook.
 
 Between the end of one hook and the begin of the next a device computes for the model; between a hook's begin
 and its end it waits for transfers (what the hook queued into its stream, or the host that was blocked). So
-computation and stalls are told apart without blocking the host: timestamps are read when the device has
+computation and stalls are distinguished without blocking the host: timestamps are read when the device has
 passed them.
 """
 

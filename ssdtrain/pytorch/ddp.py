@@ -47,9 +47,9 @@ class _Hook:
             self._waiting.append((work, gradients, future))
         if bucket.is_last():
             waiting, self._waiting = self._waiting, []
-            for found, tensor, promise in waiting:
+            for found, tensor, future_of in waiting:
                 found.wait()
-                promise.set_result(tensor)
+                future_of.set_result(tensor)
         return future
 
     def _parameter(self, tensor: Tensor) -> nn.Parameter:

@@ -34,8 +34,8 @@ class Drive:
     """The disks that `device` consists of (md, dm); of a disk itself its name."""
 
     def free_bytes(self) -> int:
-        figures = os.statvfs(self.directory)
-        return figures.f_bavail * figures.f_frsize
+        status = os.statvfs(self.directory)
+        return status.f_bavail * status.f_frsize
 
     def written_bytes(self, sysfs: Path = Path("/sys")) -> int | None:
         """Bytes that this host wrote to the disk since it started; None where there is no disk."""
@@ -75,8 +75,8 @@ def drive_of(directory: str | Path, *, proc: Path = Path("/proc"), sysfs: Path =
         # btrfs and others give their files a device number of their own; the mount's source is the disk.
         number = os.stat(source).st_rdev
         block = sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
-    figures = os.statvfs(path)
-    size = figures.f_blocks * figures.f_frsize
+    status = os.statvfs(path)
+    size = status.f_blocks * status.f_frsize
     if not block.exists() and filesystem == "overlay" and upper and Path(upper).is_dir():
         below = drive_of(upper, proc=proc, sysfs=sysfs)
         return replace(below, directory=str(path), mount=mount)

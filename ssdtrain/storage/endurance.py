@@ -81,7 +81,7 @@ class Endurance:
             self._bytes[device] = self._rating.rated(drive.size) * left / ranks
 
     def life(self, written: Mapping[str, int], seconds: float) -> float | None:
-        """Seconds until the first drive reaches its rating at the present rate; None if unknown or nothing was written.
+        """Seconds until the first drive reaches its rating at the current rate; None if unknown or nothing was written.
 
         Args:
             written: bytes that this rank wrote per directory in `seconds`.

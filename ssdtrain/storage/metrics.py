@@ -21,7 +21,7 @@ class EnduranceMetrics(MetricSet):
     """Of the drives behind the tiers."""
 
     ssd_life_seconds: float | None = gauge(Unit.SECONDS, "projected SSD life", ranks=Reduce.MIN, unknown=True)
-    """Until the first drive has reached its rating (one drive write a day for five years, less its present wear), if the run goes
+    """Until the first drive has reached its rating (one drive write a day for five years, less its current wear), if the run goes
     on as it did. See `ssdtrain.storage.Endurance`."""
 
 

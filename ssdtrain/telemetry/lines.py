@@ -6,7 +6,7 @@ from typing import Any, TextIO
 
 
 def write_line(stream: TextIO, record: dict[str, Any]) -> None:
-    """Appends `record` as one line and flushes it. NaN and infinity are refused: no JSON reader has to accept them.
+    """Appends `record` as one line and flushes it. NaN and infinity are rejected: no JSON reader has to accept them.
 
     Raises:
         ValueError: A number is not finite.

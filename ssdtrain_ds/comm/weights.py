@@ -1,7 +1,7 @@
 """Weights that ranks gather: of ZeRO-1 and 2 after a step, of ZeRO-3 before a module uses them.
 
 Note: [Only while training]
-    ZeRO-3 gathers weights for checkpoints and for the user, too (`GatheredParameters`); those come as they are. Only what the
+    ZeRO-3 gathers weights for checkpoints and for the user, too (`GatheredParameters`); those are uncompressed. Only what the
     coordinator fetches for a module's forward or backward is in a traffic scope.
 """
 
@@ -44,7 +44,7 @@ def patch_weights(
         patches.replace(engine.optimizer, "step", functools.partial(_gathering, comm, uncompressed))
     coordinator = _compat_comm.coordinator_of(engine)
     if stage == 3 and coordinator is not None:
-        # Until it is known what is gathered, it goes as it is.
+        # Uncompressed until it is known what is gathered.
         unknown = Traffic(comm, "zero_gather", lambda numel, group, by_rank: Bucket("weights", ((0, numel),)))
         patches.replace(coordinator, _compat_comm.FETCH, in_scope(lambda *args, **kwargs: unknown))
         some = functools.partial(_gathering_some, {id(parameter) for parameter in uncompressed})

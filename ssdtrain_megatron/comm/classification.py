@@ -36,7 +36,7 @@ class Classification:
     """What the collectives of one rank carry.
 
     Args:
-        chunks: wrapped by Megatron's DistributedDataParallel; others have no buckets, and their gradients go as they are.
+        chunks: wrapped by Megatron's DistributedDataParallel; others have no buckets, and their gradients are uncompressed.
         params_are_master: see Note: [Parameters that are also the master copy].
     """
 
