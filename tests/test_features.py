@@ -18,6 +18,7 @@ from ssdtrain.config import load_config
 from ssdtrain.features import UNNAMED, Feature, Forward, Microbatch, Step
 from ssdtrain.runtime import Runtime
 from ssdtrain.telemetry.registry import MetricSet, Unit, counter
+from tests.support.tensors import all_equal
 
 
 @dataclass
@@ -133,7 +134,7 @@ def test_a_feature_from_outside_changes_layers_and_its_metric_is_in_the_journal(
     with ssdtrain.attach(model, config, features=[feature]) as runtime:
         found = train(model, runtime)
         statistics = runtime.statistics()
-    assert all(map(torch.equal, found, expected))
+    assert all_equal(found, expected)
     assert [module.forward for module in model.modules()] == forwards
     lines = [json.loads(line) for line in (tmp_path / "report" / "rank-0.jsonl").read_text().splitlines()]
     per_step = 32 * (64 + 128) * 2

@@ -13,7 +13,7 @@ import pytest
 
 from ssdtrain.cli import main
 from ssdtrain.report.serve import Server
-from tests.report.journals import write
+from tests.support.journals import write
 
 
 def test_it_writes_the_page_beside_the_journals_or_where_it_is_told(

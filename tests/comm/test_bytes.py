@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from ssdtrain.comm import Bucket, CommMetrics, Communicator, algorithms
 from ssdtrain.comm.collectives import AllGather
-from tests.comm.ranks import on_ranks
 from tests.comm.test_collectives import make, values
+from tests.support.ranks import on_ranks
 
 CASES = 30
 SPECS = ("int8", "int4:hadamard", "bf16", "off/int8", "int8/int4", "zfp:rate=16", "raw", "int8/off")

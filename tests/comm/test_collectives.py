@@ -12,7 +12,7 @@ from ssdtrain.codecs import make_fixed_size_codec
 from ssdtrain.comm import Bucket, Communicator, Policy
 from ssdtrain.comm.collectives import AllReduce
 from ssdtrain.config import load_config
-from tests.comm.ranks import on_ranks
+from tests.support.ranks import on_ranks
 
 SIZES = (1, 255, 1000, 70_003, 300_000)
 

@@ -12,8 +12,8 @@ from ssdtrain.codecs import Key, make_fixed_size_codec
 from ssdtrain.comm import Bucket
 from ssdtrain.comm.coding import Coder, Piece
 from ssdtrain.comm.feedback import Feedback
-from tests.comm.ranks import on_ranks
 from tests.comm.test_collectives import make, values
+from tests.support.ranks import on_ranks
 
 STEPS = 30
 

@@ -18,8 +18,8 @@ from ssdtrain.codecs.base import Key
 from ssdtrain.codecs.zfp import Zfp
 from ssdtrain.comm import Bucket
 from ssdtrain.comm.routing import CHANGED, IN_FULL
-from tests.comm.ranks import on_ranks
 from tests.comm.test_collectives import make, values
+from tests.support.ranks import on_ranks
 from tests.support.tensors import all_equal
 
 
@@ -203,7 +203,7 @@ def abandoned(rank: int) -> Any:
 
 
 def test_a_killed_peer_is_an_error_and_not_a_hang() -> None:
-    from tests.comm.ranks import survivors
+    from tests.support.ranks import survivors
 
     (seconds,) = survivors(2, abandoned)
     assert seconds < 30

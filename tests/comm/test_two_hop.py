@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from ssdtrain.comm.topology import check_two_hop
 from ssdtrain.config import ConfigError
-from tests.comm.ranks import on_ranks
 from tests.comm.test_collectives import make
+from tests.support.ranks import on_ranks
 
 
 @pytest.mark.parametrize("nodes", ["aaaa", "abcd", "aaab", "aabbc", "abba"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.megatron.processes import start
+from tests.support.processes import start
 
 pytestmark = [
     pytest.mark.distributed,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.megatron.processes import start
+from tests.support.processes import start
 
 pytestmark = [
     pytest.mark.distributed,

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.comm.ranks import StandingRanks, on_ranks
+from tests.support.ranks import StandingRanks, on_ranks
+from tests.support.tensors import all_equal
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -144,7 +145,7 @@ def gathered(rank: int, stage: int) -> Any:
 def test_weights_gathered_for_anything_but_training_come_as_they_are(two_ranks: StandingRanks) -> None:
     """A checkpoint of ZeRO-3's weights, or what the user gathers, holds the exact ones; norms are the same on all ranks."""
     first, second = two_ranks(gathered, 3)
-    assert all(map(torch.equal, first[0], second[0]))
+    assert all_equal(first[0], second[0])
     assert first[2] == second[2]
     assert len(first[0]) == len(first[1]) == len(second[1]) > 0
     for whole, *parts in zip(first[0], first[1], second[1], strict=True):
@@ -155,7 +156,7 @@ def test_weights_gathered_by_difference_are_close_to_the_master_copy_and_equal_o
     two_ranks: StandingRanks,
 ) -> None:
     first, second = two_ranks(gathered, 2)
-    assert all(map(torch.equal, first[0], second[0]))
+    assert all_equal(first[0], second[0])
     assert first[2] == second[2]
     assert len(first[1]) == len(second[1]) > 0
     for flat, *masters in zip(first[0][-len(first[1]) :], first[1], second[1], strict=True):

@@ -16,7 +16,7 @@ from ssdtrain.cli import main
 from ssdtrain.config import load_config
 from ssdtrain.report.document import document
 from tests.docs.messages import ROOT
-from tests.report.journals import write
+from tests.support.journals import write
 
 TOP = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.processes import ROOT, start
+from tests.support.processes import ROOT, start
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.processes import start
 from tests.megatron.rows import Row
+from tests.support.processes import start
 
 Results = dict[str, list[Any]]
 

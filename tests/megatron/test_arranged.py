@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.processes import ROOT, start
+from tests.support.processes import ROOT, start
 
 FILES = sorted((Path(__file__).parent / "arranged").glob("test_*.py"))
 

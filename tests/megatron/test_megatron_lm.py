@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.megatron.processes import ROOT, free_port, start
+from tests.support.processes import ROOT, free_port, start
 
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")
 

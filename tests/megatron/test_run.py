@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.processes import ROOT
+from tests.support.processes import ROOT
 
 LINE = "import ssdtrain_megatron; ssdtrain_megatron.install_pretrain()"
 SCRIPTS = ("pretrain_bert.py", "pretrain_gpt.py", "pretrain_t5.py")

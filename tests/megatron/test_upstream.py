@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.megatron.processes import start
+from tests.support.processes import start
 
 OWN = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 

@@ -17,7 +17,7 @@ import torch
 
 from ssdtrain.config import load_config
 from ssdtrain.runtime import Runtime
-from tests.storage.conftest import small_filesystem as small_filesystem  # a fixture
+from tests.support.filesystems import small_filesystem as small_filesystem  # a fixture
 
 MIN_BYTES = 1024
 

@@ -17,7 +17,7 @@ from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import SpillStore, holds_signal_safe_lock, signal_safe_lock
 from tests.offload.conftest import MakeRuntime, Variant, stored_forward
-from tests.storage.conftest import eventually
+from tests.support.filesystems import eventually
 
 DEPTH = 4
 WAYS = [

@@ -16,7 +16,7 @@ from ssdtrain.config import ConfigError
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import StoreMetrics
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
-from tests.storage.conftest import free_bytes
+from tests.support.filesystems import free_bytes
 
 MiB = 1 << 20
 

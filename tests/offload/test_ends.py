@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.conftest import eventually, free_bytes
+from tests.support.filesystems import eventually, free_bytes
 
 MiB = 1 << 20
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 import ssdtrain
-from tests.comm.ranks import on_ranks
+from tests.support.ranks import on_ranks
 
 WIDTH = 256
 BATCH = 4

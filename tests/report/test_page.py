@@ -14,7 +14,7 @@ from ssdtrain.report.chart import Line, line_chart
 from ssdtrain.report.page import page
 from ssdtrain.report.run import Run
 from ssdtrain.telemetry.registry import Unit
-from tests.report.journals import write
+from tests.support.journals import write
 
 VOID = {"meta", "br", "line", "path"}
 

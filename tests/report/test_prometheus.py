@@ -9,7 +9,7 @@ import pytest
 
 from ssdtrain.report.prometheus import prometheus, write_prometheus
 from ssdtrain.report.run import Run
-from tests.report.journals import MiB, write
+from tests.support.journals import MiB, write
 
 SAMPLE = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*\{([a-z]+="(?:[^"\\\n]|\\.)*",?)+\} [0-9.e+-]+')
 

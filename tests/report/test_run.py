@@ -12,7 +12,7 @@ from ssdtrain.config import load_config
 from ssdtrain.report.run import NoJournals, Run, metric_named
 from ssdtrain.runtime import Runtime
 from ssdtrain.telemetry.registry import Reduce, Unit
-from tests.report.journals import MiB, line, write
+from tests.support.journals import MiB, line, write
 
 
 def test_values_of_ranks_become_one_as_the_metric_is_declared(tmp_path: Path) -> None:

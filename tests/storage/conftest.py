@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from ssdtrain.storage import Arena, Lease, SpillStore
+from tests.support.filesystems import eventually
+from tests.support.filesystems import small_filesystem as small_filesystem  # a fixture
 
 
 def counts() -> tuple[int, int]:
@@ -116,44 +118,6 @@ def contents(store: SpillStore, slot: object, arena: Arena) -> bytes:
     data = bytes(lease.view())
     lease.release()
     return data
-
-
-@pytest.fixture
-def small_filesystem(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts a tmpfs of a given size (bytes); skips where this user may not mount."""
-    mounted: list[Path] = []
-
-    def mount(nbytes: int, options: str = "") -> Path:
-        point = tmp_path / f"mount{len(mounted)}"
-        point.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}{options}", "tmpfs", str(point)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except FileNotFoundError:
-            pytest.skip("a file system of a chosen size needs the mount command")
-        if done.returncode:
-            pytest.skip(f"a file system of a chosen size needs the right to mount: {done.stderr.strip()}")
-        mounted.append(point)
-        return point
-
-    yield mount
-    for point in mounted:
-        subprocess.run(["umount", "-l", str(point)], check=True)
-
-
-def free_bytes(path: Path) -> int:
-    figures = os.statvfs(path)
-    return figures.f_bfree * figures.f_frsize
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Whether the condition came true. The time is a limit for hanging tests, not a measurement."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import pytest
 
 from ssdtrain.storage import Arena, IOCancelled, IOFailure, SpillStore
 from ssdtrain.storage.python_events import NOT_READY, RELAXED
-from tests.storage.conftest import blank, contents, eventually, filled, payload
+from tests.storage.conftest import blank, contents, filled, payload
+from tests.support.filesystems import eventually
 
 MiB = 1 << 20
 Make = Callable[..., SpillStore]

@@ -10,7 +10,8 @@ import pytest
 from ssdtrain.storage import Arena, Faults, IOCancelled, IOFailure, SpillStore, StoreClosed
 from ssdtrain.storage.memory import Map, fill
 from ssdtrain.storage.pieces import READ, WRITE
-from tests.storage.conftest import blank, contents, eventually, filled, payload
+from tests.storage.conftest import blank, contents, filled, payload
+from tests.support.filesystems import eventually
 
 MiB = 1 << 20
 Make = Callable[..., SpillStore]

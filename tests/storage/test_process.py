@@ -13,7 +13,8 @@ import pytest
 
 import ssdtrain
 from ssdtrain.storage import Arena, Faults, SpillStore, StoreClosed, forks
-from tests.storage.conftest import blank, contents, eventually, filled, free_bytes, payload
+from tests.storage.conftest import blank, contents, filled, payload
+from tests.support.filesystems import eventually, free_bytes
 
 MiB = 1 << 20
 Spawn = Callable[..., "subprocess.Popen[str]"]

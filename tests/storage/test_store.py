@@ -14,7 +14,8 @@ import pytest
 from ssdtrain.storage import ALIGNMENT, Arena, Faults, IOFailure, SpillStore, StoreFull, slab
 from ssdtrain.storage.pieces import COPY_OUT, READ
 from ssdtrain.storage.store import FREE_BATCH
-from tests.storage.conftest import contents, filled, free_bytes, payload
+from tests.storage.conftest import contents, filled, payload
+from tests.support.filesystems import free_bytes
 
 MiB = 1 << 20
 Make = Callable[..., SpillStore]

@@ -11,7 +11,8 @@ import pytest
 
 from ssdtrain.storage import Arena, IOCancelled, IOFailure, Operation, Slot, SpillStore
 from ssdtrain.storage.python_transfer import Transfer
-from tests.storage.conftest import contents, eventually, filled, payload
+from tests.storage.conftest import contents, filled, payload
+from tests.support.filesystems import eventually
 
 MiB = 1 << 20
 Make = Callable[..., SpillStore]

@@ -21,7 +21,7 @@ from ssdtrain.runtime import Runtime
 from ssdtrain.telemetry.journal import Journal
 from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge, line
 from ssdtrain.telemetry.totals import Interval, RuntimeMetrics, StepMetrics, reduce_over_ranks
-from tests.comm.ranks import on_ranks
+from tests.support.ranks import on_ranks
 
 
 @dataclass
