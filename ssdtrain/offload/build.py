@@ -71,17 +71,15 @@ def build_engine(
         huge_pages=in_place,  # else it is the arena that is written from, which lies in them
         **layer.event_functions(),
     )
-    options = EngineOptions(
-        min_bytes=offload.min_bytes,
+    options = EngineOptions.of(
+        offload,
         in_flight=in_flight,
         prefetch=prefetch,
         buffer=buffer,
-        deadline=offload.deadline,
         raise_when_full=offload.on_full == "raise",
         staged=staged,
         timeline=timeline,
         verified={"off": 0, "sample": SAMPLED, "all": 1}[offload.verify],
-        codec=offload.codec,
         rank=rank,
     )
     try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
+from ssdtrain.config import OffloadConfig
 from ssdtrain.config.units import MiB
 
 __all__ = ["EngineOptions"]
@@ -30,3 +32,9 @@ class EngineOptions:
     codec: str | None = None  # of floating-point tensors on their way to a tier
     rank: int = 0
     clock: Callable[[], float] = time.monotonic  # by which waits of the host are measured
+
+    @classmethod
+    def of(cls, config: OffloadConfig, **others: Any) -> EngineOptions:
+        """The keys of `config` that are fields of this class, and `others`, which take precedence."""
+        shared = [field.name for field in fields(cls) if field.name in OffloadConfig.model_fields]
+        return cls(**{**{name: getattr(config, name) for name in shared}, **others})
