@@ -174,8 +174,12 @@ def _nodes() -> int:
 
 def bypasses(engine: Any) -> list[str]:
     """Parts of this engine's config whose messages do not pass the intercepted collectives."""
+
+    def asks_for(name: str) -> bool:
+        return bool(getattr(engine, name, bool)())  # False where this version has no such option
+
     found = []
-    if getattr(engine, "is_deepcompile_enabled", None) is not None and engine.is_deepcompile_enabled():
+    if asks_for("is_deepcompile_enabled"):
         found.append("DeepCompile issues collectives inside compiled graphs: they go uncompressed")
     if isinstance(engine, PipelineEngine) and any(
         kind.__name__ == "CommitP2P" for kind in instruction_map(engine)
@@ -183,22 +187,23 @@ def bypasses(engine: Any) -> list[str]:
         found.append(
             "DualPipeV sends its stages' messages in batches of its own: pp_forward and pp_backward go uncompressed"
         )
-    optimizer = engine.optimizer
-    if zero_stage(engine) in (1, 2) and getattr(optimizer, "use_multi_rank_bucket_allreduce", True) is False:
+    if zero_stage(engine) in (1, 2) and not getattr(
+        engine.optimizer, "use_multi_rank_bucket_allreduce", True
+    ):
         found.append(
             "use_multi_rank_bucket_allreduce is false in zero_optimization: gradients are reduced to one rank at a time, "
             "uncompressed; leave the key out"
         )
-    if getattr(engine, "zero_quantized_weights", None) is not None and engine.zero_quantized_weights():
+    if asks_for("zero_quantized_weights"):
         found.append(
             "zero_quantized_weights is on: DeepSpeed quantises these itself, and they are left to it"
         )
-    if getattr(engine, "zero_quantized_gradients", None) is not None and engine.zero_quantized_gradients():
+    if asks_for("zero_quantized_gradients"):
         if zero_stage(engine) == 3 and _nodes() > 1:
             what = "DeepSpeed quantises these itself, and they are left to it"
         else:
             what = "DeepSpeed quantises on several nodes with ZeRO-3 only; here comm.dp compresses them: leave out the key"
         found.append(f"zero_quantized_gradients is on: {what}")
-    if getattr(engine, "sparse_gradients_enabled", None) is not None and engine.sparse_gradients_enabled():
+    if asks_for("sparse_gradients_enabled"):
         found.append("sparse_gradients is on: sparse gradients go uncompressed")
     return found

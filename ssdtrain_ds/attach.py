@@ -61,7 +61,7 @@ def install() -> None:
         _check_no_engine_made()
     _installed.replace(_compat.DeepSpeedEngine, "__init__", _reading_block)
     _compat_accelerate.install(_installed)
-    checkpointing.register_random_state(ssdtrain.checkpoint)
+    ssdtrain.checkpoint.register_tracker(checkpointing.RANDOM_STATE, _compat.rng_tracker)
 
 
 def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
@@ -127,7 +127,7 @@ def uninstall() -> None:
     _was_uninstalled = True
     if _installed.active:
         _installed.undo()
-        checkpointing.unregister_random_state(ssdtrain.checkpoint)
+        ssdtrain.checkpoint.unregister_random_state(checkpointing.RANDOM_STATE)
 
 
 def runtime_of(engine: Any) -> Runtime | None:

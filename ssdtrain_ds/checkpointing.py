@@ -35,16 +35,16 @@ from ssdtrain.offload.tape import Tape
 from ssdtrain_ds import _compat
 
 __all__ = [
+    "RANDOM_STATE",
     "calling",
     "checkpoint",
     "function_for",
     "patch_checkpointing",
     "recording_into",
-    "register_random_state",
-    "unregister_random_state",
 ]
 
-_RANDOM_STATE = "deepspeed"
+RANDOM_STATE = "deepspeed"
+"""The name of the generators of DeepSpeed's model parallelism."""
 
 
 class _ThreadState(threading.local):
@@ -151,27 +151,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def function_for(config: CheckpointConfig) -> Checkpoint:
     """The checkpoint function of one engine, which also restores the generators of DeepSpeed's model parallelism."""
     made = Checkpoint(config)
-    register_random_state(made)
+    made.register_tracker(RANDOM_STATE, _compat.rng_tracker)
     return made
 
 
-def register_random_state(function: Checkpoint) -> None:
-    """Let `function` restore DeepSpeed's tracker of generators for every recomputation."""
-
-    def read() -> dict[str, Any]:
-        return dict(_compat.rng_tracker().get_states())
-
-    def write(states: dict[str, Any]) -> None:
-        _compat.rng_tracker().set_states(dict(states))
-
-    function.register_random_state(_RANDOM_STATE, read, write)
-
-
-def unregister_random_state(function: Checkpoint) -> None:
-    function.unregister_random_state(_RANDOM_STATE)
-
-
-register_random_state(_default)
+_default.register_tracker(RANDOM_STATE, _compat.rng_tracker)
 
 
 def spilled(tensors: tuple[Any, ...]) -> tuple[Any, ...]:

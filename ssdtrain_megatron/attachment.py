@@ -20,7 +20,7 @@ from ssdtrain_megatron import _compat, _compat_comm, apex, compact
 from ssdtrain_megatron.comm import Hooks
 from ssdtrain_megatron.conflicts import check_conflicts
 from ssdtrain_megatron.installation import installation
-from ssdtrain_megatron.recompute import has_grad_mode_side_effects, register_tracker
+from ssdtrain_megatron.recompute import has_grad_mode_side_effects
 from ssdtrain_megatron.schedule import Schedule
 
 __all__ = ["Attachment", "attach"]
@@ -46,7 +46,7 @@ class Attachment:
         # With comm a step ends after the optimizer, where it is known whether its gradients were dropped.
         self.schedule = Schedule(runtime, len(chunks), ends_steps=runtime.comm is None)
         self.checkpoint = Checkpoint(runtime.config.checkpoint)
-        register_tracker(self.checkpoint)
+        self.checkpoint.register_tracker("megatron", _compat.random_tracker)
         self.uses_native_checkpoint = any(
             has_grad_mode_side_effects(_compat.model_config(chunk)) for chunk in chunks
         )

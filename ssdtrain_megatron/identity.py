@@ -29,7 +29,7 @@ import torch
 from ssdtrain.integration.patching import Patches
 from ssdtrain_megatron import _compat
 
-__all__ = ["read_inputs_once", "restore_saved_leaf", "stash_saved_leaf"]
+__all__ = ["KEEPING_LEAVES", "read_inputs_once"]
 
 Function = Callable[..., Any]
 
@@ -68,6 +68,15 @@ def restore_saved_leaf(position: int, plain: Function) -> Function:
         return plain(_Context(ctx, lambda: tuple(saved)), *gradients)
 
     return backward
+
+
+KEEPING_LEAVES: dict[str, Callable[[Function], Function]] = {
+    "linear_forward": functools.partial(stash_saved_leaf, 1),
+    "linear_backward": functools.partial(restore_saved_leaf, 1),
+    "checkpoint_forward": functools.partial(stash_saved_leaf, 2),
+    "checkpoint_backward": functools.partial(restore_saved_leaf, 0),
+}
+"""Wrappers of functions of `_compat.replaceable`. Saved are (input, weight), and the arguments after the first two."""
 
 
 def read_inputs_once(patches: Patches) -> None:

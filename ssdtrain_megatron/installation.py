@@ -13,7 +13,7 @@ from ssdtrain.integration.claims import related
 from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import detach_leaves
 from ssdtrain_megatron import _compat
-from ssdtrain_megatron.identity import read_inputs_once, restore_saved_leaf, stash_saved_leaf
+from ssdtrain_megatron.identity import KEEPING_LEAVES, read_inputs_once
 from ssdtrain_megatron.recompute import checkpoint_through
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ class Installation:
         self._in_first_run = False  # inside the first run of a reentrant checkpoint
         self._patches = Patches()
         # Storages that CheckpointWithoutOutput frees and fills again by itself.
-        self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._resized: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         # Models that have nothing in common with any chunk, as seen.
-        self._unrelated: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._unrelated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     @property
     def in_force(self) -> bool:
@@ -68,8 +68,7 @@ class Installation:
 
     def _check_unrelated(self, model: torch.nn.Module) -> None:
         """Without this, an attachment to the model that was wrapped later would silently do nothing."""
-        known = self._unrelated.get(id(model))
-        if known is not None and known() is model:
+        if model in self._unrelated:
             return
         for attachment in self._attachments:
             for chunk in attachment.chunks:
@@ -79,20 +78,14 @@ class Installation:
                         "inside of it or around it: give attach the model chunks as the schedule gets them, after they are "
                         "wrapped (Float16Module, DistributedDataParallel)"
                     )
-        self._unrelated[id(model)] = weakref.ref(model)
+        self._unrelated.add(model)
 
     def must_stay(self, tensor: torch.Tensor) -> bool:
         """True for an output of CheckpointWithoutOutput and views of one, and for what is saved for nothing.
 
         See Note: [Saved for nothing] in `recompute`.
         """
-        if self._in_first_run:
-            return True
-        if not self._resized:
-            return False
-        storage = tensor.untyped_storage()
-        known = self._resized.get(id(storage))
-        return known is not None and known() is storage
+        return self._in_first_run or (bool(self._resized) and tensor.untyped_storage() in self._resized)
 
     def _replace(self) -> None:
         wrappers: dict[str, Callable[[Function], Function]] = {
@@ -100,11 +93,7 @@ class Installation:
             "backward_step": self._backward_step,
             "checkpoint": self._checkpoint,
             "discarding_checkpoint": self._discarding_checkpoint,
-            # See Note: [The saved object] in `identity`. Saved are (input, weight), and the arguments after the first two.
-            "linear_forward": functools.partial(stash_saved_leaf, 1),
-            "linear_backward": functools.partial(restore_saved_leaf, 1),
-            "checkpoint_forward": functools.partial(stash_saved_leaf, 2),
-            "checkpoint_backward": functools.partial(restore_saved_leaf, 0),
+            **KEEPING_LEAVES,
         }
         for name, places in _compat.replaceable().items():
             for place in places:
@@ -186,19 +175,12 @@ class Installation:
     def _discarding_checkpoint(self, plain: Function) -> Function:
         def checkpoint(discarding: Any, run_function: Function, *args: Any) -> Any:
             outputs = plain(discarding, run_function, *args)
-            self._forget_dead()
             for output in outputs if isinstance(outputs, list | tuple) else (outputs,):
                 if isinstance(output, torch.Tensor):
-                    storage = output.untyped_storage()
-                    self._resized[id(storage)] = weakref.ref(storage)
+                    self._resized.add(output.untyped_storage())
             return outputs
 
         return checkpoint
-
-    def _forget_dead(self) -> None:
-        dead = [key for key, storage in self._resized.items() if storage() is None]
-        for key in dead:
-            del self._resized[key]
 
 
 installation = Installation()

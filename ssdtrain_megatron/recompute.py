@@ -32,29 +32,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ssdtrain.offload.checkpoint import Checkpoint
-from ssdtrain_megatron import _compat
 
-__all__ = ["checkpoint_through", "has_grad_mode_side_effects", "register_tracker"]
+__all__ = ["checkpoint_through", "has_grad_mode_side_effects"]
 
 
 def has_grad_mode_side_effects(config: Any) -> bool:
     """True if modules of a model with this TransformerConfig do more in a run with gradients. See Note: [Runs that count]."""
     experts = getattr(config, "num_moe_experts", None)
     return bool(experts) or getattr(config, "experimental_attention_variant", None) == "dsa"
-
-
-def register_tracker(checkpoint: Checkpoint) -> None:
-    """Have `checkpoint` save and restore Megatron's tracker of random states."""
-
-    def read() -> dict[str, Any]:
-        states: dict[str, Any] = _compat.random_tracker().get_states()
-        return states
-
-    def write(states: dict[str, Any]) -> None:
-        # The tracker keeps the dict and writes into it; the next recomputation needs it as it is.
-        _compat.random_tracker().set_states(dict(states))
-
-    checkpoint.register_random_state("megatron", read, write)
 
 
 def checkpoint_through(

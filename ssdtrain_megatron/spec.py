@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import functools
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -50,7 +49,7 @@ from ssdtrain_megatron import _compat
 from ssdtrain_megatron.attachment import device_of
 from ssdtrain_megatron.conflicts import check_conflicts, option_problems
 from ssdtrain_megatron.flags import config_from_args
-from ssdtrain_megatron.identity import read_inputs_once, restore_saved_leaf, stash_saved_leaf
+from ssdtrain_megatron.identity import KEEPING_LEAVES, read_inputs_once
 from ssdtrain_megatron.installation import installation
 from ssdtrain_megatron.pretrain import attaches_for_spec, install_for_spec
 
@@ -89,10 +88,9 @@ class _Recorder:
         fused = _compat.model_config(layer).gradient_accumulation_fusion
         if fused and self.runtime.engine is not None and not self._stashes_leaves:
             self._stashes_leaves = True
-            places = _compat.replaceable()
-            for name, wrap in (("linear_forward", stash_saved_leaf), ("linear_backward", restore_saved_leaf)):
-                for place in places[name]:
-                    self._patches.replace(*place, functools.partial(wrap, 1))
+            for name in ("linear_forward", "linear_backward"):
+                for place in _compat.replaceable()[name]:
+                    self._patches.replace(*place, KEEPING_LEAVES[name])
 
     def close(self) -> None:
         self._patches.undo()
@@ -154,13 +152,6 @@ def _check_command_line() -> None:
         raise ConfigError(problems)
 
 
-def _comm_problems(config: Config) -> Iterator[Problem]:
-    if config.compresses:
-        why = "compresses collectives, which a transformer layer has no part in"
-        allowed = "ssdtrain_megatron.attach(model, config, optimizer=optimizer), or --spec of Megatron-LM's command line"
-        yield Problem("ssdtrain.comm", config.comm, why, allowed)
-
-
 def _bias_problems(options: Any) -> Iterator[Problem]:
     """See Note: [Outputs that are parameters] in `recompute`; with --spec the checkpoint function is Megatron's own."""
     modules = getattr(options, "recompute_modules", None) or ()
@@ -175,7 +166,11 @@ def _check_layer(layer: torch.nn.Module, config: Config) -> None:
     if not config.active:
         return
     _compat.check()
-    problems = list(_comm_problems(config))
+    problems = []
+    if config.compresses:
+        why = "compresses collectives, which a transformer layer has no part in"
+        allowed = "ssdtrain_megatron.attach(model, config, optimizer=optimizer), or --spec of Megatron-LM's command line"
+        problems.append(Problem("ssdtrain.comm", config.comm, why, allowed))
     if getattr(layer, "recompute_mlp", False):
         problems += _bias_problems(_compat.model_config(layer))
     if problems:

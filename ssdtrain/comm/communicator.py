@@ -176,18 +176,10 @@ class Communicator:
         changed = self.references.verify(group, self.steps)
         reference = self.references.find(bucket.name, mine)
         if reference is not None:
-            return self._launch(
-                DeltaAllGather(mine, flat, bucket.uncompressed_ranges, reference),
-                "zero_gather",
-                route,
-                bucket,
-                gathered,
-            )
-        self.router.count_fallback(
-            "zero_gather",
-            CHANGED if bucket.name in changed else IN_FULL,
-            plain.raw_bytes(route.topology.size),
-        )
+            delta = DeltaAllGather(mine, flat, bucket.uncompressed_ranges, reference)
+            return self._launch(delta, "zero_gather", route, bucket, gathered)
+        reason = CHANGED if bucket.name in changed else IN_FULL
+        self.router.count_fallback("zero_gather", reason, plain.raw_bytes(route.topology.size))
         self.references.remember(bucket.name, mine, group)
         return ChainedWork(plain.issue(group), gathered, (flat, mine))
 

@@ -109,17 +109,9 @@ class Policy:
             rules[dimension] = Rule(inside, between, config.min_bytes if min_bytes is None else min_bytes)
         feedback = config.feedback or FEEDBACK.get(config.preset or "", OFF)
         if config.adapt is not None and feedback == OFF:
+            allowed = '"feedback": "int8" beside it, or leaving adapt out'
             why = "needs error feedback, and it is off"
-            raise ConfigError(
-                [
-                    Problem(
-                        f"{path}.adapt",
-                        config.adapt,
-                        why,
-                        '"feedback": "int8" beside it, or leaving adapt out',
-                    )
-                ]
-            )
+            raise ConfigError([Problem(f"{path}.adapt", config.adapt, why, allowed)])
         return cls(
             rules=rules,
             exclude=tuple(name for name in config.exclude if name != "none"),

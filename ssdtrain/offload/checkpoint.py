@@ -70,6 +70,17 @@ class Checkpoint:
         """
         self._random[name] = RandomState(read, write)
 
+    def register_tracker(self, name: str, tracker: Callable[[], Any]) -> None:
+        """`register_random_state` of the generators of a framework's tracker, an object with `get_states` and `set_states`.
+
+        Args:
+            tracker: returns it; it may be another object after a new seed.
+        """
+        # A tracker may keep the dict that it is given and write into it; the next recomputation needs it as it was.
+        self.register_random_state(
+            name, lambda: dict(tracker().get_states()), lambda states: tracker().set_states(dict(states))
+        )
+
     def unregister_random_state(self, name: str) -> None:
         self._random.pop(name, None)
 

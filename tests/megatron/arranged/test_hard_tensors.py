@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from ssdtrain.config import load_config
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.runtime import Runtime
-from ssdtrain_megatron.recompute import register_tracker
+from ssdtrain_megatron import _compat
 from tests.megatron.rows import Row
 from tests.megatron.training import HEADS, HIDDEN, LENGTH, SEQUENCES, VOCABULARY, Trainer
 
@@ -76,7 +76,7 @@ def test_the_three_overlapping_views_of_the_qkv_split_are_stored_once(runtime: R
 @pytest.mark.parametrize("times", [1, 2])
 def test_the_checkpoint_function_restores_the_tracker_of_random_states(runtime: Runtime, times: int) -> None:
     checkpoint = Checkpoint()
-    register_tracker(checkpoint)
+    checkpoint.register_tracker("megatron", _compat.random_tracker)
     Trainer(Row("one process"))  # seeds the tracker
     masks = []
 
