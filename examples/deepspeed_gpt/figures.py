@@ -53,7 +53,7 @@ class MeterFigures(Figures):
 
 
 class RuntimeFigures(Figures):
-    """With SSDTrain: its hooks are the innermost, so that nobody else's would see anything."""
+    """With SSDTrain: its hooks are the innermost, so that any others would see nothing."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ class ModeFailed(RuntimeError):
 
 
 class ModeProcess:
-    """A mode that trains one step whenever it is told to.
+    """A mode that trains one step on request.
 
     The parent asks the modes in turn, so that the steps of all are spread over the same minutes and a machine that gets slower
     or busier in between slows all of them.

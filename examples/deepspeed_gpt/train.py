@@ -42,7 +42,7 @@ def start_distributed(device: torch.device) -> None:
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Some CUDA kernels sum in any order unless told otherwise; on the CPU all that the model uses have one order."""
+    """Some CUDA kernels sum in any order by default; on the CPU all that the model uses have one order."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

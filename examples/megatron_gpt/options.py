@@ -10,7 +10,7 @@ __all__ = ["parser"]
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The flags. What Megatron-LM has and this trainer lacks is refused by argparse."""
+    """The flags. What Megatron-LM has and this trainer lacks is an error of argparse."""
     made = argparse.ArgumentParser(
         prog=prog, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

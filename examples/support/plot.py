@@ -7,7 +7,7 @@ from examples.support.result import RunResult
 from ssdtrain.config.units import MiB
 from ssdtrain.telemetry.text import size_text
 
-# Okabe and Ito's palette: told apart by people who do not see all colours.
+# Okabe and Ito's palette: distinguishable with colour blindness.
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00")
 
 
