@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ssdtrain.codecs import Codec, FixedSizeCodec, Key
 from ssdtrain.comm.policy import OFF, codec_of
-from ssdtrain.comm.routing import NOTHING_SAVED, OFF_INSIDE, Router, reason_against
+from ssdtrain.comm.routing import NOTHING_SAVED, OFF_INSIDE, TOO_SMALL, Router, reason_against
 from ssdtrain.comm.work import ChainedWork
 
 # Framed messages under way, before the oldest is waited for.
@@ -123,8 +123,9 @@ class PointToPoint:
         rule = self._router.policy.rules[dimension]
         hosts = self._router.hosts
         spec = rule.inside if hosts[peer] == hosts[dist.get_rank()] else rule.between
-        # Scalars count as empty: they are never compressed.
-        reason = reason_against([rule], tensor.dtype, tensor.nbytes if tensor.dim() else 0)
+        reason = reason_against([rule], tensor.dtype, tensor.nbytes)
+        if reason is None and tensor.dim() == 0:
+            reason = TOO_SMALL
         if reason is None and spec == OFF:
             reason = OFF_INSIDE
         if reason is None:
