@@ -1,4 +1,9 @@
-"""The `comm` section of the config schema."""
+"""The `comm` section of the config schema, and its presets.
+
+Sources of the presets: `paper-zhybrid` and `paper-mzhybrid` follow arXiv 2409.02423 (ZFP at a low rate for data-parallel
+gradients, at a high rate or lossless for what tensor and pipeline parallelism send; the paper's exact rates are not public), the
+others the measurements of docs/collectives.md.
+"""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -8,6 +13,47 @@ from pydantic import Field
 from ssdtrain.config.kinds import CommRule, Fraction, FramedRule, Names, PositiveSize, Size, Switch
 from ssdtrain.config.section import Conflict, Section
 from ssdtrain.config.units import MiB
+
+_INT4 = "int4:block=128,hadamard"
+
+PRESETS: dict[str, dict[str, str]] = {
+    "safe": {"dp": "int8", "dp_gather": "int8"},
+    "balanced": {
+        "dp": f"int8/{_INT4}",
+        "dp_gather": "int8",
+        "tp": "off/int8",
+        "pp_forward": "int8",
+        "pp_backward": "bf16",
+        "ep": "off/int8",
+        "zero_gather": "int8",
+    },
+    "aggressive": {
+        "dp": _INT4,
+        "dp_gather": _INT4,
+        "tp": "off/fp8:hadamard",
+        "pp_forward": _INT4,
+        "pp_backward": "int8",
+        "ep": "int8",
+        "zero_gather": _INT4,
+    },
+    "paper-zhybrid": {
+        "dp": "zfp:rate=8",
+        "dp_gather": "zfp:rate=8",
+        "tp": "zfp:rate=16",
+        "pp_forward": "zfp:rate=16",
+        "pp_backward": "zfp:rate=16",
+        "ep": "zfp:rate=16",
+        "zero_gather": "zfp:rate=16",
+    },
+    "paper-mzhybrid": {
+        "dp": "zfp:rate=8",
+        "dp_gather": "zfp:rate=8",
+        "pp_forward": "lossless",
+        "pp_backward": "lossless",
+    },
+}
+FEEDBACK = {"balanced": "int8", "aggressive": "int8"}
+"""Error feedback of presets; the others have none."""
 
 
 class CommConfig(Section):
