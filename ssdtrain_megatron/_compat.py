@@ -81,7 +81,7 @@ def check() -> None:
         (getattr(random, name), names) for name, names in _METHODS.items() if hasattr(random, name)
     )
     check_nothing_missing("megatron-core", megatron.core.__version__, missing, TESTED)
-    warn_if_untested("megatron-core", megatron.core.__version__, TESTED, TESTED_IN_PART)
+    warn_if_untested("megatron-core", megatron.core.__version__, TESTED, TESTED_IN_PART, "docs/megatron.md")
 
 
 def missing_parameters(needed: Mapping[tuple[ModuleType, str], Sequence[str]]) -> list[str]:

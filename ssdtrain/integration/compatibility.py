@@ -50,12 +50,16 @@ def check_nothing_missing(
 
 
 def warn_if_untested(
-    framework: str, version: str, tested: Sequence[str], tested_in_part: Sequence[str] = ()
+    framework: str, version: str, tested: Sequence[str], tested_in_part: Sequence[str] = (), page: str = ""
 ) -> None:
-    """Log a warning about a version of `framework` that the tests were not run with, or not all of them."""
+    """Log a warning about a version of `framework` that the tests were not run with, or not all of them.
+
+    Args:
+        page: of the docs, which has the tests that were run with the versions `tested_in_part`.
+    """
     release = version.split("+")[0]
     if release not in tested:
-        how = "run in part" if release in tested_in_part else "never run"
+        how = f"run in part ({page})" if release in tested_in_part else "never run"
         logger.warning(
             "%s %s was %s with this version of ssdtrain (tested: %s)",
             framework,
