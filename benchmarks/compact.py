@@ -21,7 +21,7 @@ import torch
 import ssdtrain
 from benchmarks.common import finish, hardware, interval, parser
 from benchmarks.compact_memory import activation_ratios, peaks
-from benchmarks.compact_training import Llama, LlamaConfig, train
+from benchmarks.compact_training import BATCH, SEQUENCE, Llama, LlamaConfig, train
 from benchmarks.loss_gap import Results, upper_bound
 
 FULL = "full"
@@ -34,13 +34,18 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "reconstruct n/8": {"ratio": 0.125},
     "quant int8": {"mode": "quant", "codec": "int8"},
     "quant int2": {"mode": "quant", "codec": "int2"},
+    "reconstruct n/4, hadamard": {"ratio": 0.25, "projection": "hadamard"},
+    "lowrank n/4": {"mode": "lowrank", "ratio": 0.25},
+    "lowrank n/8": {"mode": "lowrank", "ratio": 0.125},
 }
 """By name, the `compact` section; in the order in which they are trained."""
 
 
 def losses(seeds: list[int], steps: int, variants: list[str], path: Path) -> dict[str, Any]:
     """Train what is missing. Returns loss_gap and loss_gap_upper95 by variant, relative to the uncompressed loss."""
-    results = Results(path, {"steps": steps})
+    results = Results(
+        path, {"steps": steps, "batch": BATCH, "sequence": SEQUENCE, "schedule": "cosine to zero"}
+    )
     for seed in seeds:
         for name in variants:
             if results.find(LAYOUT, name, seed) is None:
@@ -68,6 +73,8 @@ def loss_figures(results: Results) -> dict[str, Any]:
             figures["loss_gap_upper95"][name] = upper_bound(gaps)
             figures["loss_seeds"][name] = len(gaps)
     plain = [run["held_out"] for run in results.runs if run["variant"] == FULL]
+    figures["settings"] = results.settings
+    figures["runs"] = [{key: run[key] for key in ("variant", "seed", "held_out")} for run in results.runs]
     if len(plain) > 1:
         figures["seed_noise"] = statistics.stdev(plain) / statistics.fmean(plain)
     return figures
@@ -78,14 +85,16 @@ def step_times(pairs: int) -> dict[str, Any]:
     config = LlamaConfig(layers=2, hidden=512, heads=8, middle=1376)
     torch.manual_seed(0)
     plain = Llama(config)
-    tokens = torch.randint(256, (8, 257))
+    tokens = torch.randint(256, (2, 257))
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     times: dict[str, list[float]] = {}
     chosen = {
         "reconstruct n/4": {"ratio": 0.25},
         "reconstruct n/4, hadamard": {"ratio": 0.25, "projection": "hadamard"},
         "quant int4": {"mode": "quant"},
+        "lowrank n/4": {"mode": "lowrank", "ratio": 0.25},
     }
+    optimizer = torch.optim.SGD(plain.parameters())
     for name, section in chosen.items():
         for _ in range(pairs + 1):
             began = time.perf_counter()
@@ -93,7 +102,9 @@ def step_times(pairs: int) -> dict[str, Any]:
             plain.zero_grad()
             middle = time.perf_counter()
             # Attached anew for each pair, outside of the time.
-            runtime = ssdtrain.attach(plain, {"compact": section, "report": {"interval": 0}})
+            runtime = ssdtrain.attach(
+                plain, {"compact": section, "report": {"interval": 0}}, optimizer=optimizer
+            )
             plain(*batch).backward()
             plain.zero_grad()
             third = time.perf_counter()

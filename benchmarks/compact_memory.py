@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,19 +42,37 @@ class Alive(TorchDispatchMode):
         return sum(nbytes for reference, nbytes in self._made.values() if not reference.expired())
 
 
-def saved_bytes(block: nn.Module, hidden: int, compact: dict[str, Any] | None) -> float:
-    """Bytes for each token that the graph of `block` keeps alive after its forward, without its input and its output."""
+class Kept(NamedTuple):
+    """What training keeps of one block."""
+
+    activation_bytes: float
+    """For each token, alive after the forward, without the block's input and its output."""
+    trained: int
+    """Numbers that have a gradient and an optimizer's state."""
+    parameters: int
+
+
+def kept(block: nn.Module, hidden: int, compact: dict[str, Any] | None) -> Kept:
+    """Measured in float32 on one forward."""
     x = torch.randn(1, TOKENS, hidden).requires_grad_()
     runtime = None
     if compact is not None:
-        runtime = ssdtrain.attach(block, {"compact": compact, "report": {"interval": 0}})
+        optimizer = torch.optim.AdamW(block.parameters(), weight_decay=0.0)
+        section = {"compact": compact, "report": {"interval": 0}}
+        runtime = ssdtrain.attach(block, section, optimizer=optimizer)
     with Alive(block) as alive:
         y = block(x * 1.0)
     found = alive.nbytes() - y.nbytes
+    numbers = [(p.numel(), p.requires_grad) for p in block.parameters()]
     if runtime is not None:
         runtime.close()
-    y.sum().backward()
-    return found / TOKENS
+    del y
+    return Kept(found / TOKENS, sum(n for n, trains in numbers if trains), sum(n for n, _ in numbers))
+
+
+def saved_bytes(block: nn.Module, hidden: int, compact: dict[str, Any] | None) -> float:
+    """`Kept.activation_bytes`."""
+    return kept(block, hidden, compact).activation_bytes
 
 
 class Adapter(nn.Module):
@@ -93,8 +111,12 @@ class Geometry:
         return self.layers * (4 * self.hidden**2 + 3 * self.hidden * self.middle)
 
     @property
+    def block_parameters(self) -> int:
+        return self.matrices // self.layers + 2 * self.hidden
+
+    @property
     def parameters(self) -> int:
-        return self.matrices + 2 * 32000 * self.hidden + (2 * self.layers + 1) * self.hidden
+        return self.layers * self.block_parameters + 2 * 32000 * self.hidden + self.hidden
 
     def block(self) -> Block:
         return Block(LlamaConfig(1, self.hidden, self.heads, self.middle))
@@ -132,40 +154,74 @@ def activation_ratios(variants: dict[str, dict[str, Any] | None]) -> dict[str, d
     return found
 
 
+def model_bytes(geometry: Geometry, block: Kept, *, frozen: bool = False) -> int:
+    """Weights, gradients and Adam's two moments in bfloat16.
+
+    Args:
+        frozen: embedding, head and norms do not train.
+    """
+    rest = geometry.parameters - geometry.layers * geometry.block_parameters
+    weights = rest + geometry.layers * block.parameters
+    trained = geometry.layers * block.trained + (0 if frozen else rest)
+    return BF16 * (weights + 3 * trained)
+
+
 def peaks(variants: dict[str, dict[str, Any] | None]) -> dict[str, Any]:
-    """Weights, gradients, Adam's state and activations in bfloat16 by geometry and variant, and their ratios to the full."""
+    """Weights, gradients, Adam's state and activations in bfloat16 by geometry and variant, and their ratios to the full.
+
+    `peak_ratio` has the logits of a language model for every token. Fine-tuning is that of a classifier: one label for a
+    sequence, so that there are no logits to speak of; `lora` trains adapters of q and v on a frozen model.
+    """
     figures: dict[str, Any] = {
-        "peak_ratio": {},
-        "peak_gib": {},
-        "finetune_ratio": {},
-        "finetune_lora_ratio": {},
+        name: {}
+        for name in (
+            "peak_ratio",
+            "peak_gib",
+            "optimizer_ratio",
+            "finetune_ratio",
+            "finetune_lora_ratio",
+            "peak_floor",
+        )
     }
     tokens = SEQUENCES * 256
     for name, geometry in GEOMETRIES.items():
         # Measured in float32; a block in bfloat16 saves half.
-        per_token = {
-            variant: geometry.layers * saved_bytes(geometry.block(), geometry.hidden, section) / 2
-            for variant, section in variants.items()
+        blocks = {
+            variant: kept(geometry.block(), geometry.hidden, section) for variant, section in variants.items()
         }
-        model = 4 * BF16 * geometry.parameters
-        total = {variant: model + tokens * (bytes_ + LOGITS) for variant, bytes_ in per_token.items()}
-        full = total["full"]
-        figures["peak_gib"][name] = {variant: found / 2**30 for variant, found in total.items()}
-        figures["peak_ratio"][name] = {
-            variant: found / full for variant, found in total.items() if variant != "full"
+        blocks_lora = {
+            variant: kept(with_adapters(geometry.block()), geometry.hidden, section)
+            for variant, section in (("lora", None), ("lora, reconstruct n/4", {"ratio": 0.25}))
         }
-        lora = {
-            kind: BF16 * geometry.parameters
-            + tokens
-            * (
-                geometry.layers * saved_bytes(with_adapters(geometry.block()), geometry.hidden, section) / 2
-                + LOGITS
-            )
-            for kind, section in (("plain", None), ("compact", {"ratio": 0.25}))
+
+        def activations(block: Kept, geometry: Geometry = geometry) -> float:
+            return tokens * geometry.layers * block.activation_bytes / 2
+
+        model = {variant: model_bytes(geometry, block) for variant, block in blocks.items()}
+        model |= {
+            variant: model_bytes(geometry, block, frozen=True) for variant, block in blocks_lora.items()
         }
-        figures["finetune_ratio"][name] = lora["compact"] / full
-        figures["finetune_lora_ratio"][name] = lora["compact"] / lora["plain"]
+        tuned = {
+            variant: model[variant] + activations(block)
+            for variant, block in {**blocks, **blocks_lora}.items()
+        }
+        peak = {variant: tuned[variant] + tokens * LOGITS for variant in blocks}
+        trained = {
+            v: geometry.layers * (block.trained - geometry.block_parameters) + geometry.parameters
+            for v, block in blocks.items()
+        }
+        figures["peak_gib"][name] = {variant: found / 2**30 for variant, found in peak.items()}
+        figures["peak_ratio"][name] = _ratios(peak)
+        figures["optimizer_ratio"][name] = _ratios(trained)
+        figures["finetune_ratio"][name] = _ratios(tuned)
+        figures["finetune_lora_ratio"][name] = tuned["lora, reconstruct n/4"] / tuned["lora"]
+        # What no compression of inputs reaches: the model's bytes, logits, and what is not an input of a linear layer.
+        figures["peak_floor"][name] = (model["full"] + tokens * LOGITS) / peak["full"]
     return figures
 
 
-__all__ = ["GEOMETRIES", "activation_ratios", "peaks", "saved_bytes"]
+def _ratios(found: dict[str, Any]) -> dict[str, float]:
+    return {variant: value / found["full"] for variant, value in found.items() if variant != "full"}
+
+
+__all__ = ["GEOMETRIES", "activation_ratios", "kept", "peaks", "saved_bytes"]

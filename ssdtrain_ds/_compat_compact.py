@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["tensor_parallel_layers"]
+__all__ = ["PASSING_FUNCTIONS", "tensor_parallel_layers"]
+
+PASSING_FUNCTIONS = ("PreBackwardFunctionForModule", "PostBackwardFunctionModule")
+"""Of ZeRO-3, around every module's outputs and inputs; they return what they got, and backward calls ZeRO by them."""
 
 _BASE = "TensorParallel_Layer"
 

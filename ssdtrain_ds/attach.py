@@ -31,7 +31,7 @@ from ssdtrain.runtime import Runtime
 from ssdtrain_ds import _compat, _compat_accelerate, _compat_comm, checkpointing, schedule, trainer
 from ssdtrain_ds.block import BLOCK, check_place
 from ssdtrain_ds.comm import CommAttachment
-from ssdtrain_ds.compact import check_compact
+from ssdtrain_ds.compact import check_compact, follow_zero
 from ssdtrain_ds.conflicts import CONFLICTS
 from ssdtrain_ds.coverage import InnerHooks
 from ssdtrain_ds.monitor import Monitor
@@ -167,7 +167,8 @@ class _Attachment:
         self._undo.callback(self.runtime.close)
         self.offload = self.runtime.engine
         if self.runtime.compact is not None:
-            check_compact(engine)
+            check_compact(engine, self.runtime.compact.config.mode)
+            follow_zero()
             self.runtime.compact.step = lambda: int(engine.global_steps)
         self.runtime.register(engine.module)
         if self.offload is not None:

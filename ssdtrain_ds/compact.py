@@ -1,25 +1,28 @@
-"""What of DeepSpeed compressed inputs of linear layers do not go with."""
+"""Compressed inputs of linear layers in DeepSpeed: ZeRO-3's functions around modules, and what does not go together."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ssdtrain.compact import register_passing
 from ssdtrain.config import ConfigError, Problem
-from ssdtrain_ds import _compat, _compat_compact
+from ssdtrain_ds import _compat_compact
 from ssdtrain_ds.block import BLOCK
 
-__all__ = ["check_compact"]
+__all__ = ["check_compact", "follow_zero"]
 
 
-def check_compact(engine: Any) -> None:
-    """Raises ConfigError: layers of the engine's model cannot be compressed, and would be left whole without a word."""
-    if not _compat.is_pipeline(engine) and engine.dp_world_size > 1:
-        why = (
-            f"meets data parallelism over {engine.dp_world_size} ranks without a pipeline, where training was not shown to "
-            "equal that of one process: it is not in this version"
-        )
-        allowed = "leaving the compact section out, or a pipeline"
-        raise ConfigError([Problem(f"{BLOCK}.compact", "compact", why, allowed)])
+def follow_zero() -> None:
+    """Look through what ZeRO-3 puts around the inputs and outputs of modules. Idempotent."""
+    register_passing(*_compat_compact.PASSING_FUNCTIONS)
+
+
+def check_compact(engine: Any, mode: str) -> None:
+    """Raises ConfigError: the mode is not built for DeepSpeed, or layers of the engine's model cannot be compressed."""
+    if mode == "lowrank":
+        why = "replaces the optimizer's parameters, which is not built for DeepSpeed in this version"
+        allowed = '"reconstruct" or "quant"'
+        raise ConfigError([Problem(f"{BLOCK}.compact.mode", mode, why, allowed)])
     found = _compat_compact.tensor_parallel_layers(engine.module)
     if found:
         why = (

@@ -117,6 +117,11 @@ class Attachment:
             # Otherwise the schedule begins the next one.
             self.runtime.step_begin()
 
+    def resume(self, iteration: int) -> None:
+        """The run goes on after `iteration` steps: the projections of compressed inputs are those of a run that never stopped."""
+        if self.runtime.compact is not None:
+            self.runtime.compact.steps = iteration
+
     def save(self, directory: str | Path) -> None:
         """Write what a resumed run needs of this rank beside a checkpoint: the residuals of error feedback.
 
@@ -156,6 +161,7 @@ def attach(
     config: Config | Mapping[str, Any] | str | Path | None,
     *,
     optimizer: Any = None,
+    iteration: int = 0,
     device: torch.device | str | None = None,
     rank: int | None = None,
     local_rank: int | None = None,
@@ -180,6 +186,7 @@ def attach(
         config: a `Config`, a dict of its sections, or a YAML or JSON file. None, or one that enables nothing, attaches
             nothing and changes nothing.
         optimizer: Megatron's optimizer of these chunks; with a comm section it must be given.
+        iteration: steps that a resumed run has made before; see `Attachment.resume`.
         device: of the activations; by default the model's.
         rank: global rank; by default torch.distributed's.
         local_rank, local_world_size: within the node; by default what torchrun, srun or mpirun say.
@@ -206,7 +213,7 @@ def attach(
             for chunk in chunks:
                 check_not_attached(chunk, _WAY)
         if read.compact is not None:
-            compact.refuse(chunks)
+            compact.refuse(chunks, read.compact.mode)
         if any(installation.holds(chunk) for chunk in chunks):
             raise ValueError("a runtime is attached to this model already: close it first")
     if read.compresses:
@@ -231,6 +238,7 @@ def attach(
         if runtime.engine is not None:
             attachment.offload()
         attachment.register()
+        attachment.resume(iteration)
         if runtime.comm is not None:
             attachment.compress(optimizer)
     except BaseException:

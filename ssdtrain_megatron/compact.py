@@ -104,8 +104,12 @@ def names_of(chunks: Sequence[nn.Module]) -> dict[int, str]:
     return found
 
 
-def refuse(chunks: Sequence[nn.Module]) -> None:
-    """Raises ConfigError: names options and layers of Megatron that exclude compressed inputs."""
+def refuse(chunks: Sequence[nn.Module], mode: str) -> None:
+    """Raises ConfigError: names the mode, and options and layers of Megatron, that exclude compressed inputs."""
+    if mode == "lowrank":
+        why = "replaces the optimizer's parameters, which is not built for Megatron in this version"
+        allowed = '"reconstruct" or "quant"'
+        raise ConfigError([Problem("ssdtrain.compact.mode", mode, why, allowed)])
     problems = list(dict.fromkeys(problem for chunk in chunks for problem in _problems(chunk)))
     if problems:
         raise ConfigError(problems)

@@ -165,11 +165,14 @@ def _attach(training: Any, chunks: Any, optimizer: Any, config: Config) -> bool:
 
 
 def _load(training: Any, iteration: int) -> None:
-    """Take the residuals of the checkpoint that the loop has loaded."""
+    """Go on after the checkpoint that the loop has loaded, with its residuals."""
     from ssdtrain_megatron import _compat
 
+    if _attachment is None:
+        return
+    _attachment.resume(iteration)
     source = _compat.loaded_checkpoint(training.get_args(), iteration)
-    if source is not None and _attachment is not None:
+    if source is not None:
         _attachment.load(source)
 
 

@@ -10,5 +10,6 @@ What it never does: draw from a global random generator, change a `state_dict`, 
 """
 
 from ssdtrain.compact.linear import Communication, LinearKind, register_kind
+from ssdtrain.compact.recompute import register_passing
 
-__all__ = ["Communication", "LinearKind", "register_kind"]
+__all__ = ["Communication", "LinearKind", "register_kind", "register_passing"]

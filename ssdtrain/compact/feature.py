@@ -1,15 +1,27 @@
-"""Compressed inputs of linear layers as a feature of the runtime."""
+"""Compressed inputs of linear layers as a feature of the runtime.
+
+Note: [Which step]
+    Projections change with the optimizer's steps. An integration sets `step`. A plain loop says so by `Runtime.step_end`; one
+    that does not is followed by the steps of the optimizer of torch that holds a compressed weight. With "lowrank" the optimizer
+    alone counts: a projection must not change between a backward and the step that its gradients belong to.
+"""
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from ssdtrain.compact.layers import CompactLayer, Compression, find_layers
 from ssdtrain.compact.linear import CompactForward
+from ssdtrain.compact.lowrank import LowRank
 from ssdtrain.config import CompactConfig, ConfigError, Problem
 from ssdtrain.features import FIRST_STEPS, Feature, Forward, Placement, Step
 from ssdtrain.telemetry.registry import MetricSet
@@ -18,46 +30,105 @@ __all__ = ["CompactLinear"]
 
 logger = logging.getLogger("ssdtrain")
 
+_FORWARDS = 2048
+"""Without a step, after which it is worth a warning."""
+
 
 class CompactLinear(Feature):
     """Replaces the forwards of the linear layers of the models it is attached to, until `detach`.
 
     Attributes:
         compression: what the layers share.
-        step: the number of the optimizer step that is under way, which keys projections. By default steps are counted from 0;
-            an adapter sets what the framework counts, which goes on after a resume.
+        steps: the optimizer's steps so far, which key projections; set it after a resume.
+        step: where an adapter sets it, the framework's own count in place of `steps`. See Note: [Which step].
         rename: see `find_layers`; set before `attach`.
+        optimizer: of the model; with "lowrank" set before `attach`.
     """
 
     def __init__(self, config: CompactConfig, placement: Placement) -> None:
         self.config = config
         self.compression = Compression(config, placement.rank)
-        self.steps = 0
+        self._steps = 0
         self.step: Callable[[], int] = lambda: self.steps
         self.compression.step = lambda: self.step()
         self.rename: Callable[[str, nn.Module], str] | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
         self._forwards: list[CompactForward] = []
+        self._low_rank: list[LowRank] = []
         self._finished = 0
+        self._counting: RemovableHandle | None = None
+        self._counted_for: weakref.ref[torch.optim.Optimizer] | None = None
+        self._optimizer_steps = 0  # counted in `steps`
+        self._forwards_of_step = 0
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._steps = value
+        for low_rank in self._low_rank:
+            low_rank.resume()
 
     def attach(self, model: nn.Module) -> None:
-        """Raises ConfigError: no layer is found, or one is compressed already."""
+        """Raises ConfigError: no layer is found, one is compressed already, or the mode cannot be had."""
         found = find_layers(model, self.config, self.rename)
         for layer in found:
             if isinstance(layer.module.__dict__.get("forward"), CompactForward):
                 why = f"meets the layer {layer.name}, which another runtime compresses already"
                 allowed = "closing that one first"
                 raise ConfigError([Problem("ssdtrain.compact", self.config.mode, why, allowed)])
-        for layer in found:
-            self._forwards.append(
-                CompactForward(layer.module, layer.kind, CompactLayer(layer, self.compression))
-            )
+        if self.config.mode == "lowrank":
+            self._low_rank.append(LowRank(found, self.compression, self.optimizer))
+        else:
+            for layer in found:
+                self._forwards.append(
+                    CompactForward(layer.module, layer.kind, CompactLayer(layer, self.compression))
+                )
+        if self._counting is None:
+            self._counting = register_optimizer_step_post_hook(self._stepped)
 
     def detach(self) -> None:
+        if self._counting is not None:
+            self._counting.remove()
+            self._counting = None
         while self._forwards:
             self._forwards.pop().remove()
+        while self._low_rank:
+            self._low_rank.pop().restore()
         self.compression.forget()
 
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Some optimizer has made a step."""
+        if self._finished and not self._low_rank:
+            return
+        if self._counted_for is None and self._trains(optimizer):
+            self._counted_for = weakref.ref(optimizer)
+        if self._counted_for is not None and self._counted_for() is optimizer:
+            self._optimizer_steps += 1
+            self._next_step(1)
+
+    def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        factors = (layer.factor for low_rank in self._low_rank for layer in low_rank.layers)
+        weights = (forward.module.weight for forward in self._forwards)
+        return any(id(parameter) in held for parameter in (*factors, *weights))
+
+    def _next_step(self, count: int) -> None:
+        self._steps += count
+        self._forwards_of_step = 0
+        for low_rank in self._low_rank:
+            low_rank.advance()
+
     def on_forward(self, forward: Forward) -> AbstractContextManager[None]:
+        self._forwards_of_step += 1
+        if self._forwards_of_step == _FORWARDS and not self.step() and self.compression.codec is None:
+            logger.warning(
+                "compact saw %d forwards and no step of an optimizer that it knows: all of them have the same projection; "
+                "call runtime.step_end() after each optimizer step",
+                _FORWARDS,
+            )
         return self._forget_after()
 
     @contextmanager
@@ -68,8 +139,10 @@ class CompactLinear(Feature):
             self.compression.forget()
 
     def on_step_end(self, step: Step) -> None:
-        self.steps += 1
         self._finished += 1
+        if not self._low_rank:
+            self._next_step(1 - self._optimizer_steps)
+            self._optimizer_steps = 0
         self.compression.forget()
         counted = self.compression.counted
         if self._finished == FIRST_STEPS and not counted.input_bytes:

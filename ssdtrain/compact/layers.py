@@ -3,20 +3,23 @@
 Note: [One input, one z]
     Layers that read the same tensor (q, k and v; gate and up) save one compressed input. It is found by the tensor itself, and
     not by names: the layer that reads an input first compresses it, with its own key, and the next ones take what it made as
-    long as the tensor is the same object with the same version. A recomputation reads in the same order, and so has the same.
+    long as the tensor is the same part of the same storage with the same version: a wrapper may pass each layer a tensor object
+    of its own. A recomputation reads in the same order, and so has the same.
+    With "lowrank" a layer has one projection for several steps, and so it takes what another made only with the key that it
+    took in its first forward.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssdtrain.codecs import FixedSizeCodec, Key, make_fixed_size_codec
 from ssdtrain.compact.linear import (
@@ -141,22 +144,43 @@ class _Shared(threading.local):
     """The input that was compressed last on this thread. See Note: [One input, one z]."""
 
     def __init__(self) -> None:
-        self.input: weakref.ref[Tensor] | None = None
-        self.version = 0
+        self.storage: StorageWeakRef | None = None
+        self.probe: Tensor | None = None
+        """Without storage; shares the version counter of the input."""
+        self.geometry: tuple[Any, ...] = ()
         self.layout: Layout | None = None
+        self.layer = 0
         self.dtype = torch.float32
         self.saved_input: SavedInput | None = None
         self.saved: Tensor | None = None
 
+    def remember(self, x: Tensor) -> None:
+        self.storage, self.geometry = StorageWeakRef(x.untyped_storage()), _geometry(x)
+        self.probe = x.detach()
+        self.probe.data = x.new_empty(0)
+
+    def is_of(self, x: Tensor) -> bool:
+        return (
+            self.storage is not None
+            and self.probe is not None
+            and not self.storage.expired()
+            and self.geometry == _geometry(x)
+            and self.probe._version == x._version
+        )
+
     def forget(self) -> None:
-        self.input = self.saved_input = self.saved = None
+        self.storage = self.probe = self.saved_input = self.saved = None
+
+
+def _geometry(x: Tensor) -> tuple[Any, ...]:
+    return x.untyped_storage()._cdata, x.dtype, x.storage_offset(), x.shape, x.stride(), x._version
 
 
 class Compression:
     """Compresses the inputs of all layers of a rank.
 
     Args:
-        config: its `mode` is "reconstruct" or "quant".
+        config: the `compact` section.
         rank: the rounding of different ranks is independent; projections are the same on all.
     """
 
@@ -189,11 +213,9 @@ class Compression:
         """
         shared = self._shared
         if (
-            shared.input is not None
-            and shared.input() is original
-            and shared.version == original._version
-            and shared.layout == layout
+            self._is_shared(original, layout)
             and shared.dtype == x.dtype
+            and (self.config.mode != "lowrank" or shared.layer == layer)
             and shared.saved_input is not None
             and shared.saved is not None
         ):
@@ -207,10 +229,18 @@ class Compression:
             saved = saved_input.compress(detached)
         self.counted.input_bytes += x.nbytes
         self.counted.saved_bytes += saved.nbytes
-        shared.input, shared.version = weakref.ref(original), original._version
-        shared.layout, shared.dtype = layout, x.dtype
+        shared.remember(original)
+        shared.layout, shared.layer, shared.dtype = layout, layer, x.dtype
         shared.saved_input, shared.saved = saved_input, saved
         return saved_input, saved
+
+    def _is_shared(self, original: Tensor, layout: Layout | None) -> bool:
+        shared = self._shared
+        return shared.layout == layout and shared.is_of(original)
+
+    def key_for(self, original: Tensor, layout: Layout | None, layer: int) -> int:
+        """The key of the layer that compressed `original` already, or else `layer`."""
+        return self._shared.layer if self._is_shared(original, layout) else layer
 
     def _saved_input(self, x: Tensor, layout: Layout | None, layer: int) -> SavedInput:
         step = self.step()

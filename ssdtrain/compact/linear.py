@@ -26,6 +26,7 @@ __all__ = [
     "CompactForward",
     "LayerForward",
     "LinearKind",
+    "ReplacedForward",
     "compact_linear",
     "current_layer",
     "kind_of",
@@ -212,34 +213,23 @@ def _run(layer: LayerForward) -> Iterator[None]:
         _running.layer = outer
 
 
-class CompactForward:
-    """The forward of a linear layer while it is compressed; `remove` puts the layer's own back.
+class ReplacedForward:
+    """Stands in a module's `__dict__` as its forward; `remove` puts the module's own back.
 
-    It stands in the module's `__dict__`. A deep copy of the module, and what pickle writes of it, have the module's own forward.
+    A deep copy of the module, and what pickle writes of it, have the module's own forward.
+
+    Args:
+        compute: makes the forward from the module's own.
     """
 
-    def __init__(self, module: nn.Module, kind: LinearKind, layer: LayerForward) -> None:
-        self._module = module
+    def __init__(
+        self, module: nn.Module, compute: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self.module = module
         self._own = "forward" in module.__dict__
         self._plain = module.forward
         functools.update_wrapper(self, module.forward, updated=())
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            weight = module.weight
-            if not torch.is_grad_enabled() or not isinstance(weight, Tensor):
-                return self._plain(*args, **kwargs)
-            x = args[0] if args else next(iter(kwargs.values()))
-            if not weight.requires_grad:
-                layer.reads(x)  # torch's function saves nothing of it
-                return self._plain(*args, **kwargs)
-            if kind.within:
-                with _run(layer):
-                    return self._plain(*args, **kwargs)
-            if not layer.compresses(x):
-                return self._plain(*args, **kwargs)
-            return layer(x, weight, module.bias)  # type: ignore[arg-type]
-
-        self._forward = torch.compiler.disable(forward)
+        self._forward = torch.compiler.disable(compute(self._plain))
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,12 +237,12 @@ class CompactForward:
 
     def remove(self) -> None:
         """Put back the forward that was there, unless somebody has put another in front of this one."""
-        if self._module.__dict__.get("forward") is not self:
+        if self.module.__dict__.get("forward") is not self:
             return
         if self._own:
-            self._module.forward = self._plain
+            self.module.forward = self._plain
         else:
-            del self._module.forward
+            del self.module.forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A bound method is copied bound to the copy of its module.
@@ -261,4 +251,29 @@ class CompactForward:
     def __reduce__(self) -> tuple[Any, ...]:
         if self._own:
             return operator.getitem, ([self._plain], 0)
-        return getattr, (self._module, "forward")
+        return getattr, (self.module, "forward")
+
+
+class CompactForward(ReplacedForward):
+    """The forward of a linear layer while its input is compressed."""
+
+    def __init__(self, module: nn.Module, kind: LinearKind, layer: LayerForward) -> None:
+        def compute(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                weight = module.weight
+                if not torch.is_grad_enabled() or not isinstance(weight, Tensor):
+                    return plain(*args, **kwargs)
+                x = args[0] if args else next(iter(kwargs.values()))
+                if not weight.requires_grad:
+                    layer.reads(x)  # torch's function saves nothing of it
+                    return plain(*args, **kwargs)
+                if kind.within:
+                    with _run(layer):
+                        return plain(*args, **kwargs)
+                if not layer.compresses(x):
+                    return plain(*args, **kwargs)
+                return layer(x, weight, module.bias)  # type: ignore[arg-type]
+
+            return forward
+
+        super().__init__(module, compute)

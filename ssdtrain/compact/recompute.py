@@ -13,6 +13,9 @@ Note: [Written in place]
 Note: [Who keeps an input anyway]
     Some nodes save their own result (relu, tanh, attention). To compress it for the layer behind them would save nothing and
     add the compressed input.
+
+Note: [Functions that only pass on]
+    Wrappers put autograd functions around modules that return what they got, to be called in backward. They are looked through.
 """
 
 from __future__ import annotations
@@ -24,25 +27,38 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["kept_by_producer", "release_copies"]
+__all__ = ["kept_by_producer", "register_passing", "release_copies"]
 
 _PRODUCT = "MulBackward0"
 _SILU = "SiluBackward0"
 _CAST = "ToCopyBackward0"
 _VIEWS = frozenset({"ViewBackward0", "TransposeBackward0", "PermuteBackward0", "ReshapeAliasBackward0"})
 _RESULTS = ("_raw_saved_result", "_raw_saved_output", "_raw_saved_out")
-_LONGEST = 4
+_LONGEST = 8
+_passing: set[str] = set()
+
+
+def register_passing(*functions: str) -> None:
+    """Look through autograd functions of these classes. See Note: [Functions that only pass on]."""
+    _passing.update(f"{function}Backward" for function in functions)
+
+
+def _producer(x: Tensor) -> Any:
+    node = x.grad_fn
+    while node is not None and node.name() in _passing:
+        node = node.next_functions[0][0]
+    return node
 
 
 def kept_by_producer(x: Tensor) -> bool:
     """True if the node that made `x` saves it too. See Note: [Who keeps an input anyway]."""
-    node = x.grad_fn
+    node = _producer(x)
     for _ in range(_LONGEST):
         if node is None:
             return False
         if any(hasattr(type(node), name) for name in _RESULTS):
             return True
-        if node.name() not in _VIEWS:
+        if node.name() not in _VIEWS and node.name() not in _passing:
             return False
         node = node.next_functions[0][0]
     return False
@@ -53,7 +69,7 @@ def release_copies(x: Tensor) -> int:
 
     Where other saved-tensor hooks are in force they have the copies already, and nothing happens.
     """
-    node = x.grad_fn
+    node = _producer(x)
     if node is None or node.name() != _PRODUCT:
         return 0
     freed = 0

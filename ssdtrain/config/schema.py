@@ -260,9 +260,11 @@ class CompactConfig(Section):
     The gradient of the layer's input is exact in every mode; that of its weight has the right mean and added noise.
     """
 
-    mode: Literal["reconstruct", "quant"] = "reconstruct"
+    mode: Literal["reconstruct", "lowrank", "quant"] = "reconstruct"
     """What is kept of an input x: "reconstruct" keeps z = x P for a random P and reconstructs the gradient
-    of the weight from it; "quant" keeps x in few bits, with stochastic rounding."""
+    of the weight from it; "lowrank" keeps z and trains a matrix of its size in place of the weight, so that gradients and the
+    optimizer's state are as small (plain PyTorch and DistributedDataParallel); "quant" keeps x in few bits, with stochastic
+    rounding."""
 
     ratio: RatioRules = (("*", 0.25),)
     """The part of an input's features that z has, above 0 and at most 1: one number, or numbers by patterns of layers' names,
@@ -276,7 +278,7 @@ class CompactConfig(Section):
     random signs. Not with "quant"."""
 
     update_every: Annotated[int, Field(ge=1)] | None = None
-    """Optimizer steps that use one P. By default 1. Not with "quant"."""
+    """Optimizer steps that use one P. By default 1, and 50 with "lowrank". Not with "quant"."""
 
     seed: Annotated[int, Field(ge=0)] = 0
     """Of P and of stochastic rounding; not torch's."""
@@ -319,7 +321,7 @@ class CompactConfig(Section):
     @property
     def steps_per_projection(self) -> int:
         """`update_every`, or its default."""
-        return self.update_every or 1
+        return self.update_every or (50 if self.mode == "lowrank" else 1)
 
 
 class Config(Section):

@@ -115,6 +115,7 @@ def attach(
     local_world_size: int | None = None,
     policy: OffloadPolicy | None = None,
     features: Sequence[Feature] = (),
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Runtime:
     """Offload what every call of `model` saves for backward, until `close` of the runtime that is returned.
 
@@ -126,6 +127,7 @@ def attach(
             and what torchrun, srun or mpirun say.
         policy: decides for each saved tensor instead of `offload.amount`: see `ssdtrain.offload.policy`.
         features: more features: see `ssdtrain.features`.
+        optimizer: of the model, whose parameters compact.mode "lowrank" replaces; not used otherwise.
 
     Raises:
         ConfigError: names the key, the value and what is allowed.
@@ -142,6 +144,8 @@ def attach(
         policy=policy,
         features=features,
     )
+    if runtime.compact is not None:
+        runtime.compact.optimizer = optimizer
     try:
         attach_model(runtime, model)
     except BaseException:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from ssdtrain.comm import Communicator
+from ssdtrain.config import ConfigError, Problem
 from ssdtrain.pytorch import ddp, fsdp
 
 
@@ -25,3 +26,12 @@ def compress_gradients(model: nn.Module, comm: Communicator) -> None:
             f"ssdtrain.comm is asked for, and {type(model).__name__} reduces no gradients: wrap it in "
             "DistributedDataParallel or fully_shard first"
         )
+
+
+def check_lowrank(model: nn.Module) -> None:
+    """Raises ConfigError: a wrapper that was made with the whole weights reduces or shards their gradients."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel | FSDPModule | FullyShardedDataParallel):
+            why = f"meets {type(module).__name__}, which has seen the whole weights"
+            allowed = 'attaching before DistributedDataParallel wraps the model, or mode "reconstruct" where it is sharded'
+            raise ConfigError([Problem("ssdtrain.compact.mode", "lowrank", why, allowed)])

@@ -62,6 +62,8 @@ def train(stage: str) -> dict[str, Any]:
         "gradient_accumulation_steps": WORLD if piped else 1,
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
+        # By default 1.0, which the noise of projections exceeds.
+        "gradient_clipping": 0.0,
         "ssdtrain": {"compact": COMPACT, "report": {"interval": 0}},
         "zero_optimization": {
             "stage": 0 if piped else int(stage),

@@ -5,10 +5,12 @@ Weights depend on their global names alone, and the loss is computed in float64,
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import warnings
 import zlib
+from types import SimpleNamespace
 from typing import Any
 
 warnings.filterwarnings("ignore")
@@ -37,13 +39,16 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 import ssdtrain_megatron  # noqa: E402
+from ssdtrain_megatron import pretrain  # noqa: E402
 from ssdtrain_megatron.compact import names_of  # noqa: E402
+from ssdtrain_megatron.flags import add_arguments  # noqa: E402
 
 VOCABULARY, LENGTH, HIDDEN, LAYERS, BATCHES, STEPS = 64, 8, 128, 2, 4, 2
 COMPACT = {"ratio": 0.25, "seed": 5}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "one recompute": {"recompute": True},
+    "one resumed": {"resumed": True},
     "tp2": {"tp": 2},
     "tp2 sp": {"tp": 2, "sp": True},
     "pp2": {"pp": 2},
@@ -87,6 +92,23 @@ def forward_step(batches: Any, model: torch.nn.Module) -> Any:
         return loss, {"loss": loss.detach()}
 
     return output, loss_of
+
+
+def attach_as_megatron_lm(chunk: torch.nn.Module, optimizer: Any, iteration: int) -> Any:
+    """What a run of Megatron-LM does after it has loaded the checkpoint of `iteration`."""
+    flags = [
+        "--ssdtrain-compact-ratio",
+        "0.25",
+        "--ssdtrain-compact-seed",
+        "5",
+        "--ssdtrain-report-interval",
+        "0",
+    ]
+    args = add_arguments(argparse.ArgumentParser()).parse_args(flags)
+    args.iteration, args.load = iteration, None
+    loop = SimpleNamespace(get_args=lambda: args, training_log=lambda *_: None)
+    pretrain._attaching(loop, lambda: ([chunk], optimizer, None))()
+    return pretrain._attachment
 
 
 def main(name: str, file: str) -> None:
@@ -158,6 +180,9 @@ def main(name: str, file: str) -> None:
     dp, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     attachment = ssdtrain_megatron.attach([chunk], {"compact": COMPACT, "report": {"interval": 0}})
     for step in range(STEPS):
+        if step and layout.get("resumed"):
+            attachment.close()
+            attachment = attach_as_megatron_lm(chunk, optimizer, step)
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(VOCABULARY, (BATCHES, 1, LENGTH + 1), generator=generator)
         own = [(batch[:, :-1], batch[:, 1:]) for batch in tokens[replica::dp]]

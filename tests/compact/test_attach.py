@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ssdtrain
 from benchmarks.compact_training import Llama, LlamaConfig
+from ssdtrain.compact import register_passing
 from ssdtrain.compact.projection import Projections, layer_key, layout_of
 from ssdtrain.compact.saved import Projected
 from ssdtrain.config import ConfigError
@@ -104,6 +105,54 @@ def test_microbatches_of_a_step_share_projections() -> None:
     runtime.close()
 
 
+def test_a_loop_that_ends_no_steps_is_followed_by_its_optimizer() -> None:
+    """To the bit as one that does, also where a second optimizer makes steps and gradients are accumulated."""
+    found = []
+    for ends_steps in (False, True):
+        model = llama()
+        optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+        other = torch.optim.SGD(model.lm_head.parameters(), lr=0.1)
+        runtime = attach(model, ratio=0.25)
+        assert runtime.compact is not None
+        for number in range(3):
+            assert runtime.compact.step() == number
+            model.zero_grad()
+            for _ in range(2):
+                model(*batch()).backward()
+            other.step()
+            optimizer.step()
+            if ends_steps:
+                runtime.step_end()
+        runtime.close()
+        optimizer.step()
+        assert runtime.compact.step() == 3
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    assert equal(*found)
+
+
+def test_a_resumed_loop_says_where_it_goes_on() -> None:
+    model = llama()
+    runtime = attach(model, ratio=0.25)
+    for _ in range(3):
+        runtime.step_end()
+    expected = gradients(model)
+    runtime.close()
+    runtime = attach(model, ratio=0.25)
+    assert runtime.compact is not None
+    runtime.compact.steps = 3
+    assert equal(gradients(model), expected)
+    runtime.close()
+
+
+def test_forwards_without_a_step_are_worth_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    runtime = attach(model)
+    for _ in range(3000):
+        model(torch.zeros(1, 16))
+    runtime.close()
+    assert caplog.text.count("call runtime.step_end() after each optimizer step") == 1
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputed_block_has_the_same_projection(reentrant: bool) -> None:
     model = llama()
@@ -128,6 +177,54 @@ def test_layers_that_read_one_input_save_it_once() -> None:
     tokens, width, middle = 2 * 16, 128, 384
     assert counted.input_bytes == 2 * tokens * (2 * width + middle) * 8
     assert counted.saved_bytes == counted.input_bytes // 4
+
+
+class Passing(torch.autograd.Function):
+    """As ZeRO-3 puts it around the inputs and outputs of every module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_functions_that_only_pass_on_are_looked_through() -> None:
+    model = llama()
+    runtime = attach(model, ratio=0.25)
+    expected = gradients(model)
+    assert runtime.compact is not None
+    counted = copy.copy(runtime.compact.compression.counted)
+    runtime.close()
+    register_passing("Passing")
+    for module in list(model.modules())[1:]:
+        if not isinstance(module, nn.Embedding | nn.ModuleList):
+            module.register_forward_pre_hook(lambda _, args: (Passing.apply(args[0]), *args[1:]))
+            module.register_forward_hook(lambda _, args, y: Passing.apply(y))
+    runtime = attach(model, ratio=0.25)
+    found = gradients(model)
+    assert runtime.compact is not None
+    assert runtime.compact.compression.counted == counted
+    runtime.close()
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).abs().max()) < 1e-12, name
+
+
+def test_an_input_that_was_changed_in_between_is_not_shared() -> None:
+    """Also where the second layer gets a tensor with a version counter of its own."""
+    first, second = nn.Linear(64, 8).double(), nn.Linear(64, 8).double()
+    model = nn.ModuleList([first, second])
+    x = torch.randn(4, 64, dtype=torch.float64)
+    runtime = attach(model, ratio=1)
+    y = first(x)
+    x.add_(1)
+    z = second(x.data)
+    (y.sum() + z.sum()).backward()
+    runtime.close()
+    assert torch.allclose(second.weight.grad, x.sum(0).expand(8, 64))
+    assert torch.allclose(first.weight.grad, (x - 1).sum(0).expand(8, 64))
 
 
 class Gated(nn.Module):
@@ -317,7 +414,7 @@ def test_patterns_choose_layers_and_their_ratios() -> None:
     model = llama()
     runtime = attach(model, ratio={"*.down_proj": 0.125, "*.mlp.*": 0.5}, exclude=["layers.0"])
     assert runtime.compact is not None
-    names = {layer._module for layer in runtime.compact._forwards}
+    names = {layer.module for layer in runtime.compact._forwards}
     runtime.close()
     chosen = {name for name, module in model.named_modules() if module in names}
     assert chosen == {f"layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")}
@@ -378,3 +475,33 @@ def test_a_frozen_layer_lets_go_of_copies_too() -> None:
     assert equal(found, expected)
     assert counted.released_bytes == 2 * (2 * 16) * 384 * 4  # silu(gate); frozen norms keep no second copy
     assert counted.input_bytes == 0
+
+
+@pytest.mark.slow
+def test_gpt2_of_hugging_face_trains_with_compressed_inputs() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 64, "vocab_size": 64, "n_positions": 16}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout)).double()
+    tokens = torch.randint(64, (2, 16))
+
+    def found() -> dict[str, Tensor]:
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = found()
+    with attach(model, ratio=1):
+        whole = found()
+    with attach(model, ratio=0.25):
+        compressed = found()
+    assert expected.keys() == whole.keys() == compressed.keys()
+    changed = set()
+    for name, gradient in expected.items():
+        assert torch.allclose(whole[name], gradient, rtol=1e-10, atol=1e-13), name
+        if not torch.allclose(compressed[name], gradient, rtol=1e-6, atol=1e-10):
+            changed.add(name)
+    # The input of attn.c_proj is attention's output, which attention keeps; lm_head shares the embedding's weight.
+    assert changed == {f"transformer.h.0.{name}.weight" for name in ("attn.c_attn", "mlp.c_fc", "mlp.c_proj")}
+    assert equal(found(), expected)

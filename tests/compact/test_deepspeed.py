@@ -1,13 +1,16 @@
-"""Pipelines with compressed inputs train what one process trains."""
+"""ZeRO and pipelines with compressed inputs train what one process trains."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+from ssdtrain.config import ConfigError
 from tests.support.processes import start
 
 pytestmark = [
@@ -16,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
 ]
 
-STAGES = ("pipeline",)
+STAGES = ("0", "1", "2", "3", "pipeline")
 TOLERANCE = 1e-5
 """DeepSpeed reduces no gradients in float64; the projection of another step or layer is off by 1e-2."""
 
@@ -41,3 +44,21 @@ def test_two_ranks_train_what_one_process_trains(stage: str, directory: Path) ->
         assert found.keys() == expected.keys()
         for name, weight in expected.items():
             assert float((found[name] - weight).abs().max()) < TOLERANCE, name
+
+
+def test_layers_of_autotp_and_the_low_rank_mode_are_refused_by_name() -> None:
+    from deepspeed.module_inject.layers import LinearLayer
+
+    from ssdtrain_ds.compact import check_compact
+
+    class Divided(LinearLayer):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+    divided = SimpleNamespace(module=nn.Sequential(nn.Linear(4, 4), Divided(), Divided()))
+    with pytest.raises(ConfigError, match=r"ssdtrain.compact: .*AutoTP divides among ranks \(1 and 1 more\)"):
+        check_compact(divided, "reconstruct")
+    whole = SimpleNamespace(module=nn.Linear(4, 4))
+    check_compact(whole, "quant")
+    with pytest.raises(ConfigError, match=r"ssdtrain.compact.mode: 'lowrank' .*not built for DeepSpeed"):
+        check_compact(whole, "lowrank")

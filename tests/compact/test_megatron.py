@@ -6,12 +6,14 @@ import functools
 import importlib.util
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ssdtrain.config import ConfigError
 from tests.support.processes import start
 
 pytestmark = [
@@ -49,6 +51,7 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     ("layout", "world", "reference", "tolerance"),
     [
         ("one recompute", 1, "one", 1e-12),
+        ("one resumed", 1, "one", 1e-12),
         ("tp2", 2, "one", 1e-12),
         ("tp2 sp", 2, "one", 1e-12),
         ("pp2", 2, "one", 1e-12),
@@ -74,3 +77,35 @@ def test_sequence_parallelism_saves_a_shard() -> None:
     plain, sharded = trained("tp2", 2)[0]["saved_bytes"], trained("tp2 sp", 2)[0]["saved_bytes"]
     # Of 1 (qkv) + 1/2 (proj) + 1 (fc1) + 4/2 (fc2) widths, those of qkv and fc1 are halved.
     assert sharded / plain == pytest.approx((0.5 + 0.5 + 0.5 + 2) / (1 + 0.5 + 1 + 2))
+
+
+def test_what_cannot_be_compressed_is_refused_by_name() -> None:
+    from megatron.core.transformer.moe.experts import GroupedMLP
+
+    from ssdtrain_megatron.compact import refuse
+
+    class Experts(GroupedMLP):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+    def chunk(module: nn.Module, **options: Any) -> nn.Module:
+        module.config = SimpleNamespace(**options)
+        return module
+
+    refuse([chunk(nn.Sequential(nn.Linear(4, 4)))], "reconstruct")
+    for found, mode, words in (
+        (chunk(nn.Sequential(Experts())), "reconstruct", "Megatron's layer: 'GroupedMLP'"),
+        (
+            chunk(nn.Linear(4, 4), gradient_accumulation_fusion=True),
+            "quant",
+            "gradient_accumulation_fusion: True .*--no-gradient-accumulation-fusion",
+        ),
+        (
+            chunk(nn.Linear(4, 4), defer_embedding_wgrad_compute=True),
+            "reconstruct",
+            "--defer-embedding-wgrad-compute: True",
+        ),
+        (chunk(nn.Linear(4, 4)), "lowrank", "ssdtrain.compact.mode: 'lowrank' .*not built for Megatron"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            refuse([found], mode)

@@ -1,0 +1,342 @@
+"""Linear layers that train a matrix as small as their compressed input, in place of their weight.
+
+Shapes: N tokens, n input features, m output features, r features kept.
+
+Note: [Lazy merge]
+    The paper keeps z = x P, takes the small gradient G^T z (m x r) to the optimizer, whose state is as small, and adds what
+    comes out, times P^T, to the weight. The same is y = x W^T + z B^T with W frozen and B (m x r, from zero) a parameter like
+    any other: its gradient is G^T z, and W + B P^T is the paper's weight at every step. B P^T is added to W, and B set to zero,
+    when the next projection comes and before W is seen from outside (a `state_dict`, a load, the end). It leaves W + B P^T as
+    it was, so that it may happen between a forward and its backward.
+
+    A new projection makes new coordinates: the optimizer's state of B begins anew with it. A save in between leaves that state,
+    which goes into the optimizer's own checkpoint.
+
+Note: [Scales]
+    E[P P^T] = I, so that the squared norm of B's gradient is in the mean that of the whole gradient: clipping and learning rates
+    mean what they meant. The decay of AdamW multiplies B, and here W too, which is the decay of W + B P^T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from ssdtrain.compact.layers import Compression, Found
+from ssdtrain.compact.linear import ReplacedForward
+from ssdtrain.compact.projection import Layout, layer_key, project, unproject
+from ssdtrain.compact.recompute import kept_by_producer
+from ssdtrain.config import ConfigError, Problem
+
+__all__ = ["FACTOR", "LowRank"]
+
+FACTOR = "lowrank_weight"
+"""The parameter B of a layer's module; no `state_dict` has it."""
+
+Optimizer = torch.optim.Optimizer
+_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+def _problem(why: str, allowed: str) -> ConfigError:
+    return ConfigError([Problem("ssdtrain.compact.mode", "lowrank", why, allowed)])
+
+
+class LowRank:
+    """The layers of a model that train small matrices, and their optimizer.
+
+    Args:
+        found: layers; those whose weight is frozen, or not in the optimizer, are left alone.
+        optimizer: SGD, Adam or AdamW, without state for these weights. The small parameters take the places of the weights in
+            its groups.
+
+    Raises:
+        ConfigError: with the key `compact.mode`: there is no optimizer, or one that cannot train such parameters.
+    """
+
+    def __init__(self, found: Sequence[Found], compression: Compression, optimizer: Optimizer | None) -> None:
+        groups = _checked(optimizer)
+        assert optimizer is not None
+        places = {id(p): (group, at) for group in groups for at, p in enumerate(group["params"])}
+        chosen = [
+            layer
+            for layer in found
+            if isinstance(layer.module.weight, nn.Parameter)
+            and layer.module.weight.requires_grad
+            and id(layer.module.weight) in places
+        ]
+        self._check(chosen, places, optimizer)
+        self.layers = [
+            LowRankLayer(layer, compression, optimizer, *places[id(layer.module.weight)]) for layer in chosen
+        ]
+        self._decaying = optimizer.register_step_post_hook(self._decay)
+
+    def _check(self, chosen: list[Found], places: dict[int, Any], optimizer: Optimizer) -> None:
+        if not chosen:
+            raise _problem(
+                "finds no weight of a layer to compress in the optimizer",
+                "the optimizer that trains this model",
+            )
+        weights: dict[int, str] = {}
+        for layer in chosen:
+            weight = layer.module.weight
+            assert isinstance(weight, nn.Parameter)
+            if id(weight) in weights:
+                raise _problem(
+                    f"meets one weight in two layers, {weights[id(weight)]} and {layer.name}",
+                    "an exclude that has them",
+                )
+            weights[id(weight)] = layer.name
+            if type(weight.data) is not Tensor:
+                raise _problem(
+                    f"meets the weight of {layer.name}, a {type(weight.data).__name__}",
+                    'weights that no wrapper has sharded, or mode "reconstruct"',
+                )
+            if optimizer.state.get(weight):
+                raise _problem(
+                    f"meets an optimizer that has state of the whole weight of {layer.name} already",
+                    "attaching before the first step and before optimizer.load_state_dict",
+                )
+            group = places[id(weight)][0]
+            if group.get("weight_decay") and not _decouples(optimizer, group):
+                raise _problem(
+                    f"cannot add weight_decay {group['weight_decay']} to the gradient of {layer.name}, as "
+                    f"{type(optimizer).__name__} does",
+                    "AdamW, or weight_decay 0 in its group",
+                )
+
+    @torch.no_grad()
+    def _decay(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for layer in self.layers:
+            decay = layer.group.get("weight_decay")
+            if decay and layer.factor.grad is not None:
+                layer.weight.mul_(1 - float(layer.group["lr"]) * decay)
+
+    def advance(self) -> None:
+        """The step has changed: layers whose projection changes with it merge."""
+        for layer in self.layers:
+            layer.advance()
+
+    def resume(self) -> None:
+        """The number of the step was set: the optimizer's state belongs to its projection."""
+        for layer in self.layers:
+            layer.resume()
+
+    def restore(self) -> None:
+        """Merge, and put weights, forwards and the optimizer's parameters back."""
+        self._decaying.remove()
+        while self.layers:
+            self.layers.pop().restore()
+
+
+def _checked(optimizer: Optimizer | None) -> list[dict[str, Any]]:
+    names = ", ".join(cls.__name__ for cls in _OPTIMIZERS)
+    if optimizer is None:
+        raise _problem(
+            "replaces parameters of the optimizer, and was given none",
+            f"ssdtrain.attach(model, config, optimizer=...) with {names} of torch.optim",
+        )
+    if type(optimizer) not in _OPTIMIZERS:
+        cls = type(optimizer)
+        raise _problem(
+            f"cannot be had with the optimizer {cls.__module__}.{cls.__name__}",
+            f'{names} of torch.optim, or mode "reconstruct"',
+        )
+    return optimizer.param_groups
+
+
+def _decouples(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """True if the decay multiplies the parameter, and does not enter its gradient."""
+    return isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+
+
+class LowRankLayer:
+    """One layer. See Note: [Lazy merge].
+
+    Attributes:
+        weight: W, frozen meanwhile.
+        factor: B, a parameter of the module under the name `FACTOR`.
+        group: of the optimizer.
+    """
+
+    def __init__(
+        self,
+        found: Found,
+        compression: Compression,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        place: int,
+    ) -> None:
+        assert found.layout is not None
+        self.name, self.module = found.name, found.module
+        self.layout: Layout = found.layout
+        self.transposed = found.kind.transposed
+        self.compression = compression
+        self.group = group
+        self._optimizer, self._place = optimizer, place
+        self._key: int | None = None
+        self._period = self._present_period()
+        weight = found.module.weight
+        assert isinstance(weight, nn.Parameter)
+        self.weight = weight
+        outputs = weight.shape[1 if self.transposed else 0]
+        self.factor = nn.Parameter(weight.new_zeros(outputs, self.layout.compressed))
+        weight.requires_grad_(False)
+        weight.grad = None
+        group["params"][place] = self.factor
+        module = found.module
+        module.register_parameter(FACTOR, self.factor)
+        self._forward = ReplacedForward(module, self._computed)
+        self._hooks = [
+            module.register_state_dict_pre_hook(partial(_merge_before, self)),
+            module.register_state_dict_post_hook(partial(_leave_out, self)),
+            module.register_load_state_dict_pre_hook(partial(_put_in, self)),
+        ]
+
+    def _present_period(self) -> int:
+        return self.compression.projections.period(self.compression.step())
+
+    def _computed(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            return self(args[0] if args else next(iter(kwargs.values())))
+
+        return forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module = self.module
+        if module.weight is not self.weight or getattr(module, FACTOR) is not self.factor:
+            raise RuntimeError(
+                f"the parameters of {self.name} were replaced after ssdtrain.attach with compact.mode lowrank, which trains "
+                "those that were there: wrap and convert the model before"
+            )
+        self.advance()
+        original = x
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        compression = self.compression
+        if self._key is None:
+            self._key = compression.key_for(original, self.layout, layer_key(self.name))
+        block = compression.projections.block(self.layout, self._key, compression.step(), x)
+        bias: Tensor | None = module.bias  # type: ignore[assignment]
+        whole = not torch.is_grad_enabled() or kept_by_producer(x)
+        saved = x
+        if not whole:
+            _, saved = compression.compressed(original, x, self.layout, self._key)
+        elif torch.is_grad_enabled():
+            compression.counted.skipped_inputs += 1
+        found: Tensor = _LowRankLinear.apply(  # type: ignore[no-untyped-call]
+            x, saved, self.weight, self.factor, bias, block, whole, self.transposed
+        )
+        return found
+
+    def advance(self) -> None:
+        """Merge where the projection of the present step is another; the optimizer's state begins anew."""
+        present = self._present_period()
+        if present != self._period:
+            self.merge()
+            self._optimizer.state.pop(self.factor, None)
+            self._period = present
+
+    def resume(self) -> None:
+        """Merge, and go on with the projection of the present step and the optimizer's state as it is."""
+        self.merge()
+        self._period = self._present_period()
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add B P^T to W, rounded once, and let B be zero. See Note: [Lazy merge]."""
+        if self._key is None:
+            return  # no forward has been
+        work = torch.promote_types(self.weight.dtype, torch.float32)
+        like = self.factor.new_empty(0, dtype=work)
+        projections = self.compression.projections
+        block = projections.block(self.layout, self._key, self._period * projections.every, like)
+        change = unproject(self.factor.to(work), block)
+        # Not seen by version counters: a graph that has saved both gets the same from them.
+        self.weight.data.copy_(self.weight + (change.t() if self.transposed else change))
+        self.factor.data.zero_()
+
+    def restore(self) -> None:
+        """Merge, and leave the module and the optimizer as they were."""
+        self.merge()
+        self._forward.remove()
+        for hook in self._hooks:
+            hook.remove()
+        delattr(self.module, FACTOR)
+        self.weight.requires_grad_(True)
+        self._optimizer.state.pop(self.factor, None)
+        self.group["params"][self._place] = self.weight
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(
+            f"the model has layers ({self.name}) that compact.mode lowrank trains, and cannot be copied or pickled as a whole: "
+            "copy its state_dict, or copy it before ssdtrain.attach"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        self.__deepcopy__({})
+
+
+def _merge_before(layer: LowRankLayer, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    layer.merge()
+
+
+def _leave_out(
+    layer: LowRankLayer, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    state_dict.pop(prefix + FACTOR, None)
+
+
+def _put_in(layer: LowRankLayer, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """What is loaded is a whole weight."""
+    layer.merge()
+    state_dict[prefix + FACTOR] = layer.factor
+
+
+class _LowRankLinear(torch.autograd.Function):
+    """x W^T + z B^T, which keeps z, or x where `saved` is x."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        saved: Tensor,
+        weight: Tensor,
+        factor: Tensor,
+        bias: Tensor | None,
+        block: Tensor,
+        whole: bool,
+        transposed: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(saved, weight, factor)
+        ctx.block, ctx.whole, ctx.transposed = block, whole, transposed
+        with torch.autocast(x.device.type, enabled=False):
+            z = project(x, block) if whole else saved
+            cast = weight.to(x.dtype)
+            y = F.linear(x, cast.t() if transposed else cast, bias.to(x.dtype) if bias is not None else None)
+            return y + F.linear(z, factor.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        saved, weight, factor = ctx.saved_tensors
+        needs_x, _, _, needs_factor, needs_bias = ctx.needs_input_grad[:5]
+        dx = dfactor = dbias = None
+        with torch.autocast(gradient.device.type, enabled=False):
+            gradient_NM = gradient.reshape(-1, gradient.shape[-1])
+            if needs_x:
+                cast = weight.to(gradient.dtype)
+                dx = gradient @ (cast.t() if ctx.transposed else cast)
+                dx = dx + unproject(gradient @ factor.to(gradient.dtype), ctx.block)
+            if needs_factor:
+                z = project(saved, ctx.block) if ctx.whole else saved
+                dfactor = (gradient_NM.t() @ z.reshape(gradient_NM.shape[0], -1)).to(factor.dtype)
+            if needs_bias:
+                dbias = gradient_NM.sum(0)
+        return dx, None, None, dfactor, dbias, None, None, None

@@ -1,0 +1,359 @@
+"""Small trained matrices in place of weights: the paper's form, checkpoints, the optimizer, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ssdtrain
+from benchmarks.compact_training import Llama, LlamaConfig
+from ssdtrain.compact.lowrank import FACTOR
+from ssdtrain.compact.projection import Projections, layer_key, layout_of
+from ssdtrain.config import ConfigError
+from ssdtrain.runtime import Runtime
+from tests.compact.test_attach import Conv1D
+from tests.support.processes import start
+
+EVERY = 3
+LIKE = torch.zeros(0, dtype=torch.float64)
+Made = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Made] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+}
+
+
+def llama() -> Llama:
+    torch.manual_seed(0)
+    return Llama(LlamaConfig(hidden=64, heads=2, middle=128)).double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None, **section: Any) -> Runtime:
+    section = {"mode": "lowrank", "update_every": EVERY, "seed": 7, **section}
+    return ssdtrain.attach(model, {"compact": section, "report": {"interval": 0}}, optimizer=optimizer)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        for microbatch in range(2):
+            (model(*batch(2 * step + microbatch)) / 2).backward()
+        optimizer.step()
+
+
+LEADERS = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""Whose input, and so whose projection, a layer shares."""
+
+
+def projection(name: str, width: int, step: int, ratio: float) -> Tensor:
+    """P [n, r] of a layer, whole."""
+    path, _, own = name.rpartition(".")
+    leader = f"{path}.{LEADERS.get(own, own)}"
+    layout = layout_of(width, ratio)
+    block = Projections("orthonormal", 7, EVERY).block(layout, layer_key(leader), step, LIKE)
+    return torch.kron(torch.eye(width // layout.block, dtype=torch.float64), block.contiguous())
+
+
+def train_as_the_paper(model: Llama, make: Made, steps: int, ratio: float) -> None:
+    """The optimizer sees G^T x P of each weight; what it would change, times P^T, changes the weight."""
+    layers = {name: m for name, m in model.named_modules() if name.endswith("_proj")}
+    small = {
+        name: nn.Parameter(torch.zeros(m.out_features, round(m.in_features * ratio), dtype=torch.float64))
+        for name, m in layers.items()
+    }
+    others = [p for name, p in model.named_parameters() if name.removesuffix(".weight") not in layers]
+    optimizer = make([*small.values(), *others])
+    decay = optimizer.param_groups[0]["lr"] * optimizer.param_groups[0]["weight_decay"]
+    for step in range(steps):
+        model.zero_grad()
+        for microbatch in range(2):
+            (model(*batch(2 * step + microbatch)) / 2).backward()
+        projections = {name: projection(name, m.in_features, step, ratio) for name, m in layers.items()}
+        for name, parameter in small.items():
+            if step % EVERY == 0:
+                optimizer.state.pop(parameter, None)
+            parameter.data.zero_()
+            gradient = layers[name].weight.grad
+            assert gradient is not None
+            parameter.grad = gradient @ projections[name]
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in small.items():
+                weight = layers[name].weight
+                weight.mul_(1 - decay).add_(parameter @ projections[name].t())
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_lazy_merges_are_the_papers_form(make: Made) -> None:
+    expected, found = llama(), llama()
+    train_as_the_paper(expected, make, 8, 0.25)
+    optimizer = make(found.parameters())
+    runtime = attach(found, optimizer)
+    train(found, optimizer, range(8))
+    runtime.close()
+    untrained = dict(llama().named_parameters())
+    for (name, weight), other in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert float((weight - other).detach().abs().max()) < 1e-12, name
+        assert float((weight - untrained[name]).detach().abs().max()) > 1e-5, name
+
+
+def test_all_features_kept_train_with_sgd_as_without() -> None:
+    expected, found = llama(), llama()
+    for model, section in ((expected, None), (found, {"ratio": 1})):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        runtime = attach(model, optimizer, **section) if section else None
+        train(model, optimizer, range(5))
+        if runtime is not None:
+            runtime.close()
+    for weight, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert float((weight - other).detach().abs().max()) < 1e-12
+
+
+def test_gradients_state_and_saved_inputs_are_small_and_the_squared_norm_is_kept_in_the_mean() -> None:
+    layer = nn.Linear(128, 40).double()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.0, weight_decay=0.0)
+    x, upstream = torch.randn(6, 128, dtype=torch.float64), torch.randn(6, 40, dtype=torch.float64)
+    whole = (upstream.t() @ x).pow(2).sum()
+    runtime = attach(layer, optimizer, update_every=1)
+    squares = []
+    saved: list[tuple[int, ...]] = []
+    for _ in range(200):
+        optimizer.zero_grad()
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+            y = layer(x)
+        y.backward(upstream)
+        squares.append(float(getattr(layer, FACTOR).grad.pow(2).sum() / whole))
+        optimizer.step()
+    runtime.close()
+    mean = torch.tensor(squares)
+    assert float(mean.mean()) == pytest.approx(1, abs=4 * float(mean.std()) / 200**0.5)
+    assert sorted(saved) == [(6, 32), (40, 32), (40, 128)]
+    runtime = attach(layer, optimizer)
+    layer(x).backward(upstream)
+    optimizer.step()
+    trained = dict(layer.named_parameters())
+    assert trained["weight"].grad is None and not trained["weight"].requires_grad
+    state = optimizer.state[trained[FACTOR]]
+    assert state["exp_avg"].shape == (40, 32) and trained["weight"] not in optimizer.state
+    runtime.close()
+
+
+def test_a_checkpoint_holds_ordinary_weights_and_resumes_to_the_bit() -> None:
+    """Saved in the middle of a period, where the optimizer's state goes on."""
+    make = OPTIMIZERS["AdamW"]
+    model = llama()
+    keys = list(model.state_dict())
+    optimizer = make(model.parameters())
+    runtime = attach(model, optimizer)
+    train(model, optimizer, range(4))
+    file = io.BytesIO()
+    assert runtime.compact is not None
+    torch.save((model.state_dict(), optimizer.state_dict(), runtime.compact.steps), file)
+    with torch.no_grad():
+        loss = model(*batch(99))
+    train(model, optimizer, range(4, 8))
+    runtime.close()
+    assert list(model.state_dict()) == keys == list(dict(llama().state_dict()))
+
+    file.seek(0)
+    weights, state, steps = torch.load(file)
+    assert list(weights) == keys and steps == 4
+    plain = llama()
+    plain.load_state_dict(weights)
+    assert torch.equal(plain(*batch(99)), loss), "evaluation sees what was trained"
+
+    resumed = llama()
+    again = make(resumed.parameters())
+    runtime = attach(resumed, again)
+    assert runtime.compact is not None
+    resumed.load_state_dict(weights)
+    again.load_state_dict(state)
+    runtime.compact.steps = steps
+    train(resumed, again, range(4, 8))
+    runtime.close()
+    for (name, weight), other in zip(resumed.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
+def test_a_save_between_a_forward_and_its_backward_changes_nothing_but_the_last_bits() -> None:
+    found = []
+    for saves in (False, True):
+        model = llama()
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        runtime = attach(model, optimizer)
+        train(model, optimizer, range(2))
+        optimizer.zero_grad()
+        loss = model(*batch(50))
+        if saves:
+            model.state_dict()
+        loss.backward()
+        optimizer.step()
+        runtime.close()
+        found.append([parameter.detach() for parameter in model.parameters()])
+    for weight, other in zip(*found, strict=True):
+        assert float((weight - other).abs().max()) < 1e-12
+
+
+def test_a_load_replaces_all_of_a_weight() -> None:
+    model, other = llama(), llama()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    runtime = attach(model, optimizer)
+    train(model, optimizer, range(2))
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(*batch(9)), other(*batch(9)))
+    runtime.close()
+    for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+
+
+def test_an_unmerged_evaluation_computes_with_the_small_matrix() -> None:
+    model = llama()
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    runtime = attach(model, optimizer)
+    train(model, optimizer, range(2))
+    with torch.no_grad():
+        unmerged = model(*batch(9))
+    model.state_dict()
+    with torch.no_grad():
+        merged = model(*batch(9))
+    runtime.close()
+    assert float((model(*batch(9)) - unmerged).detach().abs()) < 1e-13
+    assert float((merged - unmerged).abs()) < 1e-13
+
+
+def test_frozen_layers_and_those_of_no_optimizer_are_left_alone() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam(model[1].parameters())
+    runtime = attach(model, optimizer)
+    assert [hasattr(layer, FACTOR) for layer in model] == [False, True, False]
+    runtime.close()
+    assert [p.requires_grad for p in model.parameters()] == [False] * 2 + [True] * 4
+    assert optimizer.param_groups[0]["params"][0] is model[1].weight
+    assert not any("forward" in layer.__dict__ or hasattr(layer, FACTOR) for layer in model)
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    return model
+
+
+def stepped(p: Any) -> torch.optim.Optimizer:
+    parameters = list(p)
+    optimizer = torch.optim.Adam(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("model", "make", "words"),
+    [
+        (lambda: nn.Linear(64, 8), lambda p: None, "was given none.*optimizer="),
+        (lambda: nn.Linear(64, 8), torch.optim.Adagrad, "torch.optim.adagrad.Adagrad.*SGD, Adam, AdamW"),
+        (lambda: nn.Linear(64, 8), lambda p: torch.optim.SGD(p, weight_decay=0.1), "weight_decay 0.1.*SGD"),
+        (lambda: nn.Linear(64, 8), lambda p: torch.optim.Adam(p, weight_decay=0.1), "weight_decay 0.1.*Adam"),
+        (lambda: nn.Linear(64, 8), stepped, "state of the whole weight"),
+        (tied, torch.optim.Adam, "one weight in two layers, 0 and 1"),
+        (
+            lambda: nn.Linear(64, 8),
+            lambda p: torch.optim.Adam([nn.Parameter(torch.ones(1))]),
+            "finds no weight",
+        ),
+    ],
+    ids=["none", "adagrad", "sgd decay", "adam decay", "state", "tied", "another model's"],
+)
+def test_what_cannot_be_had_is_an_error_with_the_key(
+    model: Callable[[], nn.Module], make: Made, words: str
+) -> None:
+    made = model()
+    with pytest.raises(ConfigError, match=rf"ssdtrain.compact.mode: 'lowrank' (?s:.)*{words}"):
+        attach(made, make(made.parameters()))
+    assert not any(FACTOR in name for name, _ in made.named_parameters())
+
+
+def test_a_copy_of_the_whole_model_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(64, 8))
+    runtime = attach(model, torch.optim.Adam(model.parameters()))
+    for call in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(RuntimeError, match="copy its state_dict, or copy it before"):
+            call(model)
+    runtime.close()
+    copy.deepcopy(model)
+
+
+def test_a_replaced_weight_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(64, 8))
+    runtime = attach(model, torch.optim.Adam(model.parameters()))
+    model[0].weight = nn.Parameter(torch.zeros(8, 64))
+    with pytest.raises(RuntimeError, match="parameters of 0 were replaced"):
+        model(torch.zeros(1, 64))
+    del runtime
+
+
+def test_autocast_trains_in_float32() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    runtime = attach(model, optimizer, ratio=0.5)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        assert y.dtype == torch.bfloat16
+        loss = (y.float()[:, 0] - x[:, 0]).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    runtime.close()
+    assert losses[-1] < 0.3 * losses[0]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_data_parallel_ranks_train_what_one_process_trains(tmp_path: Any) -> None:
+    start(2, ["-m", "tests.compact.lowrank_ranks", str(tmp_path / "w")])
+    expected = torch.load(tmp_path / "w.0.plain")
+    for rank in range(2):
+        found = torch.load(tmp_path / f"w.{rank}")
+        assert found["reduced"] == found["expected_bytes"]
+        assert found["weights"].keys() == expected.keys()
+        for name, weight in expected.items():
+            assert float((found["weights"][name] - weight).abs().max()) < 1e-12, name
+
+
+def test_a_transposed_layer_trains_as_a_linear_one() -> None:
+    plain = nn.Linear(64, 24).double()
+    transposed = Conv1D(24, 64)
+    with torch.no_grad():
+        transposed.weight.copy_(plain.weight.t())
+        transposed.bias.copy_(plain.bias)
+    x = torch.randn(2, 5, 64, dtype=torch.float64)
+    for model in (plain, transposed):
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        with attach(model, optimizer, update_every=2):
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+    assert torch.allclose(transposed.weight.t(), plain.weight, rtol=1e-12, atol=1e-14)
