@@ -26,7 +26,7 @@ def test_an_untested_torch_is_said_once(
     device.warn_of_untested_torch.cache_clear()
 
 
-def test_other_devices_are_refused_by_name() -> None:
+def test_other_devices_are_rejected_by_name() -> None:
     with pytest.raises(ValueError, match="'cpu' and 'cuda'"):
         device.device_for(torch.device("meta"))
 

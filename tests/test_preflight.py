@@ -34,7 +34,7 @@ def as_nobody() -> Iterator[None]:
             os.seteuid(before)
 
 
-def refused(config: dict[str, Any], **arguments: Any) -> ConfigError:
+def rejected(config: dict[str, Any], **arguments: Any) -> ConfigError:
     with pytest.raises(ConfigError) as error:
         check_start(load_config(config), **arguments)
     return error.value
@@ -53,13 +53,13 @@ def locked(tmp_path: Path) -> Iterator[Path]:
     directory.chmod(0o755)
 
 
-def test_a_directory_that_cannot_be_written_or_made_is_refused(locked: Path) -> None:
+def test_a_directory_that_cannot_be_written_or_made_is_rejected(locked: Path) -> None:
     config = {
         "offload": {"directories": [str(locked), str(locked / "a" / "{rank}")]},
         "report": {"path": str(locked / "report")},
     }
     with as_nobody():
-        error = refused(config, rank=3)
+        error = rejected(config, rank=3)
     report, existing, new = error.problems
     assert (report.path, report.value) == ("ssdtrain.report.path", str(locked / "report"))
     assert (existing.path, existing.value) == ("ssdtrain.offload.directories[0]", str(locked))
@@ -71,10 +71,10 @@ def test_a_directory_that_cannot_be_written_or_made_is_refused(locked: Path) -> 
 
 
 @pytest.mark.parametrize("directory", ["/proc/ssdtrain", "/sys/x/y"])
-def test_a_directory_of_the_kernel_is_refused(directory: str) -> None:
+def test_a_directory_of_the_kernel_is_rejected(directory: str) -> None:
     if not Path(directory).parents[-2].is_dir():
         pytest.skip("not mounted here")
-    (problem,) = refused({"offload": {"directories": directory}}).problems
+    (problem,) = rejected({"offload": {"directories": directory}}).problems
     assert problem.path == "ssdtrain.offload.directories[0]"
     assert "only the kernel makes files" in problem.why
 
@@ -85,7 +85,7 @@ def test_a_directory_of_the_kernel_is_refused(directory: str) -> None:
     [{"directories": "/proc/ssdtrain"}, {"codec": "lossless"}, {"host": "1PB"}],
     ids=lambda wrong: next(iter(wrong)),
 )
-def test_nothing_is_made_where_something_is_refused(
+def test_nothing_is_made_where_something_is_rejected(
     make: Any, wrong: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lossless, "_zstandard", missing)
@@ -102,26 +102,28 @@ def missing() -> None:
     raise RuntimeError("the lossless codec needs zstandard: pip install ssdtrain[lossless]")
 
 
-def test_a_codec_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_codec_whose_package_is_missing_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(lossless, "_zstandard", missing)
     policy.codec_of.cache_clear()
-    (problem,) = refused({"offload": {"directories": str(tmp_path), "codec": "lossless"}}).problems
+    (problem,) = rejected({"offload": {"directories": str(tmp_path), "codec": "lossless"}}).problems
     assert problem.path == "ssdtrain.offload.codec" and "pip install" in problem.why
-    (problem,) = refused({"comm": {"pp_forward": "off/lossless"}}).problems
+    (problem,) = rejected({"comm": {"pp_forward": "off/lossless"}}).problems
     assert problem.path == "ssdtrain.comm.pp_forward" and "pip install" in problem.why
 
 
-def test_what_depends_on_device_rank_or_preset_is_refused(
+def test_what_depends_on_device_rank_or_preset_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "1").touch()
     config = {"offload": {"directories": f"{tmp_path}/{{rank}}", "codec": "lossless"}}
     check_start(load_config(config), rank=0)
-    assert "is a file" in str(refused(config, rank=1))
-    assert "host memory" in str(refused(config, device=torch.device("cuda", 0)))
-    assert "ssdtrain.comm.adapt" in str(refused({"comm": {"preset": "safe", "adapt": 0.1}}))
+    assert "is a file" in str(rejected(config, rank=1))
+    assert "host memory" in str(rejected(config, device=torch.device("cuda", 0)))
+    assert "ssdtrain.comm.adapt" in str(rejected({"comm": {"preset": "safe", "adapt": 0.1}}))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (problem,) = refused({"offload": {"directories": str(tmp_path), "engine": "c"}}).problems
+    (problem,) = rejected({"offload": {"directories": str(tmp_path), "engine": "c"}}).problems
     assert problem.path == "ssdtrain.offload.engine"
 
 

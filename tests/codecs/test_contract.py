@@ -106,7 +106,7 @@ def test_decode_rounds_to_the_output_dtype_once(spec: str, dtype: torch.dtype) -
     assert torch.equal(decoded(codec, buf, x, dtype), decoded(codec, buf, x).to(dtype))
 
 
-def test_accumulate_refuses_half_precision(codec: Codec) -> None:
+def test_accumulate_rejects_half_precision(codec: Codec) -> None:
     x = randn(8, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match="float32"):
         codec.decode(payload(codec, x), torch.zeros_like(x), accumulate=True)
@@ -160,7 +160,7 @@ def test_threads_get_what_one_thread_gets(codec: Codec) -> None:
     assert got == {i: [True] * 5 for i in range(4)}
 
 
-def test_decode_refuses_what_is_not_its_payload(codec: Codec) -> None:
+def test_decode_rejects_what_is_not_its_payload(codec: Codec) -> None:
     x = randn(256)
     buf = payload(codec, x)
     other = make_codec("int8:block=256")
@@ -199,6 +199,6 @@ def test_bytes_behind_the_payload_are_left_alone(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if "stochastic" in s])
-def test_stochastic_rounding_without_a_key_is_refused(spec: str) -> None:
+def test_stochastic_rounding_without_a_key_is_rejected(spec: str) -> None:
     with pytest.raises(ValueError, match="Key"):
         payload(make_codec(spec), randn(8), None)

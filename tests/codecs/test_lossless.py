@@ -104,7 +104,7 @@ def test_a_payload_whose_structure_is_damaged_is_an_error() -> None:
         LOSSLESS.decode(payload(LOSSLESS, x.int()), torch.empty(5000))
 
 
-def test_its_size_depends_on_the_data_and_a_collective_is_refused() -> None:
+def test_its_size_depends_on_the_data_and_a_collective_is_rejected() -> None:
     assert isinstance(LOSSLESS, VariableSizeCodec)
     for spec in ("lossless", "mask:sparse"):
         with pytest.raises(ValueError, match="depends on the data"):

@@ -107,7 +107,7 @@ def _class_accepts(name: str, key: str, text: str | None) -> bool:
     return True
 
 
-def test_an_unknown_backend_is_refused() -> None:
+def test_an_unknown_backend_is_rejected() -> None:
     with pytest.raises(ValueError, match="auto, torch, native, triton"):
         make_codec("int8", backend="cuda")
 

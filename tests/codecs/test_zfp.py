@@ -148,7 +148,7 @@ def test_plane_codes_invert_each_other() -> None:
 
 
 @pytest.mark.parametrize("rate", [2, 2.3, 33])
-def test_a_rate_the_format_cannot_have_is_refused(rate: float) -> None:
+def test_a_rate_the_format_cannot_have_is_rejected(rate: float) -> None:
     with pytest.raises(ValueError, match=r"multiple of 0.25 from 2.25 to 32"):
         make_codec(f"zfp:rate={rate}")
 

@@ -230,7 +230,7 @@ def test_the_identity_codec_changes_no_bit() -> None:
     on_ranks(3, identity)
 
 
-def refused(rank: int) -> Any:
+def rejected(rank: int) -> Any:
     comm = make(dp="int8", tp="off/int8", min_bytes="4KiB")
     assert comm.all_reduce(torch.ones(5000, dtype=torch.int64), "dp") is None
     assert comm.all_reduce(torch.ones(5000), "dp", op=dist.ReduceOp.MAX) is None
@@ -241,7 +241,7 @@ def refused(rank: int) -> Any:
 
 
 def test_what_goes_uncompressed_says_why() -> None:
-    for found in on_ranks(2, refused):
+    for found in on_ranks(2, rejected):
         assert found == {
             "dp": {"dtype int64": 1, "reduction MAX": 1, "smaller than min_bytes": 1},
             "tp": {"off inside a node": 1},

@@ -69,7 +69,7 @@ def test_naive_against_hybrid_is_counted_in_paired_standard_errors(tmp_path: Pat
     assert figures_of(results)["naive_worse_than_hybrid_standard_errors"]["pp2"] == pytest.approx(expected)
 
 
-def test_finished_runs_are_read_again_and_other_settings_refused(tmp_path: Path) -> None:
+def test_finished_runs_are_read_again_and_other_settings_rejected(tmp_path: Path) -> None:
     path = tmp_path / "runs.json"
     Results(path, {"steps": 500}).add(run_of("zero2", "safe", 0, 2.0))
     assert Results(path, {"steps": 500}).find("zero2", "safe", 0) is not None

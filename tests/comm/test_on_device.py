@@ -54,12 +54,12 @@ def test_the_probe_waits_for_its_own_stream_only(monkeypatch: pytest.MonkeyPatch
         def synchronize(self) -> None:
             calls.append("synchronize")
 
-    def refuse(*_: Any) -> None:
+    def reject(*_: Any) -> None:
         raise AssertionError("the whole device")
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "mine")
-    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    monkeypatch.setattr(torch.cuda, "synchronize", reject)
     probe._synchronize(CUDA)
     assert calls == [("record", "mine"), "synchronize"]
 

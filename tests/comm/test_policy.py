@@ -48,7 +48,7 @@ def test_a_dimension_of_ones_own_wins_over_the_preset() -> None:
         ({"preset": "safe", "adapt": 0.1}, "ssdtrain.comm.adapt"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_key(comm: dict[str, Any], key: str) -> None:
+def test_what_cannot_be_is_rejected_with_its_key(comm: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as error:
         policy(**comm)
     assert error.value.problems[0].path == key

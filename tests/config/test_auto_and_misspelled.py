@@ -61,7 +61,7 @@ def test_a_flag_of_auto_wins_over_the_file(flag: Flag, tmp_path: Path) -> None:
     assert given == load_config(expected)
 
 
-def test_auto_for_what_must_be_there_is_refused() -> None:
+def test_auto_for_what_must_be_there_is_rejected() -> None:
     with pytest.raises(ConfigError, match="no place to offload to"):
         load_config({"offload": {"directories": "auto"}})
     with pytest.raises(ConfigError, match=r"ssdtrain\.offload: 'auto' is not a block of keys"):

@@ -71,7 +71,7 @@ def test_a_bomb_of_anchors_is_shown_in_120_characters(tmp_path: Path) -> None:
     assert "..." in message(write(tmp_path, bomb(19, "[]") + "offload: {directories: *a18}\n"))
 
 
-def test_a_bomb_of_merges_is_refused(tmp_path: Path) -> None:
+def test_a_bomb_of_merges_is_rejected(tmp_path: Path) -> None:
     assert "merges (<<) that make more than 10000 keys" in message(write(tmp_path, bomb(19, "<<")))
     wide = "a: &a {" + ", ".join(f"k{n}: 1" for n in range(2000)) + "}\n"
     wide += "\n".join(f"b{n}: {{<<: *a}}" for n in range(1000))
@@ -111,7 +111,7 @@ def test_many_keys_in_a_file_are_too_many(tmp_path: Path) -> None:
     assert "more are set" in message(write(tmp_path, twice, "c.json"))
 
 
-def test_a_large_file_is_refused(tmp_path: Path) -> None:
+def test_a_large_file_is_rejected(tmp_path: Path) -> None:
     assert "64 KiB" in message(write(tmp_path, "#" * (LARGEST_FILE + 1)))
     assert "64 KiB" not in message(write(tmp_path, "#" * LARGEST_FILE))
 
@@ -120,11 +120,11 @@ def test_a_large_file_is_refused(tmp_path: Path) -> None:
     "text", ["[" * 30_000, "{" * 30_000, "- " * 30_000, "a: [" * 10_000], ids=lambda t: t[:4]
 )
 @pytest.mark.parametrize("name", ["c.yaml", "c.json"])
-def test_deep_nesting_is_refused(tmp_path: Path, text: str, name: str) -> None:
+def test_deep_nesting_is_rejected(tmp_path: Path, text: str, name: str) -> None:
     assert f"not readable as {name[2:]}" in message(write(tmp_path, text, name))
 
 
-def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_rejected(tmp_path: Path) -> None:
     pipe = tmp_path / "c.yaml"
     os.mkfifo(pipe)  # nobody writes into it: opening it would wait for ever
     assert "not a regular file" in message(pipe)
@@ -144,7 +144,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     ],
     ids=["home", "NUL", "long name", "long path", "surrogate", "escaped byte"],
 )
-def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
+def test_a_name_that_no_file_can_have_is_rejected(name: str) -> None:
     assert "cannot be read" in message(name)
 
 
@@ -163,7 +163,7 @@ def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
     ids=["name", "bytes", "path", "home", "user", "NUL", "surrogate", "escaped byte"],
 )
 @pytest.mark.parametrize("key", ["offload.directories", "report.path"])
-def test_a_directory_that_no_system_can_have_is_refused(directory: str, why: str, key: str) -> None:
+def test_a_directory_that_no_system_can_have_is_rejected(directory: str, why: str, key: str) -> None:
     section, name = key.split(".")
     text = message({section: {name: directory}})
     assert f"ssdtrain.{key}: " in text and why in text
@@ -174,7 +174,7 @@ def test_keys_are_shown_so_that_every_stream_can_write_them() -> None:
     assert "ssdtrain.'a\\nb'" in message({"a\nb": 1})
 
 
-def test_too_many_directories_are_refused() -> None:
+def test_too_many_directories_are_rejected() -> None:
     assert "holds 100000 directories" in message(
         {"offload": {"directories": [f"/{n}" for n in range(100_000)]}}
     )
@@ -260,7 +260,7 @@ FUZZ = settings(
 
 @FUZZ
 @given(blocks)
-def test_any_block_is_a_config_or_refused(block: dict[Any, Any]) -> None:
+def test_any_block_is_a_config_or_rejected(block: dict[Any, Any]) -> None:
     outcome(block)
 
 
@@ -276,7 +276,7 @@ pieces = st.sampled_from([*MARKS.split("|"), "|\n"]) | st.text(max_size=3)
 @example("a: &a {<<: *a}", "c.yaml")
 @example('{"a": NaN, "offload": {"host": Infinity, "deadline": -Infinity}}', "c.json")
 @example("offload: {deadline: .nan, host: 1:60:60, threads: 0o17}", "c.yaml")
-def test_any_text_is_a_config_or_refused(tmp_path: Path, text: str, name: str) -> None:
+def test_any_text_is_a_config_or_rejected(tmp_path: Path, text: str, name: str) -> None:
     file = tmp_path / name
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
     outcome(file)
@@ -284,7 +284,7 @@ def test_any_text_is_a_config_or_refused(tmp_path: Path, text: str, name: str) -
 
 @FUZZ
 @given(blocks)
-def test_any_block_in_a_file_is_a_config_or_refused(tmp_path: Path, block: dict[Any, Any]) -> None:
+def test_any_block_in_a_file_is_a_config_or_rejected(tmp_path: Path, block: dict[Any, Any]) -> None:
     shared = {
         "first": block,
         "ssdtrain": block,

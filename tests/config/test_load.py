@@ -1,4 +1,4 @@
-"""What is refused is refused by name: the full key, the value and what is allowed, all problems at once."""
+"""What is rejected is rejected by name: the full key, the value and what is allowed, all problems at once."""
 
 import ast
 import json
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 MINIMUM: dict[str, Any] = {"offload": {"directories": ["/nvme0"]}}
 
 
-def refused(source: Any, **arguments: Any) -> ConfigError:
+def rejected(source: Any, **arguments: Any) -> ConfigError:
     with pytest.raises(ConfigError) as error:
         load_config(source, **arguments)
     return error.value
@@ -38,8 +38,8 @@ def nested(keys: tuple[str, ...], value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("flag", list(flags()), ids=lambda flag: flag.path)
 @pytest.mark.parametrize("value", [{"a": [1]}, b"64MiB", 1j], ids=repr)
-def test_every_key_refuses_a_value_of_the_wrong_kind(flag: Any, value: Any) -> None:
-    (problem,) = refused(nested(flag.keys, value)).problems
+def test_every_key_rejects_a_value_of_the_wrong_kind(flag: Any, value: Any) -> None:
+    (problem,) = rejected(nested(flag.keys, value)).problems
     assert problem.path == flag.path
     assert problem.value == value
     assert problem.allowed == flag.kind.allowed
@@ -76,7 +76,7 @@ def test_every_key_refuses_a_value_of_the_wrong_kind(flag: Any, value: Any) -> N
     ],
 )
 def test_a_value_out_of_range_names_key_value_and_range(key: str, value: Any, allowed: str) -> None:
-    error = refused(nested(tuple(key.split(".")), value))
+    error = rejected(nested(tuple(key.split(".")), value))
     (problem,) = error.problems
     assert problem.path == f"ssdtrain.{key}"
     assert problem.value == value
@@ -102,7 +102,7 @@ def test_a_value_out_of_range_names_key_value_and_range(key: str, value: Any, al
 def test_values_that_exclude_each_other_name_both(
     offload: dict[str, Any], key: str, value: str, why: str
 ) -> None:
-    (problem,) = refused({"offload": offload}).problems
+    (problem,) = rejected({"offload": offload}).problems
     assert problem.path == f"ssdtrain.offload.{key}"
     assert str(problem.value) == value
     assert why in problem.why
@@ -117,7 +117,7 @@ def test_a_limit_may_be_used_up() -> None:
 
 
 def test_a_reentrant_checkpoint_has_no_determinism_check() -> None:
-    (problem,) = refused({"checkpoint": {"use_reentrant": True, "determinism_check": "none"}}).problems
+    (problem,) = rejected({"checkpoint": {"use_reentrant": True, "determinism_check": "none"}}).problems
     assert problem.path == "ssdtrain.checkpoint.determinism_check"
 
 
@@ -128,7 +128,7 @@ def test_a_small_buffer_does_not_contradict_a_default_that_nobody_wrote() -> Non
 
 @pytest.mark.parametrize("key", sorted(RESERVED))
 def test_a_key_of_a_later_version_says_so(key: str) -> None:
-    (problem,) = refused(nested(tuple(key.split(".")), {"x": 1})).problems
+    (problem,) = rejected(nested(tuple(key.split(".")), {"x": 1})).problems
     assert problem.path == f"ssdtrain.{key}"
     assert "not in this version" in problem.why
     assert "leaving it out" in problem.allowed
@@ -146,30 +146,30 @@ def test_a_key_of_a_later_version_says_so(key: str) -> None:
     ],
 )
 def test_an_unknown_key_says_which_was_probably_meant(keys: tuple[str, ...], meant: str) -> None:
-    (problem,) = refused(nested(keys, 1)).problems
+    (problem,) = rejected(nested(keys, 1)).problems
     assert problem.path == ".".join(("ssdtrain", *keys))
     assert f"(did you mean {meant}?)" in problem.why
 
 
 def test_an_unlike_key_lists_the_keys_there_are() -> None:
-    (problem,) = refused(nested(("report", "zzz"), 1)).problems
+    (problem,) = rejected(nested(("report", "zzz"), 1)).problems
     assert "did you mean" not in problem.why
     assert problem.allowed == "the keys interval, path"
-    (problem,) = refused({**MINIMUM, 7: 1}).problems
+    (problem,) = rejected({**MINIMUM, 7: 1}).problems
     assert problem.path == "ssdtrain.7"
 
 
 @pytest.mark.parametrize("section", ["offload", "checkpoint", "report"])
 @pytest.mark.parametrize("value", [None, "on", True, ["directories"]], ids=repr)
-def test_a_section_that_is_no_block_is_refused(section: str, value: Any) -> None:
-    (problem,) = refused({section: value}).problems
+def test_a_section_that_is_no_block_is_rejected(section: str, value: Any) -> None:
+    (problem,) = rejected({section: value}).problems
     assert (problem.path, problem.value) == (f"ssdtrain.{section}", value)
     assert problem.allowed == "a block of keys, or leaving it out"
 
 
 def test_all_problems_are_listed_under_the_path_of_the_caller() -> None:
     block = {"offload": {"host": "4G", "treads": 1, "amount": 7}, "planner": {}, "report": {"interval": -1}}
-    error = refused(block, path="zoo.config")
+    error = rejected(block, path="zoo.config")
     assert {problem.path for problem in error.problems} == {
         "zoo.config.offload.host",
         "zoo.config.offload.treads",
@@ -183,27 +183,27 @@ def test_all_problems_are_listed_under_the_path_of_the_caller() -> None:
 
 
 def test_an_error_survives_pickling_between_ranks() -> None:
-    error = refused({"offload": {"host": "4G"}})
+    error = rejected({"offload": {"host": "4G"}})
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error)
     assert copy.problems == error.problems
 
 
 def test_a_long_value_is_cut_in_the_message() -> None:
-    (problem,) = refused({"offload": {"host": "x" * 5000}}).problems
+    (problem,) = rejected({"offload": {"host": "x" * 5000}}).problems
     assert len(str(problem)) < 500
 
 
 @pytest.mark.parametrize("key", ["host", "threads", "deadline", "amount", "directories", "x", "codec"])
-def test_a_number_of_too_many_digits_is_refused_and_not_shown(key: str) -> None:
-    error = refused({"offload": {"directories": "/a", key: 10**5000}})
+def test_a_number_of_too_many_digits_is_rejected_and_not_shown(key: str) -> None:
+    error = rejected({"offload": {"directories": "/a", key: 10**5000}})
     assert f"ssdtrain.offload.{key}: <a number of 16610 bits>" in str(error)
-    assert "[<a number of 16610 bits>]" in str(refused({"report": {"path": [10**5000]}}))
+    assert "[<a number of 16610 bits>]" in str(rejected({"report": {"path": [10**5000]}}))
 
 
 def test_any_mapping_is_a_block() -> None:
     offload = MappingProxyType({"directories": "/a", "treads": 3})
-    (problem,) = refused(MappingProxyType({"offload": offload})).problems
+    (problem,) = rejected(MappingProxyType({"offload": offload})).problems
     assert problem.path == "ssdtrain.offload.treads"
     proxied = MappingProxyType({"offload": MappingProxyType({"directories": "/a", "host": "1GiB"})})
     assert load_config(proxied) == load_config({"offload": {"directories": "/a", "host": "1GiB"}})
@@ -229,7 +229,7 @@ def test_nothing_asked_is_nothing_on() -> None:
     assert not load_config({**MINIMUM, "enabled": False}).active
     config = load_config(MINIMUM)
     assert load_config(config) is config
-    assert "is a int" in str(refused(7))
+    assert "is a int" in str(rejected(7))
 
 
 def write(tmp_path: Path, name: str, text: str) -> Path:
@@ -269,8 +269,8 @@ def test_yaml_reads_on_and_off_and_exponents_as_people_mean_them(tmp_path: Path)
         ("c.json", '{"a": {"b": 1, "b": 2}, "ssdtrain": {"offload": {"host": "1GiB", "host": "2GiB"}}}'),
     ],
 )
-def test_a_key_written_twice_is_refused(tmp_path: Path, name: str, text: str) -> None:
-    error = refused(write(tmp_path, name, text))
+def test_a_key_written_twice_is_rejected(tmp_path: Path, name: str, text: str) -> None:
+    error = rejected(write(tmp_path, name, text))
     (problem,) = error.problems
     assert (problem.path, problem.value) == ("ssdtrain.offload.host", "2GiB")
     assert problem.allowed == "each key once"
@@ -285,13 +285,13 @@ def test_a_key_written_twice_is_refused(tmp_path: Path, name: str, text: str) ->
         ("c.json", '{"ssdtrain": {"report": {}, "report": {"interval": 3}}}'),
     ],
 )
-def test_a_section_written_twice_is_refused(tmp_path: Path, name: str, text: str) -> None:
-    (problem,) = refused(write(tmp_path, name, text)).problems
+def test_a_section_written_twice_is_rejected(tmp_path: Path, name: str, text: str) -> None:
+    (problem,) = rejected(write(tmp_path, name, text)).problems
     assert (problem.path, problem.allowed) == ("ssdtrain.report", "each key once")
 
 
-def test_a_block_written_twice_is_refused(tmp_path: Path) -> None:
-    (problem,) = refused(write(tmp_path, "c.json", '{"ssdtrain": {}, "ssdtrain": {"report": {}}}')).problems
+def test_a_block_written_twice_is_rejected(tmp_path: Path) -> None:
+    (problem,) = rejected(write(tmp_path, "c.json", '{"ssdtrain": {}, "ssdtrain": {"report": {}}}')).problems
     assert (problem.path, problem.allowed) == ("ssdtrain", "each key once")
 
 
@@ -327,18 +327,18 @@ def test_yaml_merges_may_be_overridden(tmp_path: Path) -> None:
         ("c.toml", "", "no known suffix; allowed: a .yaml, .yml or .json file"),
     ],
 )
-def test_a_file_that_holds_no_block_is_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
+def test_a_file_that_holds_no_block_is_rejected(tmp_path: Path, name: str, text: str, said: str) -> None:
     file = write(tmp_path, name, text)
-    message = str(refused(file))
+    message = str(rejected(file))
     assert said in message
     assert "ssdtrain" in message and str(file) in message
 
 
-def test_a_file_that_is_not_there_or_is_not_text_is_refused(tmp_path: Path) -> None:
-    assert "No such file" in str(refused(tmp_path / "absent.yaml"))
+def test_a_file_that_is_not_there_or_is_not_text_is_rejected(tmp_path: Path) -> None:
+    assert "No such file" in str(rejected(tmp_path / "absent.yaml"))
     binary = tmp_path / "c.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read" in str(refused(binary))
+    assert "cannot be read" in str(rejected(binary))
 
 
 def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:

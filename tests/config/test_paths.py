@@ -1,4 +1,4 @@
-"""Directories: placeholders are expanded per rank, and what cannot be a directory is refused with its key."""
+"""Directories: placeholders are expanded per rank, and what cannot be a directory is rejected with its key."""
 
 import logging
 import os
@@ -78,7 +78,7 @@ def test_expanding_makes_nothing(tmp_path: Path) -> None:
         (3, "is a int"),
     ],
 )
-def test_a_directory_that_cannot_be_meant_is_refused(directory: object, why: str) -> None:
+def test_a_directory_that_cannot_be_meant_is_rejected(directory: object, why: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config({"offload": {"directories": [directory]}})
     (problem,) = error.value.problems
@@ -87,7 +87,7 @@ def test_a_directory_that_cannot_be_meant_is_refused(directory: object, why: str
     assert "{local_rank}" in problem.allowed
 
 
-def test_the_same_directory_twice_is_refused_as_written(
+def test_the_same_directory_twice_is_rejected_as_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -97,7 +97,7 @@ def test_the_same_directory_twice_is_refused_as_written(
         offload("spill", f"{tmp_path}/spill/")
 
 
-def test_the_same_directory_twice_is_refused_after_expansion_and_links(tmp_path: Path) -> None:
+def test_the_same_directory_twice_is_rejected_after_expansion_and_links(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "0")
     config = offload(f"{tmp_path}/{{rank}}", f"{tmp_path}/link")
@@ -106,7 +106,7 @@ def test_the_same_directory_twice_is_refused_after_expansion_and_links(tmp_path:
     assert len(config.expand(rank=1, local_rank=0)) == 2
 
 
-def test_a_file_in_the_way_is_refused_when_the_config_is_read(tmp_path: Path) -> None:
+def test_a_file_in_the_way_is_rejected_when_the_config_is_read(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
@@ -123,7 +123,7 @@ def test_a_file_in_the_way_is_refused_when_the_config_is_read(tmp_path: Path) ->
     assert all("must not be a file" in problem.allowed for problem in error.value.problems)
 
 
-def test_a_file_in_the_way_of_one_rank_is_refused_on_that_rank(tmp_path: Path) -> None:
+def test_a_file_in_the_way_of_one_rank_is_rejected_on_that_rank(tmp_path: Path) -> None:
     (tmp_path / "0").touch()
     config = offload(f"{tmp_path}/{{rank}}")
     assert config.expand(rank=1, local_rank=0) == (tmp_path / "1",)

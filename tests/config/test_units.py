@@ -1,4 +1,4 @@
-"""Sizes, durations and fractions read what people write, exactly, and refuse what has two readings."""
+"""Sizes, durations and fractions read what people write, exactly, and reject what has two readings."""
 
 from fractions import Fraction
 
@@ -80,12 +80,12 @@ def test_sizes_read_as_written(text: object, size: int) -> None:
         ("99999PiB", "more than 2**63 - 1"),
     ],
 )
-def test_what_is_no_size_is_refused_with_the_reason_and_the_units(value: object, why: str) -> None:
-    with pytest.raises(InvalidValue) as refusal:
+def test_what_is_no_size_is_rejected_with_the_reason_and_the_units(value: object, why: str) -> None:
+    with pytest.raises(InvalidValue) as rejection:
         parse_size(value)
-    assert why in refusal.value.why
-    assert "64MiB" in refusal.value.allowed
-    assert all(unit in refusal.value.allowed for unit in SIZE_UNITS)
+    assert why in rejection.value.why
+    assert "64MiB" in rejection.value.allowed
+    assert all(unit in rejection.value.allowed for unit in SIZE_UNITS)
 
 
 @quick
@@ -165,10 +165,10 @@ def test_format_duration_reads_well(seconds: float, text: str) -> None:
     "value",
     ["10 sec", "5m", -1, float("inf"), "1e999", "", None, False, "10%", 86401, "1441min", 1e300, "9e999999h"],
 )
-def test_what_is_no_duration_is_refused(value: object) -> None:
-    with pytest.raises(InvalidValue) as refusal:
+def test_what_is_no_duration_is_rejected(value: object) -> None:
+    with pytest.raises(InvalidValue) as rejection:
         parse_duration(value)
-    assert "500ms" in refusal.value.allowed
+    assert "500ms" in rejection.value.allowed
 
 
 @pytest.mark.parametrize(
@@ -179,10 +179,10 @@ def test_fractions_read_as_written(value: object, fraction: float) -> None:
 
 
 @pytest.mark.parametrize("value", [1.01, "101%", -0.1, "0.5x", "half", None, True])
-def test_what_is_no_fraction_is_refused(value: object) -> None:
-    with pytest.raises(InvalidValue) as refusal:
+def test_what_is_no_fraction_is_rejected(value: object) -> None:
+    with pytest.raises(InvalidValue) as rejection:
         parse_fraction(value)
-    assert "60%" in refusal.value.allowed
+    assert "60%" in rejection.value.allowed
 
 
 @pytest.mark.parametrize(
@@ -222,11 +222,11 @@ def test_an_amount_is_all_a_fraction_or_bytes_to_keep(value: object, amount: Amo
         ("", "is not a number with or without a unit"),
     ],
 )
-def test_an_unclear_amount_is_refused(value: object, why: str) -> None:
-    with pytest.raises(InvalidValue) as refusal:
+def test_an_unclear_amount_is_rejected(value: object, why: str) -> None:
+    with pytest.raises(InvalidValue) as rejection:
         parse_amount(value)
-    assert refusal.value.why == why
-    assert all(word in refusal.value.allowed for word in ['"all"', "60%", "512MiB"])
+    assert rejection.value.why == why
+    assert all(word in rejection.value.allowed for word in ['"all"', "60%", "512MiB"])
 
 
 @pytest.mark.parametrize(

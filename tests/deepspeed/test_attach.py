@@ -92,7 +92,7 @@ def test_a_mistake_in_the_block_comes_out_of_initialize(
     assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
-def test_a_schedule_that_is_not_deepspeeds_is_refused_by_its_instructions(
+def test_a_schedule_that_is_not_deepspeeds_is_rejected_by_its_instructions(
     installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A zero-bubble schedule's weight pass sets gradients on saved tensors; with hooks these are not the parameters."""
@@ -308,7 +308,7 @@ def test_loss_may_go_backward_by_itself(make_engine: MakeEngine) -> None:
     assert all_equal(*found)
 
 
-def test_each_missing_name_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_missing_name_is_rejected_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     _compat.check()
     for holder, names in _compat._NEEDED:
         for name in names:
@@ -328,7 +328,7 @@ class _Without:
         return getattr(self._holder, name)
 
 
-def test_an_engine_without_an_attribute_that_is_read_is_refused(make_engine: MakeEngine) -> None:
+def test_an_engine_without_an_attribute_that_is_read_is_rejected(make_engine: MakeEngine) -> None:
     engine = make_engine(None)
     _compat.check_engine(engine)
     for name in _compat._NEEDED_ON_ENGINE:
@@ -362,7 +362,7 @@ class _SampleScheduler:
         self.samples += increment
 
 
-def test_a_checkpoint_function_that_holds_its_inputs_elsewhere_is_refused(
+def test_a_checkpoint_function_that_holds_its_inputs_elsewhere_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Changed:

@@ -35,7 +35,7 @@ from tests.deepspeed.conftest import MakeEngine, train
         "ssdtrain_config",
     ],
 )
-def test_a_misspelled_block_is_refused_by_the_key(key: str, make_engine: MakeEngine) -> None:
+def test_a_misspelled_block_is_rejected_by_the_key(key: str, make_engine: MakeEngine) -> None:
     model = models.GPT()
     with pytest.raises(ConfigError, match="allowed: the key 'ssdtrain'") as error:
         make_engine(None, model=model, zero_optimization={"stage": 3}, **{key: {"enabled": True}})
@@ -55,7 +55,7 @@ def test_keys_of_others_are_no_misspelled_block(make_engine: MakeEngine) -> None
         ({"deepspeed": {"plugins": {"ssdtrain": {}}}}, "deepspeed.plugins.ssdtrain"),
     ],
 )
-def test_a_block_inside_of_another_section_is_refused_by_its_full_key(
+def test_a_block_inside_of_another_section_is_rejected_by_its_full_key(
     written: dict[str, Any], path: str, make_engine: MakeEngine
 ) -> None:
     with pytest.raises(ConfigError, match="at the top level of the DeepSpeed config") as error:

@@ -144,16 +144,16 @@ def test_recomputation_draws_from_the_tracker_what_the_forward_drew(function: An
 
 
 def test_the_blocks_checkpoint_section_has_the_defaults(make_engine: MakeEngine, tmp_path: Any) -> None:
-    """`use_reentrant: true` refuses keyword arguments, as torch's does: so it was that one."""
+    """`use_reentrant: true` rejects keyword arguments, as torch's does: so it was that one."""
     offload = {"directories": str(tmp_path / "ssd"), "min_bytes": models.MIN_BYTES}
     features: tuple[dict[str, Any], ...] = ({"offload": offload}, {"comm": {"preset": "safe"}})
     for feature in features:
-        for section, refused in (({}, False), ({"use_reentrant": True}, True)):
+        for section, rejected in (({}, False), ({"use_reentrant": True}, True)):
             engine = make_engine(
                 {**feature, "checkpoint": section},
                 model=models.GPT(lambda block, x: ssdtrain_ds.checkpoint(block, x=x)),
             )
-            if refused:
+            if rejected:
                 with pytest.raises(ValueError, match="Unexpected keyword"):
                     train(engine, 1)
             else:
@@ -239,7 +239,7 @@ def test_a_held_input_is_read_back_where_the_recomputation_detaches_it(
     engine.step()
 
 
-def test_a_version_without_a_name_that_stands_in_for_the_engine_is_refused(
+def test_a_version_without_a_name_that_stands_in_for_the_engine_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(deepspeed.checkpointing, _compat.CPU_CHECKPOINTING_ENGINE, raising=False)
@@ -296,7 +296,7 @@ def test_an_input_made_under_inference_mode_stays(
 
 
 @pytest.mark.parametrize("function", [CHECKPOINT, NON_REENTRANT], ids=["reentrant", "non-reentrant"])
-def test_an_input_that_is_written_after_its_block_is_refused_with_a_way_out(
+def test_an_input_that_is_written_after_its_block_is_rejected_with_a_way_out(
     function: Any, make_engine: MakeEngine
 ) -> None:
     message = r"activation checkpointing .* inplace operation .*\[torch.float32 \[4, 32, 32\]\].*x\.clone\(\)"

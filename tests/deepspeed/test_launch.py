@@ -52,7 +52,7 @@ def test_the_launcher_runs_what_is_named(arguments: list[str], command: Command)
         (["--localhost=1", "train.py"], "--localhost=1 is not an option"),
     ],
 )
-def test_a_command_without_a_script_is_refused(arguments: list[str], why: str) -> None:
+def test_a_command_without_a_script_is_rejected(arguments: list[str], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         parse(arguments)
 

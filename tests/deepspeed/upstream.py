@@ -31,7 +31,7 @@ if "partition_config" not in TPTrainingConfig.model_fields:
 if "_running_engine_backward" not in inspect.getsource(DeepSpeedEngine.__init__):
     LACKS["loss_backward"] = f"ZeRO of DeepSpeed {VERSION} reduces gradients in engine.backward only"
 if "zero_stage = 3' has not been validated" in inspect.getsource(DeepSpeedEngine):
-    LACKS["autotp_zero3"] = f"DeepSpeed {VERSION} refuses AutoTP with ZeRO-3"
+    LACKS["autotp_zero3"] = f"DeepSpeed {VERSION} rejects AutoTP with ZeRO-3"
 if "saved_data" not in inspect.getsource(deepspeed.checkpointing.non_reentrant_checkpoint):
     LACKS["non_reentrant_partitions"] = (
         f"non_reentrant_checkpoint of DeepSpeed {VERSION} empties what it partitions before the block has run"
@@ -48,7 +48,7 @@ def repair() -> None:
 
     Before 0.19, on CPU machines: the checkpoint functions make a stream that they do not use, and the accelerator has no class
     for it; AutoTP makes tensors on the current device, which is called by the rank's number; ZeRO-1 and 2 gather parameters
-    into views that autograd knows, which gloo of newer torch refuses.
+    into views that autograd knows, which gloo of newer torch rejects.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled on first use otherwise
     if Version("0.19") <= VERSION:

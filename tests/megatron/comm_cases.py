@@ -265,7 +265,7 @@ def called(name: str, x: torch.Tensor, wide: torch.Tensor, group: Any) -> list[t
     return list(module.calls(x.clone(), wide.clone(), dist.get_world_size(group), group))
 
 
-def refused(directory: str) -> dict[str, Any]:
+def rejected(directory: str) -> dict[str, Any]:
     """What `attach` says no to, and that nothing stays replaced."""
     found = {}
     with layout(REPLICAS):

@@ -208,7 +208,7 @@ def finish() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # read without a check whether it was imported
 
-    # The torch norm refuses sequence parallelism because it does not mark its parameters; marking is all there is to do.
+    # The torch norm rejects sequence parallelism because it does not mark its parameters; marking is all there is to do.
     plain_new = WrappedTorchNorm.__new__
 
     def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:

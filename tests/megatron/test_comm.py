@@ -217,8 +217,10 @@ def test_layers_of_transformer_engine_are_told_by_module_and_group(case: str) ->
         assert all(calls == 0 for calls, _ in found.values())
 
 
-@of_case("refused")
-def test_a_second_attachment_that_compresses_is_refused_and_so_is_one_without_an_optimizer(case: str) -> None:
+@of_case("rejected")
+def test_a_second_attachment_that_compresses_is_rejected_and_so_is_one_without_an_optimizer(
+    case: str,
+) -> None:
     for found in results(case):
         assert "optimizer=optimizer" in found["no optimizer"]
         assert "compressed already" in found["second"]

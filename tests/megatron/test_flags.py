@@ -124,7 +124,7 @@ def test_what_flags_ask_for_together_is_checked() -> None:
         ("--ssdtrain-offload-deadline soon", "allowed: seconds"),
     ],
 )
-def test_a_refused_value_names_its_flag_and_what_is_allowed(
+def test_a_rejected_value_names_its_flag_and_what_is_allowed(
     arguments: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -139,7 +139,7 @@ def test_a_refused_value_names_its_flag_and_what_is_allowed(
 @pytest.mark.parametrize(
     "flag", ["--ssdtrain-offload-treads", "--ssdtrain-offload", "--no-ssdtrain-offload-host"]
 )
-def test_an_unknown_flag_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_flag_is_rejected(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parser().parse_args([flag, "1"])
     assert "unrecognized arguments" in capsys.readouterr().err
@@ -170,7 +170,7 @@ def test_unknown_flags_of_others_are_left_to_others() -> None:
     assert parser().parse_known_args(["--bf16", *unknown])[1] == unknown
 
 
-def test_a_report_about_nothing_is_refused() -> None:
+def test_a_report_about_nothing_is_rejected() -> None:
     args = ["--ssdtrain-report-path", "runs"]
     with pytest.raises(ConfigError, match=r"--ssdtrain-report-path.*runs.*--ssdtrain-offload-directories"):
         config_from_args(parser().parse_args(args))

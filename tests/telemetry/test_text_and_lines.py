@@ -59,7 +59,7 @@ def test_a_line_is_there_as_soon_as_it_is_written(tmp_path) -> None:
         assert (tmp_path / "lines").read_text() == '{"step": 1}\n'
 
 
-def test_numbers_that_json_does_not_have_are_refused() -> None:
+def test_numbers_that_json_does_not_have_are_rejected() -> None:
     with pytest.raises(ValueError):
         write_line(io.StringIO(), {"loss": float("nan")})
 

@@ -1,4 +1,4 @@
-"""What `attach` changes, refuses and leaves."""
+"""What `attach` changes, rejects and leaves."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_each_model_has_its_own_runtime_and_others_have_none(config: Config) -> 
         assert nothing_alive(first) and nothing_alive(second)
 
 
-def test_a_second_runtime_on_the_same_model_is_refused(trainer: Trainer, config: Config) -> None:
+def test_a_second_runtime_on_the_same_model_is_rejected(trainer: Trainer, config: Config) -> None:
     with attach(trainer.chunks, config):
         with pytest.raises(ValueError, match="attached to this model already"):
             attach(trainer.chunks, config)
@@ -105,7 +105,7 @@ def test_a_second_runtime_on_the_same_model_is_refused(trainer: Trainer, config:
         ("cuda_graph_impl", "local", "replays kernels"),
     ],
 )
-def test_what_excludes_offloading_is_refused_by_its_flag(
+def test_what_excludes_offloading_is_rejected_by_its_flag(
     trainer: Trainer, config: Config, option: str, value: object, said: str
 ) -> None:
     if option not in {field.name for field in dataclasses.fields(trainer.config)}:
@@ -124,7 +124,7 @@ def test_the_docs_have_the_table_of_conflicts() -> None:
     assert conflict_table(CONFLICTS, flag) in page
 
 
-def test_sharded_parameters_are_refused_by_name(trainer: Trainer, config: Config) -> None:
+def test_sharded_parameters_are_rejected_by_name(trainer: Trainer, config: Config) -> None:
     class FullyShardedDataParallel(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -148,7 +148,7 @@ def test_a_mistake_in_the_config_is_named(trainer: Trainer) -> None:
         (random.CudaRNGStatesTracker, "set_states", None, "CudaRNGStatesTracker.set_states"),
     ],
 )
-def test_a_name_that_megatron_lacks_is_refused_by_that_name(
+def test_a_name_that_megatron_lacks_is_rejected_by_that_name(
     trainer: Trainer,
     config: Config,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""What a comm section changes before anything is sent: refusals, ranges that go exactly, one rank."""
+"""What a comm section changes before anything is sent: errors, ranges that go exactly, one rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def compressing(**comm: Any) -> Config:
         ("external_cuda_graph", True, ()),
     ],
 )
-def test_options_of_the_model_that_pass_by_the_hooks_are_refused(
+def test_options_of_the_model_that_pass_by_the_hooks_are_rejected(
     trainer: Trainer, option: str, value: Any, off: tuple[str, ...]
 ) -> None:
     check_conflicts(trainer.chunks, compressing())
@@ -49,7 +49,7 @@ def test_options_of_the_model_that_pass_by_the_hooks_are_refused(
 
 
 @pytest.mark.parametrize("option", ["nccl_ub", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"])
-def test_options_of_data_parallelism_that_pass_by_the_hooks_are_refused(
+def test_options_of_data_parallelism_that_pass_by_the_hooks_are_rejected(
     trainer: Trainer, option: str
 ) -> None:
     setattr(trainer.chunks[0].ddp_config, option, True)
@@ -58,7 +58,7 @@ def test_options_of_data_parallelism_that_pass_by_the_hooks_are_refused(
     check_conflicts(trainer.chunks, compressing(dp="off", dp_gather="off", zero_gather="off"))
 
 
-def test_other_data_parallelism_is_refused(trainer: Trainer) -> None:
+def test_other_data_parallelism_is_rejected(trainer: Trainer) -> None:
     class MegatronFSDP(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -68,7 +68,7 @@ def test_other_data_parallelism_is_refused(trainer: Trainer) -> None:
         check_conflicts([MegatronFSDP()], compressing())
 
 
-def test_a_chunk_whose_gradients_would_go_uncompressed_is_refused(
+def test_a_chunk_whose_gradients_would_go_uncompressed_is_rejected(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = trainer.chunks[0].module
@@ -80,7 +80,7 @@ def test_a_chunk_whose_gradients_would_go_uncompressed_is_refused(
     check_conflicts([inner], compressing(dp="off", dp_gather="off", zero_gather="off"))
 
 
-def test_a_refusal_leaves_nothing_replaced(trainer: Trainer) -> None:
+def test_a_rejection_leaves_nothing_replaced(trainer: Trainer) -> None:
     before = [vars(place.owner)[place.name] for places in _compat_comm.places().values() for place in places]
     trainer.config.context_parallel_size = 2
     with pytest.raises(ConfigError):

@@ -198,7 +198,7 @@ def test_a_mistake_in_the_flags_is_found_before_the_model_is_built(loop: Loop) -
     assert built == []
 
 
-def test_a_training_loop_that_lacks_a_name_is_refused_by_it(loop: Loop) -> None:
+def test_a_training_loop_that_lacks_a_name_is_rejected_by_it(loop: Loop) -> None:
     del loop.training.training_log  # type: ignore[attr-defined]
     with pytest.raises(ImportError, match=r"megatron\.training\.training\.training_log"):
         ssdtrain_megatron.install_pretrain()

@@ -267,7 +267,7 @@ def test_submodules_of_ones_own_are_taken() -> None:
 @pytest.mark.parametrize(
     ("option", "value"), [("heterogeneous_block_specs", True), ("transformer_impl", "inference_optimized")]
 )
-def test_layers_of_other_classes_are_refused_by_their_option(option: str, value: object) -> None:
+def test_layers_of_other_classes_are_rejected_by_their_option(option: str, value: object) -> None:
     config = _plain(Row("")).config
     setattr(config, option, value)
     with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')}.*launcher"):
@@ -302,7 +302,7 @@ def test_steps_are_told_and_reported(
         ({}, "recompute_mlp", r"--recompute-modules.*bias.*--disable-bias-linear"),
     ],
 )
-def test_what_cannot_be_had_is_refused_at_the_first_forward(
+def test_what_cannot_be_had_is_rejected_at_the_first_forward(
     runtime_file: Path, config: dict[str, Any], section: dict[str, Any], option: str | None, said: str
 ) -> None:
     runtime_file.write_text(yaml.safe_dump({**config, **section}))
@@ -339,7 +339,7 @@ def test_without_its_variable_the_module_of_spec_cannot_be_imported(monkeypatch:
         ({}, {**selective("mlp"), "add_bias_linear": True}, "--recompute-modules.*--disable-bias-linear"),
     ],
 )
-def test_what_cannot_be_had_with_spec_is_refused_before_the_model_is_built(
+def test_what_cannot_be_had_with_spec_is_rejected_before_the_model_is_built(
     runtime_file: Path,
     config: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""What `attach` would do nothing for, or count or write twice, is refused or ended."""
+"""What `attach` would do nothing for, or count or write twice, is rejected or ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Around(torch.nn.Module):
 
 
 @pytest.mark.parametrize("other", [lambda chunk: chunk.module, Around], ids=["inside", "around"])
-def test_an_attachment_to_a_part_of_what_the_schedule_runs_is_refused_at_the_first_step(
+def test_an_attachment_to_a_part_of_what_the_schedule_runs_is_rejected_at_the_first_step(
     trainer: Trainer, config: Config, other: Callable[[torch.nn.Module], torch.nn.Module]
 ) -> None:
     with attach([other(chunk) for chunk in trainer.chunks], config):
@@ -50,7 +50,7 @@ def test_a_model_is_a_stranger_only_until_something_is_attached_to_it(
             trainer.step(1)
 
 
-def test_lists_that_are_no_list_of_chunks_are_refused(trainer: Trainer, config: Config) -> None:
+def test_lists_that_are_no_list_of_chunks_are_rejected(trainer: Trainer, config: Config) -> None:
     chunk = trainer.chunks[0]
     with pytest.raises(ValueError, match="there are no model chunks"):
         attach([], config)
@@ -61,7 +61,7 @@ def test_lists_that_are_no_list_of_chunks_are_refused(trainer: Trainer, config: 
     attach([], {"enabled": False}).close()
 
 
-def test_a_second_attachment_around_or_inside_of_the_first_is_refused(
+def test_a_second_attachment_around_or_inside_of_the_first_is_rejected(
     trainer: Trainer, config: Config
 ) -> None:
     with attach(trainer.chunks, config):
@@ -71,7 +71,7 @@ def test_a_second_attachment_around_or_inside_of_the_first_is_refused(
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_a_model_that_is_offloaded_call_by_call_is_refused_and_the_other_way_round(
+def test_a_model_that_is_offloaded_call_by_call_is_rejected_and_the_other_way_round(
     trainer: Trainer, config: Config, wrapped: bool
 ) -> None:
     model = trainer.chunks[0] if wrapped else trainer.chunks[0].module
