@@ -63,7 +63,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     _row(
         "fine_grained_activation_offloading",
         "offload",
-        f"moves the same saved tensors to host memory, and inner saved-tensor hooks win: {_ONE_ONLY}",
+        f"moves the same saved tensors to host memory, and inner saved-tensor hooks take precedence: {_ONE_ONLY}",
     ),
     _row("cpu_offloading", "offload", f"lets Transformer Engine move the same saved tensors: {_ONE_ONLY}"),
     _row("overlap_moe_expert_parallel_comm", "offload", _COMBINED),

@@ -27,7 +27,7 @@ class _Hook:
         self._comm = comm
         self._group = model.process_group
         self._model = model.module
-        self._exact = excluded(model.module, comm.policy.exclude)
+        self._uncompressed = excluded(model.module, comm.policy.exclude)
         self._parameters = {parameter.data_ptr(): parameter for parameter in model.module.parameters()}
         self._numbers = {id(parameter): n for n, parameter in enumerate(model.module.parameters())}
         self._waiting: list[tuple[CompressedWork, Tensor, torch.futures.Future[Tensor]]] = []
@@ -66,7 +66,7 @@ class _Hook:
             places[parameter] = (at, at + parameter.numel())
             at += parameter.numel()
         members = repr([self._numbers[id(parameter)] for parameter in places])
-        return Bucket(f"ddp-{zlib.crc32(members.encode()):08x}", ranges_of(places, self._exact))
+        return Bucket(f"ddp-{zlib.crc32(members.encode()):08x}", ranges_of(places, self._uncompressed))
 
 
 def attach(model: DistributedDataParallel, comm: Communicator) -> None:
