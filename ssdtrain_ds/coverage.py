@@ -96,4 +96,4 @@ class InnerHooks:
         parts = ", ".join(
             f"{name} takes {nbytes // steps} bytes a step" for name, nbytes in sorted(self.taken.items())
         )
-        return f"saved-tensor hooks inside the model take precedence over offloading, and what they take is not offloaded: {parts}"
+        return f"saved-tensor hooks inside the model take precedence, and what they take is not offloaded: {parts}"
