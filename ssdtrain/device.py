@@ -28,6 +28,8 @@ __all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "HostTimestamp", "Times
 
 logger = logging.getLogger("ssdtrain")
 
+EVENT_POLL = 50e-6  # seconds between two looks at an event that is waited for with a timeout
+
 LINK_PROBE = 64 << 20  # bytes of a copy by which a link is measured
 
 TESTED_TORCH = ("2.13.0",)
@@ -118,8 +120,12 @@ class Device(Protocol):
     def wait(self, event: Event, stream: Any | None = None) -> None:
         """Make `stream` (None: the current one) wait for `event`, without blocking the host."""
 
-    def block(self, event: Event) -> None:
-        """Block the host until `event`: back-pressure when the engine has run out of buffers."""
+    def block(self, event: Event, timeout: float | None = None) -> bool:
+        """Block the host until `event`: back-pressure when the engine has run out of buffers.
+
+        Returns:
+            False: `timeout` seconds have passed before it.
+        """
 
     def current_stream(self) -> Any | None:
         """The current stream; None without streams."""
@@ -177,8 +183,8 @@ class CpuDevice:
     def wait(self, event: Event, stream: Any | None = None) -> None:
         return None
 
-    def block(self, event: Event) -> None:
-        return None
+    def block(self, event: Event, timeout: float | None = None) -> bool:
+        return True
 
     def current_stream(self) -> None:
         return None
@@ -282,8 +288,16 @@ class CudaDevice:
     def wait(self, event: Event, stream: Any | None = None) -> None:
         (stream or torch.cuda.current_stream(self.device)).wait_event(event)  # type: ignore[arg-type]
 
-    def block(self, event: Event) -> None:
-        event.synchronize()
+    def block(self, event: Event, timeout: float | None = None) -> bool:
+        if timeout is None:
+            event.synchronize()
+            return True
+        until = time.monotonic() + timeout
+        while not event.query():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(EVENT_POLL)
+        return True
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)

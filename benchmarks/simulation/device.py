@@ -257,16 +257,17 @@ class SimulatedDevice:
     def wait(self, event: SimulatedEvent, stream: Stream | None = None) -> None:
         (stream or self._current).wait(event)
 
-    def block(self, event: SimulatedEvent) -> None:
+    def block(self, event: SimulatedEvent, timeout: float | None = None) -> bool:
         began = self.timeline.now
-        self.timeline.wait_for(lambda: event.done)
+        passed = self.timeline.wait_for(lambda: event.done, timeout)
         self.blocked_seconds += self.timeline.now - began
+        return passed
 
     def capturing(self) -> bool:
         return self._capturing
 
-    def host_register(self) -> None:
-        return None
+    def host_register(self) -> Callable[[int, int], Callable[[], None]]:
+        return lambda address, nbytes: lambda: None
 
     def numa_node(self) -> None:
         return None

@@ -87,7 +87,13 @@ class Machine:
         self._directory = tempfile.TemporaryDirectory(prefix="ssdtrain-")
         directories = [self._directory.name for _ in self.drives]
         store = SpillStore(
-            directories, capacity=capacity, host_bytes=host_bytes, threads=1, engine="python", direct="off"
+            directories,
+            capacity=capacity,
+            host_bytes=host_bytes,
+            threads=1,
+            engine="python",
+            direct="off",
+            register=self.device.host_register(),
         )
         store.pool.close()
         store.pool = self.pool

@@ -67,7 +67,7 @@ class OffloadConfig(Section):
     """Maximum bytes per rank on each drive. Default: 90% of the free space, divided among the ranks of the node."""
 
     host: Size = 0
-    """Bytes of host memory per rank, used as a tier before the drives. Default: none."""
+    """Bytes of host memory per rank, used as a tier before the drives; pinned with a GPU. Default: none."""
 
     amount: AmountField = Amount("all")
     """How much of what a microbatch saves is offloaded: "all", a fraction such as 0.6 or "60%", the bytes that

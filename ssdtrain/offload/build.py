@@ -68,6 +68,8 @@ def build_engine(
         direct=offload.direct,
         local_world_size=local_world_size,
         faults=faults,
+        register=layer.host_register(),
+        node=layer.numa_node(),
         huge_pages=in_place,  # else it is the arena that is written from, which lies in them
         **layer.event_functions(),
     )

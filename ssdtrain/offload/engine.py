@@ -29,9 +29,10 @@ from ssdtrain.offload.proof import Prover
 from ssdtrain.offload.region import Handle, Kept, Region, Releases, modified
 from ssdtrain.offload.restore import Restorer
 from ssdtrain.offload.sharing import Extent, Regions
+from ssdtrain.offload.staged import StagedTransfer
 from ssdtrain.offload.starter import StoreStarter
 from ssdtrain.offload.tape import Tape
-from ssdtrain.offload.transfer import DirectTransfer, StagedTransfer, Transfer
+from ssdtrain.offload.transfer import DirectTransfer, Transfer
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.profile.modules import ModuleNames
 from ssdtrain.profile.passes import PassRecorder

@@ -130,7 +130,7 @@ class AdaptiveOffload(Feature):
         fresh = self._resolve()
         if not self._wanted:
             self._watch(latest, fresh, step)
-        if self._wanted and fresh and self._profile is not None and self._rates.write:
+        if self._wanted and fresh and self._profile is not None and (self._rates.write or self._link):
             self._plan(self._profile)
         elif self._outcome_due and self._steps >= self._planned_at + 2:
             self._outcome_due = False
@@ -199,7 +199,8 @@ class AdaptiveOffload(Feature):
 
     def machine(self) -> Machine:
         """The machine as measured."""
-        write = self._rates.write or 1.0
+        # Copies into a pinned host tier take the time of the link alone.
+        write = self._rates.write or (self._link[0] if self._link is not None else 1.0)
         read = self._rates.read or write  # everything so far was taken from its staging buffer
         engine, options = self._engine, self._engine.options
         link = Link(*(self._margin * rate for rate in self._link)) if self._link is not None else None

@@ -76,10 +76,15 @@ class StoreMetrics(MetricSet):
         slabs: Sequence[Slab],
         arena: Arena | None,
         transfers: Transfers,
+        copied: Sequence[int],
         live_slots: int,
         live_bytes: int,
     ) -> StoreMetrics:
-        """Collect the metrics of these drives and this host tier; the caller holds the store's lock."""
+        """Collect the metrics of these drives and this host tier; the caller holds the store's lock.
+
+        Args:
+            copied: bytes into the host tier and out of it that a device has copied itself.
+        """
         queues, cancelled = transfers
         drives = tuple(
             TierMetrics(
@@ -89,7 +94,11 @@ class StoreMetrics(MetricSet):
         )
         host = None
         if arena is not None:
-            host = TierMetrics("host memory", arena.capacity, arena.capacity, arena.allocated, *queues[-1])
+            written, read, *seconds = queues[-1]
+            written, read = written + copied[0], read + copied[1]
+            host = TierMetrics(
+                "host memory", arena.capacity, arena.capacity, arena.allocated, written, read, *seconds
+            )
         tiers = [*drives, *([host] if host else [])]
         return cls(
             engine=engine,

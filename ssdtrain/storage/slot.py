@@ -43,6 +43,20 @@ class Slot:
     def __repr__(self) -> str:
         return f"Slot({self.nbytes} bytes, {self.tier}{'' if self.drive < 0 else f' {self.drive}'})"
 
+    def view(self) -> memoryview:
+        """The bytes in the host tier, writable; the slot must be held meanwhile."""
+        assert self._lease is not None
+        return self._lease.view()
+
+    def record(self, operation: Operation, written_at: int | None) -> None:
+        """Record a queued transfer; of a write, the address modulo 4096 that it writes from."""
+        if written_at is not None:
+            self.record_write(operation, written_at)
+        earlier = self._operations
+        if len(earlier) > 1:  # rare: a slot is usually written once and read once
+            earlier = tuple([old for old in earlier if not old.done()])
+        self._operations = (*earlier, operation)
+
     def record_write(self, operation: Operation, page_offset: int) -> None:
         """Record a queued write from an address with `address % 4096 == page_offset`."""
         if self._writes:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssdtrain.storage import forks, memory
-from ssdtrain.storage.arena import Arena
+from ssdtrain.storage.arena import Arena, Register
 from ssdtrain.storage.errors import StoreClosed, StoreFull
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
@@ -46,6 +46,7 @@ class SpillStore:
         local_world_size: ranks that share the drives of this node.
         faults: injected faults (tests).
         stripe: bytes above which a slot is spread over several drives.
+        register, node: of the host tier's memory, see `Arena`.
         event_query, set_device, exchange_capture_mode, device, huge_pages: see `make_pool`.
 
     Raises:
@@ -66,6 +67,8 @@ class SpillStore:
         local_world_size: int = 1,
         faults: Faults | None = None,
         stripe: int = PIECE,
+        register: Register | None = None,
+        node: int | None = None,
         event_query: int = 0,
         set_device: int = 0,
         exchange_capture_mode: int = 0,
@@ -95,13 +98,15 @@ class SpillStore:
         self._generation = forks.generation()
         self._slabs: list[Slab] = []
         self._host: Arena | None = None
+        self._pinned = register is not None
+        self._copied = [0, 0]  # bytes into and out of the host tier that others have moved
         self._pattern: memory.Map | None = None
         try:
             for index, directory in enumerate(Path(d) for d in directories):
                 room = capacity if capacity is not None else default_capacity(directory, local_world_size)
                 self._slabs.append(Slab(directory, index, room, direct=direct, faults=faults))
             if host_bytes:
-                self._host = Arena(host_bytes)
+                self._host = Arena(host_bytes, register=register, node=node)
             self.pool: Pool = make_pool(
                 [(slab.fd, slab.direct) for slab in self._slabs],
                 [str(slab.directory) for slab in self._slabs],
@@ -252,7 +257,13 @@ class SpillStore:
 
     def _collect(self) -> StoreMetrics:
         return StoreMetrics.of(
-            self.pool.engine, self._slabs, self._host, self._transfers, self._live_slots, self._live_bytes
+            self.pool.engine,
+            self._slabs,
+            self._host,
+            self._transfers,
+            self._copied,
+            self._live_slots,
+            self._live_bytes,
         )
 
     def close(self) -> None:
@@ -297,13 +308,17 @@ class SpillStore:
         operation = self.pool.submit(
             kind, address, slot.nbytes, page_offset, slot._extents, event, defer, checksum, digest
         )
-        if not kind & 1:
-            slot.record_write(operation, page_offset)
-        earlier = slot._operations
-        if len(earlier) > 1:  # rare: a slot is usually written once and read once
-            earlier = tuple([old for old in earlier if not old.done()])
-        slot._operations = (*earlier, operation)
+        slot.record(operation, None if kind & 1 else page_offset)
         return operation
+
+    def is_pinned(self, slot: Slot) -> bool:
+        """Whether a device copies to and from the memory of this slot itself: see `copied`."""
+        return self._pinned and slot._lease is not None
+
+    def copied(self, slot: Slot, operation: Operation, *, into: bool) -> None:
+        """`operation` fills the memory of a pinned slot of the host tier (`into`), or reads it. It is not reused before."""
+        slot.record(operation, 0 if into else None)
+        self._copied[0 if into else 1] += slot.nbytes
 
     def _retire(self, slab: Slab, error: BaseException) -> None:
         if slab.retired:

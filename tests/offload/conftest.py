@@ -31,6 +31,8 @@ class Variant:
     staged: bool = False
     slots: int | None = None
     drives: int = 1
+    lagging: bool = False
+    """On a device whose copies lag behind: see `tests.support.lagging`."""
 
 
 VARIANTS = [
@@ -45,6 +47,8 @@ VARIANTS = [
     Variant("no-prefetch", {"prefetch": 0}),
     Variant("two-drives", drives=2),
 ]
+
+LAGGING = Variant("lagging", lagging=True)
 
 
 def only_slots(runtime: Runtime, count: int) -> None:

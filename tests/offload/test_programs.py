@@ -6,8 +6,10 @@ import gc
 import tempfile
 import threading
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,9 +18,10 @@ from hypothesis import strategies as st
 from ssdtrain.config import load_config
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults
-from tests.offload.conftest import VARIANTS, Variant, holds_nothing, only_slots, settled
+from tests.offload.conftest import LAGGING, VARIANTS, Variant, holds_nothing, only_slots, settled
 from tests.offload.programs import NAMES, Instruction, Machine, same
 from tests.offload.reference import SynchronousOffload
+from tests.support.lagging import LaggingDevice
 
 INSTRUCTIONS = st.lists(
     st.tuples(st.sampled_from(NAMES), st.integers(0, 50), st.integers(0, 50)), min_size=25, max_size=50
@@ -71,17 +74,24 @@ class CollectingLock:
         self._lock.release()
 
 
-def make(directory: str, variant: Variant, options: dict[str, Any], faults: Faults) -> Runtime:
+@contextmanager
+def make(directory: str, variant: Variant, options: dict[str, Any], faults: Faults) -> Iterator[Runtime]:
     options = dict(options)
     collecting = options.pop("collecting")
     section = {"directories": directory, "min_bytes": 1024, "buffer": "4MiB", **options}
-    runtime = Runtime(load_config({"offload": section}), staged=variant.staged or None, faults=faults)
-    if variant.slots is not None:
-        only_slots(runtime, variant.slots)
-    if collecting:
-        assert runtime.engine is not None
-        runtime.engine._lock = CollectingLock()  # type: ignore[assignment]
-    return runtime
+    with ExitStack() as stack:
+        if variant.lagging:
+            device = LaggingDevice(faults.seed)
+            stack.callback(device.close)
+            stack.enter_context(patch("ssdtrain.offload.build.device_for", lambda _: device))
+        runtime = Runtime(load_config({"offload": section}), staged=variant.staged or None, faults=faults)
+        stack.enter_context(runtime)
+        if variant.slots is not None:
+            only_slots(runtime, variant.slots)
+        if collecting:
+            assert runtime.engine is not None
+            runtime.engine._lock = CollectingLock()  # type: ignore[assignment]
+        yield runtime
 
 
 def agree(program: list[Instruction], seed: int, runtime: Runtime, *, keeps: bool = False) -> None:
@@ -114,7 +124,7 @@ def any_program(variant: Variant, **how: Any) -> None:
 
 @pytest.mark.parametrize(
     "variant",
-    [VARIANTS[0], *(pytest.param(VARIANTS[index], marks=pytest.mark.slow) for index in (3, 2, 4))],
+    [VARIANTS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in (*VARIANTS[2:5], LAGGING))],
     ids=lambda v: v.name,
 )
 def test_any_program_on_any_drive(variant: Variant) -> None:
@@ -123,7 +133,7 @@ def test_any_program_on_any_drive(variant: Variant) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("variant", VARIANTS[:6], ids=lambda v: v.name)
+@pytest.mark.parametrize("variant", [*VARIANTS[:6], LAGGING], ids=lambda v: v.name)
 def test_a_thousand_programs_each_on_any_drive(variant: Variant) -> None:
     any_program(variant, max_examples=1000)
 

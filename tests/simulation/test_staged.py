@@ -12,8 +12,8 @@ import torch
 from benchmarks.simulated_device import GB, LOADS, Load, gpt, measure, uniform
 from benchmarks.simulation.training import LayerTimes, Machine, keep_peak, train
 from ssdtrain.offload.options import EngineOptions
+from ssdtrain.offload.staged import StagedTransfer
 from ssdtrain.offload.targets import LoadTargets
-from ssdtrain.offload.transfer import StagedTransfer
 
 MiB = 1 << 20
 

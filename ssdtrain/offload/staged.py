@@ -1,0 +1,256 @@
+"""Device tensors on their way to a tier and back: a copy on a side stream into pinned host memory, then the I/O pool.
+
+The tensor goes as soon as the copy has left the device. On the CPU this way works too (its events are no-ops), which is how it
+is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ssdtrain.device import Device, Event
+from ssdtrain.offload.buffers import Buffers
+from ssdtrain.offload.coding import Coding
+from ssdtrain.offload.device_copy import DeviceCopy
+from ssdtrain.offload.region import Region
+from ssdtrain.offload.targets import LoadTargets, Target
+from ssdtrain.offload.transfer import Encoding
+from ssdtrain.offload.transfer_state import Arrival, Read, Write
+from ssdtrain.storage import Lease, Operation, Slot, SpillStore
+
+__all__ = ["StagedTransfer"]
+
+
+class _Passing(NamedTuple):
+    """A staging buffer that a copy alone uses, until its event has passed, and what else it needs alive."""
+
+    event: Event
+    lease: Lease | None
+    source: torch.UntypedStorage | torch.Tensor | None
+
+
+_TO_HOST, _TO_DEVICE = range(2)
+
+
+class StagedTransfer:
+    """Device tensors, through pinned buffers of the arena.
+
+    Note: [Emptying before the write has ended]
+    The copy off the device is ordered on the store stream. Once the stream that allocated the tensor waits for its event, the
+    tensor may go, whether or not the copy has begun: what reuses its memory comes later on that stream. From then on the staging
+    buffer is the only place that holds the bytes. Nothing depends on when the host notices the end of a copy.
+
+    Note: [Buffers in passing]
+    A staging buffer whose bytes are on their way to the device belongs to the copy until its event has passed. The host never
+    waits for one, unless it needs a buffer and all are in use: `passing`.
+
+    Note: [Pinned host tier]
+    Where the host tier is pinned, a slot in it is its own staging buffer: copies go there and come from there, and no thread
+    of the host touches a byte. The slot knows of each copy (`SpillStore.copied`), so that its memory is not given to another
+    region before the copy has passed.
+    """
+
+    copies = True
+
+    def __init__(
+        self,
+        store: SpillStore,
+        buffers: Buffers,
+        seen: Callable[[torch.UntypedStorage], None],
+        coding: Coding,
+        device: Device,
+    ) -> None:
+        self.store = store
+        self._seen = seen
+        self._encoding = Encoding(coding, seen)
+        self.buffers = buffers
+        self.device = device
+        self.targets = LoadTargets(device)
+        # Buffers that a copy alone uses, by direction, each in the order of the copies. See Note: [Buffers in passing].
+        self._passing: tuple[deque[_Passing], deque[_Passing]] = (deque(), deque())
+
+    def encode(self, region: Region) -> torch.Tensor | None:
+        payload = self._encoding.encode(region)
+        # The tensor is released next: what reuses its memory comes after the encoding.
+        current = self.device.current_stream()
+        if payload is not None and region.stream is not None and region.stream != current:
+            encoded = self.device.record(current)
+            if encoded is not None:
+                self.device.wait(encoded, region.stream)
+        return payload
+
+    def begin_store(self, region: Region, *, defer: bool) -> Write | None:
+        slot = region.transfer.slot
+        assert slot is not None
+        if self.store.is_pinned(slot):
+            event = self.device.copy_to_host(_source(region), _bytes_of_slot(slot))
+            if event is not None:
+                self._passing[_TO_HOST].append(_Passing(event, None, None))
+            return Write(self._copied(slot, event, into=True), event=event)
+        lease = self.buffers.acquire(region.transfer.stored_bytes)
+        if lease is None:
+            return None
+        event = self.device.copy_to_host(_source(region), torch.frombuffer(lease.view(), dtype=torch.uint8))
+        # Never deferred: the pool's workers wait for the device anyway.
+        return Write(self._write(region, lease, event), lease=lease, event=event)
+
+    def _copied(self, slot: Slot, event: Event | None, *, into: bool) -> Operation:
+        """See Note: [Pinned host tier]."""
+        copy = DeviceCopy(self.device, event, slot.nbytes)
+        self.store.copied(slot, copy, into=into)
+        return copy
+
+    def _write(self, region: Region, lease: Lease, event: Event | None) -> Operation:
+        handle = self.device.event_handle(event)
+        transfer = region.transfer
+        assert transfer.slot is not None
+        return self.store.write(transfer.slot, lease.address, after_event=handle, verify=transfer.verify)
+
+    def depart(self, region: Region) -> None:
+        event = region.transfer.event
+        if event is not None and not event.query():
+            self.device.wait(event, region.stream)
+            current = self.device.current_stream()
+            if current != region.stream:
+                self.device.wait(event, current)
+
+    def give_back(self, region: Region) -> None:
+        transfer = region.transfer
+        self._return(transfer.lease, transfer.load_event, transfer.event, region)
+
+    def _return(
+        self, lease: Lease | None, load_event: Event | None, store_event: Event | None, region: Region
+    ) -> None:
+        """Return a staging buffer when the copy that uses it has passed, that of a cancelled store or one back to the device.
+
+        A copy off the device also reads memory that its owner may release next.
+        """
+        if lease is None:
+            return
+        event = load_event or store_event
+        if event is None or event.query():
+            lease.release()
+        elif load_event is not None:
+            self._passing[_TO_DEVICE].append(_Passing(event, lease, None))
+        else:
+            self._passing[_TO_HOST].append(_Passing(event, lease, region.tensor.untyped_storage()))
+
+    def rewrite(self, region: Region) -> Operation:
+        lease = region.transfer.lease
+        assert lease is not None
+        return self._write(region, lease, region.transfer.event)
+
+    def recall(self, region: Region) -> Arrival | None:
+        transfer = region.transfer
+        if transfer.payload is not None:
+            return self._decode(region)._replace(payload=transfer.payload)
+        host = self._staged(region)
+        if host is None or region.in_tensor:
+            return None
+        return self._copy_in(region, host, transfer.event)
+
+    def _staged(self, region: Region) -> torch.Tensor | None:
+        """The host memory that the bytes are copied to or from; None: there is none now."""
+        transfer = region.transfer
+        if transfer.lease is not None:
+            return torch.frombuffer(transfer.lease.view(), dtype=torch.uint8)
+        if transfer.slot is not None and self.store.is_pinned(transfer.slot):
+            return _bytes_of_slot(transfer.slot)
+        return None
+
+    def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
+        transfer = region.transfer
+        assert transfer.slot is not None
+        if self.store.is_pinned(transfer.slot):
+            return Read(DeviceCopy(self.device, None, transfer.stored_bytes))  # there is nothing to read
+        lease = self.buffers.acquire(transfer.stored_bytes)
+        if lease is not None:
+            operation = self.store.read(transfer.slot, lease.address, defer=not on_demand)
+            return Read(operation, lease)
+        if not allow_unpooled:
+            return None
+        buffer = torch.empty(transfer.stored_bytes, dtype=torch.uint8, device="cpu")
+        return Read(self.store.read(transfer.slot, buffer.data_ptr()), loaded=buffer)
+
+    def advance_load(self, region: Region) -> Arrival:
+        lease = region.transfer.lease
+        host = self._staged(region) if region.transfer.loaded is None else region.transfer.loaded
+        assert host is not None
+        # It may find no memory: then the region is as before, and this may be tried again.
+        arrival = self._copy_in(region, host)
+        if lease is None and arrival.event is not None:
+            self._passing[_TO_DEVICE].append(_Passing(arrival.event, None, host))
+        self._return(lease, arrival.event, region.transfer.event, region)
+        if region.transfer.codec is None:
+            return arrival
+        return arrival._replace(loaded=None, payload=arrival.loaded)
+
+    def _copy_in(self, region: Region, host: torch.Tensor, after: Event | None = None) -> Arrival:
+        """Queue the copy of `host` to the device, behind `after`."""
+        target = region.transfer.target
+        if target is None or target.tensor is None:  # none yet, or that of an earlier load
+            target = self.reserve_target(host.numel())
+        tensor = self.targets.take(target)
+        awaited = target.awaited if after is None else [*target.awaited, after]
+        event = self.device.copy_to_device(host, tensor, awaited)
+        slot = region.transfer.slot
+        if slot is not None and self.store.is_pinned(slot):
+            self._copied(slot, event, into=False)
+        return Arrival(tensor, None, target, event)
+
+    def reserve_target(self, nbytes: int) -> Target:
+        target = self.targets.reserve(nbytes)
+        assert target.tensor is not None
+        self._seen(target.tensor.untyped_storage())
+        return target
+
+    def end_load(self, region: Region) -> Arrival | None:
+        transfer = region.transfer
+        if transfer.load_event is not None:
+            self.device.wait(transfer.load_event)
+        if transfer.target is not None:
+            self.targets.hand_out(transfer.target)
+        if transfer.decoding is not None and transfer.loaded is not None:
+            self.device.wait(transfer.decoding)
+            self.device.record_use(transfer.loaded)  # of the stream that decoded it
+        if transfer.payload is None or transfer.loaded is not None:
+            return None
+        return self._decode(region)
+
+    def _decode(self, region: Region) -> Arrival:
+        """The values of a payload, decoded on the current stream; others wait for the event."""
+        payload = region.transfer.payload
+        assert payload is not None
+        if region.transfer.target is None:
+            self.device.record_use(payload)
+        values = self._encoding.decode(region)
+        return Arrival(values, decoded=self.device.record(self.device.current_stream()))
+
+    def poll(self) -> None:
+        self.targets.note_deaths()
+        for passing in self._passing:
+            while passing and passing[0].event.query():
+                lease = passing.popleft().lease
+                if lease is not None:
+                    lease.release()
+
+    def passing(self) -> Event | None:
+        oldest = self._passing[_TO_DEVICE] or self._passing[_TO_HOST]
+        return oldest[0].event if oldest else None
+
+
+def _source(region: Region) -> torch.Tensor:
+    """What is copied off the device (uint8): the payload, or the bytes of the region."""
+    if region.transfer.payload is not None:
+        return region.transfer.payload
+    source = torch.empty(0, dtype=torch.uint8, device=region.tensor.device)
+    return source.set_(region.tensor.untyped_storage(), region.start, (region.nbytes,), (1,))
+
+
+def _bytes_of_slot(slot: Slot) -> torch.Tensor:
+    """A slot of the host tier (uint8); the slot must outlive it."""
+    return torch.frombuffer(slot.view(), dtype=torch.uint8)

@@ -1,0 +1,108 @@
+"""The pinned host tier: copies between the device and its slots, with no thread of the host in between."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from benchmarks.simulation.training import (
+    LayerTimes,
+    Machine,
+    StepRecord,
+    keep_peak,
+    one_after_the_other,
+    train,
+)
+from ssdtrain.offload.metrics import OffloadMetrics
+from ssdtrain.offload.options import EngineOptions
+from ssdtrain.storage import StoreMetrics
+from ssdtrain.storage.slot import Slot
+
+MiB = 1 << 20
+
+
+def steps(
+    layers: tuple[LayerTimes, ...],
+    host_bytes: int,
+    count: int = 3,
+    drive: float = 50e6,
+    microbatches: int = 1,
+    **machine: Any,
+) -> tuple[list[StepRecord], OffloadMetrics, StoreMetrics, Machine]:
+    made = Machine(400e6, [(drive, drive)], **machine)
+    options = EngineOptions(min_bytes=1024, in_flight=2 * MiB, buffer=4 * MiB, prefetch=2 * MiB, staged=True)
+    engine = made.engine(options, host_bytes=host_bytes)
+    try:
+        order = one_after_the_other(microbatches)
+        records = [train(made, engine, layers, order=order, seed=seed) for seed in range(count)]
+        return records, engine.snapshot(), made.store.metrics, made
+    finally:
+        engine.close()
+        made.close()
+
+
+def test_copies_go_to_its_slots_and_nothing_waits_for_the_host() -> None:
+    """The copies of the host are so slow here that a step would take seconds through them."""
+    layers = (LayerTimes(0.002, 0.004, (MiB // 4,)),) * 24
+    records, found, store, made = steps(layers, 16 * MiB, host_bandwidth=1e6)
+    assert not any(record.wrong for record in records)
+    assert records[-1].ended - records[-1].began <= 24 * 0.006 * 1.03
+    assert records[-1].host_syncs == 0 and found.outside_bytes == 0
+    assert found.loaded_bytes > 0.5 * 3 * keep_peak(layers)
+    assert store.host_bytes_written == found.offloaded_bytes and store.host_bytes_read >= found.loaded_bytes
+    assert store.ssd_bytes_written == 0 and made.pool.counters()[0] == [(0, 0, 0.0, 0.0)]
+
+
+def test_what_it_has_no_room_for_goes_to_the_drive() -> None:
+    layers = (LayerTimes(0.004, 0.008, (MiB // 4,)),) * 24
+    records, found, store, _ = steps(layers, 2 * MiB, drive=200e6)
+    assert not any(record.wrong for record in records)
+    assert store.host_bytes_written and store.ssd_bytes_written and store.ssd_bytes_read
+    assert found.outside_bytes == 0
+
+
+def some_layers(generator: random.Random) -> tuple[LayerTimes, ...]:
+    return tuple(
+        LayerTimes(
+            generator.uniform(1e-4, 4e-3),
+            generator.uniform(1e-4, 8e-3),
+            tuple(generator.choice((4096, 10_000, 65_536, 300_000)) for _ in range(generator.randint(1, 4))),
+        )
+        for _ in range(generator.randint(4, 14))
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_models_read_back_what_they_saved(seed: int) -> None:
+    generator = random.Random(seed)
+    records, _, store, _ = steps(
+        some_layers(generator),
+        generator.choice((MiB, 4 * MiB)),
+        microbatches=3,
+        jitter=lambda seconds: seconds * generator.uniform(0.1, 10),
+    )
+    assert not any(record.wrong for record in records)
+    assert store.host_bytes_written
+
+
+def test_a_slot_is_not_reused_while_a_copy_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the record of the copies a freed slot is given to the next region, and backward reads its bytes."""
+
+    def only_that_it_was_written(slot: Slot, operation: Any, written_at: int | None) -> None:
+        if written_at is not None:
+            slot.record_write(operation, written_at)
+
+    monkeypatch.setattr(Slot, "record", only_that_it_was_written)
+    wrong = 0
+    for seed in range(6):
+        generator = random.Random(seed)
+        records, *_ = steps(
+            some_layers(generator),
+            MiB,
+            microbatches=3,
+            jitter=lambda seconds, generator=generator: seconds * generator.uniform(0.1, 10),
+        )
+        wrong += sum(len(record.wrong) for record in records)
+    assert wrong

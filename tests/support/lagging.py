@@ -1,0 +1,141 @@
+"""A device whose copies lag behind: two threads do them, late and in order, while the host computes.
+
+Computation is the host's own, so a stream that waits for an event makes the host wait. What the engine does not order is seen: a
+tensor that was freed before its copy was waited for is overwritten by what reuses its memory, and one that is read before its
+copy is waited for has not arrived.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from ssdtrain.device import Event, HostTimestamp
+
+__all__ = ["LaggingDevice"]
+
+_libc = ctypes.CDLL(None)
+
+
+class _Event:
+    """Its handle is the address of a number in decimal digits, which `atoi` reads: 600 is cudaErrorNotReady."""
+
+    def __init__(self) -> None:
+        self._digits = ctypes.create_string_buffer(b"600")
+        self._passed = threading.Event()
+        self.handle = ctypes.addressof(self._digits)
+
+    def query(self) -> bool:
+        return self._passed.is_set()
+
+    def synchronize(self) -> None:
+        assert self._passed.wait(60), "a copy never came"
+
+    def complete(self) -> None:
+        self._digits.raw = b"000\0"
+        self._passed.set()
+
+
+class _Stream:
+    """Copies, one after the other, each after a delay."""
+
+    def __init__(self, name: str, delay: Callable[[], float]) -> None:
+        self._delay = delay
+        self._queue: SimpleQueue[tuple[Sequence[Event], int, int, int, _Event] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event]) -> _Event:
+        event = _Event()
+        # Addresses only, as a device has them.
+        self._queue.put((after, source.data_ptr(), target.data_ptr(), source.numel(), event))
+        return event
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            after, source, target, nbytes, event = item
+            for awaited in after:
+                awaited.synchronize()
+            time.sleep(self._delay())
+            ctypes.memmove(target, source, nbytes)
+            event.complete()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+
+class LaggingDevice:
+    """An `ssdtrain.device.Device` over CPU tensors.
+
+    Args:
+        seed: of the delays.
+        most: seconds of one copy.
+    """
+
+    kind = "lagging"
+
+    def __init__(self, seed: int, most: float = 0.001) -> None:
+        generator = random.Random(seed)
+        self._store = _Stream("device to host", lambda: generator.uniform(0, most))
+        self._load = _Stream("host to device", lambda: generator.uniform(0, most))
+
+    def close(self) -> None:
+        """End the threads, when no copy is under way."""
+        self._store.close()
+        self._load.close()
+
+    def timestamp(self) -> HostTimestamp:
+        return HostTimestamp(time.monotonic())
+
+    def link_bandwidth(self) -> None:
+        return None
+
+    def load_target(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> _Event:
+        return self._store.copy(source, target, ())
+
+    def copy_to_device(
+        self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event] = ()
+    ) -> _Event:
+        return self._load.copy(source, target, after)
+
+    def record(self, stream: Any | None) -> None:
+        return None  # the host has done all that was queued
+
+    def event_handle(self, event: Any) -> int:
+        return 0 if event is None else event.handle
+
+    def wait(self, event: Event, stream: Any | None = None) -> None:
+        event.synchronize()
+
+    def block(self, event: Event, timeout: float | None = None) -> bool:
+        event.synchronize()
+        return True
+
+    def current_stream(self) -> str:
+        return "the host"
+
+    def wait_stream(self, stream: Any | None) -> None:
+        return None
+
+    def capturing(self) -> bool:
+        return False
+
+    def host_register(self) -> Callable[[int, int], Callable[[], None]]:
+        return lambda address, nbytes: lambda: None
+
+    def numa_node(self) -> None:
+        return None
+
+    def event_functions(self) -> dict[str, int]:
+        return {"event_query": ctypes.cast(_libc.atoi, ctypes.c_void_p).value or 0}
