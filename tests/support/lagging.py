@@ -48,24 +48,27 @@ class _Stream:
 
     def __init__(self, name: str, delay: Callable[[], float]) -> None:
         self._delay = delay
-        self._queue: SimpleQueue[tuple[Sequence[Event], int, int, int, _Event] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event]) -> _Event:
+    def copy(
+        self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event], held: torch.Tensor | None
+    ) -> _Event:
         event = _Event()
         # Addresses only, as a device has them.
-        self._queue.put((after, source.data_ptr(), target.data_ptr(), source.numel(), event))
+        self._queue.put((after, source.data_ptr(), target.data_ptr(), source.numel(), event, held))
         return event
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            after, source, target, nbytes, event = item
+            after, source, target, nbytes, event, _ = item
             for awaited in after:
                 awaited.synchronize()
             time.sleep(self._delay())
             ctypes.memmove(target, source, nbytes)
             event.complete()
+            del item, event, after
 
     def close(self) -> None:
         self._queue.put(None)
@@ -102,12 +105,13 @@ class LaggingDevice:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> _Event:
-        return self._store.copy(source, target, ())
+        return self._store.copy(source, target, (), None)
 
     def copy_to_device(
         self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event] = ()
     ) -> _Event:
-        return self._load.copy(source, target, after)
+        # What `load_target` made is allocated on the load stream: it is not reused before what is queued there has passed.
+        return self._load.copy(source, target, after, target)
 
     def record(self, stream: Any | None) -> None:
         return None  # the host has done all that was queued
