@@ -28,9 +28,9 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 # A test that hangs where no signal is heard, inside of C, is ended with the stack of every thread. A file's tests run in one
-# of two processes, and each process of a test computes with one thread.
+# of three processes (on two cores: tests of several ranks wait for each other much of the time), each computing with one thread.
 PYTEST = OMP_NUM_THREADS=1 SSDTRAIN_POISON=1 $(BIN)/python -m pytest -o faulthandler_exit_on_timeout=true
-TWO_WORKERS = -n 2 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=960
+WORKERS = -n 3 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=960
 
 # Where TESTS names a part, a tier may have no test of it, with which pytest ends with 5.
 NONE_OF_PART = || { [ $$? = 5 ] && [ -n "$(TESTS)" ] && echo "$@: $(TESTS) has no test of this tier"; }
@@ -38,11 +38,11 @@ NONE_OF_PART = || { [ $$? = 5 ] && [ -n "$(TESTS)" ] && echo "$@: $(TESTS) has n
 # Lint, all tests that are not slow and one row of each layout: 6 minutes on two cores. `make test TESTS=tests/storage` runs a
 # part.
 test: lint
-	$(PYTEST) $(TWO_WORKERS) -m "not slow and not long" $(TESTS) $(NONE_OF_PART)
+	$(PYTEST) $(WORKERS) -m "not slow and not long" $(TESTS) $(NONE_OF_PART)
 
 # Those and the slow ones, in one run: rows of a matrix share the start of their processes.
 test-all: lint
-	$(PYTEST) $(TWO_WORKERS) -m "not long" $(TESTS) $(NONE_OF_PART)
+	$(PYTEST) $(WORKERS) -m "not long" $(TESTS) $(NONE_OF_PART)
 
 test-long: $(STAMP)
 	$(PYTEST) -o faulthandler_timeout=3700 -m long $(TESTS)

@@ -214,6 +214,8 @@ THOROUGH = (
     "tensor2-partitioned-on-cpu",
     "autotp-zero0",
     "autotp-zero2",
+    "zero0-bf16-accumulate",
+    "zero3-overlap",
 )
 """Rows whose layout, or what it is combined with, other rows have too: `make test-long` trains them."""
 

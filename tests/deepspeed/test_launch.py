@@ -137,7 +137,7 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_python_m_and_the_plain_script_give_the_same_losses(config: Path) -> None:
     (plain,) = results_of([sys.executable, str(SCRIPT), str(config)])
@@ -242,7 +242,7 @@ def test_with_the_variable_importing_deepspeed_is_enough(interpreter: Path, conf
     assert on["losses"] == off["losses"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_accelerate_launch_needs_only_the_variable(interpreter: Path, config: Path) -> None:
     pytest.importorskip("accelerate", reason="it is among requirements-dev.txt")

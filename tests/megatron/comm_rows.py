@@ -43,6 +43,7 @@ THOROUGH = (
     "moe ep2, more ways",
     "dp2, more ways",
     "tp2 pp2",
+    "dp2, overlap",
 )
 """Rows whose layout, or what it is combined with, other rows have too: `make test-long` trains them."""
 

@@ -102,6 +102,9 @@ THOROUGH = (
     "tp2 pp2",
     "tp2 pp2, recompute full, distributed",
     "dp2 tp2, distributed optimizer, recompute full, dropout",
+    "tp2, dropout, recompute full, distributed",
+    "pp2, recompute full, deallocate",
+    "pp2, recompute mlp with bias",
 )
 """Rows whose layout, or what it is combined with, other rows have too: `make test-long` trains them."""
 

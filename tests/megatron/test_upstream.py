@@ -12,7 +12,7 @@ from tests.support.processes import start
 OWN = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(
     importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed"
 )

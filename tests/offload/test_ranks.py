@@ -85,7 +85,10 @@ def test_a_full_or_failing_drive_on_one_rank_changes_no_bit_on_any(start: Start)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "error"),
-    [("failing reads", "IOFailure: read of"), ("raise when full", "StoreFull: no room")],
+    [
+        ("failing reads", "IOFailure: read of"),
+        pytest.param("raise when full", "StoreFull: no room", marks=pytest.mark.long),
+    ],
 )
 def test_a_rank_that_raises_takes_the_others_down_at_once(start: Start, scenario: str, error: str) -> None:
     """It ends, its connections close, and whoever waits for it in a collective gets an error instead of a timeout."""
