@@ -132,6 +132,9 @@ class LaggingDevice:
     def wait_stream(self, stream: Any | None) -> None:
         return None
 
+    def record_use(self, tensor: torch.Tensor) -> None:
+        return None
+
     def capturing(self) -> bool:
         return False
 
