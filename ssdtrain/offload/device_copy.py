@@ -17,12 +17,12 @@ class DeviceCopy:
         nbytes: size.
     """
 
-    __slots__ = ("_device", "_event", "checksum", "nbytes", "seconds")
+    __slots__ = ("_device", "_event", "checksum", "digest", "nbytes", "seconds")
 
     def __init__(self, device: Device, event: Event | None, nbytes: int) -> None:
         self.nbytes = nbytes
         self.seconds = 0.0
-        self.checksum = 0
+        self.checksum = self.digest = 0
         self._device = device
         self._event = event
 

@@ -111,7 +111,9 @@ class Mover:
             self._keep_for_want_of_room(region, error)
             return True
         self._begun += 1
-        if self._verified and not self.store.is_pinned(transfer.slot):  # whose bytes no thread of the host sees
+        if self._verified and not self.store.is_pinned(
+            transfer.slot
+        ):  # whose bytes no thread of the host sees
             # Spread over the regions of a tape, however many there are.
             transfer.verify = mix(self._begun) % self._verified == 0
         defer = self._deferred + region.nbytes <= self.batch_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
@@ -94,10 +94,9 @@ class StoreMetrics(MetricSet):
         )
         host = None
         if arena is not None:
-            written, read, *seconds = queues[-1]
-            written, read = written + copied[0], read + copied[1]
-            host = TierMetrics(
-                "host memory", arena.capacity, arena.capacity, arena.allocated, written, read, *seconds
+            host = TierMetrics("host memory", arena.capacity, arena.capacity, arena.allocated, *queues[-1])
+            host = replace(
+                host, bytes_written=host.bytes_written + copied[0], bytes_read=host.bytes_read + copied[1]
             )
         tiers = [*drives, *([host] if host else [])]
         return cls(
