@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -36,14 +36,13 @@ from torch import nn
 from ssdtrain.comm import Communicator
 from ssdtrain.comm.feature import CompressedCollectives
 from ssdtrain.compact.feature import CompactLinear
-from ssdtrain.config import Config, OffloadConfig
+from ssdtrain.config import Config
 from ssdtrain.features import UNNAMED, Feature, Forward, Microbatch, Placement, Step
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tape import Tape
-from ssdtrain.planner.adaptive import AdaptivePolicy
-from ssdtrain.planner.controller import AdaptiveOffload
+from ssdtrain.planner.build import offload_features
 from ssdtrain.preflight import check_start, make_directories, warn_about_drives
 from ssdtrain.storage import Faults, forks, holds_signal_safe_lock
 from ssdtrain.telemetry.journal import Journal
@@ -62,7 +61,8 @@ class Runtime:
         device: where the model's activations live.
         rank, local_rank: fill the placeholders of directories; None: torch.distributed's rank and the launcher's (`ranks`).
         local_world_size: ranks that share this node's drives and memory; None: the launcher's.
-        policy: decides for each saved tensor in place of `offload.amount`, also where that is "auto".
+        policy: decides for each saved tensor in place of `offload.amount`, also where that is "auto". Not with a plan.
+        plan_blocks: modules by qualified name that `plan` may recompute; None: it keeps and offloads only.
         features: more features, see `ssdtrain.features`. They are closed with the runtime.
         faults: for tests.
         staged: move CPU tensors by the way of device memory too (tests); None: by the device.
@@ -91,6 +91,7 @@ class Runtime:
         local_rank: int | None = None,
         local_world_size: int | None = None,
         policy: OffloadPolicy | None = None,
+        plan_blocks: Mapping[str, nn.Module] | None = None,
         features: Sequence[Feature] = (),
         faults: Faults | None = None,
         staged: bool | None = None,
@@ -126,17 +127,19 @@ class Runtime:
                 make_directories(directories)
                 if place.local_rank == 0:
                     warn_about_drives(config.offload, directories)
-                adaptive = (
-                    AdaptivePolicy() if policy is None and config.offload.amount.kind == "auto" else None
+            if config.offload is not None or config.plans:
+                self.features += offload_features(
+                    config,
+                    place,
+                    policy=policy,
+                    plan_blocks=plan_blocks,
+                    faults=faults,
+                    staged=staged,
+                    timeline=timeline,
+                    reports=self._reports,
                 )
-                policy = adaptive or policy
-                self.offload = ActivationOffload(
-                    config.offload, place, policy=policy, faults=faults, staged=staged, timeline=timeline
-                )
+                self.offload = next(one for one in self.features if isinstance(one, ActivationOffload))
                 self.engine = self.offload.engine
-                self.features.append(self.offload)
-                if adaptive is not None:
-                    self.features.append(self._planning(self.offload, adaptive, config.offload))
             if collectives is not None:
                 self.comm = collectives.comm
                 self.features.append(collectives)
@@ -151,18 +154,6 @@ class Runtime:
             raise
         if self._reports and self.features:
             report(" | ".join(text for feature in self.features if (text := feature.description())))
-
-    def _planning(
-        self, offload: ActivationOffload, policy: AdaptivePolicy, config: OffloadConfig
-    ) -> AdaptiveOffload:
-        return AdaptiveOffload(
-            offload.engine,
-            offload.store,
-            policy,
-            device_budget=config.device_budget,
-            endurance=offload.endurance if config.endurance is not None else None,
-            reports=self._reports,
-        )
 
     def _open_journal(self, place: Placement, interval: int) -> None:
         path = self.config.report.expand(rank=place.rank, local_rank=place.local_rank)

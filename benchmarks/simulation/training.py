@@ -127,8 +127,11 @@ class StepRecord:
 class _Program:
     """What the layers of one step share."""
 
-    def __init__(self, machine: Machine, layers: Sequence[LayerTimes], seed: int) -> None:
+    def __init__(
+        self, machine: Machine, engine: OffloadEngine | None, layers: Sequence[LayerTimes], seed: int
+    ) -> None:
         self.machine = machine
+        self.engine = engine
         self.layers = layers
         self.seed = seed
         self.wrong: list[str] = []
@@ -136,6 +139,38 @@ class _Program:
     def pattern(self, layer: int, tensor: int) -> int:
         """The byte that a saved tensor is filled with."""
         return (self.seed * 131 + layer * 31 + tensor * 7 + 1) % 200
+
+    def run(self, layers: range, given: torch.Tensor | None) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+        """Forwards of these layers.
+
+        Args:
+            given: None: the first run, of which only the first tensor stays; else that tensor, and all are kept and counted.
+        """
+        device, again = self.machine.device, given is not None
+        kept: list[list[torch.Tensor]] = []
+        for index in layers:
+            layer, saved = self.layers[index], []
+            for number, nbytes in enumerate(layer.saved):
+                tensor = (
+                    given if again and given is not None and not kept and not saved else device.empty(nbytes)
+                )
+                fill = self.fill(tensor.data_ptr(), nbytes, self.pattern(index, number))
+                self.machine.timeline.spend(LAUNCH)
+                device.compute.work(
+                    layer.forward / len(layer.saved),
+                    label=f"{'again' if again else 'forward'} {index}",
+                    end=fill,
+                )
+                if again and self.engine is not None:
+                    self.engine.meter.drain()
+                    self.engine.meter.see(tensor.untyped_storage())
+                if given is None:
+                    given = tensor
+                saved.append(tensor)
+            if again:
+                kept.append(saved)
+        assert given is not None
+        return given, kept
 
     def fill(self, address: int, nbytes: int, value: int) -> Callable[[], None]:
         return lambda: void(ctypes.memset(address, value, nbytes))
@@ -186,6 +221,39 @@ class _Layer(torch.autograd.Function):
         return gradient, None, None
 
 
+class _Recomputed(torch.autograd.Function):
+    """Layers that are run again in backward. Only the first tensor of the first is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, program: _Program, layers: range) -> torch.Tensor:
+        ctx.program, ctx.layers = program, layers
+        given, _ = program.run(layers, None)
+        ctx.save_for_backward(given)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        program, layers = ctx.program, ctx.layers
+        (given,) = ctx.saved_tensors
+        _, saved = program.run(layers, given)
+        del given
+        for index in reversed(layers):
+            device, layer = program.machine.device, program.layers[index]
+            for number, tensor in enumerate(saved.pop()):
+                check = program.check(
+                    tensor.data_ptr(),
+                    tensor.nbytes,
+                    program.pattern(index, number),
+                    f"recomputed layer {index}, saved tensor {number}",
+                )
+                program.machine.timeline.spend(LAUNCH)
+                device.compute.work(
+                    layer.backward / len(layer.saved), label=f"backward {index}", begin=check, end=check
+                )
+            del tensor
+        return gradient, None, None
+
+
 class _TimedHooks(SavedTensorRecorder):
     """The engine's hooks, which take the host some time."""
 
@@ -225,8 +293,13 @@ def train(
     *,
     order: Sequence[tuple[str, int]] = (("forward", 0), ("backward", 0)),
     seed: int = 0,
+    recomputed: Sequence[range] = (),
 ) -> StepRecord:
     """One step in the given order of forwards and backwards. `engine` None keeps what is saved.
+
+    Args:
+        recomputed: layers that follow each other and are run again in backward: of each range, the first tensor that its first
+            layer saves is kept, and what it runs again from.
 
     Raises:
         Deadlock: the host waited for something that could not happen.
@@ -236,7 +309,9 @@ def train(
     streams = (device.compute, device.store, device.load)
     marks = [len(stream.log) for stream in streams]
     syncs, violations, began = device.host_syncs, len(device.violations), timeline.now
-    program = _Program(machine, layers, seed)
+    program = _Program(machine, engine, layers, seed)
+    first = {group[0]: group for group in recomputed}
+    inside = {index for group in recomputed for index in group[1:]}
     alive: dict[int, tuple[torch.Tensor, Tape]] = {}
     backwards = [number for phase, number in order if phase == "backward"]
     for phase, number in order:
@@ -245,7 +320,10 @@ def train(
             out = torch.zeros(1, requires_grad=True)
             with _TimedHooks(engine, tape, timeline) if engine is not None else nullcontext():
                 for index in range(len(layers)):
-                    out = _Layer.apply(out, program, index)
+                    if index in first:
+                        out = _Recomputed.apply(out, program, first[index])
+                    elif index not in inside:
+                        out = _Layer.apply(out, program, index)
             alive[number] = out, tape
             continue
         out, tape = alive.pop(number)

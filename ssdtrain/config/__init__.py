@@ -16,6 +16,7 @@ from ssdtrain.config.schema import (
     Config,
     EnduranceConfig,
     OffloadConfig,
+    PlanConfig,
     ReportConfig,
 )
 from ssdtrain.config.units import (
@@ -38,6 +39,7 @@ __all__ = [
     "EnduranceConfig",
     "InvalidValue",
     "OffloadConfig",
+    "PlanConfig",
     "Problem",
     "ReportConfig",
     "exact_size",

@@ -87,7 +87,7 @@ def flags(section: type[Section] = Config, keys: tuple[str, ...] = ()) -> Iterat
         if inner is not None:
             yield from flags(inner, path)
             continue
-        words = [KEY, *path]
+        words = [KEY, *(keys if name == section.shorthand else path)]
         kind = kind_of(field)
         yield Flag(
             name="--" + "-".join(words).replace("_", "-"),
@@ -156,7 +156,12 @@ def from_namespace(args: argparse.Namespace) -> dict[str, Any] | None:
     block = {} if file is None else read_block(file)
     for flag, value in given:
         place = block
+        section: type[Section] | None = Config
         for key in flag.keys[:-1]:
+            section = section_of(section.model_fields[key]) if section is not None else None
+            word = section.shorthand if section is not None else None
+            if word is not None and isinstance(place, dict) and isinstance(place.get(key), str | bool):
+                place[key] = {word: place[key]}
             # config_from_dict reports a section that is not a mapping in the file.
             place = place.setdefault(key, {}) if isinstance(place, dict) else place
         if isinstance(place, dict):

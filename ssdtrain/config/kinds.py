@@ -195,6 +195,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_names), NAMES]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns), PATTERNS]
 """Of modules, by qualified name or class."""
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
+PlanMode = Annotated[Literal["auto", "off"], BeforeValidator(_switch)]
 
 
 def kind_of(field: FieldInfo) -> Kind:

@@ -84,6 +84,8 @@ def _known_part(
             unknown.append(key)
             continue
         inner = section_of(field)
+        if inner is not None and inner.shorthand is not None and isinstance(value, str | bool):
+            value = {inner.shorthand: value}
         if inner is not None and isinstance(value, Mapping):
             value = _known_part(value, inner, f"{path}.{key}", f"{key}.", problems)
         elif inner is not None and not isinstance(value, Section):

@@ -29,10 +29,11 @@ from ssdtrain.config.kinds import (
     Switch,
     kind_of,
 )
+from ssdtrain.config.plan import PlanConfig
 from ssdtrain.config.section import Conflict, Section
 from ssdtrain.config.units import KiB, MiB, exact_size
 
-RESERVED = frozenset({"planner", "report.trace"})
+RESERVED = frozenset({"report.trace"})
 """Keys of later versions; reserved keys are rejected explicitly."""
 
 
@@ -342,13 +343,45 @@ class Config(Section):
     compact: CompactConfig | None = None
     """Linear layers that keep a compressed input. Without this section they keep it whole."""
 
+    plan: PlanConfig | None = None
+    """Choice of keep, recompute and offload for each block. Without this section nothing is recomputed."""
+
     report: ReportConfig = ReportConfig()
     """Logging and files about the run."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.plan is None or self.plan.mode == "off" or self.offload is None:
+            return
+        offload = self.offload
+        if offload.amount.kind in ("fraction", "keep"):
+            why = "fixes what is offloaded, which the plan decides"
+            yield "offload.amount", offload.amount.plain(), why, 'leaving it out, or "plan": "off"'
+        for key in ("include", "exclude"):
+            if getattr(offload, key):
+                why = "keeps tensors that the plan counts as offloaded"
+                yield f"offload.{key}", list(getattr(offload, key)), why, 'leaving it out, or "plan": "off"'
+        if offload.endurance is not None:
+            why = "bounds what is written with amount auto, and not by a plan in this version"
+            yield "offload.endurance", offload.endurance.to_dict(), why, 'leaving it out, or "plan": "off"'
+        if offload.device_budget is not None:
+            why = "is of amount auto without a plan"
+            yield (
+                "offload.device_budget",
+                exact_size(offload.device_budget),
+                why,
+                "plan.device_limit in its place",
+            )
 
     @property
     def active(self) -> bool:
         """Whether any feature is enabled."""
-        return self.enabled and (self.offload is not None or self.compresses or self.compact is not None)
+        found = self.offload is not None or self.compresses or self.compact is not None or self.plans
+        return self.enabled and found
+
+    @property
+    def plans(self) -> bool:
+        """Whether blocks are planned."""
+        return self.enabled and self.plan is not None and self.plan.mode == "auto"
 
     @property
     def compresses(self) -> bool:

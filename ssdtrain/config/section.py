@@ -1,7 +1,7 @@
 """The base of the sections of the config schema."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 from typing_extensions import Self
@@ -9,12 +9,18 @@ from typing_extensions import Self
 from ssdtrain.config.errors import ConflictingValues
 from ssdtrain.config.kinds import kind_of
 
+__all__ = ["Conflict", "Section"]
+
 Conflict = tuple[str, Any, str, str]
 """A conflict: key within the section, value, reason, allowed values."""
 
 
 class Section(BaseModel):
     """Base of all sections."""
+
+    shorthand: ClassVar[str | None] = None
+    """The key that a value written in place of the section stands for: with "mode", `"plan": "auto"` is
+    `"plan": {"mode": "auto"}`. It is always written out by `to_dict`."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -38,6 +44,6 @@ class Section(BaseModel):
                 inner = value.to_dict()
                 if inner or field.default is None:
                     written[name] = inner
-            elif value != field.get_default(call_default_factory=True):
+            elif name == self.shorthand or value != field.get_default(call_default_factory=True):
                 written[name] = kind_of(field).plain(value)
         return written

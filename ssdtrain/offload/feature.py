@@ -45,6 +45,7 @@ class ActivationOffload(Feature):
         offload: the section of the config; its directories exist.
         place: of this rank.
         policy, faults, staged, timeline: see `Runtime`.
+        planned: a plan says what leaves, which may be nothing.
 
     Attributes:
         engine: what the saved-tensor hooks call.
@@ -64,6 +65,7 @@ class ActivationOffload(Feature):
         faults: Faults | None = None,
         staged: bool | None = None,
         timeline: bool = False,
+        planned: bool = False,
     ) -> None:
         directories = offload.expand(rank=place.rank, local_rank=place.local_rank)
         warn_of_untested_torch()
@@ -84,6 +86,7 @@ class ActivationOffload(Feature):
         if offload.prove_steps:
             self.engine.prover = Prover(self.engine.device)
         self._config = offload
+        self._planned = planned
         self._place = place
         first = place.rank - place.local_rank
         others = [r for r in range(place.local_world_size) if r != place.local_rank]
@@ -149,7 +152,7 @@ class ActivationOffload(Feature):
         self._seconds += step.seconds
         self._steps += 1
         self.engine.drain()
-        if self._steps == FIRST_STEPS:
+        if self._steps == FIRST_STEPS and not self._planned:
             self._warn_if_inactive()
         if self._config.endurance is not None and (
             self._steps == FIRST_STEPS or self._steps % WEAR_PERIOD == 0
@@ -235,6 +238,8 @@ class ActivationOffload(Feature):
         tiers += [f"{drive.path} ({size_text(drive.capacity)})" for drive in metrics.drives]
         amount = self._config.amount
         much = "as much as can be hidden" if amount.kind == "auto" else f"{amount} of what is saved"
+        if self._planned:
+            much = "what the plan says"
         way = f"offload: {much}, to {', then '.join(tiers)}"
         return f"{way} | codec: {self._config.codec or 'none'}"
 

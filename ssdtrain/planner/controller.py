@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from ssdtrain.features import Feature, Step
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.planner.adaptive import AdaptivePolicy
-from ssdtrain.planner.choose import Chosen, choose_offloads
+from ssdtrain.planner.choose import SLACK, Chosen, choose_offloads
 from ssdtrain.planner.decisions import Outcome, decision_table
-from ssdtrain.planner.measured import Bandwidths, Profile, Rates
-from ssdtrain.planner.step import KEEP, Link, Machine, Tier
+from ssdtrain.planner.measured import Bandwidths, Profile, Rates, measured_machine
+from ssdtrain.planner.plans import Limits, NoPlan, Plan
+from ssdtrain.planner.step import KEEP, Machine
 from ssdtrain.planner.timeline import simulate
 from ssdtrain.planner.wear import WearLimit
 from ssdtrain.profile.passes import PassRecorder, StepRecord
@@ -48,9 +49,6 @@ MOST_DRIFT = 0.6
 STALL = 0.02
 """Of a step's time, more than predicted, in two steps in turn: plan again with a margin."""
 
-ALL_BEGUN = 1 << 30
-"""Writes that are taken to be under way at once: a plan must not count on stores that are cancelled."""
-
 MARGIN = 0.85
 """By which the bandwidths are reduced where a plan stalls though they are as measured."""
 
@@ -76,6 +74,8 @@ class AdaptiveOffload(Feature):
         policy: the engine's.
         device_budget: bytes that activations should stay under; None: as low as transfers can be hidden.
         endurance: of the drives, which are not to wear faster than it says; None: they are written as fast as they can.
+        must_fit: where no choice stays under the budget, raise `NoPlan` from the end of the step.
+        slack: of the step's time, what transfers may cost; None: the default of `choose_offloads`.
         reports: log a table of what was decided.
     """
 
@@ -87,13 +87,16 @@ class AdaptiveOffload(Feature):
         *,
         device_budget: int | None = None,
         endurance: Endurance | None = None,
+        must_fit: bool = False,
+        slack: float | None = None,
         reports: bool = False,
     ) -> None:
         self.chosen: Chosen | None = None
         """The plan that is followed."""
         self.metric = AdaptiveMetrics()
         self._engine, self._store, self._policy = engine, store, policy
-        self._device_budget = device_budget
+        self._device_budget, self._must_fit = device_budget, must_fit
+        self._slack = SLACK if slack is None else slack
         self._wear = WearLimit(endurance) if endurance is not None else None
         self._reports = reports
         self._recorder = engine.recorder = PassRecorder()
@@ -199,19 +202,7 @@ class AdaptiveOffload(Feature):
 
     def machine(self) -> Machine:
         """The machine as measured."""
-        # Copies into a pinned host tier take the time of the link alone.
-        write = self._rates.write or (self._link[0] if self._link is not None else 1.0)
-        read = self._rates.read or write  # everything so far was taken from its staging buffer
-        engine, options = self._engine, self._engine.options
-        link = Link(*(self._margin * rate for rate in self._link)) if self._link is not None else None
-        return Machine(
-            (Tier("ssd", self._margin * write, self._margin * read, depth=ALL_BEGUN),),
-            link,
-            options.in_flight,
-            max(engine.prefetcher.limit, 1),
-            max(engine.mover.departures.limit, 1),
-            engine.buffers.counted_bytes,
-        )
+        return measured_machine(self._engine, self._rates, self._link, self._margin)
 
     def _plan(self, profile: Profile) -> None:
         machine = self.machine()
@@ -221,11 +212,13 @@ class AdaptiveOffload(Feature):
             profile.blocks,
             profile.order,
             machine,
+            slack=self._slack,
             device_budget=None if budget is None else max(0, budget - other),
             endurance=rate,
         )
         predicted = replace(found.predicted, peak_bytes=found.predicted.peak_bytes + other)
         self.chosen = found = replace(found, predicted=predicted)
+        self._check_fit(profile, found)
         if self._wear is not None:
             self._wear.planned(bound=rate is not None and rate < machine.tiers[0].write)
         self._planned_profile = profile
@@ -255,6 +248,14 @@ class AdaptiveOffload(Feature):
         # The measured peak is that of the run so far: of a later plan it may be that of another shape.
         self._other = found if self._other is None else min(found, self._other)
         return self._other
+
+    def _check_fit(self, profile: Profile, found: Chosen) -> None:
+        budget = self._device_budget
+        if not self._must_fit or budget is None or found.predicted.peak_bytes <= budget:
+            return
+        names = tuple("keep" if choice == KEEP else "offload" for one in found.choices for choice in one)
+        flat = [block for chunk in profile.blocks for block in chunk]
+        raise NoPlan(Plan(names, found.predicted), Limits(budget), flat)
 
     def _count(self, profile: Profile, found: Chosen) -> None:
         self.metric.plans += 1

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from ssdtrain.planner.cluster import ClusterPlan, Stage
-from ssdtrain.planner.step import Block
-from ssdtrain.telemetry.text import YEAR_SECONDS, duration_text
+from ssdtrain.planner.plans import Plan
+from ssdtrain.planner.step import Block, StepTimeline
+from ssdtrain.telemetry.text import YEAR_SECONDS, duration_text, size_text
 
-__all__ = ["Row", "figures", "rows"]
+__all__ = ["Row", "figures", "plan_table", "rows"]
 
 
 class Row(NamedTuple):
@@ -38,6 +39,36 @@ def rows(stage: Stage) -> Iterator[Row]:
         stall = sum(times[n].store_stall + times[n].load_stall for n in places) / stage.simulated
         name = first if first == last else f"{first} to {last.rpartition(' ')[2]}"
         yield Row(name, action, saved, stall, _reason(stage, blocks[places[0]], action, stall))
+
+
+def plan_table(blocks: Sequence[Block], plans: Sequence[Plan], kept: StepTimeline, limit: int | None) -> str:
+    """A plan for one rank, block by block, what is predicted, and the next best plans, as lines.
+
+    Args:
+        plans: best first.
+        kept: the step with everything kept.
+        limit: bytes of activations; None: none.
+    """
+    best = plans[0]
+    times = [each for chunk in best.timeline.blocks for each in chunk]
+    lines = ["plan auto decided, for each microbatch:"]
+    numbered = zip(range(len(blocks)), best.actions, strict=True)
+    for action, group in groupby(numbered, key=lambda entry: entry[1]):
+        places = [number for number, _ in group]
+        first, last = blocks[places[0]].name, blocks[places[-1]].name
+        name = first if first == last else f"{first} .. {last} ({len(places)} blocks)"
+        stall = sum(times[number].store_stall + times[number].load_stall for number in places)
+        cost = sum(blocks[number].recompute for number in places) if action == "recompute" else stall
+        said = f", costs {duration_text(cost)}" if cost > 1e-9 else ""
+        lines.append(f"  {name}: {action} {size_text(sum(blocks[number].saved for number in places))}{said}")
+    bound = "" if limit is None else f" of {size_text(limit)}"
+    for which, plan in zip(["predicted", *["next best"] * 3], plans, strict=False):
+        ratio = plan.seconds / kept.seconds if kept.seconds else 1.0
+        lines.append(
+            f"  {which}: activation peak {size_text(plan.peak)}{bound}, forward and backward x{ratio:.3f} of keeping "
+            f"everything ({size_text(kept.peak_bytes)})" + ("" if plan is best else f": {plan.summary()}")
+        )
+    return "\n".join(lines)
 
 
 def _reason(stage: Stage, block: Block, action: str, stall: float) -> str:

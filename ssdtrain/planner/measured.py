@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ssdtrain.planner.step import Block, Pass
+from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.planner.step import Block, Link, Machine, Pass, Tier
 from ssdtrain.profile.passes import StepRecord, TapeTimes
 from ssdtrain.storage.metrics import StoreMetrics, TierMetrics
 
-__all__ = ["Bandwidths", "Profile", "Rates"]
+__all__ = ["Bandwidths", "Profile", "Rates", "measured_machine"]
 
 MOST_BLOCKS = 64
+ALL_BEGUN = 1 << 30
+"""Writes that are taken to be under way at once: a plan must not count on stores that are cancelled."""
+
 MOST_PASSES = 512
 """Blocks times passes that the cost model plays at a time."""
 
@@ -119,3 +123,25 @@ class Bandwidths:
 
 def _rate(nbytes: int, seconds: float) -> float:
     return nbytes / seconds if nbytes and seconds > 0 else 0.0
+
+
+def measured_machine(
+    engine: OffloadEngine, rates: Rates, link: tuple[float, float] | None, margin: float = 1.0
+) -> Machine:
+    """The machine as measured: one tier, "ssd", of the bandwidth of all, and the limits of the engine.
+
+    Args:
+        link: bytes per second between device and host, each way; None: a CPU.
+        margin: part of the bandwidths that is counted on.
+    """
+    # Copies into a pinned host tier take the time of the link alone.
+    write = rates.write or (link[0] if link is not None else 1.0)
+    read = rates.read or write  # everything so far was taken from its staging buffer
+    return Machine(
+        (Tier("ssd", margin * write, margin * read, depth=ALL_BEGUN),),
+        Link(*(margin * rate for rate in link)) if link is not None else None,
+        engine.options.in_flight,
+        max(engine.prefetcher.limit, 1),
+        max(engine.mover.departures.limit, 1),
+        engine.buffers.counted_bytes,
+    )

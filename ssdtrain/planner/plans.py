@@ -115,9 +115,9 @@ class NoPlan(ValueError):
         smallest: the plan with the smallest peak that was found.
     """
 
-    def __init__(self, smallest: Plan, limits: Limits, blocks: Sequence[Block]) -> None:
+    def __init__(self, smallest: Plan, limits: Limits, blocks: Sequence[Block], buffers: int = 0) -> None:
         self.smallest = smallest
-        parts = _parts(smallest, blocks)
+        parts = {**_parts(smallest, blocks), "buffers of loads": buffers}
         wanted = [
             f"{format_size(limits.device)} on the device" if limits.device is not None else "",
             f"{limits.seconds:.3g} s a step" if limits.seconds is not None else "",

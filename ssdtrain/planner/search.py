@@ -84,7 +84,8 @@ class _Search:
                         self.improve(start)
         ranked = self.ranked()
         if self.excess(ranked[0]) > 0:
-            raise NoPlan(min(ranked, key=lambda plan: plan.peak), self.limits, self.blocks)
+            smallest = min(ranked, key=lambda plan: plan.peak)
+            raise NoPlan(smallest, self.limits, self.blocks, self.problem.machine.buffers)
         found: list[Plan] = []
         seen: set[tuple[str, ...]] = set()
         for plan in ranked:

@@ -41,12 +41,16 @@ class Block:
     inputs: int = 0
     """Bytes of `saved` that stay where the block is recomputed: what its forward runs again from."""
     fixed: int = 0
-    """Bytes alive from its forward to its backward whatever is chosen: small tensors, outputs somebody
-    holds."""
+    """Bytes alive from its forward to its backward whatever is chosen: outputs somebody holds."""
+    small: int = 0
+    """Bytes of saved tensors that are too small to leave: alive until its backward, unless it is recomputed."""
     forward_transient: int = 0
     """Bytes alive during its forward only."""
     backward_transient: int = 0
     """Bytes alive during its backward only: gradients of activations, workspaces."""
+    parts: tuple[Block, ...] = ()
+    """What it saves, in forward order, where that is known more finely: stores begin and loads are needed part by part. Their
+    seconds and bytes add up to the block's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,19 @@ What is modelled, after the engine's own rules (`ssdtrain.offload`):
 - A block's saved tensors are on the device from the beginning of its forward. Its store begins when its
   forward ends: a copy over the link to a staging buffer, then a write to the tier, both served in order. At
   most `in_flight` bytes of stores are under way: else forward waits.
-- On a device with a link, tensors leave at fixed points of the tape: when more than `window` bytes of stores
-  are on the device, the stream that computes waits for the copy of the oldest one. Without a link (CPU),
-  tensors leave when their write has ended.
+- Without a link (CPU) tensors leave when their write has ended. On a device with a link they leave when the next
+  store begins, those whose write has ended, and at fixed points of the tape: when more than `window` bytes of stores
+  are on the device, the stream that computes waits for the copy of the oldest one.
 - Backward asks in reverse order. Reads are issued ahead, in order, across tapes, while the bytes in staging
-  buffers are at most `prefetch`; copies to the device while at most `window` bytes are there ahead of their
-  use.
+  buffers are at most `prefetch`, and so are those of the tape between backward and the region, kept ones
+  included; copies to the device while at most `window` bytes are there ahead of their use.
 - A store that has not begun when its load would begin is cancelled and its bytes stay; one whose write is
   under way is brought back from its staging buffer.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,7 +66,9 @@ class _Simulation:
         self.leaving_bytes = 0
         self.staged = Bounded(machine.prefetch)
         self.ahead = Bounded(machine.window)
-        self.memory: list[tuple[float, int]] = []
+        self.memory: list[
+            tuple[float, int, int]
+        ] = []  # when, change of the bytes on the device, of those in the arena
         self.tapes: dict[tuple[int, int], tuple[list[_Saved], float]] = {}  # and the end of its forward
         self.backward_began: float | None = None  # the latest
         self.blocks = [[BlockTimes() for _ in chunk] for chunk in chunks]
@@ -87,17 +90,19 @@ class _Simulation:
         ):
             began = self.now
             self.run(block.forward)
-            self.hold(began, block.saved + block.fixed + block.forward_transient)
+            self.hold(began, block.saved + block.small + block.fixed + block.forward_transient)
             self.hold(self.now, -block.forward_transient)
             kept = block.saved
             if choice.recompute:
                 kept = block.inputs
-                self.hold(self.now, kept - block.saved)
+                self.hold(self.now, kept - block.saved - block.small)
             self.run(choice.encode)
             saved = _Saved(round(kept * choice.ratio))
             self.hold(self.now, saved.nbytes - kept)
             if choice.tier != DEVICE and saved.nbytes:
                 self.store(saved, self.servers[choice.tier], times)
+            elif self.machine.link is None:
+                self.depart()
             tape.append(saved)
         self.tapes[chunk, microbatch] = tape, self.now
 
@@ -132,23 +137,19 @@ class _Simulation:
         self.depart()
 
     def depart(self) -> None:
-        """Let tensors go: those past the window on a device with a link, those whose write has ended without
-        one."""
-        linked = self.machine.link is not None
+        """Let tensors go: those whose write has ended, and past the window on a device with a link the oldest ones."""
         while self.leaving:
             saved, times = self.leaving[0]
             job, server = saved.job, saved.server
             if job is not None and server is not None and not job.cancelled:
-                if linked:
-                    if self.leaving_bytes <= self.machine.window:
-                        return
+                server.serve(self.now)
+                if job.served and job.end <= self.now:
+                    self.hold(job.end, -saved.nbytes)
+                elif self.machine.link is not None and self.leaving_bytes > self.machine.window:
                     self.wait(job.left, times)
                     self.hold(self.now, -saved.nbytes)
                 else:
-                    server.serve(self.now)
-                    if not job.served or job.end > self.now:
-                        return
-                    self.hold(job.end, -saved.nbytes)
+                    return
                 saved.departed = True
             self.leaving.popleft()
             self.leaving_bytes -= saved.nbytes
@@ -166,6 +167,8 @@ class _Simulation:
         # A tape is known to be next from the beginning of the backward before it.
         announced = max(ended, self.now if self.backward_began is None else self.backward_began)
         self.backward_began = self.now
+        passed, times_reached = [], []  # bytes of the tape that backward had had, and when, at each block
+        total = 0
         for index in range(len(tape) - 1, -1, -1):
             block, choice, times = (
                 self.chunks[chunk][index],
@@ -173,33 +176,50 @@ class _Simulation:
                 self.blocks[chunk][index],
             )
             saved = tape[index]
+            passed.append(total)
+            times_reached.append(self.now)
             if saved.job is not None and saved.server is not None:
-                ready = self.load(saved, saved.server, saved.job, announced, times)
+                # Along the tape, what is kept included, reads go so far ahead, and copies to the device.
+                first = bisect_right(passed, total - self.machine.prefetch)
+                reads = max(announced, times_reached[first]) if first else announced
+                ahead = max(self.machine.prefetch, self.machine.window)
+                first = bisect_left(passed, total + saved.nbytes - ahead)
+                copies = max(reads, times_reached[first] if first < len(passed) else self.now)
+                stored = saved.job
+                ready = self.load(saved, saved.server, stored, reads, copies if first else reads)
+                if stored.cancelled:
+                    times.stored -= saved.nbytes
                 if ready > self.now:
                     times.load_stall += ready - self.now
                     self.now = ready
+            total += saved.nbytes
             began = self.now
             self.hold(began, block.backward_transient)
             self.run(choice.decode)
             self.hold(began, block.saved - saved.nbytes)
             if choice.recompute:
+                self.hold(began, block.small)
                 self.run(block.recompute)
             self.run(block.backward)
             pooled = saved.nbytes if saved.pooled else 0
-            self.hold(self.now, pooled - (block.saved + block.fixed + block.backward_transient))
-            if not self.machine.link:
+            alive = block.saved + block.small + block.fixed + block.backward_transient
+            self.hold(self.now, pooled - alive)
+            if self.machine.link is None:
                 self.depart()
 
-    def load(self, saved: _Saved, server: Server, job: Job, announced: float, times: BlockTimes) -> float:
-        """When the bytes are on the device, in memory that is counted from when they may be copied into
-        it."""
+    def load(self, saved: _Saved, server: Server, job: Job, announced: float, copied: float) -> float:
+        """When the bytes are on the device, in memory that is counted from when they may be copied into it.
+
+        Args:
+            announced: when the read may begin.
+            copied: when the copy to the device may.
+        """
         nbytes, link = saved.nbytes, self.machine.link
         issued = self.staged.admit(nbytes, announced)
         server.serve(issued)
         server.used -= nbytes
         if not server.begun(job, issued):
             job.cancelled = True
-            times.stored -= nbytes
             server.written -= nbytes
         if link is None:
             self.depart()
@@ -220,7 +240,7 @@ class _Simulation:
         ready = (
             max(issued, job.left) if not job.served or job.end > issued else server.begin_read(nbytes, issued)
         )
-        room = self.ahead.admit(nbytes, announced)
+        room = self.ahead.admit(nbytes, copied)
         self.hold(room, nbytes)
         self.load_link_free = max(ready, room, self.load_link_free) + nbytes / link.to_device
         self.staged.hold(nbytes, self.load_link_free)
@@ -286,6 +306,7 @@ def simulate(
     for number, (blocks, chosen) in enumerate(zip(chunks, choices, strict=True)):
         if len(blocks) != len(chosen):
             raise ValueError(f"chunk {number} has {len(blocks)} blocks and {len(chosen)} choices")
+    chunks, choices, owners = _expanded(chunks, choices)
     running = _Simulation(chunks, choices, machine)
     for number in range(steps):
         if number:
@@ -298,4 +319,37 @@ def simulate(
                 running.forward(one.chunk, one.microbatch)
             else:
                 running.backward(one.chunk, one.microbatch)
-    return running.outcome()
+    outcome = running.outcome()
+    outcome.blocks = [_folded(times, of) for times, of in zip(outcome.blocks, owners, strict=True)]
+    return outcome
+
+
+def _expanded(
+    chunks: Sequence[Sequence[Block]], choices: Sequence[Sequence[Choice]]
+) -> tuple[list[list[Block]], list[list[Choice]], list[list[int]]]:
+    """Blocks that are offloaded in their parts, and of which block each is."""
+    all_blocks, all_choices, all_owners = [], [], []
+    for chunk, chosen in zip(chunks, choices, strict=True):
+        blocks: list[Block] = []
+        each: list[Choice] = []
+        owners: list[int] = []
+        for number, (block, choice) in enumerate(zip(chunk, chosen, strict=True)):
+            parts = (
+                block.parts if choice.tier != DEVICE and not choice.recompute and block.parts else (block,)
+            )
+            blocks += parts
+            each += [choice] * len(parts)
+            owners += [number] * len(parts)
+        all_blocks.append(blocks)
+        all_choices.append(each)
+        all_owners.append(owners)
+    return all_blocks, all_choices, all_owners
+
+
+def _folded(times: Sequence[BlockTimes], owners: Sequence[int]) -> list[BlockTimes]:
+    found: list[BlockTimes] = [BlockTimes() for _ in range(owners[-1] + 1 if owners else 0)]
+    for one, owner in zip(times, owners, strict=True):
+        found[owner].store_stall += one.store_stall
+        found[owner].load_stall += one.load_stall
+        found[owner].stored += one.stored
+    return found

@@ -10,11 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["ModuleNames", "Running", "matches"]
+__all__ = ["ModuleNames", "Running", "matches", "no_hook", "plain_name"]
 
 
 _WRAPPER = "module."
 """Prefix that data-parallel and mixed-precision wrappers add to qualified names."""
+
+
+def plain_name(name: str) -> str:
+    """A qualified name without the prefixes of wrappers."""
+    while name.startswith(_WRAPPER):
+        name = name[len(_WRAPPER) :]
+    return name
 
 
 class Running(NamedTuple):
@@ -50,9 +57,7 @@ class ModuleNames:
     def watch(self, model: nn.Module, prefix: str = "") -> None:
         """Track the modules of `model` until `close`."""
         for name, module in model.named_modules(prefix=prefix):
-            while name.startswith(_WRAPPER):
-                name = name[len(_WRAPPER) :]
-            running = Running(name, type(module).__name__)
+            running = Running(plain_name(name), type(module).__name__)
             before = module.register_forward_pre_hook(_Enter(self, running), prepend=True)
             after = module.register_forward_hook(_Leave(self, running), always_call=True)
             self._removals += [before.remove, after.remove]
@@ -88,7 +93,7 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-def _no_hook() -> Callable[..., None]:
+def no_hook() -> Callable[..., None]:
     return _nothing
 
 
@@ -102,7 +107,7 @@ class _Enter:
         self.names.enter(self.running)
 
     def __reduce__(self) -> Any:
-        return _no_hook, ()
+        return no_hook, ()
 
 
 class _Leave:
@@ -113,7 +118,7 @@ class _Leave:
         self.names.leave(self.running)
 
     def __reduce__(self) -> Any:
-        return _no_hook, ()
+        return no_hook, ()
 
 
 def matches(stack: tuple[Running, ...], patterns: tuple[str, ...]) -> bool:

@@ -172,6 +172,11 @@ class PassRecorder:
         found.uses.append((index, began, ended))
         self._step._last = ended
 
+    def last_packed(self, tape: _Tape) -> _Timestamp | None:
+        """The end of the hook that last saved a tensor of `tape`."""
+        found = self._passes.get(tape)
+        return found.hooks[-1][4] if found is not None and found.hooks else None
+
     def backward_ended(self, now: _Timestamp) -> None:
         """The backward that ran last is over."""
         if self._current is not None:

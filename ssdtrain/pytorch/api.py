@@ -17,6 +17,7 @@ from ssdtrain.features import Feature
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tape import Tape
+from ssdtrain.planner.execute import recomputable_blocks
 from ssdtrain.pytorch.attached import attach_model
 from ssdtrain.runtime import Runtime
 
@@ -132,16 +133,18 @@ def attach(
     Raises:
         ConfigError: names the key, the value and what is allowed.
         OSError: a directory cannot be used.
-        ValueError: an adapter offloads this model already, or there is a comm section and nothing reduces gradients.
+        ValueError: an adapter offloads this model already, there is a comm section and nothing reduces gradients, or
+            `plan.blocks` names no module.
     """
-    source = dict(config) if isinstance(config, Mapping) else config
+    read = load_config(dict(config) if isinstance(config, Mapping) else config)
     runtime = Runtime(
-        load_config(source),
+        read,
         device=_device_of(model, device),
         rank=rank,
         local_rank=local_rank,
         local_world_size=local_world_size,
         policy=policy,
+        plan_blocks=recomputable_blocks(model, read.plan) if read.plans and read.plan is not None else None,
         features=features,
     )
     if runtime.compact is not None:

@@ -51,6 +51,7 @@ def test_a_flag_of_auto_wins_over_the_file(flag: Flag, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(
         "offload: {directories: [/a], host: 1GiB, threads: 9}\ncomm: {preset: safe, seed: 4}\ncompact: {seed: 3}\n"
+        "plan: {device_limit: 1GiB}\n"
     )
     given = config_from_namespace(parser().parse_args(["--ssdtrain-config", str(file), flag.name, "auto"]))
     expected = load_config(file).to_dict()

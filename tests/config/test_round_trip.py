@@ -15,7 +15,12 @@ from ssdtrain.config import Config, load_config
 from ssdtrain.config.flags import Flag, add_flags, config_from_namespace, flags, to_arguments
 from ssdtrain.config.units import GiB, KiB, MiB
 
-MINIMUM: dict[str, Any] = {"offload": {"directories": ["/nvme0"]}, "comm": {}, "compact": {}}
+MINIMUM: dict[str, Any] = {
+    "offload": {"directories": ["/nvme0"]},
+    "comm": {},
+    "compact": {},
+    "plan": {"mode": "auto"},
+}
 
 
 def default_of(flag: Flag) -> Any:
@@ -91,6 +96,17 @@ comms = st.fixed_dictionaries(
         "warmup_steps": st.integers(0, 1000),
     },
 )
+plans = st.sampled_from(["auto", "off", False, {}]) | st.fixed_dictionaries(
+    {},
+    optional={
+        "mode": st.sampled_from(["auto", "off"]),
+        "device_limit": sizes,
+        "objective": st.just("memory"),
+        "max_slowdown": st.floats(0.01, 0.99),
+        "recompute": st.sampled_from(["auto", "on", "off", True, False]),
+        "blocks": st.sampled_from([[], ["layers.*"]]),
+    },
+)
 blocks = st.fixed_dictionaries(
     {},
     optional={
@@ -100,7 +116,7 @@ blocks = st.fixed_dictionaries(
         "report": reports,
         "comm": comms,
     },
-)
+) | st.fixed_dictionaries({"plan": plans}, optional={"report": reports})
 
 
 def parse(arguments: list[str]) -> Config | None:
@@ -128,7 +144,7 @@ def test_a_config_survives_dict_yaml_json_and_flags(block: dict[str, Any]) -> No
 
 def test_sections_given_as_objects_are_taken_as_they_are() -> None:
     config = load_config(MINIMUM)
-    sections = {name: getattr(config, name) for name in ("offload", "comm", "compact", "report")}
+    sections = {name: getattr(config, name) for name in ("offload", "comm", "compact", "plan", "report")}
     assert load_config(sections) == config
 
 

@@ -27,6 +27,7 @@ class Row:
             is recomputed only.
         needs: what not every DeepSpeed has; see `upstream.LACKS`.
         counted: the bytes that leave can be counted by plain hooks.
+        plan: with `"plan": "auto"` in the block, and steps enough for a plan.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Row:
     needs: tuple[str, ...] = ()
     resumes: bool = False
     compressed: bool = True
+    plan: bool = False
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -177,6 +179,24 @@ def _other_rows() -> list[Row]:
     return rows
 
 
+def _plan_rows() -> list[Row]:
+    """Of several ranks."""
+    pipeline = {"gradient_accumulation_steps": 4}
+    return [
+        Row("zero3-plan", 2, zero(3), steps=8, counted=False, compressed=False, plan=True),
+        Row(
+            "pipeline2-plan",
+            2,
+            pipeline,
+            kind="pipeline",
+            steps=8,
+            counted=False,
+            compressed=False,
+            plan=True,
+        ),
+    ]
+
+
 QUICK = (
     "compiled-zero1",
     "checkpoint-deepspeed",
@@ -219,7 +239,13 @@ THOROUGH = (
 )
 """Rows whose layout, or what it is combined with, other rows have too: `make test-long` trains them."""
 
-ROWS: list[Row] = [*_zero_rows(), *_pipeline_rows(), *_checkpoint_rows(), *_other_rows()]
+ROWS: list[Row] = [
+    *_zero_rows(),
+    *_pipeline_rows(),
+    *_checkpoint_rows(),
+    *_plan_rows(),
+    *_other_rows(),
+]
 
 
 def rows_for(ranks: int) -> list[Row]:

@@ -87,6 +87,11 @@ def test_all_that_plain_hooks_count_is_spilled(row: Row, results: Results) -> No
         assert found["kept_full_bytes"] == found["kept_late_bytes"] == 0
 
 
+@pytest.mark.parametrize("row", parameters([row for row in ROWS if row.plan]))
+def test_a_plan_is_made_and_followed(row: Row, results: Results) -> None:
+    assert any(result["offloaded"]["plans"] > 0 for result in results(row))
+
+
 SEVERAL = [row for row in ROWS if row.ranks > 1 and row.compressed]
 
 

@@ -67,6 +67,8 @@ def config_of(row: Row, directory: Path | None, mode: str = "offloaded") -> dict
         config["ssdtrain"] = {
             "offload": {"directories": str(directory / "{rank}"), "min_bytes": models.MIN_BYTES, "threads": 1}
         }
+        if row.plan:
+            config["ssdtrain"]["plan"] = "auto"
     return config
 
 
@@ -133,6 +135,7 @@ def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
             key: value for key, value in vars(found.offload).items() if isinstance(value, int | float)
         }
         result["live_slots"] = found.store.live_slots
+        result["plans"] = found.values().get("auto/plans", 0)
         result["comm"] = {dimension: vars(figures) for dimension, figures in found.comm.items()}
         if row.tied:
             result["tied"] = sha1([weight for weight, _ in engine.module.get_tied_weights_and_groups()])

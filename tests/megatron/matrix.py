@@ -53,7 +53,7 @@ def auxiliary_losses() -> dict[str, list[float]]:
 def train(trainer: Trainer) -> list[tuple[str | None, str]]:
     """Losses and norms of the steps, and of an evaluation after each where the row has them."""
     found = []
-    for number in range(STEPS):
+    for number in range(trainer.row.steps):
         found.append(trainer.step(number))
         if trainer.row.evaluated:
             with torch.no_grad():
@@ -86,10 +86,12 @@ def plain_run(row: Row) -> dict[str, Any]:
 
 def offloaded_run(row: Row, directory: str) -> dict[str, Any]:
     trainer = Trainer(row)
-    config = {
+    config: dict[str, Any] = {
         "offload": {"directories": directory, "min_bytes": MIN_BYTES, **row.offload},
         "checkpoint": row.checkpoint,
     }
+    if row.plan:
+        config["plan"] = "auto"
     before = schedules.forward_step
     chunks = trainer.chunks[::-1] if row.reversed else trainer.chunks
     with ssdtrain_megatron.attach(chunks, config) as attachment:
@@ -110,6 +112,7 @@ def offloaded_run(row: Row, directory: str) -> dict[str, Any]:
             "kept": offload.kept_bytes,
             "kept_for_want": offload.kept_full_bytes + offload.kept_late_bytes,
             "saved": offload.saved_bytes,
+            "plans": found.values().get("auto/plans", 0),
             "live_regions": offload.live_regions,
             "live_slots": found.store.live_slots,
             "loaded": offload.loaded_bytes,

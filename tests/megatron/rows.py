@@ -17,6 +17,7 @@ class Row:
         counted: what autograd saves is counted in a run of its own. That takes hooks, which some options do not stand.
         reversed: attach gets the chunks in the reverse order.
         evaluated: an evaluation follows each step.
+        plan: with `"plan": "auto"`, and steps enough for a plan.
         reference: options of the run without offload, where Megatron alone does not train with the row's.
     """
 
@@ -37,6 +38,8 @@ class Row:
     counted: bool = True
     reversed: bool = False
     evaluated: bool = False
+    plan: bool = False
+    steps: int = 3
     reference: dict[str, Any] | None = None
 
     @property
@@ -196,6 +199,7 @@ ROWS = [
     Row("pp4", 4, pp=4),
     Row("pp4, deallocate", 4, pp=4, microbatches=6, options=DEALLOCATE),
     Row("tp2 pp2", 4, tp=2, pp=2),
+    Row("tp2 pp2, plan", 4, tp=2, pp=2, counted=False, plan=True, steps=8),
     Row("tp2 pp2, recompute full, distributed", 4, tp=2, pp=2, dropout=0.1, options=SPREAD, counted=False),
     Row("tp2 sp pp2, bf16", 4, tp=2, pp=2, bf16=True, options={"sequence_parallel": True}),
     Row("tp2 pp2 vp2, deallocate", 4, tp=2, pp=2, vp=2, options={**INTERLEAVED, **DEALLOCATE}),

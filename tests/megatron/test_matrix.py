@@ -48,7 +48,7 @@ def test_losses_norms_and_weights_are_equal_to_the_bit(row: Row) -> None:
         assert plain["weights"] == offloaded["weights"]
         assert plain["auxiliary"] == offloaded["auxiliary"]
         losses = [loss for loss, _ in plain["steps"] if loss is not None]
-        learned = STEPS * (2 if row.evaluated else 1)
+        learned = row.steps * (2 if row.evaluated else 1)
         assert losses == [] or len(set(losses)) == learned, "the model does not learn"
         with_loss += bool(losses)
     assert with_loss == row.world // row.pp
@@ -63,7 +63,12 @@ def test_the_rows_of_the_quick_tests_are_rows() -> None:
 def test_nothing_is_alive_at_the_end(row: Row) -> None:
     for _, offloaded in runs(row):
         assert (offloaded["live_regions"], offloaded["live_slots"]) == (0, 0)
-        assert offloaded["counted_steps"] == STEPS
+        assert offloaded["counted_steps"] == row.steps
+
+
+@pytest.mark.parametrize("row", parameters([row for row in ROWS if row.plan]))
+def test_a_plan_is_made_and_followed(row: Row) -> None:
+    assert any(offloaded["plans"] > 0 for _, offloaded in runs(row))
 
 
 @pytest.mark.parametrize("row", parameters([row for row in ROWS if row.counted]))

@@ -1,0 +1,291 @@
+"""What the planner predicts against what is measured, and its choice against all others, on this CPU and in virtual time.
+
+    python -m benchmarks.planner --json
+
+On the CPU, for a GPT, a BERT and a T5: `"plan": "auto"` profiles some steps, then plans of keep, recompute and offload are
+carried out in turn, interleaved, in one process. `peak_error` is the largest difference of the predicted from the measured peak
+of activations, as a part of the measured one; `step_time_error` the same of the time of forward and backward, relative to keeping
+everything. Then a small GPT with a memory limit: `choice_over_best` is the time of the planner's choice over that of the fastest
+of all plans that keep to the limit, and `speed_over_recompute` the throughput of the choice over that of recomputing everything.
+
+How the peak is measured: by the engine's meter (every storage that autograd saved, once, from its save to its death, and the
+engine's own buffers), to which hooks in backward add what recomputation saves, with the reentrant checkpoint: the other one hides
+it. Times are those of the other one, which is what plans use.
+
+The same on the simulated device (`benchmarks.planner_simulated`), where figures are exact.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ssdtrain
+from benchmarks.common import finish, hardware, parser
+from benchmarks.gpu.models import Model
+from benchmarks.planner_simulated import simulated
+from ssdtrain.config import CheckpointConfig
+from ssdtrain.config.units import MiB
+from ssdtrain.offload.checkpoint import Checkpoint
+from ssdtrain.planner.auto import RECORDED, WARM_UP, AutoPlan
+from ssdtrain.planner.execute import BlockPolicy, recompute_modules
+from ssdtrain.planner.plans import Limits, Problem
+from ssdtrain.planner.search import search
+from ssdtrain.planner.step import StepTimeline
+from ssdtrain.planner.timeline import simulate
+from ssdtrain.profile.blocks import find_blocks
+from ssdtrain.runtime import Runtime
+
+VOCABULARY = 512
+REENTRANT = Checkpoint(CheckpointConfig(use_reentrant=True))
+
+
+class Trial:
+    """One model that is trained under one plan after the other.
+
+    Args:
+        kind: see `benchmarks.gpu.models`.
+        directory: on the drive.
+    """
+
+    def __init__(
+        self, kind: str, directory: Path, *, layers: int, hidden: int, sequence: int, batch: int
+    ) -> None:
+        torch.manual_seed(0)
+        size = {"hidden": hidden, "layers": layers, "heads": hidden // 64, "positions": sequence}
+        self.model = Model(kind, vocabulary=VOCABULARY, **size)
+        self.tokens, self.targets = (torch.randint(VOCABULARY, (batch, sequence)) for _ in range(2))
+        offload = {"directories": str(directory), "min_bytes": "64KiB", "in_flight": "48MiB"}
+        config = {"plan": {"max_slowdown": 0.5}, "offload": offload, "report": {"interval": 0}}
+        self.runtime: Runtime = ssdtrain.attach(self.model, config)
+        assert self.runtime.engine is not None
+        self.engine = self.runtime.engine
+        (self.auto,) = (one for one in self.runtime.features if isinstance(one, AutoPlan))
+        for _ in range(WARM_UP + RECORDED + 8):
+            self.step()
+            self.runtime.step_end()
+            if self.auto.problem is not None:
+                break
+        assert self.auto.problem is not None, "nothing was written to the drive"
+        self.problem: Problem = self.auto.problem
+        self.auto.detach()  # what it planned is not followed: plans are carried out one after the other
+        policy = self.engine.policy
+        assert isinstance(policy, BlockPolicy)
+        self.policy = policy
+        self.blocks = find_blocks(self.model)
+        self._undo: Callable[[], None] = lambda: None
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.blocks)
+
+    def step(self) -> float:
+        """Seconds of a forward and a backward."""
+        began = time.perf_counter()
+        loss = self.model(self.tokens, self.targets)
+        loss.backward()
+        seconds = time.perf_counter() - began
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return seconds
+
+    def follow(self, plan: Sequence[str], checkpoint: Checkpoint | None = None) -> None:
+        """Carry out "keep", "recompute" or "offload" for each block from now on."""
+        self._undo()
+        actions = dict(zip(self.names, plan, strict=True))
+        self.policy.follow(actions)
+        again = {name: self.blocks[name] for name, action in actions.items() if action == "recompute"}
+        self._undo = recompute_modules(again, checkpoint)
+
+    def predicted(self, plan: Sequence[str]) -> StepTimeline:
+        """By the cost model, from the profile."""
+        actions = dict(zip(self.names, plan, strict=True))
+        table = {**self.problem.actions, "offload": self.problem.actions.get("ssd")}
+        choices = [[table[actions.get(block.name, "keep")] for block in self.problem.blocks]]
+        return simulate(self.problem.chunks, choices, self.problem.order, self.problem.machine, steps=2)  # type: ignore[arg-type]
+
+    def peak(self, plan: Sequence[str]) -> int:
+        """Measured bytes of activations: the median of three steps."""
+        self.follow(plan, REENTRANT)
+        found = []
+        for _ in range(3):
+            gc.collect()
+            self.runtime.reset_peak()
+            loss = self.model(self.tokens, self.targets)
+            with self._metering():
+                loss.backward()
+            del loss
+            statistics_now = self.runtime.statistics()
+            assert statistics_now is not None
+            found.append(statistics_now.offload.activation_peak_bytes)
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        return int(statistics.median(found))
+
+    def _metering(self) -> AbstractContextManager[Any]:
+        """Hooks that count what is saved in backward, where the engine takes nothing."""
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if not self.engine.eligible.is_fixed(tensor):
+                with self.engine._lock:
+                    self.engine.meter.drain()
+                    self.engine.meter.see(tensor.untyped_storage())
+            return tensor if tensor.is_leaf else tensor.detach()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def seconds(self, plans: Sequence[Sequence[str]], rounds: int) -> list[list[float]]:
+        """Of each plan, one in each round; the order differs from round to round."""
+        found: list[list[float]] = [[] for _ in plans]
+        shuffled = random.Random(0)
+        for _ in range(rounds):
+            for number in shuffled.sample(range(len(plans)), len(plans)):
+                self.follow(plans[number])
+                self.step()  # what the plan before left under way
+                found[number].append(self.step())
+        return found
+
+    def close(self) -> None:
+        self._undo()
+        self.runtime.close()
+
+
+@dataclass
+class Errors:
+    """Of the predictions of some plans, as parts of what was measured."""
+
+    peak: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+def plans_of(count: int) -> list[tuple[str, ...]]:
+    """Plans of every sort for so many blocks; the first keeps everything, the second recomputes it."""
+    half, third = count // 2, count // 3
+    keep, recompute, offload = ("keep",), ("recompute",), ("offload",)
+    return [
+        keep * count,
+        recompute * count,
+        offload * count,
+        recompute * half + keep * (count - half),
+        offload * half + keep * (count - half),
+        (recompute + offload) * half + keep * (count - 2 * half),
+        offload * third + recompute * third + keep * (count - 2 * third),
+        (offload + keep) * half + keep * (count - 2 * half),
+    ]
+
+
+def errors_of(trial: Trial, rounds: int, say: Callable[[str], None]) -> Errors:
+    """Predicted against measured, for `plans_of` the model's blocks."""
+    plans = plans_of(len(trial.blocks))
+    predicted = [trial.predicted(plan) for plan in plans]
+    peaks = [trial.peak(plan) for plan in plans]
+    times = trial.seconds(plans, rounds)
+    found = Errors()
+    for plan, now, peak, seconds in zip(plans, predicted, peaks, times, strict=True):
+        ratio = statistics.median(a / b for a, b in zip(seconds, times[0], strict=True))
+        expected = now.seconds / predicted[0].seconds
+        found.peak.append(abs(now.peak_bytes / peak - 1))
+        found.seconds.append(abs(expected / ratio - 1))
+        counts = ", ".join(f"{plan.count(name)} {name}" for name in dict.fromkeys(plan))
+        say(
+            f"  {counts}: peak {now.peak_bytes / MiB:.1f} predicted, {peak / MiB:.1f} MiB measured; "
+            f"time x{expected:.3f} predicted, x{ratio:.3f} measured"
+        )
+    return found
+
+
+def against_all(trial: Trial, rounds: int, say: Callable[[str], None]) -> dict[str, float]:
+    """The planner's choice at a memory limit, against every plan that keeps to it, and against recomputing everything."""
+    count = len(trial.blocks)
+    every = list(product(("keep", "recompute", "offload"), repeat=count))
+    kept, recomputed = trial.peak(every[0]), trial.peak(("recompute",) * count)
+    limit = (kept + 2 * recomputed) // 3
+    best = search(trial.problem, Limits(limit))[0]
+    named = dict(zip((block.name for block in trial.problem.blocks), best.actions, strict=True))
+    choice = tuple({"ssd": "offload"}.get(named[name], named[name]) for name in trial.names)
+    # Predictions are within some percent: only plans near the limit have to be measured.
+    fitting = [
+        plan
+        for plan in every
+        if (expected := trial.predicted(plan).peak_bytes) <= 0.9 * limit
+        or (expected <= 1.1 * limit and trial.peak(plan) <= limit)
+    ]
+    screened = [min(one) for one in trial.seconds(fitting, 2)]
+    fastest = sorted(range(len(fitting)), key=screened.__getitem__)[:5]
+    finalists = [choice, ("recompute",) * count, every[0], *(fitting[number] for number in fastest)]
+    times = trial.seconds(finalists, rounds)
+    medians = [statistics.median(one) for one in times]
+    say(f"  choice {choice}, best {finalists[3 + medians[3:].index(min(medians[3:]))]}")
+    return {
+        "plans_of_brute_force": len(every),
+        "plans_that_fit": len(fitting),
+        "limit_over_keep": limit / kept,
+        "choice_peak_over_limit": trial.peak(choice) / limit,
+        "choice_over_best": medians[0] / min(medians[3:]),
+        "choice_over_keep": medians[0] / medians[2],
+        "speed_over_recompute": statistics.median(b / a for a, b in zip(times[0], times[1], strict=True)),
+    }
+
+
+def on_this_cpu(arguments: Any, directory: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    found = Errors()
+    worst: dict[str, Mapping[str, float]] = {}
+    size = {"hidden": arguments.hidden, "sequence": arguments.sequence, "batch": arguments.batch}
+    for kind in ("gpt", "bert", "t5"):
+        print(kind, flush=True)
+        trial = Trial(kind, directory, layers=arguments.layers, **size)
+        one = errors_of(trial, arguments.rounds, lambda text: print(text, flush=True))
+        trial.close()
+        worst[kind] = {"peak": max(one.peak), "seconds": max(one.seconds)}
+        found.peak += one.peak
+        found.seconds += one.seconds
+    print("all plans of a small gpt", flush=True)
+    trial = Trial("gpt", directory, layers=4, **size)
+    small = against_all(trial, 2 * arguments.rounds, lambda text: print(text, flush=True))
+    trial.close()
+    return {
+        "plans": len(found.peak),
+        "peak_error": max(found.peak),
+        "peak_error_median": statistics.median(found.peak),
+        "step_time_error": max(found.seconds),
+        "step_time_error_median": statistics.median(found.seconds),
+        **small,
+        "by_model": worst,
+    }
+
+
+def main() -> None:
+    made = parser(__doc__ or "")
+    made.add_argument("--layers", type=int, default=8, help="blocks")
+    made.add_argument("--hidden", type=int, default=256, help="width, a multiple of 64")
+    made.add_argument("--sequence", type=int, default=256, help="tokens")
+    made.add_argument("--batch", type=int, default=6, help="sequences")
+    made.add_argument("--rounds", type=int, default=7, help="interleaved timings of each plan")
+    made.add_argument("--directory", type=Path, default=None, help="on the drive; default: temporary")
+    made.add_argument("--no-simulation", action="store_true", help="on this CPU only")
+    made.add_argument("--simulation-only", action="store_true", help="in virtual time only")
+    chosen = made.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ssdtrain-") as temporary:
+        directory = chosen.directory or Path(temporary)
+        figures: dict[str, Any] = {"benchmark": "planner"}
+        if not chosen.simulation_only:
+            figures |= on_this_cpu(chosen, directory)
+        if not chosen.no_simulation:
+            figures |= {f"simulated_{name}": value for name, value in simulated().items()}
+        finish({**figures, **hardware(directory), "torch": torch.__version__}, chosen.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The section `plan` of the schema."""
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from ssdtrain.config.kinds import Fraction, Patterns, PlanMode, PositiveSize, Switch
+from ssdtrain.config.section import Conflict, Section
+
+__all__ = ["PlanConfig"]
+
+
+class PlanConfig(Section):
+    """Choice of keep, recompute or offload for each block of the model, from a few profiled steps (docs/planner.md).
+    `"plan": "auto"` is this section with its defaults.
+
+    Blocks are offloaded where there is an `offload` section, whose `amount` the plan then decides. Blocks are recomputed in plain
+    PyTorch only.
+    """
+
+    shorthand: ClassVar[str | None] = "mode"
+
+    mode: PlanMode = "auto"
+    """"off" leaves the section without effect."""
+
+    device_limit: PositiveSize | None = None
+    """Bytes of activations on the device at most: what is saved for backward, without parameters, gradients, optimizer state and
+    workspaces. A limit that no plan can meet is an error after the profiled steps. Default: no limit."""
+
+    objective: Literal["time", "memory"] | None = None
+    """"time": the shortest step within `device_limit`. "memory": the lowest peak within `max_slowdown`. Default: "time" with a
+    `device_limit`, else "memory"."""
+
+    max_slowdown: Fraction | None = None
+    """Predicted step time over that of keeping everything, minus 1, at most. Default: 0.02 with the objective "memory", else no
+    limit. A larger value allows a lower peak."""
+
+    recompute: Switch = "auto"
+    """Whether blocks may be recomputed. Default: in plain PyTorch, for blocks that have no side effects as far as can be seen;
+    "on" makes it an error where no block can be recomputed (docs/planner.md)."""
+
+    blocks: Patterns = ()
+    """What is decided about as one, and may be recomputed: patterns of module names, such as "layers.*". Default: the children of
+    the longest ModuleList and of all others of the same class."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.objective == "time" and self.device_limit is None:
+            why = "needs a device_limit: without one, keeping everything is the fastest"
+            yield "objective", self.objective, why, '"memory", or a device_limit'
+
+    @property
+    def memory(self) -> bool:
+        """Whether the lowest peak is wanted, not the shortest step."""
+        return self.objective == "memory" or (self.objective is None and self.device_limit is None)
+
+    @property
+    def slowdown(self) -> float | None:
+        """`max_slowdown`, or its default."""
+        return 0.02 if self.max_slowdown is None and self.memory else self.max_slowdown

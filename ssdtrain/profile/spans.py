@@ -1,0 +1,147 @@
+"""Which regions of a tape each block saved, and whether a block may run a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from ssdtrain.profile.modules import no_hook
+
+__all__ = ["BlockSpans", "Span", "may_run_again"]
+
+PLAIN = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
+"""What a block is called with where it may run again: a cache, for one, would be filled twice."""
+
+
+def may_run_again(arguments: Any) -> bool:
+    """False if `arguments` hold an object that a second run of the block could find changed by the first."""
+    return all(isinstance(value, PLAIN) for value in tree_iter(arguments))
+
+
+@dataclass
+class Span:
+    """One block in one forward. Regions [begin, end) of the tape are those that it saved first.
+
+    Attributes:
+        inputs: bytes of these that it is called with.
+        small: bytes of the storages that it saved and that are not in these regions.
+        pure: it may run again: it is called with plain arguments and changes no buffer.
+        timestamps: of its begin, of the end of the hook that saved its last tensor, of its end; None where passes are not
+            recorded.
+    """
+
+    name: str
+    begin: int
+    end: int = 0
+    inputs: int = 0
+    small: int = 0
+    pure: bool = True
+    timestamps: tuple[Any, Any, Any] | None = None
+
+
+class _Running(NamedTuple):
+    """A block whose forward runs."""
+
+    span: Span
+    storages: frozenset[int]
+    """Of the storages that it is called with."""
+    versions: list[int]
+    """Of its buffers, before."""
+    unoffloaded: int
+    """What the meter counted before, bytes."""
+    began: Any
+
+
+class BlockSpans:
+    """Hooks on the blocks of a model, until `remove`. A block inside of another, or run in backward, is not seen.
+
+    Args:
+        blocks: by name.
+        engine: the offload engine of their forwards.
+        tape: returns the tape that is being recorded; None: none is.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module], engine: Any, tape: Callable[[], Any]) -> None:
+        self.found: list[Span] = []
+        """Of the forward that runs, or the latest."""
+        self._engine, self._tape = engine, tape
+        self._running: _Running | None = None
+        self._hooks = []
+        for name, block in blocks.items():
+            self._hooks.append(block.register_forward_pre_hook(_Before(self, name), with_kwargs=True))
+            self._hooks.append(block.register_forward_hook(_After(self, name)))
+
+    def begin(self) -> None:
+        """A forward of the model begins."""
+        self.found, self._running = [], None
+
+    def remove(self) -> None:
+        """Remove the hooks. Idempotent."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _recorder(self) -> Any:
+        recorder = self._engine.recorder
+        return recorder if recorder is not None and recorder.active else None
+
+    def enter(self, name: str, block: nn.Module, arguments: Any) -> None:
+        tape = self._tape()
+        if tape is None or self._running is not None or torch._C._current_graph_task_id() != -1:
+            return
+        tensors = [t for t in tree_iter(arguments) if isinstance(t, Tensor) and t.layout is torch.strided]
+        storages = frozenset(id(t.untyped_storage()) for t in tensors)  # by which the meter knows them
+        span = Span(name, len(tape.regions), pure=may_run_again(arguments))
+        began = self._engine.device.timestamp() if self._recorder() is not None else None
+        counted = self._engine.meter.unoffloaded_bytes
+        self._running = _Running(span, storages, _versions(block), counted, began)
+
+    def leave(self, name: str, block: nn.Module) -> None:
+        running, tape, recorder = self._running, self._tape(), self._recorder()
+        if running is None or running.span.name != name or tape is None:
+            return
+        self._running = None
+        span = running.span
+        span.end = len(tape.regions)
+        saved = [region for region in tape.regions[span.begin :] if region is not None]
+        span.inputs = sum(region.nbytes for region in saved if region.seen.key in running.storages)
+        grown = self._engine.meter.unoffloaded_bytes - running.unoffloaded
+        span.small = max(0, grown - sum(region.nbytes for region in saved))
+        span.pure = span.pure and running.versions == _versions(block)
+        if recorder is not None and running.began is not None:
+            last = recorder.last_packed(tape)
+            ended = self._engine.device.timestamp()
+            span.timestamps = (running.began, running.began if last is None else last, ended)
+        self.found.append(span)
+
+
+def _versions(block: nn.Module) -> list[int]:
+    return [buffer._version for buffer in block.buffers()]
+
+
+class _Before:
+    """Copied or pickled as a hook without effect."""
+
+    def __init__(self, spans: BlockSpans, name: str) -> None:
+        self.spans, self.name = spans, name
+
+    def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        self.spans.enter(self.name, block, (args, kwargs))
+
+    def __reduce__(self) -> Any:
+        return no_hook, ()
+
+
+class _After:
+    def __init__(self, spans: BlockSpans, name: str) -> None:
+        self.spans, self.name = spans, name
+
+    def __call__(self, block: nn.Module, *_: Any) -> None:
+        self.spans.leave(self.name, block)
+
+    def __reduce__(self) -> Any:
+        return no_hook, ()
