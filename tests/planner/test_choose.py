@@ -75,7 +75,7 @@ def test_of_few_blocks_of_any_size_the_choice_is_that_of_an_exhaustive_search(se
 
 def test_six_large_regions_on_a_drive_of_half_the_bandwidth_go_where_the_peak_sinks_most() -> None:
     """The choice in one pass over the blocks saves nothing here."""
-    on = machine(50)
+    on = machine(50, prefetch=400)
     chosen = choose_offloads([blocks(6)], one_after_the_other(), on)
     assert chosen.predicted.peak_bytes <= 1.05 * lowest_peak(6, on, chosen.kept.seconds * (1 + SLACK))
     assert chosen.predicted.peak_bytes < chosen.kept.peak_bytes
