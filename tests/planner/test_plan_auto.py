@@ -18,7 +18,7 @@ from ssdtrain.config import ConfigError, load_config
 from ssdtrain.planner.auto import RECORDED, WARM_UP, AutoPlan
 from ssdtrain.planner.plans import NoPlan
 from ssdtrain.runtime import Runtime
-from tests.comm.ranks import on_ranks
+from tests.support.ranks import on_ranks
 
 LAYERS = 6
 STEPS = WARM_UP + RECORDED + 3
