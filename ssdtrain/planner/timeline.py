@@ -167,8 +167,8 @@ class _Simulation:
         # A tape is known to be next from the beginning of the backward before it.
         announced = max(ended, self.now if self.backward_began is None else self.backward_began)
         self.backward_began = self.now
-        passed, times_reached = [], []  # bytes of the tape that backward had had, and when, at each block
-        total = 0
+        # Bytes of the tape that backward has asked for, and since when.
+        passed, since, total = [0], [announced], 0
         for index in range(len(tape) - 1, -1, -1):
             block, choice, times = (
                 self.chunks[chunk][index],
@@ -176,17 +176,16 @@ class _Simulation:
                 self.blocks[chunk][index],
             )
             saved = tape[index]
-            passed.append(total)
-            times_reached.append(self.now)
+            asked = next((part.saved for part in reversed(block.parts) if part.saved), saved.nbytes)
+            passed.append(total + min(asked, saved.nbytes))
+            since.append(self.now)
             if saved.job is not None and saved.server is not None:
                 # Along the tape, what is kept included, reads go so far ahead, and copies to the device.
-                first = bisect_right(passed, total - self.machine.prefetch)
-                reads = max(announced, times_reached[first]) if first else announced
-                ahead = max(self.machine.prefetch, self.machine.window)
-                first = bisect_left(passed, total + saved.nbytes - ahead)
-                copies = max(reads, times_reached[first] if first < len(passed) else self.now)
+                reads = since[bisect_right(passed, total - self.machine.prefetch)]
+                far = max(self.machine.prefetch, self.machine.window)
+                copies = since[min(bisect_left(passed, total + saved.nbytes - far), len(since) - 1)]
                 stored = saved.job
-                ready = self.load(saved, saved.server, stored, reads, copies if first else reads)
+                ready = self.load(saved, saved.server, stored, reads, max(reads, copies))
                 if stored.cancelled:
                     times.stored -= saved.nbytes
                 if ready > self.now:

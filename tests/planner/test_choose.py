@@ -134,7 +134,7 @@ def test_a_tier_that_cannot_keep_up_over_the_steps_gets_no_more_than_it_can_writ
 
 
 def test_microbatches_that_wait_leave_more_time_for_their_transfers() -> None:
-    on = machine(60)
+    on = machine(60, prefetch=300)
     alone = choose_offloads([blocks(6)], one_after_the_other(4), on)
     pipeline = choose_offloads([blocks(6)], one_forward_one_backward(4, 3), on)
     assert (
