@@ -351,9 +351,7 @@ class OffloadEngine:
             self.mover.flush()
             metrics = self.metrics.copy()
             metrics.in_flight_bytes = self.mover.in_flight
-            metrics.activation_bytes = self.meter.live_bytes
-            metrics.activation_peak_bytes = self.meter.peak_bytes
-            metrics.unoffloaded_peak_bytes = self.meter.unoffloaded_peak_bytes
+            self.meter.write_to(metrics)
             metrics.buffer_bytes = self.buffers.counted_bytes
             return metrics
 

@@ -20,6 +20,8 @@ from queue import Empty, SimpleQueue
 
 import torch
 
+from ssdtrain.offload.metrics import OffloadMetrics
+
 __all__ = ["ActivationMeter", "Seen"]
 
 
@@ -118,3 +120,9 @@ class ActivationMeter:
         self.peak_bytes = self.live_bytes
         self.unoffloaded_peak_bytes = self.unoffloaded_bytes
         self.timeline = [(time.perf_counter(), self.live_bytes)] if self.record else []
+
+    def write_to(self, metrics: OffloadMetrics) -> None:
+        """Set the gauges that this counts."""
+        metrics.activation_bytes = self.live_bytes
+        metrics.activation_peak_bytes = self.peak_bytes
+        metrics.unoffloaded_peak_bytes = self.unoffloaded_peak_bytes

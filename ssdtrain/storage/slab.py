@@ -7,9 +7,12 @@ import logging
 import mmap
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from ssdtrain.storage.allocator import RangeAllocator
+from ssdtrain.storage.arena import Arena
+from ssdtrain.storage.errors import StoreFull
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
 
@@ -232,3 +235,19 @@ class Slab:
                 str(self.directory),
             )
         return True
+
+
+def no_room(nbytes: int, slabs: Sequence[Slab], host: Arena | None) -> StoreFull:
+    """The error of a reservation of `nbytes` that fits nowhere: what is free in each place."""
+    parts = [
+        f"{slab.directory}: {slab.free_bytes} free{', retired' if slab.retired else ''}" for slab in slabs
+    ]
+    if host is not None:
+        parts.append(f"host tier: {host.capacity - host.allocated} free")
+    return StoreFull(
+        os.pathsep.join(str(slab.directory) for slab in slabs),
+        nbytes,
+        sum(slab.free_bytes for slab in slabs if not slab.retired),
+        sum(slab.capacity for slab in slabs),
+        "; ".join(parts),
+    )

@@ -8,7 +8,6 @@ Note: [Free never blocks]
 """
 
 import logging
-import os
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -16,14 +15,14 @@ from pathlib import Path
 
 from ssdtrain.storage import forks, memory
 from ssdtrain.storage.arena import Arena, Register
-from ssdtrain.storage.errors import StoreClosed, StoreFull
+from ssdtrain.storage.errors import StoreClosed
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.metrics import StoreMetrics
 from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, READ, WRITE, image_bytes
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
 from ssdtrain.storage.signal_safe_lock import make_signal_safe_lock
-from ssdtrain.storage.slab import Slab, default_capacity
+from ssdtrain.storage.slab import Slab, default_capacity, no_room
 from ssdtrain.storage.slot import Slot
 
 logger = logging.getLogger(__name__)
@@ -156,7 +155,7 @@ class SpillStore:
             found = (reserve(nbytes) for reserve in (reversed(tiers) if tier == "ssd" else tiers))
             slot = next((slot for slot in found if slot is not None), None)
             if slot is None:
-                raise self._full(nbytes)
+                raise no_room(nbytes, self._slabs, self._host)
             self._live_slots += 1
             self._live_bytes += nbytes
             return slot
@@ -384,22 +383,6 @@ class SpillStore:
                 self._give(slot._extents)
             self._live_slots -= 1
             self._live_bytes -= slot.nbytes
-
-    def _full(self, nbytes: int) -> StoreFull:
-        parts = [
-            f"{slab.directory}: {slab.free_bytes} free{', retired' if slab.retired else ''}"
-            for slab in self._slabs
-        ]
-        if self._host is not None:
-            parts.append(f"host tier: {self._host.capacity - self._host.allocated} free")
-        usable = [slab for slab in self._slabs if not slab.retired]
-        return StoreFull(
-            os.pathsep.join(str(slab.directory) for slab in self._slabs),
-            nbytes,
-            sum(slab.free_bytes for slab in usable),
-            sum(slab.capacity for slab in self._slabs),
-            "; ".join(parts),
-        )
 
 
 def _close_parts(pool: Pool, slabs: list[Slab], host: Arena | None, pattern: memory.Map | None) -> None:
