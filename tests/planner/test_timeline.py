@@ -192,3 +192,17 @@ def test_what_cannot_be_is_an_error() -> None:
         simulate([[block()]], [[KEEP, KEEP]], one_after_the_other(), machine())
     with pytest.raises(KeyError, match="tape"):
         step([Choice("tape")], machine())
+
+
+def test_an_arena_in_the_memory_of_activations_is_part_of_the_peak_and_what_comes_back_lies_in_it() -> None:
+    blocks = [[Block(f"b{i}", 1.0, 2.0, 100) for i in range(4)]]
+    choices = [[Choice("ssd")] * 3 + [KEEP]]
+    tier = Tier("ssd", 1000.0, 1000.0)
+    without = simulate(blocks, choices, one_after_the_other(), Machine((tier,), prefetch=200), steps=2)
+    arena = Machine((tier,), prefetch=200, buffers=250)
+    within = simulate(blocks, choices, one_after_the_other(), arena, steps=2)
+    assert within.seconds == without.seconds
+    # The most is alive while the last block runs forward, whose neighbour has not left: the arena is there too.
+    assert within.peak_bytes == 200 + 250
+    kept = simulate(blocks, [[KEEP] * 4], one_after_the_other(), arena)
+    assert kept.peak_bytes == 400 + 250

@@ -81,6 +81,48 @@ def test_a_drive_that_is_full_keeps_the_rest_in_memory_and_costs_no_time() -> No
     assert 0 < found[-1].stored < 0.5
 
 
+class FakeDrive:
+    """A drive that bears so many bytes per second."""
+
+    devices = ("nvme0n1",)
+    years = 5.0
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def allowed_rate(self, written: object) -> float:
+        return self.rate
+
+
+@pytest.mark.parametrize("share", [0.5, 0.2])
+def test_a_drive_is_written_at_the_rate_that_it_bears(share: float, caplog: pytest.LogCaptureFixture) -> None:
+    with AutoRun(small(12, layers=12)) as run:
+        free = [run.step() for _ in range(6)][-1]
+        before, began = run.written
+        run.step()
+        after, ended = run.written
+        rate = (after - before) / (ended - began)
+    assert "offload.endurance" not in caplog.text
+    with AutoRun(small(12, layers=12), endurance=FakeDrive(share * rate)) as run:  # type: ignore[arg-type]
+        for _ in range(6):
+            run.step()
+        before, began = run.written
+        found = [run.step() for _ in range(4)][-1]
+        after, ended = run.written
+        again = (after - before) / (ended - began)
+    assert 0 < again <= 1.02 * share * rate
+    assert again >= 0.6 * share * rate  # what it bears is used
+    assert found.stored < free.stored and found.total_over_keep <= 1.02
+    assert caplog.text.count("less is offloaded than could be hidden") == 1
+
+
+def test_the_predicted_peak_is_the_measured_one() -> None:
+    for drive in (3, 12):
+        with AutoRun(small(drive, layers=12)) as run:
+            found = [run.step() for _ in range(6)][-1]
+            assert abs(run.predicted_peak_over_keep - found.peak_over_keep) <= 0.05
+
+
 @pytest.mark.slow
 def test_on_the_hardware_of_teraio_a_step_takes_little_more_than_with_unlimited_memory() -> None:
     found = on_teraio_hardware()
