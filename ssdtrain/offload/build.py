@@ -20,7 +20,7 @@ from ssdtrain.storage import Faults, SpillStore, check_host_budget
 
 __all__ = ["build_engine"]
 
-SAMPLED = 16
+SAMPLED = 32
 """`offload.verify: "sample"`: one of so many stores has a checksum of all its bytes."""
 
 

@@ -166,34 +166,39 @@ static int read_elsewhere(const Faults *f, const Operation *op, const Piece *p, 
     return 0;
 }
 
-/* Add the bytes of a piece to the digest of its operation: what is about to be written, or what was read. 0, or an errno. The sum
- * over words and the sum of these sums find any changed bit and any words that changed places; pieces end in any order. */
+typedef uint64_t Lanes __attribute__((vector_size(32)));
+
+/* Add the bytes of a piece to the digest of its operation: what is about to be written, or what was read. 0, or an errno. The sums
+ * over words and the sums of these sums find any changed bit and any words that changed places; pieces end in any order. What lies
+ * behind an event is a buffer of the arena, and is read where it is; other memory may go at any moment. */
 static int digest_piece(Operation *op, const Piece *p, char *bounce) {
-    uint64_t start = p->start > op->page_offset ? p->start : op->page_offset, sum = 0, sums = 0;
-    uint64_t from = op->address + start - op->page_offset, left = p->end - start;
+    uint64_t start = p->start > op->page_offset ? p->start : op->page_offset;
+    uint64_t from = op->address + start - op->page_offset, left = p->end - start, digest = mix(start + 1);
+    Lanes sum = {0}, sums = {0}, words;
     while (left) {
-        uint64_t count = left < DIGESTED ? left : DIGESTED, whole = count / 8, word;
+        uint64_t count = left < DIGESTED ? left : DIGESTED, at = 0;
         const char *bytes = (const char *)(uintptr_t)from;
-        if (!(op->kind & 1)) {
+        if (!(op->kind & 1) && !op->event) {
             int code = copy_checked(bounce, from, count);
             if (code) return code;
             bytes = bounce;
         }
-        for (uint64_t i = 0; i < whole; i++) {
-            memcpy(&word, bytes + 8 * i, 8);
-            sum += word;
+        for (; at + sizeof words <= count; at += sizeof words) {
+            memcpy(&words, bytes + at, sizeof words);
+            sum += words;
             sums += sum;
         }
-        if (count % 8) {
-            word = 0;
-            memcpy(&word, bytes + 8 * whole, count % 8);
-            sum += word;
+        if (at < count) {
+            words = (Lanes){0};
+            memcpy(&words, bytes + at, count - at);
+            sum += words;
             sums += sum;
         }
         from += count;
         left -= count;
     }
-    atomic_fetch_add(&op->digest, mix(mix(sum ^ mix(start + 1)) ^ sums));
+    for (int i = 0; i < 4; i++) digest = mix(mix(digest ^ sum[i]) ^ sums[i]);
+    atomic_fetch_add(&op->digest, digest);
     return 0;
 }
 

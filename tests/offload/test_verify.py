@@ -95,7 +95,7 @@ def test_what_comes_back_is_verified_as_the_config_says(
     make_runtime: MakeRuntime, variant: Variant, verify: str
 ) -> None:
     runtime = make_runtime(variant, verify=verify)
-    run_steps(runtime, attached(runtime), 12)
+    run_steps(runtime, attached(runtime), 20)
     found = runtime.statistics()
     assert found is not None and found.offload.loaded_bytes
     share = found.offload.verified_bytes / found.offload.loaded_bytes
