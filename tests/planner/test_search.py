@@ -171,9 +171,9 @@ def test_runners_up_differ_in_their_actions_and_come_in_order() -> None:
 def test_ninety_six_layers_take_a_bounded_number_of_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
 
-    def counted(*arguments: object) -> object:
+    def counted(*arguments: object, **more: int) -> object:
         next(calls)
-        return simulate(*arguments)  # type: ignore[arg-type]
+        return simulate(*arguments, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr("ssdtrain.planner.search.simulate", counted)
     [found, *_] = search(problem(96, rate=30.0), Limits(device=2500))
