@@ -2,7 +2,10 @@
 
     ssdtrain estimate my_package.model:build --batch 8 --gpu h100 --ssd "4 x 7GB/s"
 
-`build(batch)` returns the model and a function without arguments that runs its forward and returns the loss.
+`build(batch)` returns the model and a function without arguments that runs its forward and returns the loss. In its place
+the `config.json` of a model of the transformers library may stand, where that is installed:
+
+    ssdtrain estimate ./llama/config.json --seq 4096 --batch 8 --gpu h100
 """
 
 import argparse
@@ -10,8 +13,10 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -30,7 +35,10 @@ def run(arguments: list[str]) -> int:
         chosen.gpu, chosen.ssd, chosen.gpus_per_node, chosen.reserve, chosen.state_bytes, chosen.efficiency
     )
     try:
-        found = estimate(factory(chosen.model), chosen.batch, hardware, patterns=chosen.blocks)
+        made = (
+            from_config(Path(chosen.model), chosen.seq) if is_config(chosen.model) else factory(chosen.model)
+        )
+        found = estimate(made, chosen.batch, hardware, patterns=chosen.blocks)
     except (InvalidValue, ValueError) as error:
         print(f"ssdtrain estimate: the model {error}", file=sys.stderr)
         return 1
@@ -45,7 +53,10 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="ssdtrain estimate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("model", help="module:function")
+    made.add_argument("model", help="module:function, or the path of a config.json")
+    made.add_argument(
+        "--seq", type=int, default=2048, help="tokens of a sequence, of a config.json; default: 2048"
+    )
     made.add_argument("--batch", type=int, default=1, help="sequences of a microbatch; default: 1")
     made.add_argument(
         "--blocks", nargs="*", default=(), help="patterns of blocks' names; default: the longest ModuleList's"
@@ -82,6 +93,47 @@ def factory(name: str) -> Callable[[int], Any]:
     except (ImportError, AttributeError) as error:
         raise ValueError(f'is named "{name}", which cannot be imported: {error}') from error
     return found
+
+
+def is_config(name: str) -> bool:
+    """Whether a model is named by its configuration."""
+    return name.endswith(".json")
+
+
+def from_config(file: Path, sequence: int) -> Callable[[int], Any]:
+    """Builds the model that a `config.json` of the transformers library describes, and a step on tokens and labels.
+
+    The class is the first of its "architectures", else a causal language model; weights are bfloat16.
+
+    Raises:
+        ValueError: there is no such file or class, or the library is not installed.
+    """
+    try:
+        library = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ValueError(f"is {file}, and the transformers library is not installed: {error}") from error
+    try:
+        config = library.AutoConfig.from_pretrained(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"is {file}, which is no config of the transformers library: {error}") from error
+    names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
+    kind = getattr(library, names[0], None)
+    if kind is None:
+        raise ValueError(f"is {file}, whose architecture {names[0]} this transformers does not have")
+    config.use_cache = False
+
+    def build(batch: int) -> Any:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+        finally:
+            torch.set_default_dtype(default)
+        model.train()
+        tokens = torch.randint(config.vocab_size, (batch, sequence))
+        return model, lambda: model(input_ids=tokens, labels=tokens).loss
+
+    return build
 
 
 def figures(found: Estimate) -> dict[str, Any]:

@@ -193,7 +193,11 @@ class AutoPlan(Feature):
             self._records.append(record)
         if len(self._records) < RECORDED:
             return
-        if self._tiers and not self._rates.write and self._steps < WARM_UP + RECORDED + PATIENCE:
+        if (
+            self._tiers
+            and not (self._rates.write or self._link)
+            and self._steps < WARM_UP + RECORDED + PATIENCE
+        ):
             self._records.pop(0)
             return
         event = self._engine.device.record(None)
@@ -233,7 +237,7 @@ class AutoPlan(Feature):
         return self._drifted >= 2
 
     def _machine(self) -> Machine:
-        if not self._tiers or not self._rates.write:
+        if not self._tiers or not (self._rates.write or self._link):
             return Machine()
         return measured_machine(self._engine, self._rates, self._link)
 

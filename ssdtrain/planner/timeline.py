@@ -66,9 +66,7 @@ class _Simulation:
         self.leaving_bytes = 0
         self.staged = Bounded(machine.prefetch)
         self.ahead = Bounded(machine.window)
-        self.memory: list[
-            tuple[float, int, int]
-        ] = []  # when, change of the bytes on the device, of those in the arena
+        self.memory: list[tuple[float, int]] = []
         self.tapes: dict[tuple[int, int], tuple[list[_Saved], float]] = {}  # and the end of its forward
         self.backward_began: float | None = None  # the latest
         self.blocks = [[BlockTimes() for _ in chunk] for chunk in chunks]

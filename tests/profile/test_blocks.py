@@ -1,5 +1,6 @@
 """What blocks take, real and under fake tensors, against counts that know nothing of blocks."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from examples.support.model import GPT, GPTConfig
+from ssdtrain.cli.estimate import from_config
 from ssdtrain.profile.blocks import Step, count_blocks, find_blocks, profile_blocks
 from tests.planner.blocks import count_saved_bytes
 
@@ -136,3 +138,27 @@ def test_models_of_a_library_are_counted_as_they_are_measured(kind: str) -> None
     estimated = count_blocks(lambda: library_model(kind))
     assert len(estimated.blocks) == (6 if kind == "t5" else 3)
     assert estimated.saved == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral", "bert", "t5"])
+def test_a_config_of_a_library_is_counted_as_its_model_is_measured(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model, _ = library_model(kind)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    build = from_config(tmp_path / "config.json", SEQUENCE)
+    torch.manual_seed(0)
+    real, step = build(BATCH)
+    assert type(real) is type(model)
+    measured = count_saved_bytes(real, step, *real.buffers())
+    assert count_blocks(lambda: build(BATCH)).saved == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.slow
+def test_what_is_no_config_of_a_library_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "gpt2", "architectures": ["NoSuchModel"]}')
+    with pytest.raises(ValueError, match="NoSuchModel"):
+        from_config(file, SEQUENCE)
