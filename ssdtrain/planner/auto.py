@@ -60,13 +60,16 @@ FOREVER = 1e6
 
 @dataclass
 class PlanMetrics(MetricSet):
-    """Of the plan that is followed. Bytes and seconds of the cost model."""
+    """Of the plan that `plan` makes for blocks. Bytes and seconds of the cost model."""
 
     plans: int = counter(Unit.COUNT, "plans")
     """Made since the start."""
     recomputed_blocks: int = gauge(Unit.COUNT, "recomputed blocks")
+    """Whose forward backward runs again."""
     offloaded_blocks: int = gauge(Unit.COUNT, "offloaded blocks")
+    """Whose saved tensors go to the tiers."""
     predicted_peak_bytes: int = gauge(Unit.BYTES)
+    """Of what the blocks save, at its largest."""
     predicted_step_ratio: float = gauge(Unit.COUNT, ranks=Reduce.MAX)
     """Predicted step time over that of keeping everything."""
 
