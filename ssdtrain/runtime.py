@@ -48,6 +48,7 @@ from ssdtrain.storage import Faults, forks, holds_signal_safe_lock
 from ssdtrain.telemetry.journal import Journal
 from ssdtrain.telemetry.messages import report
 from ssdtrain.telemetry.totals import RuntimeMetrics, StepMetrics
+from ssdtrain.telemetry.trace import StepTrace
 
 __all__ = ["Runtime", "RuntimeMetrics"]
 
@@ -147,6 +148,7 @@ class Runtime:
                 self.compact = CompactLinear(config.compact, place)
                 self.features.append(self.compact)
             self.features += features
+            self._trace(place)
             self._check_metrics()
         except BaseException:
             self._reports = False
@@ -154,6 +156,19 @@ class Runtime:
             raise
         if self._reports and self.features:
             report(" | ".join(text for feature in self.features if (text := feature.description())))
+
+    def _trace(self, place: Placement) -> None:
+        if self.config.report.trace and self.features and self._journal is not None and self._journal.file:
+            file = self._journal.file
+            trace = StepTrace(
+                self.config.report.trace,
+                file.with_name(f"trace-{file.stem}.json"),
+                place,
+                self.engine,
+                self.comm,
+            )
+            # Before what plans from the same records, and takes them.
+            self.features.insert(0 if self.offload is None else 1, trace)
 
     def _open_journal(self, place: Placement, interval: int) -> None:
         path = self.config.report.expand(rank=place.rank, local_rank=place.local_rank)

@@ -8,11 +8,13 @@ from ssdtrain.report.page import page
 from ssdtrain.report.prometheus import write_prometheus
 from ssdtrain.report.run import Run
 from ssdtrain.report.serve import Server
+from ssdtrain.report.trace import merge_traces
 
 EXAMPLES = """examples:
   ssdtrain report out/report                            writes out/report/report.html
   ssdtrain report out/report --against out/baseline     two runs side by side
   ssdtrain report out/report --serve                    while training: http://127.0.0.1:8765/, and /metrics for Prometheus
+  ssdtrain report out/report --trace                    steps of report.trace, all ranks, for ui.perfetto.dev
   ssdtrain report out/report --prometheus /var/lib/node_exporter/ssdtrain.prom
 """
 
@@ -45,6 +47,15 @@ def _parser() -> argparse.ArgumentParser:
         "--prometheus", type=Path, metavar="FILE", help="write Prometheus text there, and no page"
     )
     parser.add_argument(
+        "--trace",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="FILE",
+        help="put the traces of all ranks (report.trace) into one file for ui.perfetto.dev, and write no page; by default "
+        "trace.json in DIR",
+    )
+    parser.add_argument(
         "--serve",
         type=int,
         nargs="?",
@@ -59,6 +70,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _write(chosen: argparse.Namespace) -> int:
+    if chosen.trace is not None:
+        output = chosen.directory / "trace.json" if chosen.trace == Path() else chosen.trace
+        ranks = merge_traces(chosen.directory, output)
+        print(
+            f"{output} ({len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'}): open it at https://ui.perfetto.dev"
+        )
+        return 0
     found = Run.read(chosen.directory)
     if chosen.prometheus is not None:
         write_prometheus(found, chosen.prometheus)

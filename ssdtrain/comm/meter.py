@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from ssdtrain.profile.time_spans import Spans
 from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter
 
 
@@ -29,6 +31,23 @@ class CommMetrics(MetricSet):
     """Calls that were compressed."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Reason -> calls that went uncompressed."""
+    dimension: str = field(default="", compare=False)
+    spans: Spans | None = field(default=None, repr=False, compare=False)
+    """Also gets each interval; None: no trace is recorded."""
+
+    def count_codec(self, began: float) -> None:
+        """Something was encoded or decoded, from `began` (`time.perf_counter`) until now."""
+        seconds = time.perf_counter() - began
+        self.codec_seconds += seconds
+        if self.spans is not None:
+            self.spans.add("codec", self.dimension, began)
+
+    def count_wait(self, began: float) -> None:
+        """A message was waited for, from `began` until now."""
+        seconds = time.perf_counter() - began
+        self.wait_seconds += seconds
+        if self.spans is not None:
+            self.spans.add("collective", self.dimension, began)
 
     @property
     def ratio(self) -> float:
@@ -41,10 +60,20 @@ class Meter:
 
     def __init__(self) -> None:
         self._metrics: dict[str, CommMetrics] = {}
+        self._spans: Spans | None = None
         self._pending: list[tuple[CommMetrics, Callable[[], float | None]]] = []
 
     def of(self, dimension: str) -> CommMetrics:
-        return self._metrics.setdefault(dimension, CommMetrics())
+        found = self._metrics.get(dimension)
+        if found is None:
+            found = self._metrics[dimension] = CommMetrics(dimension=dimension, spans=self._spans)
+        return found
+
+    def record(self, spans: Spans | None) -> None:
+        """Add the intervals of all dimensions to `spans` too; None: no more."""
+        self._spans = spans
+        for metrics in self._metrics.values():
+            metrics.spans = spans
 
     def count_compressed(self, dimension: str, raw_bytes: int) -> CommMetrics:
         """Count a compressed call; returns the metrics that its wire bytes and times are added to."""

@@ -63,7 +63,7 @@ class PointToPoint:
             codec.max_payload_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device=tensor.device
         )
         size = codec.encode(tensor.detach(), payload, self._key()._replace(tensor=metrics.calls & 0xFFFFFFFF))
-        metrics.codec_seconds += time.perf_counter() - begun
+        metrics.count_codec(begun)
         if isinstance(codec, FixedSizeCodec):
             metrics.wire_bytes += size
             return ChainedWork(issue(payload), held=(payload,))
@@ -117,7 +117,7 @@ class PointToPoint:
     def _decode(self, codec: Codec, payload: Tensor, target: Tensor, dimension: str) -> None:
         begun = time.perf_counter()
         codec.decode(payload, target)
-        self._router.meter.of(dimension).codec_seconds += time.perf_counter() - begun
+        self._router.meter.of(dimension).count_codec(begun)
 
     def _codec(self, tensor: Tensor, dimension: str, peer: int, sending: bool) -> Codec | None:
         rule = self._router.policy.rules[dimension]

@@ -89,7 +89,7 @@ class CompressedWork:
     def _advance(self, steps: Steps) -> None:
         begun = time.perf_counter()
         message = next(steps, None)
-        self._metrics.codec_seconds += time.perf_counter() - begun
+        self._metrics.count_codec(begun)
         if message is not None:
             self._waiting.append((steps, message))
 
@@ -98,7 +98,7 @@ class CompressedWork:
             steps, message = self._waiting.popleft()
             begun = time.perf_counter()
             message.wait()
-            self._metrics.wait_seconds += time.perf_counter() - begun
+            self._metrics.count_wait(begun)
             self._advance(steps)
         if self._after is not None:
             self._after()

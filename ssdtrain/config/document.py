@@ -47,7 +47,8 @@ reported together when the config is read:
 
 def document() -> str:
     """The content of docs/config.md."""
-    return "\n".join([_introduction(), _examples(), _values(), *_sections(Config, ()), _reserved()])
+    parts = [_introduction(), _examples(), _values(), *_sections(Config, ()), _reserved()]
+    return "\n".join(part for part in parts if part)
 
 
 def _introduction() -> str:
@@ -161,6 +162,8 @@ def _default(field: FieldInfo) -> str:
 
 
 def _reserved() -> str:
+    if not RESERVED:
+        return ""
     keys = ", ".join(f"`{KEY}.{key}`" for key in sorted(RESERVED))
     return f"""\
 ## Not in this version

@@ -5,6 +5,7 @@ from `kind_of`, so they always agree with the schema.
 """
 
 import json
+import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -129,6 +130,24 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
+MOST_STEPS = 100
+STEPS_ALLOWED = f'numbers of steps from 1, and ranges such as "10-12", at most {MOST_STEPS} steps'
+
+
+def _steps(value: Any) -> tuple[int, ...]:
+    found: set[int] = set()
+    for item in value if isinstance(value, list | tuple) else [value]:
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(item)) if isinstance(item, int | str) else None
+        if match is None or isinstance(item, bool):
+            raise InvalidValue("is not a list of steps", STEPS_ALLOWED)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first < 1 or last < first:
+            raise InvalidValue(f"holds {item}", STEPS_ALLOWED)
+        if last - first >= MOST_STEPS or len(found := found | set(range(first, last + 1))) > MOST_STEPS:
+            raise InvalidValue("is too many steps", STEPS_ALLOWED)
+    return tuple(sorted(found))
+
+
 RATIO_ALLOWED = (
     'a number above 0 and at most 1, or such numbers by patterns of layers: {"*.mlp.*": 0.125, "*": 0.25}'
 )
@@ -169,6 +188,7 @@ FRACTION = Kind("fraction", FRACTION_ALLOWED, _fraction, text=float)
 POSITIVE = Kind("number above 0", POSITIVE_ALLOWED, _positive, text=float)
 RATIO = Kind("ratio", RATIO_ALLOWED, _ratio_rules, _plain_ratio, text=_ratio_text)
 NAMES = Kind("names", NAMES_ALLOWED, _names, list, many=True)
+STEPS = Kind("steps", STEPS_ALLOWED, _steps, list, many=True)
 PATTERNS = Kind("patterns", PATTERNS_ALLOWED, _patterns, list, many=True)
 
 Size = Annotated[int, BeforeValidator(units.parse_size), SIZE]
@@ -192,6 +212,8 @@ Positive = Annotated[float, BeforeValidator(_positive), POSITIVE]
 RatioRules = Annotated[tuple[tuple[str, float], ...], BeforeValidator(_ratio_rules), RATIO]
 """(pattern of layers, ratio), of which the first that fits counts."""
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), NAMES]
+Steps = Annotated[tuple[int, ...], BeforeValidator(_steps), STEPS]
+"""In ascending order."""
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns), PATTERNS]
 """Of modules, by qualified name or class."""
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]

@@ -26,6 +26,7 @@ from ssdtrain.config.kinds import (
     RatioRules,
     Seconds,
     Size,
+    Steps,
     Switch,
     kind_of,
 )
@@ -33,7 +34,7 @@ from ssdtrain.config.plan import PlanConfig
 from ssdtrain.config.section import Conflict, Section
 from ssdtrain.config.units import KiB, MiB, exact_size
 
-RESERVED = frozenset({"report.trace"})
+RESERVED: frozenset[str] = frozenset()
 """Keys of later versions; reserved keys are rejected explicitly."""
 
 
@@ -232,6 +233,19 @@ class ReportConfig(Section):
     path: Directory | None = None
     """Directory for one JSON-lines file per rank with a line per step. {rank}, {local_rank}, {host}, {user} and ~ are expanded on
     each rank. Default: none."""
+
+    trace: Steps = ()
+    """Steps to trace, such as [10, 11] or "10-12": what ran, moved and waited when, in one file per rank in `path`, for
+    `ssdtrain report --trace` (docs/trace.md). At most 100. Default: none."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.trace and self.path is None:
+            yield (
+                "trace",
+                list(self.trace),
+                "has no directory to write to: path is not set",
+                "leaving it out, or a path",
+            )
 
     def expand(
         self,

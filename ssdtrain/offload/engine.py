@@ -100,8 +100,8 @@ class OffloadEngine:
         )
         self._closed = False
         self.prover: Prover | None = None  # `offload.prove_steps`
-        self.recorder: PassRecorder | None = None
-        """Records when hooks begin and end, while it is active."""
+        self.recorder = PassRecorder()
+        """Gets the begin and end of passes and hooks while it is active."""
         self.forked = False
         """True in a forked child: files and buffers are the parent's, and its threads may have held the lock. All is inert."""
         forks.track(self)
@@ -141,7 +141,7 @@ class OffloadEngine:
                 self._starter.wait(region, self._lock)
         if self.prover is not None and isinstance(held, Handle):
             held.proof = self.prover.saved(tape.unproven, tensor)
-        if began is not None and self.recorder is not None:
+        if began is not None:
             self.recorder.packed(tape, began, self.device.timestamp())
         return held
 
@@ -219,28 +219,28 @@ class OffloadEngine:
 
     def _timestamp(self) -> Timestamp | None:
         """Of the beginning of a hook, where passes are recorded."""
-        recording = self.recorder is not None and self.recorder.active and not self.device.capturing()
+        recording = self.recorder.active and not self.device.capturing()
         return self.device.timestamp() if recording else None
 
     def _unpack(self, held: Handle) -> torch.Tensor:
         region = held.region
         entered = self._timestamp()
-        waited = 0.0
+        waited, cause = 0.0, ""
         while True:
             with self._lock:
                 if waited:
-                    self.metrics.count_load_wait(region.name, waited)
+                    self.metrics.count_load_wait(cause, region.name, waited)
                 if region.changed():
                     raise modified(held.geometry[0], held.geometry[1], region.probe._version, region.version)
                 tensor = self._try_unpack(held)
                 self.prefetcher.run(region.tape)
                 if tensor is not None:
-                    if entered is not None and self.recorder is not None:
+                    if entered is not None:
                         self.recorder.unpacked(region.tape, region.index, entered, self.device.timestamp())
                     return tensor
                 operation = region.transfer.operation
                 passing = self.mover.transfer.passing() if operation is None else None
-            began = self.options.clock()
+            began, cause = self.options.clock(), "event" if operation is None else "load"
             if operation is not None:
                 if not wait_quietly(operation, PATIENCE):
                     logger.warning(
@@ -265,8 +265,7 @@ class OffloadEngine:
 
     def begin_forward(self, tape: Tape) -> None:
         """The forward of `tape` begins."""
-        began = self._timestamp()
-        if began is not None and self.recorder is not None:
+        if (began := self._timestamp()) is not None:
             self.recorder.forward_began(tape, began)
 
     def finish_forward(self, tape: Tape, *, complete: bool = True) -> None:
@@ -275,6 +274,8 @@ class OffloadEngine:
             return
         if self.prover is not None:
             self.prover.copy(tape.unproven)
+        if (ended := self._timestamp()) is not None:
+            self.recorder.forward_ended(tape, ended)
         with self._lock:
             # What the drive has finished is not processed here: if backward comes next, it is still in memory.
             self._drain_released()
@@ -309,8 +310,7 @@ class OffloadEngine:
         """Process what autograd dropped and what the drives have finished, and begin what was deferred."""
         if self.forked:
             return
-        ended = self._timestamp()
-        if ended is not None and self.recorder is not None:
+        if (ended := self._timestamp()) is not None:
             self.recorder.backward_ended(ended)
         with self._lock:
             self._drain()

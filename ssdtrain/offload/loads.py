@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 from ssdtrain.offload.metrics import OffloadMetrics
@@ -86,6 +87,7 @@ class Loads:
             if isinstance(error, SourceChanged):
                 raise overwritten(region.dtype, region.nbytes) from error
             raise error
+        self.metrics.count_transfer("loads", region.name, transfer.operation)
         transfer.arrived(self.transfer.advance_load(region))
         transfer.operation = transfer.lease = None
         transfer.state = State.LOADED
@@ -97,8 +99,10 @@ class Loads:
         """Backward gets the region now: what it does is ordered after the load."""
         transfer = region.transfer
         if transfer.state is State.LOADED or transfer.loaded is not None:
+            began = time.perf_counter()
             decoded = self.transfer.end_load(region)
             if decoded is not None:
+                self.metrics.count_codec(region.name, began)
                 transfer.decoded(decoded)
         if transfer.prefetched:
             self._not_prefetched(region)

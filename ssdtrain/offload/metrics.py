@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, fields
 
+from ssdtrain.profile.time_spans import Spans
+from ssdtrain.storage import Operation
 from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
 
 __all__ = ["OffloadMetrics"]
@@ -49,6 +52,8 @@ class OffloadMetrics(MetricSet):
     """Time that forward waited for stores in flight."""
     load_wait_seconds: float = counter(Unit.SECONDS, "waited for loads", ranks=Reduce.MAX)
     """Time that backward waited for loads."""
+    codec_seconds: float = counter(Unit.SECONDS, "codec", ranks=Reduce.MAX)
+    """Time that training spent encoding and decoding on the host; on a GPU, launching these kernels."""
     load_waits: dict[str, float] = field(default_factory=dict)
     """The same by the module that saved the tensor, or by its chunk and region where no module names are known."""
     in_flight_bytes: int = gauge(Unit.BYTES, ranks=Reduce.SUM)
@@ -65,15 +70,38 @@ class OffloadMetrics(MetricSet):
     buffer_bytes: int = gauge(Unit.BYTES, "of which buffers")
     """Bytes of the arena of reusable buffers now. 0 on a GPU: there it is pinned host memory, which activations do not take."""
 
+    spans: Spans | None = field(default=None, repr=False, compare=False)
+    """Also gets each wait and transfer; None: no trace is recorded."""
+
     @property
     def stall_seconds(self) -> float:
         """All that training waited for."""
         return self.store_wait_seconds + self.load_wait_seconds
 
-    def count_load_wait(self, name: str, seconds: float) -> None:
+    def count_store_wait(self, cause: str, name: str, seconds: float) -> None:
+        """Forward waited before it could store a region of this name. Causes: see `Span.kind`."""
+        self.store_wait_seconds += seconds
+        if self.spans is not None:
+            self.spans.waited(cause, name, seconds)
+
+    def count_load_wait(self, cause: str, name: str, seconds: float) -> None:
         """Backward waited for the load of a region of this name."""
         self.load_wait_seconds += seconds
         self.load_waits[name] = self.load_waits.get(name, 0.0) + seconds
+        if self.spans is not None:
+            self.spans.waited(cause, name, seconds)
+
+    def count_codec(self, name: str, began: float) -> None:
+        """A region of this name was encoded or decoded, from `began` (`time.perf_counter`) until now."""
+        seconds = time.perf_counter() - began
+        self.codec_seconds += seconds
+        if self.spans is not None:
+            self.spans.add("codec", name, began)
+
+    def count_transfer(self, track: str, name: str, operation: Operation) -> None:
+        """A store or a load of a region of this name has ended well. `track` is "stores" or "loads"."""
+        if self.spans is not None:
+            self.spans.moved(track, name, operation.nbytes, operation.began, operation.seconds)
 
     def copy(self) -> OffloadMetrics:
         """A snapshot."""

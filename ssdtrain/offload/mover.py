@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections import deque
 
 from ssdtrain.codecs import Codec
@@ -136,7 +137,9 @@ class Mover:
         return True
 
     def _encode(self, region: Region) -> None:
+        began = time.perf_counter()
         payload = self.transfer.encode(region)
+        self.metrics.count_codec(region.name, began)
         if payload is None:
             region.transfer.codec = None
         else:
@@ -196,6 +199,7 @@ class Mover:
             else:
                 self._store_cancelled(region)
             return
+        self.metrics.count_transfer("stores", region.name, transfer.operation)
         self.in_flight -= region.nbytes
         if transfer.state is State.RELEASED:
             self._close_write(region)

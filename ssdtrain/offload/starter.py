@@ -155,12 +155,13 @@ class StoreStarter:
             now = self._options.clock()
             deadline = now + self._options.deadline if deadline is None else deadline
             ended = now < deadline
+            cause = "event" if oldest is None else "store" if full else "admission"
             if oldest is not None:
                 ended = ended and wait_quietly(oldest, deadline - now)
             elif passing is not None:
                 self._device.block(passing)  # every buffer is in use by copies that are under way
             with lock:
-                self._metrics.store_wait_seconds += self._options.clock() - now
+                self._metrics.count_store_wait(cause, region.name, self._options.clock() - now)
                 full = False
                 if not ended:
                     self._keep(region, STORE_TIMEOUT, self._options.deadline, region.nbytes)

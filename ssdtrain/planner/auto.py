@@ -33,7 +33,7 @@ from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem, act
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import KEEP, Machine, Pass
 from ssdtrain.planner.timeline import simulate
-from ssdtrain.profile.passes import PassRecorder, StepRecord
+from ssdtrain.profile.passes import StepRecord
 from ssdtrain.profile.spans import BlockSpans, Span
 from ssdtrain.telemetry.messages import report
 from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
@@ -108,7 +108,7 @@ class AutoPlan(Feature):
         self._config, self._offload, self._policy, self._blocks = plan, offload, policy, blocks
         self._checkpoint, self._tiers, self._reports = checkpoint, tiers, reports
         self._engine = offload.engine
-        self._recorder = self._engine.recorder = PassRecorder()
+        self._recorder = self._engine.recorder
         self._link = self._engine.device.link_bandwidth()
         self._kinds = {name: kind_of(block) for name, block in blocks.items()}
         self._order: list[Pass] = []
@@ -173,7 +173,7 @@ class AutoPlan(Feature):
         self._records: list[StepRecord] = []
         self._shapes.clear()
         self._recorder.take()
-        self._recorder.active = False
+        self._recorder.request("plan", False)
         recomputed = {} if self._tiers else self._recomputed_meanwhile()
         self._recomputed = frozenset(recomputed)
         self._undo.append(recompute_modules(recomputed, self._checkpoint))
@@ -190,7 +190,7 @@ class AutoPlan(Feature):
 
     def _profiled(self, spans: BlockSpans) -> None:
         self._steps += 1
-        self._recorder.active = self._steps >= WARM_UP
+        self._recorder.request("plan", self._steps >= WARM_UP)
         record = self._recorder.take()
         if self._steps > WARM_UP:
             self._records.append(record)
@@ -214,7 +214,7 @@ class AutoPlan(Feature):
         self._make(found)
         spans.remove()
         self._spans, self._records = None, []
-        self._recorder.active = False
+        self._recorder.request("plan", False)
 
     def _read(self, records: Sequence[StepRecord]) -> list[MeasuredBlock]:
         steps: list[list[MeasuredBlock]] = []

@@ -21,7 +21,7 @@ from ssdtrain.planner.plans import Limits, NoPlan, Plan
 from ssdtrain.planner.step import KEEP, Machine
 from ssdtrain.planner.timeline import simulate
 from ssdtrain.planner.wear import WearLimit
-from ssdtrain.profile.passes import PassRecorder, StepRecord
+from ssdtrain.profile.passes import StepRecord
 from ssdtrain.storage import Endurance, SpillStore
 from ssdtrain.telemetry.messages import report
 from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
@@ -99,8 +99,8 @@ class AdaptiveOffload(Feature):
         self._slack = SLACK if slack is None else slack
         self._wear = WearLimit(endurance) if endurance is not None else None
         self._reports = reports
-        self._recorder = engine.recorder = PassRecorder()
-        self._recorder.active = True
+        self._recorder = engine.recorder
+        self._recorder.request("plan", True)
         self._records: list[
             tuple[int, StepRecord]
         ] = []  # with their steps; the device has not passed them yet
@@ -139,7 +139,7 @@ class AdaptiveOffload(Feature):
             self._outcome_due = False
             self._tell(step)
         calm = not self._wanted and self._steps > self._planned_at + 3
-        self._recorder.active = not calm or self._steps % CALM_PERIOD == 0
+        self._recorder.request("plan", not calm or self._steps % CALM_PERIOD == 0)
 
     def _resolve(self) -> bool:
         """Read the records that the device has passed. True: one of a step that the next plan may be made

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ssdtrain.profile.time_spans import Spans
+
 __all__ = ["ModuleNames", "Running", "matches", "no_hook", "plain_name"]
 
 
@@ -41,6 +43,13 @@ class ModuleNames:
     def __init__(self) -> None:
         self._local = threading.local()
         self._removals: list[Callable[[], None]] = []
+        self.spans: Spans | None = None
+        """Gets the forward of each module as a span; None: not recorded."""
+
+    @property
+    def watching(self) -> bool:
+        """Whether hooks are in place."""
+        return bool(self._removals)
 
     @property
     def stack(self) -> tuple[Running, ...]:
@@ -70,11 +79,28 @@ class ModuleNames:
         """
         if not torch.compiler.is_compiling():
             self._local.stack = (*self._below(running), running)
+            if self.spans is not None:
+                began = self.spans.opened(running.name)
+                self._local.began = (*self._open(self.spans), (running, self.spans, began))
 
     def leave(self, running: Running) -> None:
         """The forward of a module is over, and all that ran inside of it."""
         if not torch.compiler.is_compiling():
             self._local.stack = self._below(running)
+            if self.spans is not None:
+                self._end(running, self.spans)
+
+    def _open(self, spans: Spans) -> tuple[tuple[Running, Spans, float], ...]:
+        """What has begun on this thread and not ended; not what an earlier recording left."""
+        return tuple(one for one in getattr(self._local, "began", ()) if one[1] is spans)
+
+    def _end(self, running: Running, spans: Spans) -> None:
+        found = self._open(spans)
+        for index, (known, _, began) in enumerate(found):
+            if known is running:
+                spans.closed("module", running.name or running.kind, began)
+                self._local.began = found[:index]
+                return
 
     def _below(self, running: Running) -> tuple[Running, ...]:
         stack = self.stack

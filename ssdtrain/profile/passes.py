@@ -9,11 +9,11 @@ passed them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-__all__ = ["PassRecorder", "RegionTimes", "StepRecord", "TapeTimes"]
+__all__ = ["PassRecorder", "PassTimes", "RegionTimes", "StepRecord", "TapeTimes"]
 
 
 class _Timestamp(Protocol):
@@ -54,6 +54,18 @@ class TapeTimes(NamedTuple):
     """Backward has used it."""
 
 
+class PassTimes(NamedTuple):
+    """A forward or backward as it ran, and its hooks. Seconds of the device."""
+
+    kind: str
+    """"forward" or "backward"."""
+    chunk: int
+    began: float
+    ended: float
+    hooks: tuple[tuple[str, float, float], ...]
+    """(name of the region, begin, end): in forward of hooks that made a region, in backward of all."""
+
+
 class _Pass:
     def __init__(self, serial: int, chunk: int) -> None:
         self.serial, self.chunk = serial, chunk
@@ -61,6 +73,7 @@ class _Pass:
         self.hooks: list[tuple[int, int, str, bool, _Timestamp, _Timestamp]] = []
         self.uses: list[tuple[int, _Timestamp, _Timestamp]] = []
         self.began: _Timestamp | None = None
+        self.saved: _Timestamp | None = None  # the end of its forward
         self.ended: _Timestamp | None = None  # the end of its backward
 
     def times(self) -> TapeTimes:
@@ -71,6 +84,23 @@ class _Pass:
         return TapeTimes(
             self.serial, self.chunk, tuple(RegionTimes(*one) for one in regions), bool(self.uses)
         )
+
+    def passes(self) -> Iterator[PassTimes]:
+        """As `times`, one by one."""
+        made: list[tuple[str, float, float]] = []
+        for count, _, name, _, began, ended in self.hooks:
+            if count > len(made):
+                made.append((name, _passed(began), _passed(ended)))
+        if self.began is not None and self.saved is not None:
+            yield PassTimes("forward", self.chunk, _passed(self.began), _passed(self.saved), tuple(made))
+        used = [
+            (made[index][0], _passed(began), _passed(ended))
+            for index, began, ended in self.uses
+            if index < len(made)
+        ]
+        if used:
+            last = used[-1][2] if self.ended is None else max(used[-1][2], _passed(self.ended))
+            yield PassTimes("backward", self.chunk, used[0][1], last, tuple(used))
 
     def _forward(self) -> tuple[list[float], list[int], list[str], list[float], list[bool]]:
         seconds: list[float] = []
@@ -129,20 +159,33 @@ class StepRecord:
         """The device has come to the end of the step."""
         return self._last is None or self._last.seconds() is not None
 
+    def passes(self) -> list[PassTimes]:
+        """The passes, after `passed`."""
+        return [times for one in self._passes for times in one.passes()]
+
     def tapes(self) -> Sequence[TapeTimes]:
         """The forwards, after `passed`."""
         return [one.times() for one in self._passes]
 
 
 class PassRecorder:
-    """Collects timestamps while `active`. The engine calls it on the threads that train."""
+    """Collects timestamps while somebody asks for them. The engine calls it on the threads that train."""
 
     def __init__(self) -> None:
         self.active = False
+        self._users: set[str] = set()
         self._serial = 0
         self._step = StepRecord()
         self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
         self._current: _Pass | None = None  # whose backward runs
+
+    def request(self, user: str, on: bool) -> None:
+        """`user` needs what is recorded from now on, or does not any more; `active` while anyone does. What the last one has
+        not taken is dropped."""
+        (self._users.add if on else self._users.discard)(user)
+        self.active = bool(self._users)
+        if not self.active:
+            self.take()
 
     def forward_began(self, tape: _Tape, now: _Timestamp) -> None:
         self._serial += 1
@@ -150,6 +193,11 @@ class PassRecorder:
         found.began = self._step._last = now
         self._step._passes.append(found)
         self._step.order.append(("forward", found.serial, tape.chunk))
+
+    def forward_ended(self, tape: _Tape, now: _Timestamp) -> None:
+        found = self._passes.get(tape)
+        if found is not None:
+            found.saved = self._step._last = now
 
     def packed(self, tape: _Tape, began: _Timestamp, ended: _Timestamp) -> None:
         """A tensor was saved, in a region of its own or not."""
@@ -182,6 +230,10 @@ class PassRecorder:
         if self._current is not None:
             self._current.ended = self._step._last = now
             self._current = None
+
+    def peek(self) -> StepRecord:
+        """What was recorded since the last `take`; it may still grow."""
+        return self._step
 
     def take(self) -> StepRecord:
         """What was recorded since the last call."""

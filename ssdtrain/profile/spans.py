@@ -87,7 +87,7 @@ class BlockSpans:
 
     def _recorder(self) -> Any:
         recorder = self._engine.recorder
-        return recorder if recorder is not None and recorder.active else None
+        return recorder if recorder.active else None
 
     def enter(self, name: str, block: nn.Module, arguments: Any) -> None:
         tape = self._tape()

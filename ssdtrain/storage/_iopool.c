@@ -150,6 +150,12 @@ static PyObject *operation_seconds(PyObject *self, void *unused) {
     return PyFloat_FromDouble(atomic_load(&op->finished) ? op->seconds : 0.0);
 }
 
+static PyObject *operation_began(PyObject *self, void *unused) {
+    (void)unused;
+    Operation *op = ((OperationObject *)self)->op;
+    return PyFloat_FromDouble(atomic_load(&op->finished) ? op->begun : 0.0);
+}
+
 static PyMethodDef operation_methods[] = {
     {"done", operation_done, METH_NOARGS, "Whether it finished: succeeded, failed or was cancelled."},
     {"begun", operation_begun, METH_NOARGS, "Whether a worker took it, so that it can no longer be cancelled."},
@@ -177,6 +183,7 @@ static PyMemberDef operation_members[] = {
 };
 
 static PyGetSetDef operation_properties[] = {
+    {"began", operation_began, NULL, "When its first piece began (CLOCK_MONOTONIC, seconds), once done.", NULL},
     {"seconds", operation_seconds, NULL, "Time from its first piece's beginning to its last one's end, once done.", NULL},
     {"checksum", operation_checksum, NULL, "Sample of the bytes that a write was given; 0: none was taken.", NULL},
     {"digest", operation_digest, NULL, "Checksum of all bytes, once done; 0: none was taken.", NULL},

@@ -26,12 +26,14 @@ class Operation(Protocol):
 
     Attributes:
         nbytes: size.
+        began: start of the first piece on the clock of `time.perf_counter`, once done; 0 if none was started.
         seconds: from the start of the first piece to the end of the last one, once done.
         checksum: of the bytes submitted for writing (`memory.sample`); 0 if the write waits for an event.
         digest: checksum of all bytes, once done; 0 where none was asked for.
     """
 
     nbytes: int
+    began: float
     seconds: float
     checksum: int
 

@@ -289,7 +289,7 @@ class PythonPool:
                     skip = operation._error is not None
                 error = None
                 with self._lock:
-                    operation._begun = operation._begun or time.perf_counter()
+                    operation.began = operation.began or time.perf_counter()
                     queue.begin(direction)
                 if not skip:
                     try:
@@ -334,7 +334,7 @@ class PythonPool:
         if operation.kind & 1 and operation._error is None:
             self._verify(operation, piece)
         with self._lock:
-            operation.seconds = time.perf_counter() - operation._begun
+            operation.seconds = time.perf_counter() - operation.began
             operation._finish()
 
     def _verify(self, operation: PythonOperation, piece: Piece) -> None:

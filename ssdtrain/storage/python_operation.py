@@ -22,7 +22,6 @@ class PythonOperation:
     """One write, read or copy. Thread-safe; `ssdtrain.storage.pool.Operation` documents the methods."""
 
     __slots__ = (
-        "_begun",
         "_done",
         "_error",
         "_generation",
@@ -32,6 +31,7 @@ class PythonOperation:
         "_pool",
         "_remaining",
         "address",
+        "began",
         "checksum",
         "digest",
         "digesting",
@@ -67,7 +67,7 @@ class PythonOperation:
         self.digesting, self.expected, self.digest = bool(digest), digest, 0
         self.serial = self.pieces = self._remaining = 0
         self.seconds = 0.0
-        self._begun = 0.0
+        self.began = 0.0
         self._pending_pieces: list[tuple[int, Piece]] = []  # pieces not queued before the event completes
         self._pool = pool
         self._error: IOFailure | SourceChanged | None = None

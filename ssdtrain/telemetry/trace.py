@@ -1,0 +1,189 @@
+"""`report.trace`: records chosen steps, and writes them as a file that trace viewers read."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ssdtrain.comm import Communicator
+from ssdtrain.device import Timestamp
+from ssdtrain.features import UNNAMED, Feature, Forward, Microbatch, Placement, Step
+from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.profile.modules import ModuleNames
+from ssdtrain.profile.passes import StepRecord
+from ssdtrain.profile.time_spans import Spans
+from ssdtrain.telemetry.trace_events import TracedStep, trace_of
+
+__all__ = ["StepTrace"]
+
+logger = logging.getLogger("ssdtrain")
+
+
+class StepTrace(Feature):
+    """Records the spans of chosen steps of the engine and the communicator. Other steps run as without it.
+
+    The number of a step is known when it ends: a step is recorded where the one before had the number before it, or where it is
+    the first of this process and 1 is chosen, and dropped where it ends with a number that was not chosen.
+
+    Args:
+        steps: their numbers, as the training loop counts them, else from 1.
+        file: written whole after each recorded step.
+        place: of this rank.
+        engine: that offloads; None: not enabled.
+        comm: None: not enabled.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[int],
+        file: Path,
+        place: Placement,
+        engine: OffloadEngine | None,
+        comm: Communicator | None,
+    ) -> None:
+        self._steps = frozenset(steps)
+        self._file = file
+        self._place = place
+        self._engine, self._comm = engine, comm
+        self._modules = ModuleNames() if engine is None else engine.modules
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._next = 1
+        self._recording: _Recording | None = None
+        self._watched = False  # the hooks of modules are this feature's
+        self._ended: list[tuple[TracedStep, StepRecord | None]] = []
+        self._written = 0
+
+    def attach(self, model: nn.Module) -> None:
+        self._models.append(weakref.ref(model))
+        if self._watched:
+            self._modules.watch(model)
+
+    def on_step_begin(self) -> None:
+        self._begin()
+
+    def on_forward(self, forward: Forward) -> AbstractContextManager[None] | None:
+        self._begin()  # where the training loop does not announce steps
+        return self._pass("forward", forward.chunk, forward.microbatch)
+
+    def on_backward(self, backward: Microbatch) -> AbstractContextManager[None] | None:
+        return self._pass("backward", *backward)
+
+    def _pass(self, kind: str, chunk: int, microbatch: int) -> AbstractContextManager[None] | None:
+        if self._recording is None:
+            return None
+        number = "" if microbatch == UNNAMED else f" microbatch {microbatch}"
+        return self._recording.spans.span(kind, f"{kind}{number}, chunk {chunk}")
+
+    def on_step_end(self, step: Step) -> None:
+        self._end(step.number)
+        self._write_passed()
+        self._next = step.number + 1
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._recording is not None or self._next not in self._steps:
+            return
+        self._recording = _Recording(self._place, self._engine)
+        if self._comm is not None:
+            self._comm.meter.record(self._recording.spans)
+        self._modules.spans = self._recording.spans
+        if not self._modules.watching:
+            self._watched = True
+            for model in self._models:
+                if (found := model()) is not None:
+                    self._modules.watch(found)
+
+    def _end(self, number: int) -> None:
+        """What is recorded was step `number`."""
+        if self._recording is None:
+            return
+        self._modules.spans = None
+        if self._watched:
+            self._watched = False
+            self._modules.close()
+        if self._comm is not None:
+            self._comm.meter.record(None)
+        step, record = self._recording.end(number)
+        self._recording = None
+        if number in self._steps and (len(step.spans.found) > 1 or (record is not None and record.order)):
+            self._ended.append((step, record))
+
+    def _write_passed(self) -> None:
+        """Write the file again if the device has passed the end of a step that is not in it."""
+        passed = 0
+        for _, record in self._ended:
+            if record is not None and not record.passed():
+                break
+            passed += 1
+        if passed <= self._written:
+            return
+        self._written = passed
+        for step, record in self._ended[:passed]:
+            if record is not None and not step.passes:
+                step.passes = record.passes()
+        text = trace_of([step for step, _ in self._ended[:passed]], self._place.rank, socket.gethostname())
+        partial = self._file.with_suffix(".partial")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(text)
+            os.replace(partial, self._file)
+        except OSError as error:
+            logger.warning("report.trace: %s cannot be written (%s); training continues", self._file, error)
+            with contextlib.suppress(OSError):
+                partial.unlink()
+
+    def detach(self) -> None:
+        self._end(self._next)  # training stops in the middle of it, or steps were never announced
+
+    def close(self) -> None:
+        self.detach()
+        if len(self._ended) > self._written and self._place.device.type == "cuda":
+            torch.cuda.synchronize(self._place.device)
+        self._write_passed()
+
+    def description(self) -> str:
+        return f"trace of {len(self._steps)} steps: {self._file}"
+
+
+class _Recording:
+    """A step that is being recorded."""
+
+    def __init__(self, place: Placement, engine: OffloadEngine | None) -> None:
+        cuda = place.device.type == "cuda"
+        self.spans = Spans(nvtx=cuda)
+        self._engine = engine
+        self._mark: Timestamp | None = None
+        if cuda:  # at a point in time that both clocks know
+            torch.cuda.synchronize(place.device)
+        self._unix = time.time()
+        self._began = self.spans.opened("step")
+        if engine is not None:
+            self._mark = engine.device.timestamp()
+            engine.metrics.spans = self.spans
+            engine.recorder.request("trace", True)
+            self._had_timeline, engine.meter.record = engine.meter.record, True
+
+    def end(self, number: int) -> tuple[TracedStep, StepRecord | None]:
+        """Record no more."""
+        self.spans.closed("step", f"step {number}", self._began)
+        step = TracedStep(number, self.spans, self._began, self._unix, self._mark)
+        if self._engine is None:
+            return step, None
+        self._engine.metrics.spans = None
+        meter, record = self._engine.meter, self._engine.recorder.peek()
+        step.memory = [entry for entry in meter.timeline if entry[0] >= self._began]
+        meter.record = self._had_timeline
+        if not self._had_timeline:
+            meter.timeline = []
+        self._engine.recorder.request("trace", False)
+        return step, record
