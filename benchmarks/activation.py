@@ -29,19 +29,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import (
-    finish,
-    hardware,
-    huge_pages,
-    interval,
-    page_faults,
-    paired_ratio,
-    parser,
-    with_huge_pages,
-)
+from benchmarks.common import finish, hardware, huge_pages, page_faults, parser, with_huge_pages
 from benchmarks.models import MODELS
 from examples.support.activation_meter import SavedTensorMeter
 from examples.support.process_memory import PeakMemory, return_freed_blocks
+from ssdtrain.bench.ratios import interval, paired_ratio
 from ssdtrain.config import load_config, parse_size
 from ssdtrain.config.units import MiB
 from ssdtrain.runtime import Runtime

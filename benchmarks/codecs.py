@@ -10,15 +10,13 @@ values read or written, "payload" GB/s of encoded bytes: a 10 Gbit/s link carrie
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.common import finish, hardware, parser
-from ssdtrain.codecs import Codec, Key, make_codec
+from ssdtrain.bench.codec import CodecSubject, cpu_seconds
 
 LINK_GB_PER_SECOND = 1.25
 FLOAT_SPECS = (
@@ -38,32 +36,7 @@ BF16_SPECS = ("int8", "int4", "lossless")
 ZFPY_RATES = (8, 16)
 
 
-def cpu_seconds(work: Callable[[], object]) -> float:
-    start = time.thread_time()
-    work()
-    return time.thread_time() - start
-
-
-class Subject:
-    """One codec on one tensor: its name, its sizes, and its directions as functions to time."""
-
-    def __init__(self, spec: str, x: Tensor) -> None:
-        codec: Codec = make_codec(spec)
-        buf = torch.empty(codec.max_payload_bytes(x.numel(), x.dtype), dtype=torch.uint8)
-        out = torch.zeros_like(x)
-        key = Key(0)
-        self.name = spec if x.dtype == torch.float32 else f"{spec} of {str(x.dtype).removeprefix('torch.')}"
-        self.payload_bytes = codec.encode(x, buf, key)
-        self.value_bytes = x.nbytes
-        self.directions: dict[str, Callable[[], object]] = {
-            "encode": lambda: codec.encode(x, buf, key),
-            "decode": lambda: codec.decode(buf, out),
-        }
-        if x.dtype == torch.float32:
-            self.directions["accumulate"] = lambda: codec.decode(buf, out, accumulate=True)
-
-
-class Zfpy(Subject):
+class Zfpy(CodecSubject):
     """The reference library through its Python binding, which allocates what it returns."""
 
     def __init__(self, rate: int, x: Tensor) -> None:
@@ -86,9 +59,9 @@ def measure(mebibytes: int, rounds: int, specs: list[str] | None = None) -> dict
     x = torch.randn(mebibytes << 18, generator=torch.Generator().manual_seed(0)) * 0.02
     half, copy = x.bfloat16(), torch.empty_like(x)
     mask = x > 0
-    subjects: list[Subject] = [Subject(spec, x) for spec in specs or FLOAT_SPECS]
+    subjects: list[CodecSubject] = [CodecSubject(spec, x) for spec in specs or FLOAT_SPECS]
     if specs is None:
-        subjects += [Subject(spec, half) for spec in BF16_SPECS] + [Subject("mask", mask)]
+        subjects += [CodecSubject(spec, half) for spec in BF16_SPECS] + [CodecSubject("mask", mask)]
         subjects += [Zfpy(rate, x) for rate in ZFPY_RATES]
     seconds: dict[tuple[str, str], list[float]] = {}
     copies: list[float] = []

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 import ssdtrain
-from benchmarks.common import finish, hardware, interval, parser
+from benchmarks.common import finish, hardware, parser
 from benchmarks.compact_memory import activation_ratios, peaks
 from benchmarks.compact_training import BATCH, SEQUENCE, Llama, LlamaConfig, train
 from benchmarks.loss_gap import Results, upper_bound
+from ssdtrain.bench.ratios import interval
 
 FULL = "full"
 LAYOUT = "llama"

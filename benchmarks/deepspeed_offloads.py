@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import finish, hardware, interval, paired_ratio, parser
+from benchmarks.common import finish, hardware, parser
 from benchmarks.models import gpt
 from examples.support.activation_meter import SavedTensorMeter
+from ssdtrain.bench.ratios import interval, paired_ratio
 from ssdtrain.config.units import MiB
 
 KEEP, SAVE_ON_CPU, SSDTRAIN = "keep", "save_on_cpu", "ssdtrain"

@@ -7,12 +7,8 @@ time. "Unaligned" buffers lie at 64 mod 4096, as torch's CPU tensors do.
 
 import contextlib
 import functools
-import json
-import os
-import resource
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,64 +17,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import finish, hardware, paired_ratio, parser
-from ssdtrain.storage import Arena, Lease, Operation, Slot, SpillStore
+from benchmarks.common import finish, hardware, parser
+from ssdtrain.bench.io import DEPTH, HUGE_PAGES, PoolBench, fio_command
+from ssdtrain.bench.io import run_fio as fio
+from ssdtrain.bench.ratios import paired_ratio
+from ssdtrain.storage import Arena
 
 MiB = 1 << 20
-DEPTH = 8
-FIO = (
-    "fio --name=spill --thread --ioengine=libaio --direct=1 --bs=4m --iodepth=8 --fallocate=posix --overwrite=1"
-    " --output-format=json --size={size} --filename={file} --rw={direction}"
-)
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""fio allocates by malloc; this makes glibc ask for huge pages, as the arena does. fio itself knows hugetlbfs only."""
 
 
-class Bench:
-    """One store of one engine, and sources and targets of one size for `total` bytes of operations."""
-
-    def __init__(
-        self, directory: Path, engine: str, total: int, arena: Arena, *, page_offset: int = 0
-    ) -> None:
-        self.total = total
-        self.page_offset = page_offset
-        self.arena = arena
-        self.store = SpillStore([directory], engine=engine, threads=DEPTH, capacity=2 * total, direct="on")
-        self._slots: dict[int, list[Slot]] = {}
-        self._buffers: dict[int, list[Lease]] = {}
-
-    def prepare(self, nbytes: int) -> None:
-        """Take slots and a ring of `DEPTH` buffers (fio has as many), and write every slot once."""
-        for slots in self._slots.values():
-            for slot in slots:
-                self.store.free(slot)
-        for lease in [lease for leases in self._buffers.values() for lease in leases]:
-            lease.release()
-        self._slots = {nbytes: [self.store.reserve(nbytes) for _ in range(self.total // nbytes)]}
-        self._buffers = {
-            nbytes: [
-                lease
-                for _ in range(DEPTH)
-                if (lease := self.arena.acquire(nbytes, page_offset=self.page_offset)) is not None
-            ]
-        }
-        noise = os.urandom(MiB)
-        for lease in self._buffers[nbytes]:
-            lease.view()[:] = noise * (nbytes // MiB)
-        self.run("write", nbytes)
-
-    def queue(self, direction: str, nbytes: int) -> list[Operation]:
-        call = self.store.write if direction == "write" else self.store.read
-        buffers = self._buffers[nbytes]
-        return [call(slot, buffers[n % DEPTH].address) for n, slot in enumerate(self._slots[nbytes])]
-
-    def run(self, direction: str, nbytes: int) -> tuple[float, float]:
-        """(bytes per second, CPU seconds of this process per GB) of all operations, queued at once."""
-        cpu, start = cpu_seconds(), time.perf_counter()
-        for operation in self.queue(direction, nbytes):
-            operation.wait()
-        seconds = time.perf_counter() - start
-        return self.total / seconds, (cpu_seconds() - cpu) / (self.total / 1e9)
+class Bench(PoolBench):
+    """Also under a busy main thread."""
 
     def run_busy(self, direction: str, nbytes: int) -> float:
         """Bytes per second while the main thread runs Python and looks at the operations every 100 microseconds."""
@@ -95,22 +44,6 @@ def python_work(count: int = 2000) -> int:
     for n in range(count):
         total += n * n % 7
     return total
-
-
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def fio(file: Path, size: int, direction: str) -> tuple[float, float]:
-    """(bytes per second, CPU seconds per GB) of fio's own report."""
-    command = FIO.format(size=size, file=file, direction=direction).split()
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, **HUGE_PAGES}
-    )
-    job = json.loads(done.stdout)["jobs"][0]
-    seconds = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    return float(job[direction]["bw_bytes"]), seconds / (size / 1e9)
 
 
 @contextlib.contextmanager
@@ -222,7 +155,7 @@ def main() -> None:
         print(described)
         print(
             " ".join(f"{key}={value}" for key, value in HUGE_PAGES.items()),
-            FIO.format(size=total, file="FILE", direction="write|read"),
+            " ".join(fio_command("FILE", total, "write|read")),
         )
         arena = Arena(4 * DEPTH * 16 * MiB)
         bench, python = Bench(directory, "c", total, arena), Bench(directory, "python", total, arena)

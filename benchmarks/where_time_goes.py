@@ -21,16 +21,9 @@ from typing import Any
 import torch
 
 from benchmarks.activation import KEEP, SSDTRAIN, Trial
-from benchmarks.common import (
-    finish,
-    hardware,
-    huge_pages,
-    page_faults,
-    paired_ratio,
-    parser,
-    with_huge_pages,
-)
+from benchmarks.common import finish, hardware, huge_pages, page_faults, parser, with_huge_pages
 from benchmarks.models import gpt
+from ssdtrain.bench.ratios import paired_ratio
 from ssdtrain.config import load_config
 from ssdtrain.runtime import Runtime
 

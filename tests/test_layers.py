@@ -33,7 +33,8 @@ FLOOR = {
     "integration": 8,
     "pytorch": 9,
     "__init__": 10,
-    "cli": 9,
+    "bench": 10,
+    "cli": 11,
 }
 FRAMEWORKS = {"deepspeed", "megatron", "transformers", "accelerate"}
 

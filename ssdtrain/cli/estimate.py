@@ -10,6 +10,7 @@ the `config.json` of a model of the transformers library may stand, where that i
 
 import argparse
 import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="ssdtrain estimate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("model", help="module:function, or the path of a config.json")
+    made.add_argument("model", help="module:function, file.py:function, or the path of a config.json")
     made.add_argument(
         "--seq", type=int, default=2048, help="tokens of a sequence, of a config.json; default: 2048"
     )
@@ -78,14 +79,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def factory(name: str) -> Callable[[int], Any]:
-    """The function that `module:function` names; modules of the working directory are found.
+    """The function that `module:function` or `file.py:function` names; modules of the working directory are found.
 
     Raises:
         ValueError: there is none.
     """
     module, colon, function = name.partition(":")
     if not colon or not function:
-        raise ValueError(f'is named "{name}"; allowed: module:function')
+        raise ValueError(f'is named "{name}"; allowed: module:function, file.py:function')
+    if module.endswith(".py"):
+        return _from_file(Path(module), function, name)
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -134,6 +137,21 @@ def from_config(file: Path, sequence: int) -> Callable[[int], Any]:
         return model, lambda: model(input_ids=tokens, labels=tokens).loss
 
     return build
+
+
+def _from_file(file: Path, function: str, name: str) -> Callable[[int], Any]:
+    """Of a script, which is run as a module: not as `__main__`."""
+    if not file.is_file():
+        raise ValueError(f'is named "{name}", and there is no file {file}')
+    sys.path.insert(0, str(file.resolve().parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, function):
+        raise ValueError(f'is named "{name}", and {file} has no {function}')
+    found: Callable[[int], Any] = getattr(module, function)
+    return found
 
 
 def figures(found: Estimate) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from ssdtrain import __version__
 COMMANDS = {
     "demo": "train a GPT with DeepSpeed, keeping, recomputing and offloading its activations, and compare",
     "doctor": "what is installed, what was built, and what the drives behind directories can do",
+    "bench": "measure this machine's drive, codecs and network, and a training step of your own model",
     "estimate": "what your own model takes on a GPU, counted without one",
     "report": "what a run did, as one HTML file made from the journals of report.path",
     "plan": "predict microbatch, step time, SSD bandwidth and life of a model on GPUs and drives that need not be here",

@@ -1,0 +1,286 @@
+"""`ssdtrain bench`: what this machine's drive, codecs and network do, and a training step of your own model.
+
+ssdtrain bench io /local_nvme
+ssdtrain bench codec
+ssdtrain bench collective --ranks 2
+ssdtrain bench script train.py:build --batch 8 --directory /local_nvme
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ssdtrain.cli.estimate import factory
+from ssdtrain.cli.plan import given
+from ssdtrain.config import ConfigError, load_config
+from ssdtrain.config.units import MiB, parse_size
+from ssdtrain.telemetry.text import duration_text, size_text
+
+EXAMPLES = """examples:
+  ssdtrain bench io /local_nvme --size 4GiB         the drive by SSDTrain's I/O pool, and by fio where it is installed
+  ssdtrain bench codec --codec int8 --codec int4    encoding and decoding
+  ssdtrain bench collective --ranks 2               compressed all-reduces beside plain ones, in processes of this machine
+  torchrun --nnodes 2 ... -m ssdtrain.cli bench collective      the same between nodes
+  ssdtrain bench script train.py:build --batch 8    forward and backward with and without SSDTrain, gradients compared
+
+`build(batch)` in train.py returns a model and a function without arguments that runs its forward and returns the loss.
+"""
+
+
+def run(arguments: list[str]) -> int:
+    """0; 1 where something cannot be measured; 2 for a wrong option."""
+    made = parser()
+    chosen = made.parse_args(arguments)
+    measures: dict[str, Callable[[argparse.Namespace], int]] = {
+        "io": bench_io,
+        "codec": bench_codec,
+        "collective": bench_collective,
+        "script": bench_script,
+    }
+    try:
+        return measures[chosen.part](chosen)
+    except (OSError, ValueError, RuntimeError, subprocess.CalledProcessError) as error:
+        more = getattr(error, "stderr", None)
+        print(f"ssdtrain bench {chosen.part}: {error}{f': {more}' if more else ''}", file=sys.stderr)
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="ssdtrain bench",
+        description=(__doc__ or "").splitlines()[0],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parts = made.add_subparsers(dest="part", required=True, metavar="io|codec|collective|script")
+    size = given(parse_size)
+
+    io = parts.add_parser(
+        "io", parents=[common], help="a directory's drive", description="The I/O pool beside fio."
+    )
+    io.add_argument(
+        "directory", type=Path, nargs="?", default=Path("."), help="on the drive; default: this one"
+    )
+    io.add_argument("--size", type=size, default=512 * MiB, help="bytes of a run; default: 512MiB")
+    io.add_argument("--repeats", type=positive, default=5, help="runs each way; default: 5")
+    io.add_argument("--engine", choices=["auto", "c", "python"], default="auto", help="default: auto")
+
+    codec = parts.add_parser(
+        "codec", parents=[common], help="encoding and decoding", description="Codecs, and a copy."
+    )
+    codec.add_argument(
+        "--codec", action="append", metavar="SPEC", help="such as int8; several times; default: all sorts"
+    )
+    codec.add_argument(
+        "--size", type=size, default=64 * MiB, help="bytes of the float32 tensor; default: 64MiB"
+    )
+    codec.add_argument("--repeats", type=positive, default=5, help="default: 5")
+    codec.add_argument("--device", default=None, help="default: cuda where there is one, else cpu")
+
+    collective = parts.add_parser(
+        "collective",
+        parents=[common],
+        help="all-reduces",
+        description="Compressed all-reduces beside plain ones.",
+    )
+    collective.add_argument(
+        "--ranks", type=positive, default=2, help="processes to start here, if torchrun did not; default: 2"
+    )
+    collective.add_argument(
+        "--preset", action="append", metavar="NAME", help="default: safe, balanced, aggressive"
+    )
+    collective.add_argument(
+        "--size", type=size, action="append", help="bytes; several times; default: 1MiB, 16MiB"
+    )
+    collective.add_argument("--repeats", type=positive, default=5, help="default: 5")
+
+    script = parts.add_parser(
+        "script",
+        parents=[common],
+        help="your own training step",
+        description="Your model with and without SSDTrain.",
+    )
+    script.add_argument("build", help="module:function or file.py:function; see `ssdtrain bench --help`")
+    script.add_argument("--batch", type=positive, default=1, help="given to the function; default: 1")
+    script.add_argument(
+        "--steps", type=positive, default=10, help="that count, after 3 that do not; default: 10"
+    )
+    where = script.add_mutually_exclusive_group()
+    where.add_argument("--directory", type=Path, default=Path("spill"), help="to offload to; default: spill")
+    where.add_argument(
+        "--config", type=Path, metavar="FILE", help="of the attached model, in place of --directory"
+    )
+    return made
+
+
+def positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f'"{text}" is not a whole number above 0')
+    return int(text)
+
+
+@contextmanager
+def progress(what: str, shown: bool) -> Iterator[Callable[[str], None]]:
+    """A line on stderr of what has been done, while a terminal reads it."""
+    console = Console(stderr=True)
+    with console.status(f"{what} ...") as status:
+        yield (lambda text: status.update(f"{what}: {text}")) if shown else (lambda text: None)
+
+
+def bench_io(chosen: argparse.Namespace) -> int:
+    from ssdtrain.bench.io import measure_io
+
+    with progress(f"writing and reading {size_text(chosen.size)}", True) as note:
+        found = measure_io(chosen.directory, chosen.size, chosen.repeats, chosen.engine, note=note)
+    table = Table(
+        title=f"{found['directory']}: {found['file_system']} on {found['drive']}, engine {found['engine']}"
+    )
+    for column in ("", "SSDTrain", "fio", "ratio", "CPU per GB"):
+        table.add_column(column, justify="left" if not column else "right")
+    for direction in ("write", "read"):
+        pool, fio = (found[f"{side}_{direction}_bytes_per_second"] for side in ("pool", "fio"))
+        ratio = found[f"{direction}_ratio_fio"]
+        table.add_row(
+            direction,
+            f"{size_text(pool)}/s",
+            f"{size_text(fio)}/s" if fio else "-",
+            f"x{ratio:.2f}" if ratio else "-",
+            duration_text(found[f"pool_{direction}_cpu_seconds_per_gb"]),
+        )
+    notes = (
+        [] if found["direct_io"] else ["The file system does not support O_DIRECT: this is the page cache."]
+    )
+    return finish(
+        chosen, found, table, [*notes, *([found["fio"]] if found["write_ratio_fio"] is None else [])]
+    )
+
+
+def bench_codec(chosen: argparse.Namespace) -> int:
+    import torch
+
+    from ssdtrain.bench.codec import SPECS, measure_codecs
+
+    device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with progress("encoding and decoding", True) as note:
+        found = measure_codecs(chosen.codec or SPECS, chosen.size, chosen.repeats, device, note=note)
+    copied = size_text(found["copy_bytes_per_second"])
+    table = Table(title=f"float32, {size_text(found['bytes'])}, {found['device']}; a copy: {copied}/s")
+    for column in ("codec", "size", "encode", "decode", "decode and add"):
+        table.add_column(column, justify="left" if column == "codec" else "right")
+    for name, one in found["codecs"].items():
+        rates = [
+            f"{size_text(one[f'{way}_bytes_per_second'])}/s" for way in ("encode", "decode", "accumulate")
+        ]
+        table.add_row(name, f"x{one['ratio']:.3f}", *rates)
+    return finish(chosen, found, table, [])
+
+
+def bench_collective(chosen: argparse.Namespace) -> int:
+    if "RANK" not in os.environ:
+        return start_ranks(chosen)
+    import torch
+    import torch.distributed as dist
+
+    from ssdtrain.bench.collective import PRESETS, measure_collectives
+    from ssdtrain.ranks import local_rank
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        if dist.get_world_size() == 1:
+            raise ValueError("there is one rank: start more, such as torchrun --nproc-per-node 2")
+        first = dist.get_rank() == 0
+        with progress("all-reduces", first) as note:
+            sizes = chosen.size or [MiB, 16 * MiB]
+            found = measure_collectives(chosen.preset or PRESETS, sizes, chosen.repeats, device, note=note)
+    finally:
+        dist.destroy_process_group()
+    if not first:
+        return 0
+    table = Table(title=f"all-reduce of float32 by {found['ranks']} ranks, {found['device']}; slowest rank")
+    presets = list(found["wire_ratio"])
+    for column in ("size", "plain", *presets):
+        table.add_column(column, justify="right")
+    for nbytes, one in found["sizes"].items():
+        cells = [f"{duration_text(one[name]['seconds'])} (x{one[name]['speedup']:.2f})" for name in presets]
+        table.add_row(size_text(nbytes), duration_text(one["plain"]["seconds"]), *cells)
+    table.add_section()
+    table.add_row("bytes sent", "x1", *(f"x{found['wire_ratio'][name]:.3f}" for name in presets))
+    return finish(chosen, found, table, ["In brackets: how many times as fast as the plain one."])
+
+
+def start_ranks(chosen: argparse.Namespace) -> int:
+    """The same command in several processes of this machine."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={chosen.ranks}",
+    ]
+    command += ["-m", "ssdtrain.cli", "bench", "collective", f"--repeats={chosen.repeats}"]
+    command += [f"--preset={name}" for name in chosen.preset or ()]
+    command += [f"--size={size}" for size in chosen.size or ()] + (["--json"] if chosen.json else [])
+    return subprocess.run(command, check=False).returncode
+
+
+def bench_script(chosen: argparse.Namespace) -> int:
+    from ssdtrain.bench.script import measure_script
+
+    config = chosen.config or {"offload": {"directories": str(chosen.directory)}, "report": {"interval": 0}}
+    try:
+        loaded = load_config(config)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    build = factory(chosen.build)
+    with progress("training", True) as note:
+        try:
+            found = measure_script(build, chosen.batch, chosen.steps, loaded, note=note)
+        except ValueError as error:
+            raise ValueError(f"{chosen.build} {error}") from error
+    table = Table(title=f"{chosen.build}, batch {found['batch']}, {found['steps']} steps in turn")
+    for column in ("", "without", "with SSDTrain", "ratio"):
+        table.add_column(column, justify="left" if not column else "right")
+    low, high = found["step_ratio_interval"]
+    table.add_row(
+        "forward and backward",
+        duration_text(found["plain_seconds"]),
+        duration_text(found["ssdtrain_seconds"]),
+        f"x{found['step_ratio']:.3f} ({low:.3f} to {high:.3f})",
+    )
+    peaks = found["plain_activation_peak_bytes"], found["activation_peak_bytes"]
+    table.add_row(
+        "activation peak", *map(size_text, peaks), f"x{peaks[1] / peaks[0]:.2f}" if peaks[0] else ""
+    )
+    table.add_row("offloaded a step", "", size_text(found["offloaded_bytes_per_step"]), "")
+    table.add_row("waited a step", "", duration_text(found["wait_seconds_per_step"]), "")
+    table.add_row("gradients", "", "equal, bit for bit" if found["gradients_equal"] else "differ", "")
+    return finish(chosen, found, table, [])
+
+
+def finish(chosen: argparse.Namespace, found: dict[str, Any], table: Table, notes: list[str]) -> int:
+    """Show the figures."""
+    if chosen.json:
+        print(json.dumps(found))
+        return 0
+    console = Console()
+    console.print(table)
+    for text in notes:
+        console.print(text)
+    return 0

@@ -1,0 +1,146 @@
+"""`ssdtrain bench`: each part measures something, shows it as a table or as JSON, and says what is missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ssdtrain.bench.ratios import paired_ratio
+from ssdtrain.cli import main
+
+MODEL = """
+import torch
+
+def build(batch):
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
+    x = torch.randn(batch, 256)
+    return model, lambda: model(x).relu().square().mean()
+
+_calls = []
+
+def other(batch):
+    _calls.append(1)
+    model = torch.nn.Linear(8, 8)
+    return model, lambda scale=len(_calls): scale * model(torch.ones(4, 8)).sum()
+"""
+
+
+def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    assert main(["bench", *arguments, "--json"]) == 0
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("engine", ["c", "python"])
+def test_io_without_fio_measures_and_says_so(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    options = ["io", str(tmp_path), "--size", "32MiB", "--repeats", "1", "--engine", engine]
+    found = figures(capsys, *options)
+    assert found["engine"] == engine and "not installed" in str(found["fio"])
+    assert found["pool_write_bytes_per_second"] > 1e6 and found["pool_read_bytes_per_second"] > 1e6  # type: ignore[operator]
+    assert found["write_ratio_fio"] is None
+    assert not list(tmp_path.iterdir())
+    assert main(["bench", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "write" in shown and "apt install fio" in " ".join(shown.split())
+
+
+def test_io_compares_with_fio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if subprocess.run(["which", "fio"], capture_output=True, check=False).returncode:
+        pytest.skip("fio is not installed: apt install fio")
+    found = figures(capsys, "io", str(tmp_path), "--size", "32MiB", "--repeats", "1")
+    assert 0.05 < found["write_ratio_fio"] < 50 and 0.05 < found["read_ratio_fio"] < 50  # type: ignore[operator]
+
+
+def test_a_directory_that_is_not_there_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "io", str(tmp_path / "missing")]) == 1
+    error = capsys.readouterr().err
+    assert "missing" in error and error.count("\n") == 1
+
+
+def test_codecs_have_a_size_and_a_speed_each_way(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["codec", "--codec", "int8", "--codec", "bf16", "--size", "1MiB", "--repeats", "2"]
+    found = figures(capsys, *options, "--device", "cpu")
+    codecs = found["codecs"]
+    assert isinstance(codecs, dict) and list(codecs) == ["int8", "bf16"]
+    assert codecs["bf16"]["ratio"] == pytest.approx(0.5, abs=0.01)
+    assert all(codecs["int8"][f"{way}_bytes_per_second"] > 0 for way in ("encode", "decode", "accumulate"))
+    assert main(["bench", *options]) == 0
+    assert "int8" in capsys.readouterr().out
+
+
+def test_an_unknown_codec_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "codec", "--codec", "int9", "--size", "4KiB"]) == 1
+    error = capsys.readouterr().err
+    assert "int9" in error and "Traceback" not in error
+
+
+def test_a_step_of_the_users_own_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train_mine.py").write_text(MODEL)
+    options = ["script", f"{tmp_path / 'train_mine.py'}:build", "--batch", "512", "--steps", "4"]
+    options += ["--directory", str(tmp_path / "spill")]
+    found = figures(capsys, *options)
+    assert found["gradients_equal"] is True
+    assert found["offloaded_bytes_per_step"] > 0 and found["plain_activation_peak_bytes"] > 0  # type: ignore[operator]
+    assert main(["bench", *options]) == 0
+    assert "equal, bit for bit" in capsys.readouterr().out
+
+
+def test_a_lossy_config_shows_that_gradients_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train_lossy.py").write_text(MODEL)
+    (tmp_path / "c.yaml").write_text(
+        f"offload: {{directories: {tmp_path}/spill, codec: int4, min_bytes: 1KiB}}\n"
+    )
+    options = ["script", f"{tmp_path / 'train_lossy.py'}:build", "--batch", "512", "--steps", "4"]
+    assert figures(capsys, *options, "--config", str(tmp_path / "c.yaml"))["gradients_equal"] is False
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("none.py:build", "no file none.py"),
+        ("train_more.py:nothing", "has no nothing"),
+        ("train_more", "module:function"),
+        ("train_more.py:other", "same model and data"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(
+    name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train_more.py").write_text(MODEL)
+    assert main(["bench", "script", name]) == 1
+    error = capsys.readouterr().err
+    assert why in error and error.count("\n") == 1
+
+
+def test_the_pairing_is_of_neighbours() -> None:
+    assert paired_ratio([1.0, 20.0, 3.0], [1.0, 10.0, 1.0]) == 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_collectives_between_processes_of_this_machine() -> None:
+    command = [sys.executable, "-m", "ssdtrain.cli", "bench", "collective", "--ranks", "2", "--repeats", "2"]
+    done = subprocess.run(
+        [*command, "--size", "256KiB", "--preset", "safe", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["ranks"] == 2
+    assert found["wire_ratio"]["safe"] < 0.3
+    assert found["sizes"][str(256 << 10)]["safe"]["seconds"] > 0
