@@ -9,15 +9,20 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ssdtrain import __version__, ranks
+from ssdtrain.cli import network
 from ssdtrain.cli.bandwidth import measure
 from ssdtrain.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding
 from ssdtrain.cli.limits import limits
 from ssdtrain.cli.versions import OLDEST, TESTED, installed, too_old
+from ssdtrain.comm.topology import node_name
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.paths import (
@@ -40,12 +45,69 @@ EXAMPLES = """examples:
   ssdtrain doctor /local_nvme/spill                 this machine, and that directory
   ssdtrain doctor /local_nvme/spill --measure 4GiB  and how fast it writes and reads
   ssdtrain doctor --config ds.json --json           can that config be used here? status 1 if not
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m ssdtrain.cli doctor /local_nvme/spill
+                                                    all nodes in one table, and the bandwidth between ranks
 """
 STYLES = {GOOD: "green", NOTE: "dim", WARNING: "yellow", BROKEN: "bold red"}
 
 
 def run(arguments: list[str]) -> int:
-    """Exit status: 1 if a finding is broken, else 0."""
+    """Exit status: 1 if a finding is broken, on any node, else 0."""
+    made = parser()
+    chosen = made.parse_args(arguments)
+    try:
+        size = parse_size(chosen.measure) if chosen.measure else 0
+    except InvalidValue as error:
+        made.error(f"--measure {chosen.measure}: {error}")
+    if network.launched():
+        try:
+            return in_ranks(chosen, size)
+        except RuntimeError as error:
+            print(f"ssdtrain doctor: {error}", file=sys.stderr)
+            return 1
+    findings = [("", finding) for finding in examine(chosen, size)]
+    return tell(chosen, findings, [""])
+
+
+def examine(chosen: argparse.Namespace, size: int) -> list[Finding]:
+    """All that is found about this machine."""
+    found = [*software(), *extensions(), *hardware(), *limits(), *network.interfaces()]
+    if chosen.config is not None:
+        found += config_file(chosen.config)
+    for directory in chosen.directories:
+        found += drive(directory, size)
+    return found
+
+
+def in_ranks(chosen: argparse.Namespace, size: int) -> int:
+    """Every rank runs this; rank 0 tells of all nodes. The status is the same on every rank."""
+    with network.ranks_of():
+        # Ranks of a node share its drives: one of them looks.
+        own = examine(chosen, size) if ranks.local_rank() == 0 else []
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (node_name(), own))
+        between = network.between_nodes([host for host, _ in gathered])
+        status = [0]
+        if dist.get_rank() == 0:
+            of_nodes = {host: found for host, found in gathered if found}
+            shown = network.same_everywhere(of_nodes) + [("all", finding) for finding in between]
+            status = [tell(chosen, shown, list(of_nodes))]
+        dist.broadcast_object_list(status)
+        return status[0]
+
+
+def tell(chosen: argparse.Namespace, findings: list[tuple[str, Finding]], nodes: list[str]) -> int:
+    """Show the findings, each with the nodes that it is about. Returns the exit status."""
+    broken = any(finding.verdict == BROKEN for _, finding in findings)
+    if chosen.json:
+        about = [{**asdict(finding), **({"nodes": where} if where else {})} for where, finding in findings]
+        print(json.dumps({"broken": broken, "findings": about}))
+    else:
+        show(findings, Console(), with_nodes=len(nodes) > 1)
+    return 1 if broken else 0
+
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ssdtrain doctor",
         description=__doc__,
@@ -69,22 +131,7 @@ def run(arguments: list[str]) -> int:
         metavar="SIZE",
         help="write and read so much in each directory, and say how fast; by default 512MiB",
     )
-    chosen = parser.parse_args(arguments)
-    try:
-        size = parse_size(chosen.measure) if chosen.measure else 0
-    except InvalidValue as error:
-        parser.error(f"--measure {chosen.measure}: {error}")
-    findings = [*software(), *extensions(), *hardware(), *limits()]
-    if chosen.config is not None:
-        findings += config_file(chosen.config)
-    for directory in chosen.directories:
-        findings += drive(directory, size)
-    broken = any(finding.verdict == BROKEN for finding in findings)
-    if chosen.json:
-        print(json.dumps({"broken": broken, "findings": [asdict(finding) for finding in findings]}))
-    else:
-        show(findings, Console())
-    return 1 if broken else 0
+    return parser
 
 
 def software() -> Iterator[Finding]:
@@ -161,6 +208,19 @@ def devices() -> Iterator[Finding]:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         yield Finding("CUDA", ", ".join(names), GOOD)
+        count = len(names)
+        apart = [
+            (a, b)
+            for a in range(count)
+            for b in range(count)
+            if a != b and not torch.cuda.can_device_access_peer(a, b)
+        ]
+        if count > 1:
+            found = (
+                "all reach each other" if not apart else f"{len(apart)} of {count * (count - 1)} pairs do not"
+            )
+            remedy = "copies between these go through host memory: see nvidia-smi topo -m" if apart else ""
+            yield Finding("GPU to GPU", found, NOTE if apart else GOOD, remedy)
     else:
         yield Finding("CUDA", "no device", NOTE, "training runs on the CPU")
 
@@ -174,9 +234,11 @@ def config_file(file: Path) -> Iterator[Finding]:
     except (ConfigError, MemoryError, OSError) as error:
         yield Finding(subject, str(error), BROKEN, "as the text says; all keys are in docs/config.md")
         return
-    on = ", ".join(name for name in ("offload", "comm") if getattr(config, name) is not None)
+    on = ", ".join(name for name in ("offload", "comm", "compact") if getattr(config, name) is not None)
     if not config.active:
-        yield Finding(subject, "switches nothing on", WARNING, "give it an offload or a comm section")
+        yield Finding(
+            subject, "switches nothing on", WARNING, "give it an offload, a comm or a compact section"
+        )
         return
     yield Finding(subject, f"can be used: {on}", GOOD)
     if config.offload is not None:
@@ -259,9 +321,11 @@ def speed(subject: str, directory: Path, nbytes: int) -> Finding:
     return Finding(f"{subject}: bandwidth", found, WARNING if slow else GOOD, remedy)
 
 
-def show(findings: list[Finding], console: Console) -> None:
-    table = Table("", "found", "", "what to do")
-    for finding in findings:
+def show(findings: list[tuple[str, Finding]], console: Console, *, with_nodes: bool = False) -> None:
+    """A table; with the nodes that each finding is about."""
+    table = Table(*(["nodes"] if with_nodes else []), "", "found", "", "what to do")
+    for where, finding in findings:
         verdict = f"[{STYLES[finding.verdict]}]{finding.verdict}[/]"
-        table.add_row(finding.subject, finding.found, verdict, finding.remedy)
+        nodes = [where] if with_nodes else []
+        table.add_row(*nodes, finding.subject, escape(finding.found), verdict, escape(finding.remedy))
     console.print(table)

@@ -1,5 +1,7 @@
 """`ssdtrain COMMAND ...`: dispatches to a command."""
 
+import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -20,6 +22,8 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status of the command; 2 if it is missing or unknown."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
+        complete()
     if given[:1] == ["--version"]:
         print(__version__)
         return 0
@@ -32,6 +36,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     run: Callable[[list[str]], int] = import_module(f"ssdtrain.cli.{given[0]}").run
     return run(given[1:])
+
+
+def complete() -> None:
+    """Answer a shell that has run `eval "$(register-python-argcomplete ssdtrain)"`, and end."""
+    try:
+        import argcomplete
+    except ImportError:
+        return
+    argcomplete.autocomplete(whole_parser())
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """All commands and their options in one parser."""
+
+    def own(
+        *, prog: str, made: Callable[[], argparse.ArgumentParser], **_: object
+    ) -> argparse.ArgumentParser:
+        return made()
+
+    whole = argparse.ArgumentParser(prog="ssdtrain", description=usage())
+    commands = whole.add_subparsers(parser_class=own)
+    for name, summary in COMMANDS.items():
+        module = import_module(f"ssdtrain.cli.{name}")
+        made = getattr(module, "parser", lambda: argparse.ArgumentParser())
+        commands.add_parser(name, help=summary, made=made)
+    return whole
 
 
 def usage() -> str:

@@ -21,7 +21,7 @@ EXAMPLES = """examples:
 
 def run(arguments: list[str]) -> int:
     """0; 1 where there is nothing to report or a file cannot be written."""
-    chosen = _parser().parse_args(arguments)
+    chosen = parser().parse_args(arguments)
     try:
         return _serve(chosen) if chosen.serve is not None else _write(chosen)
     except (OSError, ValueError) as error:
@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ssdtrain report",
         description=__doc__,

@@ -2,12 +2,13 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import ssdtrain
 from ssdtrain.cli import main
-from ssdtrain.cli.main import COMMANDS
+from ssdtrain.cli.main import COMMANDS, whole_parser
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
@@ -41,6 +42,26 @@ def test_no_command_imports_a_framework() -> None:
     code = f"import sys; {imports}; print(sorted({{m.split('.')[0] for m in sys.modules}} & {{'deepspeed', 'megatron'}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_shell_can_complete_every_option_of_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = whole_parser()
+    assert parser.parse_args(["report", "out", "--trace"]).directory == Path("out")
+    assert parser.parse_args(["bench", "io", "--size", "1GiB"]).size == 1 << 30
+    asked = []
+    fake = SimpleNamespace(autocomplete=lambda found: asked.append(found))
+    monkeypatch.setitem(sys.modules, "argcomplete", fake)  # the package is an extra
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    assert main(["--version"]) == 0
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "demo"])
+def test_the_help_of_every_command_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0
+    assert f"  ssdtrain {name} " in capsys.readouterr().out.partition("usage:")[2].partition("\n")[2]
 
 
 def test_the_demo_without_deepspeed_says_what_to_install(

@@ -1,0 +1,224 @@
+"""`ssdtrain doctor` in every rank of a launcher: interfaces of each node, where the ranks are, and what passes between them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from ssdtrain.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding
+from ssdtrain.comm.topology import grid_of
+from ssdtrain.config.units import MiB
+from ssdtrain.telemetry.text import duration_text, size_text
+
+__all__ = ["between_nodes", "interfaces", "launched", "ranks_of", "same_everywhere"]
+
+TIMEOUT = timedelta(seconds=60)
+MEASURED = 64 * MiB
+"""Bytes that a rank sends to the next one."""
+MOST_PAIRS = 32
+SLOW_BETWEEN = 1.25e9
+"""Bytes per second, 10 Gbit/s: training that communicates at less waits for the network."""
+MUST_AGREE = ("ssdtrain", "python", "torch", "deepspeed", "megatron-core")
+CHOICES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
+
+
+def launched() -> bool:
+    """Whether torchrun, or whoever sets its variables, has started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def interfaces() -> Iterator[Finding]:
+    """The network interfaces of this node that are up, and which of them collectives are told to use."""
+    state, addresses = psutil.net_if_stats(), psutil.net_if_addrs()
+    found = []
+    for name, known in sorted(state.items()):
+        own = [a.address for a in addresses.get(name, ()) if a.family == socket.AF_INET]
+        if not known.isup or not own or own[0].startswith("127."):
+            continue
+        speed = f", {known.speed / 1000:g} Gbit/s" if known.speed > 0 else ""
+        found.append(f"{name} {own[0]}{speed}, MTU {known.mtu}")
+    named = {name: os.environ[name] for name in CHOICES if os.environ.get(name)}
+    chosen = ", ".join(f"{name}={value}" for name, value in named.items())
+    remedy = ""
+    if len(found) > 1 and not named:
+        remedy = "name the fast one on every node: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+    yield Finding("interfaces", "; ".join(found) or "none but loopback", WARNING if remedy else GOOD, remedy)
+    if chosen:
+        yield Finding("interfaces chosen", chosen, GOOD)
+
+
+class Group:
+    """The ranks of the launcher, connected over TCP.
+
+    Raises:
+        RuntimeError: they cannot be reached.
+    """
+
+    def __enter__(self) -> Group:
+        try:
+            dist.init_process_group("gloo", timeout=TIMEOUT)
+        except (RuntimeError, ValueError) as error:  # torch's own errors derive from RuntimeError
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise RuntimeError(
+                f"the ranks of this job cannot be reached by {address} ({error}): open that port between the nodes, and name "
+                "the interface that connects them in GLOO_SOCKET_IFNAME"
+            ) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.destroy_process_group()
+
+
+def ranks_of() -> Group:
+    """A context in which the ranks are connected. All ranks enter it together."""
+    return Group()
+
+
+def between_nodes(hosts: Sequence[str]) -> list[Finding]:
+    """How the ranks are spread, and the bandwidth and latency from each rank to the next. All ranks call it together; rank 0's
+    result counts.
+
+    Args:
+        hosts: the node of each rank.
+    """
+    found = [_layout(hosts)]
+    pairs = _pairs(hosts)
+    tensor = torch.empty(MEASURED, dtype=torch.uint8)
+    for sender, receiver in pairs:
+        seconds, latency = _pass(tensor, sender, receiver)
+        rate = MEASURED / seconds
+        apart = hosts[sender] != hosts[receiver]
+        where = "between nodes" if apart else "inside of a node"
+        slow = apart and rate < SLOW_BETWEEN
+        remedy = (
+            "slow: check which interface is used (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), and compress what is sent: "
+            'comm {"preset": "balanced"}'
+        )
+        text = f"{size_text(rate)}/s, {duration_text(latency)} one way, over TCP"
+        found.append(
+            Finding(
+                f"rank {sender} to {receiver}, {where}",
+                text,
+                WARNING if slow else GOOD,
+                remedy if slow else "",
+            )
+        )
+    if torch.cuda.is_available():
+        found += _nccl(hosts)
+    return found
+
+
+def _layout(hosts: Sequence[str]) -> Finding:
+    counts = Counter(hosts)
+    text = f"{len(hosts)} ranks on {len(counts)} {'node' if len(counts) == 1 else 'nodes'}: "
+    text += ", ".join(f"{count} on {host}" for host, count in counts.items())
+    if len(counts) == 1 or max(counts.values()) == 1:
+        return Finding("topology", text, GOOD)
+    if grid_of(hosts, True) is None:
+        remedy = (
+            "collectives take one hop: two hops need the same number of ranks on each node, in the same order"
+        )
+        return Finding("topology", text, WARNING, remedy)
+    return Finding("topology", f"{text}; collectives can take two hops", GOOD)
+
+
+def _pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:
+    """Each rank and the next one, of many only those between nodes."""
+    count = len(hosts)
+    pairs = [(rank, (rank + 1) % count) for rank in range(count)]
+    if count == 2:
+        return pairs
+    if count > MOST_PAIRS:
+        pairs = [pair for pair in pairs if hosts[pair[0]] != hosts[pair[1]]]
+    return pairs[:MOST_PAIRS]
+
+
+def _pass(tensor: torch.Tensor, sender: int, receiver: int) -> tuple[float, float]:
+    """(seconds for `tensor`, seconds for one byte) from one rank to another; the same on all ranks."""
+    rank = dist.get_rank()
+    little = tensor[:1]
+    taken = torch.zeros(2, dtype=torch.float64)
+
+    def trip(values: torch.Tensor) -> None:
+        if rank == sender:
+            dist.send(values, receiver)
+            dist.recv(little, receiver)
+        else:
+            dist.recv(values, sender)
+            dist.send(little, sender)
+
+    if rank in (sender, receiver):
+        trip(little)  # makes the connection
+        trip(tensor)
+        trips = []
+        for values in [little] * 10 + [tensor] * 2:
+            began = time.perf_counter()
+            trip(values)
+            trips.append(time.perf_counter() - began)
+        if rank == sender:
+            back = min(trips[:10]) / 2
+            taken = torch.tensor([max(1e-9, min(trips[10:]) - back), back], dtype=torch.float64)
+    dist.all_reduce(taken)  # of the others it is 0
+    return float(taken[0]), float(taken[1])
+
+
+def _nccl(hosts: Sequence[str]) -> Iterator[Finding]:
+    """The bandwidth of all ranks together, over the network that training uses."""
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    group = dist.new_group(backend="nccl", timeout=TIMEOUT)
+    tensor = torch.zeros(MEASURED // 4, device="cuda")
+    dist.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(5):
+        dist.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()
+    seconds = torch.tensor([(time.perf_counter() - began) / 5], dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    rate = 2 * (len(hosts) - 1) / len(hosts) * MEASURED / float(seconds[0])
+    slow = len(set(hosts)) > 1 and rate < SLOW_BETWEEN
+    remedy = (
+        "slow: NCCL_DEBUG=INFO says which network NCCL has found; check NCCL_IB_HCA and NCCL_SOCKET_IFNAME"
+    )
+    yield Finding(
+        "all ranks, by NCCL",
+        f"{size_text(rate)}/s per GPU in an all-reduce of {size_text(MEASURED)}",
+        WARNING if slow else GOOD,
+        remedy if slow else "",
+    )
+
+
+def same_everywhere(of_nodes: dict[str, list[Finding]]) -> list[tuple[str, Finding]]:
+    """The findings of all nodes in one list: (which nodes, finding), a finding that all nodes have once.
+
+    Versions that differ are one more finding.
+    """
+    nodes: dict[Finding, list[str]] = {}
+    order: list[Finding] = []
+    for node, findings in of_nodes.items():
+        for finding in findings:
+            if finding not in nodes:
+                order.append(finding)
+            nodes.setdefault(finding, []).append(node)
+    subjects = list(dict.fromkeys(finding.subject for finding in order))
+    order.sort(key=lambda finding: subjects.index(finding.subject))
+    found = [
+        ("all" if len(nodes[finding]) == len(of_nodes) else ", ".join(nodes[finding]), finding)
+        for finding in order
+    ]
+    for subject in MUST_AGREE:
+        versions = {finding.found for finding in order if finding.subject == subject}
+        if len(versions) > 1:
+            needed = subject in ("ssdtrain", "torch")
+            remedy = "install the same version on all nodes"
+            text = " and ".join(sorted(versions))
+            found.append(("all", Finding(f"{subject}: versions", text, BROKEN if needed else NOTE, remedy)))
+    return found
