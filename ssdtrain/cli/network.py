@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ssdtrain.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding
+from ssdtrain.cli.versions import TESTED
 from ssdtrain.comm.topology import grid_of
 from ssdtrain.config.units import MiB
 from ssdtrain.telemetry.text import duration_text, size_text
@@ -26,7 +27,7 @@ MEASURED = 64 * MiB
 MOST_PAIRS = 32
 SLOW_BETWEEN = 1.25e9
 """Bytes per second, 10 Gbit/s: training that communicates at less waits for the network."""
-MUST_AGREE = ("ssdtrain", "python", "torch", "deepspeed", "megatron-core")
+MUST_AGREE = ("ssdtrain", "python", *TESTED)
 CHOICES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
 
 

@@ -39,9 +39,10 @@ def test_plain_pytorch_with_a_plot(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_fsdp2(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["fsdp2", "deepspeed_pipeline"])
+def test_two_processes(tmp_path: Path, program: str) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run(tmp_path, *launcher, "-m", "examples.small.fsdp2")
+    run(tmp_path, *launcher, "-m", f"examples.small.{program}")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")

@@ -1,0 +1,231 @@
+"""What the pages show works as it is pasted: every block is run by a test, or listed with what this machine lacks."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ssdtrain.cli import main
+from tests.docs.blocks import NOT_RUN, RUN_BY, Block, block, blocks
+from tests.docs.messages import ROOT
+
+# A launcher's first word, or a command of ours.
+COMMAND = re.compile(r"^(?:torchrun|ssdtrain|python|make|pip) ")
+
+
+def keys_of(one: Block) -> list[tuple[str, str]]:
+    return [key for key in (*RUN_BY, *NOT_RUN) if key[0] == one.page and one.text.strip().startswith(key[1])]
+
+
+@pytest.mark.parametrize("one", list(blocks()), ids=lambda one: f"{one.page}: {one.first[:40]}")
+def test_every_block_is_run_or_says_why_not(one: Block) -> None:
+    keys = keys_of(one)
+    assert keys, f"run it in a test and name that in tests/docs/blocks.py: {one.text}"
+    for key in keys:
+        assert key in NOT_RUN or (ROOT / RUN_BY[key]).exists(), key
+
+
+def test_the_list_has_nothing_that_is_gone() -> None:
+    used = {key for one in blocks() for key in keys_of(one)}
+    assert used == {*RUN_BY, *NOT_RUN}
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+
+
+def run(
+    page: str, beginning: str, *, change: dict[str, str] | None = None, **names: object
+) -> dict[str, object]:
+    source = block(page, beginning).text
+    for old, new in (change or {}).items():
+        assert old in source
+        source = source.replace(old, new)
+    exec(compile(source, page, "exec"), names)
+    return names
+
+
+def commands(page: str, beginning: str) -> list[list[str]]:
+    lines = block(page, beginning).text.replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+def small_model() -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(3)])
+
+
+def test_codecs() -> None:
+    x = torch.randn(1024)
+    names = run(
+        "docs/codecs.md", "from", torch=torch, x=x, out=torch.zeros(1024), seed=0, step=1, tensor=2, rank=0
+    )
+    assert torch.allclose(names["out"], x, atol=0.6)  # type: ignore[arg-type]
+
+
+def test_compact() -> None:
+    import ssdtrain
+
+    model = small_model()
+    names = run("docs/compact.md", "runtime", ssdtrain=ssdtrain, model=model)
+    model(torch.randn(64, 256)).sum().backward()
+    names["runtime"].close()  # type: ignore[attr-defined]
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_storage(tmp_path: Path) -> None:
+    change = {'["/nvme0", "/nvme1"]': repr([str(tmp_path / "0"), str(tmp_path / "1")])}
+    change |= {"100 << 30": "64 << 20", "4 << 30": "32 << 20", "256 << 20": "32 << 20"}
+    for name in ("0", "1"):
+        (tmp_path / name).mkdir()
+    run("docs/storage.md", "from", change=change)
+
+
+def test_trace() -> None:
+    import ssdtrain
+
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [torch.randn(512, 256) for _ in range(3)]
+    run("docs/trace.md", "runtime", ssdtrain=ssdtrain, model=model, optimizer=optimizer, batches=batches)
+    (words,) = commands("docs/trace.md", "ssdtrain")
+    assert words[0] == "ssdtrain" and main(words[1:]) == 0
+    events = json.loads(Path("out/report/trace.json").read_text())["traceEvents"]
+    assert [event["name"] for event in events if event.get("cat") == "step"] == ["step 2"]
+
+
+def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("spill-drive").mkdir()
+    Path("train.py").write_text(block("docs/bench.md", "import torch").text)
+    seen = []
+    for words in commands("docs/bench.md", "ssdtrain"):
+        assert words[:2] == ["ssdtrain", "bench"]
+        seen.append(words[2])
+        if words[2] != "collective":  # tests/bench/test_bench.py starts processes
+            assert main(words[1:]) == 0, capsys.readouterr()
+    assert seen == ["io", "codec", "collective", "script"]
+    assert "equal, bit for bit" in capsys.readouterr().out
+
+
+def test_planner(capsys: pytest.CaptureFixture[str]) -> None:
+    (plan,), (estimate,) = (
+        commands("docs/planner.md", "ssdtrain plan"),
+        commands("docs/planner.md", "ssdtrain estimate"),
+    )
+    assert main(plan[1:]) == 0
+    assert "step time" in capsys.readouterr().out
+    Path("my_package").mkdir()
+    Path("my_package/model.py").write_text(
+        "import torch\n"
+        "def build(batch):\n"
+        "    model = torch.nn.Module()\n"
+        "    model.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(3))\n"
+        "    def step():\n"
+        "        x = torch.randn(batch, 256)\n"
+        "        for layer in model.layers:\n"
+        "            x = layer(x).relu()\n"
+        "        return x.sum()\n"
+        "    return model, step\n"
+    )
+    assert main(estimate[1:]) == 0
+    assert "largest microbatch" in capsys.readouterr().out
+
+
+def test_a_plan_of_blocks_is_followed() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model, x = Stack(), torch.randn(64, 128)
+    config = {"offload": {"directories": "spill", "min_bytes": "4KiB"}}
+    names = run("docs/planner.md", "import ssdtrain", model=model, step=lambda: model(x).sum(), config=config)
+    model(x).sum().backward()
+    names["runtime"].close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_the_line_of_the_demo() -> None:
+    import ssdtrain_ds
+
+    config: dict[str, object] = {}
+    try:
+        run("docs/demo.md", "import ssdtrain_ds", config=config)
+        assert config["ssdtrain"]
+    finally:
+        ssdtrain_ds.uninstall()
+
+
+TRAINER = """
+import torch, transformers, ssdtrain
+from transformers import Trainer, TrainingArguments
+from examples.small.hugging_face import SHAPE, Tokens
+
+model, dataset = transformers.LlamaForCausalLM(SHAPE), Tokens()
+arguments = TrainingArguments("out", max_steps=1, use_cpu=True, report_to=[], save_strategy="no")
+{block}
+assert runtime.statistics().offload.saved_tensors > 0
+runtime.close()
+"""
+
+ACCELERATE = """
+import torch, ssdtrain
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(1024, 1024)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.randn(1024, 1024), batch_size=512)
+{block}
+for x in loader:
+    accelerator.backward(model(x.requires_grad_()).square().mean())
+    optimizer.step()
+assert runtime.statistics().offload.offloaded_bytes > 0
+runtime.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("beginning", "around"),
+    [("runtime = ssdtrain.attach", TRAINER), ("model, optimizer, loader", ACCELERATE)],
+)
+def test_the_lines_for_hugging_face(beginning: str, around: str, tmp_path: Path) -> None:
+    source = around.format(block=block("docs/index.md", beginning).text)
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=tmp_path,
+        env={**__import__("os").environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_doctor_in_ranks() -> None:
+    (words,) = commands("docs/clusters.md", "torchrun")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 0 to 1" in " ".join(done.stdout.split())
