@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ssdtrain import __version__
 from ssdtrain.device import Timestamp
 from ssdtrain.profile.passes import PassTimes
 from ssdtrain.profile.time_spans import Span, Spans
@@ -69,7 +68,6 @@ def trace_of(steps: list[TracedStep], rank: int, host: str) -> str:
         "steps": [step.number for step in steps],
         "dropped": sum(step.spans.dropped for step in steps),
         "unix_microseconds": steps[0].unix * 1e6,
-        "ssdtrain": __version__,
     }
     named = [_named("process_name", rank, 0, f"rank {rank} ({host})"), *tracks.named()]
     return json.dumps({"traceEvents": [*named, *events], "displayTimeUnit": "ms", "otherData": about})
