@@ -1,7 +1,7 @@
 """DeepSpeed's pipeline: `torchrun --nproc_per_node 2 -m examples.small.deepspeed_pipeline`, one stage a process.
 
-The script is that of a run without SSDTrain, but for `install` and the block in the config. The first stage offloads; the last one
-runs each backward right after its forward, and keeps.
+The script is that of a run without SSDTrain, but for `install` and the block in the config. The first stage offloads; the
+last one runs each backward right after its forward, and keeps.
 """
 
 from __future__ import annotations

@@ -64,9 +64,9 @@ class PoolBench:
         self._slots = {nbytes: [self.store.reserve(nbytes) for _ in range(self.total // nbytes)]}
         self._buffers = {
             nbytes: [
-                lease
+                found
                 for _ in range(DEPTH)
-                if (lease := self.arena.acquire(nbytes, page_offset=self.page_offset)) is not None
+                if (found := self.arena.acquire(nbytes, page_offset=self.page_offset)) is not None
             ]
         }
         noise = os.urandom(MiB)

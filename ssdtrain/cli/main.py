@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any, cast
 
 from ssdtrain import __version__
 
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def complete() -> None:
     """Answer a shell that has run `eval "$(register-python-argcomplete ssdtrain)"`, and end."""
     try:
-        import argcomplete
+        argcomplete = import_module("argcomplete")
     except ImportError:
         return
     argcomplete.autocomplete(whole_parser())
@@ -56,7 +57,7 @@ def whole_parser() -> argparse.ArgumentParser:
         return made()
 
     whole = argparse.ArgumentParser(prog="ssdtrain", description=usage())
-    commands = whole.add_subparsers(parser_class=own)
+    commands = whole.add_subparsers(parser_class=cast(Any, own))
     for name, summary in COMMANDS.items():
         module = import_module(f"ssdtrain.cli.{name}")
         made = getattr(module, "parser", lambda: argparse.ArgumentParser())

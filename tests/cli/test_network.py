@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -57,8 +58,8 @@ def test_of_many_ranks_those_next_to_another_node_are_measured() -> None:
 
 
 def test_several_interfaces_and_no_choice_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    address = [psutil._common.snicaddr(socket.AF_INET, "10.0.0.1", None, None, None)]
-    state = psutil._common.snicstats(True, psutil.NIC_DUPLEX_FULL, 100000, 9000, "")
+    address = [SimpleNamespace(family=socket.AF_INET, address="10.0.0.1")]
+    state = SimpleNamespace(isup=True, speed=100000, mtu=9000)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth0": state, "ib0": state})
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": address, "ib0": address})
     for name in network.CHOICES:

@@ -10,7 +10,7 @@ from tests.docs.messages import ROOT
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
 OURS = {
-    *("action", "adapter", "admission", "arena", "block", "chunk", "codec", "delta gather", "device limit"),
+    *("action", "adapter", "admission", "arena", "block", "chunk", "codec", "device limit"),
     *("dimension", "drive write a day", "error feedback", "fallback", "feature", "forwarded", "handle"),
     *(
         "host tier",
