@@ -54,6 +54,8 @@ RUN_BY = {
     ("docs/collectives.md", "runtime = ssdtrain.attach"): "tests/comm/ranks.py",
     ("docs/collectives.md", "def classify"): "tests/integration/test_intercept.py",
     ("docs/compact.md", "runtime = ssdtrain.attach"): HERE,
+    ("docs/compact.md", "optimizer ="): "tests/compact/test_attach.py",
+    ("docs/policy.md", '"offload"'): "tests/docs/test_pages.py",
     ("docs/config.md", "invalid SSDTrain config"): "tests/config/test_document.py",
     ("docs/config.md", "{"): "tests/config/test_document.py",
     ("docs/config.md", "offload:"): "tests/config/test_document.py",

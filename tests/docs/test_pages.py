@@ -60,6 +60,8 @@ def test_config_blocks_are_configs(page: Path) -> None:
         found = json.loads(block if block.lstrip().startswith("{") else "{" + block + "}")
         if "ssdtrain" in found:
             assert load_config(found["ssdtrain"]).active, block
+        elif "offload" in found:
+            assert load_config(found).active, block
 
 
 def test_the_first_example_runs(
