@@ -144,6 +144,8 @@ def test_planner(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_plan_of_blocks_is_followed() -> None:
+    import ssdtrain
+
     class Stack(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -156,7 +158,14 @@ def test_a_plan_of_blocks_is_followed() -> None:
 
     model, x = Stack(), torch.randn(64, 128)
     config = {"offload": {"directories": "spill", "min_bytes": "4KiB"}}
-    names = run("docs/planner.md", "import ssdtrain", model=model, step=lambda: model(x).sum(), config=config)
+    names = run(
+        "docs/planner.md",
+        "from ssdtrain.planner.execute",
+        ssdtrain=ssdtrain,
+        model=model,
+        step=lambda: model(x).sum(),
+        config=config,
+    )
     model(x).sum().backward()
     names["runtime"].close()  # type: ignore[attr-defined]
 
