@@ -17,11 +17,11 @@ class DeviceCopy:
         nbytes: size.
     """
 
-    __slots__ = ("_device", "_event", "checksum", "digest", "nbytes", "seconds")
+    __slots__ = ("_device", "_event", "began", "checksum", "digest", "nbytes", "seconds")
 
     def __init__(self, device: Device, event: Event | None, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.seconds = 0.0
+        self.began = self.seconds = 0.0  # not measured
         self.checksum = self.digest = 0
         self._device = device
         self._event = event

@@ -99,8 +99,9 @@ class OffloadMetrics(MetricSet):
             self.spans.add("codec", name, began)
 
     def count_transfer(self, track: str, name: str, operation: Operation) -> None:
-        """A store or a load of a region of this name has ended well. `track` is "stores" or "loads"."""
-        if self.spans is not None:
+        """A store or a load of a region of this name has ended well. `track` is "stores" or "loads". A copy of the device
+        between host memory and itself has no times of its own."""
+        if self.spans is not None and operation.began:
             self.spans.moved(track, name, operation.nbytes, operation.began, operation.seconds)
 
     def copy(self) -> OffloadMetrics:

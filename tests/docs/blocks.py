@@ -51,7 +51,7 @@ RUN_BY = {
     ("docs/clusters.md", "torchrun --nproc-per-node 2 -m ssdtrain.cli doctor"): HERE,
     ("docs/codecs.md", "from ssdtrain.codecs"): HERE,
     ("docs/collectives.md", '"ssdtrain"'): "tests/docs/test_pages.py",
-    ("docs/collectives.md", "runtime = ssdtrain.attach"): "tests/comm/ranks.py",
+    ("docs/collectives.md", "runtime = ssdtrain.attach"): "tests/support/ranks.py",
     ("docs/collectives.md", "def classify"): "tests/integration/test_intercept.py",
     ("docs/compact.md", "runtime = ssdtrain.attach"): HERE,
     ("docs/compact.md", "optimizer ="): "tests/compact/test_lowrank.py",
