@@ -268,11 +268,11 @@ def on_this_cpu(arguments: Any, directory: Path) -> dict[str, Any]:
 
 def main() -> None:
     made = parser(__doc__ or "")
-    made.add_argument("--layers", type=int, default=8, help="blocks")
+    made.add_argument("--layers", type=int, default=6, help="blocks")
     made.add_argument("--hidden", type=int, default=256, help="width, a multiple of 64")
     made.add_argument("--sequence", type=int, default=256, help="tokens")
-    made.add_argument("--batch", type=int, default=6, help="sequences")
-    made.add_argument("--rounds", type=int, default=7, help="interleaved timings of each plan")
+    made.add_argument("--batch", type=int, default=4, help="sequences")
+    made.add_argument("--rounds", type=int, default=5, help="interleaved timings of each plan")
     made.add_argument("--directory", type=Path, default=None, help="on the drive; default: temporary")
     made.add_argument("--no-simulation", action="store_true", help="on this CPU only")
     made.add_argument("--simulation-only", action="store_true", help="in virtual time only")
