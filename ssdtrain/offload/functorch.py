@@ -2,7 +2,8 @@
 
 They raise where saved-tensor hooks are installed (`torch.autograd.graph.disable_saved_tensors_hooks` raises). Hooks
 that offload change nothing of what is computed, so they are taken off while such a transform runs, and what it saves stays in
-memory. Other hooks are left to torch. While no forward is recorded, torch's own function is in its place.
+memory. Other hooks are left to torch. While no forward is recorded, torch's own function is in its place. Where
+torch does not tell whose hooks are installed (2.6), nothing is replaced, and torch refuses these transforms by its own error.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ modes = torch._C._len_torch_dispatch_stack
 """How many dispatch modes are active on this thread."""
 without_modes = torch._C._DisableTorchDispatch
 """A context manager: what is called inside passes by them."""
+
+CAN_STEP_ASIDE = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+"""This torch tells whose saved-tensor hooks are installed."""
 
 _lock = threading.Lock()
 _recorders = 0
@@ -55,6 +59,8 @@ class StepAside:
 
     def __enter__(self) -> None:
         global _recorders, _replaced
+        if not CAN_STEP_ASIDE:
+            return
         with _lock:
             if _recorders == 0:
                 _replaced = torch.autograd.graph.disable_saved_tensors_hooks
@@ -63,6 +69,8 @@ class StepAside:
 
     def __exit__(self, *_: object) -> None:
         global _recorders
+        if not CAN_STEP_ASIDE:
+            return
         with _lock:
             _recorders -= 1
             if _recorders == 0 and torch.autograd.graph.disable_saved_tensors_hooks is _disable_without_ours:
