@@ -84,6 +84,8 @@ def train(directory: str | None) -> list[float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parse(arguments)
     ssdtrain_ds.install()
+    if not torch.cuda.is_available():  # DeepSpeed would compile it at start, for minutes
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=os.environ.get("BACKEND", "gloo"))
     try:
         return compare(train, chosen.directory, rank=dist.get_rank())
