@@ -49,9 +49,10 @@ def test_auto_is_a_key_left_out(flag: Flag) -> None:
 )
 def test_a_flag_of_auto_wins_over_the_file(flag: Flag, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
+    wear = "endurance" in flag.keys  # which a plan does not keep to
     file.write_text(
-        "offload: {directories: [/a], host: 1GiB, threads: 9}\ncomm: {preset: safe, seed: 4}\ncompact: {seed: 3}\n"
-        "plan: {device_limit: 1GiB}\n"
+        f"offload: {{directories: [/a], host: 1GiB, threads: 9{', endurance: {years: 3}' if wear else ''}}}\n"
+        f"comm: {{preset: safe, seed: 4}}\ncompact: {{seed: 3}}\n{'' if wear else 'plan: {device_limit: 1GiB}'}\n"
     )
     given = config_from_namespace(parser().parse_args(["--ssdtrain-config", str(file), flag.name, "auto"]))
     expected = load_config(file).to_dict()
