@@ -98,12 +98,12 @@ def _fraction(value: Any) -> float:
     return float(value)
 
 
-POSITIVE_ALLOWED = "a number above 0, such as 1 or 0.3"
+POSITIVE_ALLOWED = "a number above 0 and below a million, such as 1 or 0.3"
 
 
 def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise InvalidValue("is not a number above 0", POSITIVE_ALLOWED)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+        raise InvalidValue("is not such a number", POSITIVE_ALLOWED)
     return float(value)
 
 
