@@ -22,6 +22,7 @@ FLOOR = {
     "codecs": 3,
     "profile": 3,
     "features": 3,
+    "offload.counters": 3,
     "offload": 4,
     "comm": 4,
     "compact": 4,

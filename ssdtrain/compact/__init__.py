@@ -1,10 +1,11 @@
 """Linear layers that save a compressed input for the gradient of their weight (CompAct, arXiv 2410.15352).
 
 What lives here: the random projections (`projection`), what is saved in place of an input (`saved`), the linear function and the
-forward that takes a layer's place (`linear`), copies that backward can make again (`recompute`), which layers (`layers`), and
-the feature of the runtime (`feature`).
+forward that takes a layer's place (`linear`), those with a small trained matrix (`lowrank`, `lowrank_linear`), copies that
+backward can make again (`recompute`), which layers (`layers`), and the feature of the runtime (`feature`).
 
-What may be imported: config, codecs, profile. Adapters register the classes of their framework's layers with `register_kind`.
+What may be imported: config, codecs, profile, features, and of offload `counters` alone. Adapters register the classes of their
+framework's layers with `register_kind`.
 
 What it never does: draw from a global random generator, change a `state_dict`, change the gradient of a layer's input.
 """

@@ -4,6 +4,9 @@ Note: [Which step]
     Projections change with the optimizer's steps. An integration sets `step`. A plain loop says so by `Runtime.step_end`; one
     that does not is followed by the steps of the optimizer of torch that holds a compressed weight. With "lowrank" the optimizer
     alone counts: a projection must not change between a backward and the step that its gradients belong to.
+
+    One optimizer counts, the first that holds a compressed weight, so that several with a step each count once. Another takes its
+    place when it is gone, or when the other makes two steps and it none: then it was replaced.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ssdtrain.compact.layers import CompactLayer, Compression, find_layers
-from ssdtrain.compact.linear import CompactForward
-from ssdtrain.compact.lowrank import LowRank
+from ssdtrain.compact.linear import CompactForward, ReplacedForward
+from ssdtrain.compact.lowrank import LowRank, skips_step
 from ssdtrain.config import CompactConfig, ConfigError, Problem
 from ssdtrain.features import FIRST_STEPS, Feature, Forward, Placement, Step
 from ssdtrain.telemetry.registry import MetricSet
@@ -58,6 +61,8 @@ class CompactLinear(Feature):
         self._finished = 0
         self._counting: RemovableHandle | None = None
         self._counted_for: weakref.ref[torch.optim.Optimizer] | None = None
+        self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers of compressed weights that made a step since the one that counts."""
         self._optimizer_steps = 0  # counted in `steps`
         self._forwards_of_step = 0
 
@@ -75,19 +80,29 @@ class CompactLinear(Feature):
         """Raises ConfigError: no layer is found, one is compressed already, or the mode cannot be had."""
         found = find_layers(model, self.config, self.rename)
         for layer in found:
-            if isinstance(layer.module.__dict__.get("forward"), CompactForward):
+            if isinstance(layer.module.__dict__.get("forward"), ReplacedForward):
                 why = f"meets the layer {layer.name}, which another runtime compresses already"
                 allowed = "closing that one first"
                 raise ConfigError([Problem("ssdtrain.compact", self.config.mode, why, allowed)])
         if self.config.mode == "lowrank":
-            self._low_rank.append(LowRank(found, self.compression, self.optimizer))
+            self._low_rank.append(LowRank(model, found, self.compression, self.optimizer))
         else:
             for layer in found:
                 self._forwards.append(
                     CompactForward(layer.module, layer.kind, CompactLayer(layer, self.compression))
                 )
         if self._counting is None:
-            self._counting = register_optimizer_step_post_hook(self._stepped)
+            self._counting = register_optimizer_step_post_hook(_without_owner(self._stepped))
+            weakref.finalize(self, self._counting.remove)
+
+    def merge(self) -> None:
+        """With "lowrank": add what was trained to the weights themselves.
+
+        A save does not do it, because one rank alone may save. Called on every rank before a save, it lets a run that resumes
+        from there go on to the bit; without it, up to rounding.
+        """
+        for low_rank in self._low_rank:
+            low_rank.merge()
 
     def detach(self) -> None:
         if self._counting is not None:
@@ -101,13 +116,21 @@ class CompactLinear(Feature):
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Some optimizer has made a step."""
-        if self._finished and not self._low_rank:
+        if (self._finished and not self._low_rank) or skips_step(optimizer):
             return
-        if self._counted_for is None and self._trains(optimizer):
+        counted = self._counted_for() if self._counted_for is not None else None
+        if counted is not optimizer:
+            if not self._trains(optimizer):
+                return
+            for low_rank in self._low_rank:
+                low_rank.check_optimizer(optimizer)
+            if counted is not None and optimizer not in self._others:
+                self._others.add(optimizer)
+                return
             self._counted_for = weakref.ref(optimizer)
-        if self._counted_for is not None and self._counted_for() is optimizer:
-            self._optimizer_steps += 1
-            self._next_step(1)
+        self._others.clear()
+        self._optimizer_steps += 1
+        self._next_step(1)
 
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -141,7 +164,8 @@ class CompactLinear(Feature):
     def on_step_end(self, step: Step) -> None:
         self._finished += 1
         if not self._low_rank:
-            self._next_step(1 - self._optimizer_steps)
+            # Steps before the first `step_end` may have been several: they are counted.
+            self._next_step(max(0, 1 - self._optimizer_steps))
             self._optimizer_steps = 0
         self.compression.forget()
         counted = self.compression.counted
@@ -164,3 +188,15 @@ class CompactLinear(Feature):
 
     def close(self) -> None:
         self.detach()
+
+
+def _without_owner(method: Callable[..., None]) -> Callable[..., None]:
+    """The same for a table that is global, which would keep the owner and its models alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        found = reference()
+        if found is not None:
+            found(*args)
+
+    return call

@@ -3,8 +3,9 @@
 Note: [One input, one z]
     Layers that read the same tensor (q, k and v; gate and up) save one compressed input. It is found by the tensor itself, and
     not by names: the layer that reads an input first compresses it, with its own key, and the next ones take what it made as
-    long as the tensor is the same part of the same storage with the same version: a wrapper may pass each layer a tensor object
-    of its own. A recomputation reads in the same order, and so has the same.
+    long as the tensor is the same part of the same storage with the same version counter at the same count: a wrapper may pass
+    each layer a tensor object of its own, and `.data` is one whose counter does not see the writes of others. A recomputation
+    that begins between two such layers compresses for itself.
     With "lowrank" a layer has one projection for several steps, and so it takes what another made only with the key that it
     took in its first forward.
 """
@@ -12,6 +13,7 @@ Note: [One input, one z]
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -32,6 +34,7 @@ from ssdtrain.compact.projection import Layout, Projections, layer_key, layout_o
 from ssdtrain.compact.recompute import kept_by_producer, release_copies
 from ssdtrain.compact.saved import Projected, Quantised, SavedInput
 from ssdtrain.config import CompactConfig, ConfigError, Problem
+from ssdtrain.offload.counters import same_counter
 from ssdtrain.profile.modules import Running, matches
 from ssdtrain.telemetry.registry import MetricSet, Unit, counter
 
@@ -147,6 +150,7 @@ class _Shared(threading.local):
         self.storage: StorageWeakRef | None = None
         self.probe: Tensor | None = None
         """Without storage; shares the version counter of the input."""
+        self.tensor: weakref.ref[Tensor] | None = None
         self.geometry: tuple[Any, ...] = ()
         self.layout: Layout | None = None
         self.layer = 0
@@ -156,20 +160,22 @@ class _Shared(threading.local):
 
     def remember(self, x: Tensor) -> None:
         self.storage, self.geometry = StorageWeakRef(x.untyped_storage()), _geometry(x)
-        self.probe = x.detach()
+        self.tensor, self.probe = weakref.ref(x), x.detach()
         self.probe.data = x.new_empty(0)
 
     def is_of(self, x: Tensor) -> bool:
         return (
             self.storage is not None
             and self.probe is not None
+            and self.tensor is not None
+            and (self.tensor() is x or same_counter(self.probe, x))
             and not self.storage.expired()
             and self.geometry == _geometry(x)
             and self.probe._version == x._version
         )
 
     def forget(self) -> None:
-        self.storage = self.probe = self.saved_input = self.saved = None
+        self.storage = self.tensor = self.probe = self.saved_input = self.saved = None
 
 
 def _geometry(x: Tensor) -> tuple[Any, ...]:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ssdtrain.compact.saved import SavedInput
+from ssdtrain.compact.saved import Projected, SavedInput
 
 __all__ = [
     "Communication",
@@ -67,8 +68,13 @@ class LinearKind:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    # A class that computes something else with the same weight has a forward of its own.
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    # A class that computes something else with the same weight has a forward of its own. Of the other class there is one only,
+    # in nn.MultiheadAttention, whose function reads its weight and never calls it.
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and not isinstance(module, NonDynamicallyQuantizableLinear)
+    )
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -133,8 +139,11 @@ class _CompactLinear(torch.autograd.Function):
         transposed: bool,
         communication: Communication | None,
     ) -> Tensor:
-        ctx.save_for_backward(saved, weight)
-        ctx.saved_input, ctx.transposed, ctx.communication = saved_input, transposed, communication
+        # A recomputation at another step, or in another order of layers, may have another projection: z and Q come from the same.
+        block = saved_input.block if isinstance(saved_input, Projected) else None
+        ctx.save_for_backward(saved, weight, block)
+        ctx.saved_input = None if block is not None else saved_input
+        ctx.transposed, ctx.communication = transposed, communication
         ctx.x_dtype = x.dtype
         if communication is not None:
             x = communication.gather_input(x)
@@ -147,7 +156,8 @@ class _CompactLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved, weight = ctx.saved_tensors
+        saved, weight, block = ctx.saved_tensors
+        saved_input: SavedInput = Projected(block) if block is not None else ctx.saved_input
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         communication: Communication | None = ctx.communication
         wait_saved: Wait = _nothing
@@ -166,7 +176,7 @@ class _CompactLinear(torch.autograd.Function):
                 dbias = gradient_NM.sum(0)
             if needs_weight:
                 wait_saved()
-                dweight = ctx.saved_input.weight_gradient(gradient_NM, saved)
+                dweight = saved_input.weight_gradient(gradient_NM, saved)
                 dweight = (dweight.t() if ctx.transposed else dweight).to(weight.dtype)
         wait_x()
         return dx, dweight, dbias, None, None, None, None

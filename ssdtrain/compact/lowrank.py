@@ -6,8 +6,8 @@ Note: [Lazy merge]
     The paper keeps z = x P, takes the small gradient G^T z (m x r) to the optimizer, whose state is as small, and adds what
     comes out, times P^T, to the weight. The same is y = x W^T + z B^T with W frozen and B (m x r, from zero) a parameter like
     any other: its gradient is G^T z, and W + B P^T is the paper's weight at every step. B P^T is added to W, and B set to zero,
-    when the next projection comes and before W is seen from outside (a `state_dict`, a load, the end). It leaves W + B P^T as
-    it was, so that it may happen between a forward and its backward.
+    when the next projection comes, at a load, and at the end. It leaves W + B P^T as it was, so that it may happen between a
+    forward and its backward. A `state_dict` has W + B P^T as a tensor of its own and changes nothing: one rank alone may save.
 
     A new projection makes new coordinates: the optimizer's state of B begins anew with it. A save in between leaves that state,
     which goes into the optimizer's own checkpoint.
@@ -15,6 +15,11 @@ Note: [Lazy merge]
 Note: [Scales]
     E[P P^T] = I, so that the squared norm of B's gradient is in the mean that of the whole gradient: clipping and learning rates
     mean what they meant. The decay of AdamW multiplies B, and here W too, which is the decay of W + B P^T.
+
+Note: [Who reads a weight]
+    B is seen by the forward of its layer. A function that reads the weight itself would miss B and train nothing. torch's own
+    for whole encoder layers in evaluation is not used where a module has a hook, so that each of these layers has one. Others
+    are noticed by a layer that no forward has come to in the first steps, which is an error.
 """
 
 from __future__ import annotations
@@ -25,16 +30,17 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ssdtrain.compact.layers import Compression, Found
 from ssdtrain.compact.linear import ReplacedForward
-from ssdtrain.compact.projection import Layout, layer_key, project, unproject
+from ssdtrain.compact.lowrank_linear import LowRankLinear
+from ssdtrain.compact.projection import Layout, layer_key, unproject
 from ssdtrain.compact.recompute import kept_by_producer
 from ssdtrain.config import ConfigError, Problem
+from ssdtrain.features import FIRST_STEPS
 
-__all__ = ["FACTOR", "LowRank"]
+__all__ = ["FACTOR", "LowRank", "skips_step"]
 
 FACTOR = "lowrank_weight"
 """The parameter B of a layer's module; no `state_dict` has it."""
@@ -47,10 +53,17 @@ def _problem(why: str, allowed: str) -> ConfigError:
     return ConfigError([Problem("ssdtrain.compact.mode", "lowrank", why, allowed)])
 
 
+def skips_step(optimizer: Optimizer) -> bool:
+    """True in a step of a fused optimizer that changes nothing, because gradients overflowed (torch.amp.GradScaler)."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
 class LowRank:
     """The layers of a model that train small matrices, and their optimizer.
 
     Args:
+        model: that has these layers.
         found: layers; those whose weight is frozen, or not in the optimizer, are left alone.
         optimizer: SGD, Adam or AdamW, without state for these weights. The small parameters take the places of the weights in
             its groups.
@@ -59,7 +72,13 @@ class LowRank:
         ConfigError: with the key `compact.mode`: there is no optimizer, or one that cannot train such parameters.
     """
 
-    def __init__(self, found: Sequence[Found], compression: Compression, optimizer: Optimizer | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Sequence[Found],
+        compression: Compression,
+        optimizer: Optimizer | None,
+    ) -> None:
         groups = _checked(optimizer)
         assert optimizer is not None
         places = {id(p): (group, at) for group in groups for at, p in enumerate(group["params"])}
@@ -70,28 +89,35 @@ class LowRank:
             and layer.module.weight.requires_grad
             and id(layer.module.weight) in places
         ]
-        self._check(chosen, places, optimizer)
+        self._check(model, chosen, places, optimizer)
         self.layers = [
             LowRankLayer(layer, compression, optimizer, *places[id(layer.module.weight)]) for layer in chosen
         ]
-        self._decaying = optimizer.register_step_post_hook(self._decay)
+        self._optimizer = optimizer
+        self._steps = 0
+        self._stepping = optimizer.register_step_post_hook(self._stepped)
 
-    def _check(self, chosen: list[Found], places: dict[int, Any], optimizer: Optimizer) -> None:
+    def _check(
+        self, model: nn.Module, chosen: list[Found], places: dict[int, Any], optimizer: Optimizer
+    ) -> None:
         if not chosen:
             raise _problem(
                 "finds no weight of a layer to compress in the optimizer",
                 "the optimizer that trains this model",
             )
-        weights: dict[int, str] = {}
+        holders: dict[int, list[tuple[str, nn.Module]]] = {}
+        for path, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                holders.setdefault(id(parameter), []).append((path, module))
         for layer in chosen:
             weight = layer.module.weight
             assert isinstance(weight, nn.Parameter)
-            if id(weight) in weights:
+            others = [path for path, module in holders[id(weight)] if module is not layer.module]
+            if others:
                 raise _problem(
-                    f"meets one weight in two layers, {weights[id(weight)]} and {layer.name}",
-                    "an exclude that has them",
+                    f"meets one weight in two modules, {layer.name} and {others[0]}",
+                    "a compact.exclude that has them",
                 )
-            weights[id(weight)] = layer.name
             if type(weight.data) is not Tensor:
                 raise _problem(
                     f"meets the weight of {layer.name}, a {type(weight.data).__name__}",
@@ -110,12 +136,44 @@ class LowRank:
                     "AdamW, or weight_decay 0 in its group",
                 )
 
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if skips_step(optimizer):
+            return
+        self._decay()
+        self._steps += 1
+        silent = [layer.name for layer in self.layers if not layer.called]
+        if self._steps == FIRST_STEPS and silent:
+            raise RuntimeError(
+                f"the forwards of {', '.join(silent[:4])} ({len(silent)} layers) were not called in {FIRST_STEPS} steps: "
+                "another function reads their weights, or none does, and compact.mode lowrank does not train them; name them "
+                "in compact.exclude"
+            )
+
     @torch.no_grad()
-    def _decay(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _decay(self) -> None:
+        # A load puts other groups into the optimizer.
+        groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         for layer in self.layers:
-            decay = layer.group.get("weight_decay")
+            group = groups.get(id(layer.factor), {})
+            decay = group.get("weight_decay")
             if decay and layer.factor.grad is not None:
-                layer.weight.mul_(1 - float(layer.group["lr"]) * decay)
+                layer.weight.mul_(1 - float(group["lr"]) * decay)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError: `optimizer`, which made a step, trains these matrices in place of the one that was given."""
+        factors = {id(layer.factor) for layer in self.layers}
+        if optimizer is not self._optimizer and any(
+            id(p) in factors for group in optimizer.param_groups for p in group["params"]
+        ):
+            raise RuntimeError(
+                "another optimizer than the one given to ssdtrain.attach made a step, and compact.mode lowrank cannot follow it: "
+                "close the runtime, make the optimizer, and attach again with it"
+            )
+
+    def merge(self) -> None:
+        """Add what was trained to the weights. See Note: [Lazy merge]."""
+        for layer in self.layers:
+            layer.merge()
 
     def advance(self) -> None:
         """The step has changed: layers whose projection changes with it merge."""
@@ -129,7 +187,7 @@ class LowRank:
 
     def restore(self) -> None:
         """Merge, and put weights, forwards and the optimizer's parameters back."""
-        self._decaying.remove()
+        self._stepping.remove()
         while self.layers:
             self.layers.pop().restore()
 
@@ -161,7 +219,7 @@ class LowRankLayer:
     Attributes:
         weight: W, frozen meanwhile.
         factor: B, a parameter of the module under the name `FACTOR`.
-        group: of the optimizer.
+        called: a forward has come to it.
     """
 
     def __init__(
@@ -177,8 +235,8 @@ class LowRankLayer:
         self.layout: Layout = found.layout
         self.transposed = found.kind.transposed
         self.compression = compression
-        self.group = group
-        self._optimizer, self._place = optimizer, place
+        self.called = False
+        self._optimizer = optimizer
         self._key: int | None = None
         self._period = self._present_period()
         weight = found.module.weight
@@ -193,8 +251,8 @@ class LowRankLayer:
         module.register_parameter(FACTOR, self.factor)
         self._forward = ReplacedForward(module, self._computed)
         self._hooks = [
-            module.register_state_dict_pre_hook(partial(_merge_before, self)),
-            module.register_state_dict_post_hook(partial(_leave_out, self)),
+            module.register_forward_pre_hook(_only_be_there),
+            module.register_state_dict_post_hook(partial(_show_whole, self)),
             module.register_load_state_dict_pre_hook(partial(_put_in, self)),
         ]
 
@@ -214,23 +272,30 @@ class LowRankLayer:
                 f"the parameters of {self.name} were replaced after ssdtrain.attach with compact.mode lowrank, which trains "
                 "those that were there: wrap and convert the model before"
             )
+        self.called = True
         self.advance()
+        bias: Tensor | None = module.bias  # type: ignore[assignment]
+        if x.is_nested and not torch.is_grad_enabled():
+            whole_weight = self.whole_weight()
+            return F.linear(x, whole_weight.t() if self.transposed else whole_weight, bias)
         original = x
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         compression = self.compression
-        if self._key is None:
-            self._key = compression.key_for(original, self.layout, layer_key(self.name))
-        block = compression.projections.block(self.layout, self._key, compression.step(), x)
-        bias: Tensor | None = module.bias  # type: ignore[assignment]
+        key = self._key
+        if key is None:
+            key = compression.key_for(original, self.layout, layer_key(self.name))
+            if torch.is_grad_enabled():
+                self._key = key  # one rank alone may evaluate; until now B is zero
+        block = compression.projections.block(self.layout, key, compression.step(), x)
         whole = not torch.is_grad_enabled() or kept_by_producer(x)
         saved = x
         if not whole:
-            _, saved = compression.compressed(original, x, self.layout, self._key)
+            _, saved = compression.compressed(original, x, self.layout, key)
         elif torch.is_grad_enabled():
             compression.counted.skipped_inputs += 1
-        found: Tensor = _LowRankLinear.apply(  # type: ignore[no-untyped-call]
+        found: Tensor = LowRankLinear.apply(  # type: ignore[no-untyped-call]
             x, saved, self.weight, self.factor, bias, block, whole, self.transposed
         )
         return found
@@ -249,17 +314,23 @@ class LowRankLayer:
         self._period = self._present_period()
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """Add B P^T to W, rounded once, and let B be zero. See Note: [Lazy merge]."""
+    def whole_weight(self) -> Tensor:
+        """W + B P^T, rounded once."""
         if self._key is None:
-            return  # no forward has been
+            return self.weight.detach()  # no forward with gradients has been: B is zero
         work = torch.promote_types(self.weight.dtype, torch.float32)
         like = self.factor.new_empty(0, dtype=work)
         projections = self.compression.projections
         block = projections.block(self.layout, self._key, self._period * projections.every, like)
         change = unproject(self.factor.to(work), block)
+        return (self.weight + (change.t() if self.transposed else change)).to(self.weight.dtype)
+
+    def merge(self) -> None:
+        """Add B P^T to W, and let B be zero. See Note: [Lazy merge]."""
+        if self._key is None:
+            return
         # Not seen by version counters: a graph that has saved both gets the same from them.
-        self.weight.data.copy_(self.weight + (change.t() if self.transposed else change))
+        self.weight.data.copy_(self.whole_weight())
         self.factor.data.zero_()
 
     def restore(self) -> None:
@@ -271,7 +342,8 @@ class LowRankLayer:
         delattr(self.module, FACTOR)
         self.weight.requires_grad_(True)
         self._optimizer.state.pop(self.factor, None)
-        self.group["params"][self._place] = self.weight
+        for group in self._optimizer.param_groups:
+            group["params"][:] = [self.weight if p is self.factor else p for p in group["params"]]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
@@ -283,60 +355,18 @@ class LowRankLayer:
         self.__deepcopy__({})
 
 
-def _merge_before(layer: LowRankLayer, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    layer.merge()
+def _only_be_there(module: nn.Module, args: Any) -> None:
+    """See Note: [Who reads a weight]."""
 
 
-def _leave_out(
+def _show_whole(
     layer: LowRankLayer, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
     state_dict.pop(prefix + FACTOR, None)
+    state_dict[f"{prefix}weight"] = layer.whole_weight()
 
 
 def _put_in(layer: LowRankLayer, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """What is loaded is a whole weight."""
     layer.merge()
     state_dict[prefix + FACTOR] = layer.factor
-
-
-class _LowRankLinear(torch.autograd.Function):
-    """x W^T + z B^T, which keeps z, or x where `saved` is x."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        x: Tensor,
-        saved: Tensor,
-        weight: Tensor,
-        factor: Tensor,
-        bias: Tensor | None,
-        block: Tensor,
-        whole: bool,
-        transposed: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(saved, weight, factor)
-        ctx.block, ctx.whole, ctx.transposed = block, whole, transposed
-        with torch.autocast(x.device.type, enabled=False):
-            z = project(x, block) if whole else saved
-            cast = weight.to(x.dtype)
-            y = F.linear(x, cast.t() if transposed else cast, bias.to(x.dtype) if bias is not None else None)
-            return y + F.linear(z, factor.to(x.dtype))
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved, weight, factor = ctx.saved_tensors
-        needs_x, _, _, needs_factor, needs_bias = ctx.needs_input_grad[:5]
-        dx = dfactor = dbias = None
-        with torch.autocast(gradient.device.type, enabled=False):
-            gradient_NM = gradient.reshape(-1, gradient.shape[-1])
-            if needs_x:
-                cast = weight.to(gradient.dtype)
-                dx = gradient @ (cast.t() if ctx.transposed else cast)
-                dx = dx + unproject(gradient @ factor.to(gradient.dtype), ctx.block)
-            if needs_factor:
-                z = project(saved, ctx.block) if ctx.whole else saved
-                dfactor = (gradient_NM.t() @ z.reshape(gradient_NM.shape[0], -1)).to(factor.dtype)
-            if needs_bias:
-                dbias = gradient_NM.sum(0)
-        return dx, None, None, dfactor, dbias, None, None, None

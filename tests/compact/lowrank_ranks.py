@@ -41,6 +41,8 @@ def main(file: str) -> None:
         optimizer.zero_grad()
         wrapped(*batch(2 * step + rank)).backward()
         optimizer.step()
+        if rank == 0:
+            wrapped.module.state_dict()  # one rank saves, and all go on as the same
     weights = wrapped.module.state_dict()
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     torch.save({"weights": weights, "reduced": reduced, "expected_bytes": STEPS * trained}, f"{file}.{rank}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from torch.utils.checkpoint import checkpoint
 import ssdtrain
 from benchmarks.compact_training import Llama, LlamaConfig
 from ssdtrain.compact import register_passing
+from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.compact.projection import Projections, layer_key, layout_of
 from ssdtrain.compact.saved import Projected
-from ssdtrain.config import ConfigError
+from ssdtrain.config import CompactConfig, ConfigError
+from ssdtrain.features import Placement
 from ssdtrain.runtime import Runtime
 
 QUIET = {"report": {"interval": 0}}
@@ -130,6 +134,53 @@ def test_a_loop_that_ends_no_steps_is_followed_by_its_optimizer() -> None:
     assert equal(*found)
 
 
+def test_a_replaced_optimizer_is_followed() -> None:
+    """Also where the old one is still held by somebody; two with a step each are one step."""
+    layer = nn.Linear(64, 8)
+    runtime = attach(layer)
+    assert runtime.compact is not None
+
+    def step(optimizer: torch.optim.Optimizer) -> int:
+        layer(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        assert runtime.compact is not None
+        return runtime.compact.step()
+
+    first = torch.optim.SGD([layer.weight], lr=0.1)
+    second = torch.optim.SGD(layer.parameters(), lr=0.1)
+    assert [step(o) for o in (first, second, first, second)] == [1, 1, 2, 2]
+    assert [step(second), step(second)] == [3, 4], "the first makes no more steps"
+    del second
+    gc.collect()
+    assert step(torch.optim.SGD(layer.parameters(), lr=0.1)) == 5
+    runtime.close()
+
+
+def test_steps_before_the_first_end_of_a_step_stay_counted() -> None:
+    layer = nn.Linear(64, 8)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    runtime = attach(layer)
+    assert runtime.compact is not None
+    for _ in range(3):
+        layer(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+    runtime.step_end()
+    assert runtime.compact.step() == 3
+    runtime.step_end()
+    assert runtime.compact.step() == 4
+    runtime.close()
+
+
+def test_an_abandoned_feature_keeps_no_model() -> None:
+    model = nn.Sequential(nn.Linear(64, 8))
+    feature = CompactLinear(CompactConfig(), Placement(torch.device("cpu")))
+    feature.attach(model)
+    held = weakref.ref(model)
+    del model, feature
+    gc.collect()
+    assert held() is None
+
+
 def test_a_resumed_loop_says_where_it_goes_on() -> None:
     model = llama()
     runtime = attach(model, ratio=0.25)
@@ -164,6 +215,26 @@ def test_a_recomputed_block_has_the_same_projection(reentrant: bool) -> None:
     found = gradients(model)
     runtime.close()
     assert equal(found, expected)
+
+
+@pytest.mark.parametrize("stepped", [True, False], ids=["another step", "another layer's"])
+def test_a_recomputation_with_another_projection_is_exact_where_all_is_kept(stepped: bool) -> None:
+    """The second layer had its z from the first, which is not in the region."""
+    first, second = nn.Linear(64, 8).double(), nn.Linear(64, 8).double()
+    runtime = attach(nn.ModuleList([first, second]), ratio=1)
+    assert runtime.compact is not None
+    x = torch.randn(4, 64, dtype=torch.float64)
+    y = first(x)
+    z = checkpoint(second, x, use_reentrant=False)
+    assert runtime.compact.compression.counted.shared_inputs == 1
+    if stepped:
+        runtime.step_end()
+    else:
+        runtime.compact.compression.forget()  # as at the end of every forward
+    (y.sum() + z.sum()).backward()
+    runtime.close()
+    for layer in (first, second):
+        assert torch.allclose(layer.weight.grad, x.sum(0).expand(8, 64))
 
 
 def test_layers_that_read_one_input_save_it_once() -> None:
@@ -225,6 +296,21 @@ def test_an_input_that_was_changed_in_between_is_not_shared() -> None:
     runtime.close()
     assert torch.allclose(second.weight.grad, x.sum(0).expand(8, 64))
     assert torch.allclose(first.weight.grad, (x - 1).sum(0).expand(8, 64))
+
+
+def test_a_buffer_that_is_refilled_between_two_aliases_is_not_shared() -> None:
+    """The aliases have version counters of their own, which are both at zero."""
+    first, second = nn.Linear(64, 8).double(), nn.Linear(64, 8).double()
+    buffer, x = torch.randn(2, 4, 64, dtype=torch.float64)
+    before = buffer.sum(0)
+    runtime = attach(nn.ModuleList([first, second]), ratio=1)
+    y = first(buffer.data)
+    buffer.copy_(x)
+    z = second(buffer.data)
+    (y.sum() + z.sum()).backward()
+    runtime.close()
+    assert torch.allclose(first.weight.grad, before.expand(8, 64))
+    assert torch.allclose(second.weight.grad, x.sum(0).expand(8, 64))
 
 
 class Gated(nn.Module):

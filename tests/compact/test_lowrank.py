@@ -141,7 +141,7 @@ def test_gradients_state_and_saved_inputs_are_small_and_the_squared_norm_is_kept
     runtime.close()
     mean = torch.tensor(squares)
     assert float(mean.mean()) == pytest.approx(1, abs=4 * float(mean.std()) / 200**0.5)
-    assert sorted(saved) == [(6, 32), (40, 32), (40, 128)]
+    assert sorted(saved) == [(6, 32), (40, 32), (40, 128), (64, 16)]  # z, B, W, and the block of P
     runtime = attach(layer, optimizer)
     layer(x).backward(upstream)
     optimizer.step()
@@ -162,6 +162,7 @@ def test_a_checkpoint_holds_ordinary_weights_and_resumes_to_the_bit() -> None:
     train(model, optimizer, range(4))
     file = io.BytesIO()
     assert runtime.compact is not None
+    runtime.compact.merge()
     torch.save((model.state_dict(), optimizer.state_dict(), runtime.compact.steps), file)
     with torch.no_grad():
         loss = model(*batch(99))
@@ -189,7 +190,140 @@ def test_a_checkpoint_holds_ordinary_weights_and_resumes_to_the_bit() -> None:
         assert torch.equal(weight, other), name
 
 
-def test_a_save_between_a_forward_and_its_backward_changes_nothing_but_the_last_bits() -> None:
+def test_a_resumed_decay_has_the_learning_rate_of_its_step() -> None:
+    """A load replaces the groups of an optimizer. Without `merge` it goes on up to rounding."""
+    found = []
+    for resumes in (False, True):
+        model = llama()
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        runtime = attach(model, optimizer)
+        for step in range(6):
+            if resumes and step == 4:
+                assert runtime.compact is not None
+                saved = model.state_dict(), copy.deepcopy(optimizer.state_dict())
+                runtime.close()
+                model = llama()
+                optimizer = OPTIMIZERS["AdamW"](model.parameters())
+                runtime = attach(model, optimizer)
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                assert runtime.compact is not None
+                runtime.compact.steps = step
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / (1 + step)
+            train(model, optimizer, range(step, step + 1))
+        runtime.close()
+        assert all(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+        found.append([parameter.detach() for parameter in model.parameters()])
+    for weight, other in zip(*found, strict=True):
+        assert float((weight - other).abs().max()) < 1e-12
+
+
+def test_an_evaluation_before_the_first_step_changes_nothing() -> None:
+    """Layers choose among projections of a shared input in their first forward with gradients."""
+    found = []
+    for evaluates in (False, True):
+        model = llama()
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        with attach(model, optimizer):
+            if evaluates:
+                with torch.no_grad():
+                    model(*batch(99))
+            train(model, optimizer, range(3))
+        found.append([parameter.detach() for parameter in model.parameters()])
+    for weight, other in zip(*found, strict=True):
+        assert torch.equal(weight, other)
+
+
+class Reads(nn.Module):
+    """A fused kernel that is given the weight of its second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(torch.sin(self.first(x)), self.second.weight)
+
+
+def test_a_layer_whose_forward_is_never_called_is_an_error_by_name() -> None:
+    model = Reads()
+    for exclude in ([], ["second"]):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        runtime = attach(model, optimizer, exclude=exclude)
+        for step in range(4):
+            model(torch.randn(2, 64)).sum().backward()
+            if step != 2 or exclude:
+                optimizer.step()
+                continue
+            with pytest.raises(RuntimeError, match=r"forwards of second \(1 layers\).*compact.exclude"):
+                optimizer.step()
+            break
+        runtime.close()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_torchs_encoder_trains_and_evaluates_what_it_trained(padded: bool) -> None:
+    """Its attention gives the weight of out_proj away, and its evaluation those of both other layers."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2)
+    x = torch.randn(2, 5, 64)
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if padded else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    runtime = attach(model, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(x, src_key_padding_mask=mask)[:, :3] - x[:, :3]).square().mean().backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        found = model(x, src_key_padding_mask=mask)
+    runtime.close()
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=mask)
+    kept = ~mask[:, : found.shape[1]] if mask is not None else torch.ones(2, 5, dtype=torch.bool)
+    assert torch.allclose(found[kept], expected[kept], atol=1e-5)
+    assert not [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+
+
+def test_a_skipped_step_of_a_fused_optimizer_decays_and_counts_nothing() -> None:
+    model = nn.Sequential(nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    runtime = attach(model, optimizer)
+    assert runtime.compact is not None
+    before = model[0].weight.detach().clone()
+    for overflows, steps in ((True, 0), (False, 1)):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 64)).sum() * (float("inf") if overflows else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert runtime.compact.steps == steps
+        assert torch.equal(model[0].weight, before) == overflows
+    runtime.close()
+
+
+def test_another_optimizer_is_an_error() -> None:
+    model = nn.Linear(64, 8)
+    runtime = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 64)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"another optimizer than the one given to ssdtrain.attach"):
+        other.step()
+    runtime.close()
+
+
+def test_a_second_runtime_on_its_layers_is_refused() -> None:
+    model = nn.Linear(64, 8)
+    runtime = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match="another runtime compresses already"):
+        ssdtrain.attach(model, {"compact": {"mode": "quant"}, "report": {"interval": 0}})
+    runtime.close()
+
+
+def test_a_save_between_a_forward_and_its_backward_changes_nothing() -> None:
     found = []
     for saves in (False, True):
         model = llama()
@@ -205,7 +339,7 @@ def test_a_save_between_a_forward_and_its_backward_changes_nothing_but_the_last_
         runtime.close()
         found.append([parameter.detach() for parameter in model.parameters()])
     for weight, other in zip(*found, strict=True):
-        assert float((weight - other).abs().max()) < 1e-12
+        assert torch.equal(weight, other)
 
 
 def test_a_load_replaces_all_of_a_weight() -> None:
@@ -230,7 +364,8 @@ def test_an_unmerged_evaluation_computes_with_the_small_matrix() -> None:
     train(model, optimizer, range(2))
     with torch.no_grad():
         unmerged = model(*batch(9))
-    model.state_dict()
+    assert runtime.compact is not None
+    runtime.compact.merge()
     with torch.no_grad():
         merged = model(*batch(9))
     runtime.close()
@@ -256,6 +391,12 @@ def tied() -> nn.Module:
     return model
 
 
+def tied_to_an_embedding() -> nn.Module:
+    model = nn.ModuleDict({"words": nn.Embedding(8, 64), "decoder": nn.Linear(64, 8)})
+    model["decoder"].weight = model["words"].weight
+    return model
+
+
 def stepped(p: Any) -> torch.optim.Optimizer:
     parameters = list(p)
     optimizer = torch.optim.Adam(parameters)
@@ -273,14 +414,15 @@ def stepped(p: Any) -> torch.optim.Optimizer:
         (lambda: nn.Linear(64, 8), lambda p: torch.optim.SGD(p, weight_decay=0.1), "weight_decay 0.1.*SGD"),
         (lambda: nn.Linear(64, 8), lambda p: torch.optim.Adam(p, weight_decay=0.1), "weight_decay 0.1.*Adam"),
         (lambda: nn.Linear(64, 8), stepped, "state of the whole weight"),
-        (tied, torch.optim.Adam, "one weight in two layers, 0 and 1"),
+        (tied, torch.optim.Adam, "one weight in two modules, 0 and 1"),
+        (tied_to_an_embedding, torch.optim.Adam, "one weight in two modules, decoder and words"),
         (
             lambda: nn.Linear(64, 8),
             lambda p: torch.optim.Adam([nn.Parameter(torch.ones(1))]),
             "finds no weight",
         ),
     ],
-    ids=["none", "adagrad", "sgd decay", "adam decay", "state", "tied", "another model's"],
+    ids=["none", "adagrad", "sgd decay", "adam decay", "state", "tied", "embedding", "another model's"],
 )
 def test_what_cannot_be_had_is_an_error_with_the_key(
     model: Callable[[], nn.Module], make: Made, words: str
@@ -334,11 +476,13 @@ def test_autocast_trains_in_float32() -> None:
 def test_data_parallel_ranks_train_what_one_process_trains(tmp_path: Any) -> None:
     start(2, ["-m", "tests.compact.lowrank_ranks", str(tmp_path / "w")])
     expected = torch.load(tmp_path / "w.0.plain")
+    first = torch.load(tmp_path / "w.0")["weights"]
     for rank in range(2):
         found = torch.load(tmp_path / f"w.{rank}")
         assert found["reduced"] == found["expected_bytes"]
         assert found["weights"].keys() == expected.keys()
         for name, weight in expected.items():
+            assert torch.equal(found["weights"][name], first[name]), name
             assert float((found["weights"][name] - weight).abs().max()) < 1e-12, name
 
 
