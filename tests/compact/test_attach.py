@@ -439,7 +439,8 @@ def test_with_offload_what_is_saved_is_spilled_to_the_bit(section: dict[str, Any
     )
     width, middle, tokens = 128, 384, 2 * 16
     inputs = 2 * tokens * (2 * width + middle) * 4
-    assert without.offload.saved_bytes - both.offload.saved_bytes > 0.7 * inputs
+    blocks = 2 * 3 * 64 * 16 * 4 if "ratio" in section else 0  # of P, which layers hold anyway
+    assert without.offload.saved_bytes - both.offload.saved_bytes + blocks > 0.7 * inputs
 
 
 class LoRA(nn.Module):

@@ -316,7 +316,7 @@ def test_another_optimizer_is_an_error() -> None:
 
 
 def test_a_second_runtime_on_its_layers_is_refused() -> None:
-    model = nn.Linear(64, 8)
+    model = nn.Sequential(nn.Linear(64, 8))
     runtime = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ConfigError, match="another runtime compresses already"):
         ssdtrain.attach(model, {"compact": {"mode": "quant"}, "report": {"interval": 0}})
