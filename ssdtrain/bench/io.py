@@ -95,10 +95,11 @@ def cpu_seconds() -> float:
 
 
 def fio_command(file: str, size: int | str, direction: str, *, direct: bool = True) -> list[str]:
-    """fio with transfers of 4 MiB and the pool's depth."""
+    """fio with transfers of 4 MiB and the pool's depth. Not `direct`, it reads from the page cache as the pool does: by itself it
+    would drop its file from there first."""
     options = (
-        f"fio --name=spill --thread --ioengine=libaio --direct={int(direct)} --bs=4m --iodepth={DEPTH} "
-        f"--fallocate=posix --overwrite=1 --output-format=json --size={size} --rw={direction}"
+        f"fio --name=spill --thread --ioengine=libaio --direct={int(direct)} --invalidate={int(direct)} "
+        f"--bs=4m --iodepth={DEPTH} --fallocate=posix --overwrite=1 --output-format=json --size={size} --rw={direction}"
     )
     return [*options.split(), f"--filename={file}"]
 

@@ -13,11 +13,21 @@ from torch import nn
 import ssdtrain
 from ssdtrain.bench.ratios import interval
 from ssdtrain.config import Config
+from ssdtrain.planner.auto import AutoPlan
+from ssdtrain.planner.controller import AdaptiveOffload
+from ssdtrain.runtime import Runtime
 
 __all__ = ["measure_script"]
 
 Build = Callable[[int], tuple[nn.Module, Callable[[], torch.Tensor]]]
 """From a batch size to a model and a function that runs its forward and returns the loss."""
+
+WARM_UP = 3
+"""Steps of each that do not count."""
+PLANNED_WARM_UP = 8
+"""The same where a plan is made from the first steps, which run otherwise."""
+MOST_WARM_UP = 16
+"""After which steps count even if no plan was made."""
 
 
 def measure_script(
@@ -26,7 +36,6 @@ def measure_script(
     steps: int,
     config: Config,
     *,
-    warmup: int = 3,
     note: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Runs forward and backward of two equal models in turn, one of them attached. Optimizers are not run.
@@ -34,7 +43,6 @@ def measure_script(
     Args:
         build: called twice, after the same seed.
         config: of the attached model.
-        warmup: steps of each before those that count.
 
     Raises:
         ValueError: the two models do not compute the same loss from one seed, so that nothing can be compared.
@@ -49,10 +57,11 @@ def measure_script(
     equal = True
     runtime = ssdtrain.attach(model, config)
     try:
-        for step in range(warmup + steps):
-            if step == warmup:
+        warmup, before, step = WARM_UP if _planned(runtime) else PLANNED_WARM_UP, None, 0
+        while len(seconds["plain"]) < steps:
+            if before is None and step >= warmup and (_planned(runtime) or step >= MOST_WARM_UP):
                 runtime.reset_peak()
-                before = runtime.statistics()
+                before, warmup = runtime.statistics(), step
             order = [("plain", plain, plain_loss), ("ssdtrain", model, model_loss)]
             losses = {}
             for name, one, loss_of in order if step % 2 == 0 else order[::-1]:
@@ -61,7 +70,7 @@ def measure_script(
                 losses[name], taken = _step(one, loss_of, device, step)
                 if name == "ssdtrain":
                     runtime.step_end()
-                if step >= warmup:
+                if before is not None:
                     seconds[name].append(taken)
             if step == 0 and losses["plain"] != losses["ssdtrain"] and not _lossy(config):
                 raise ValueError(
@@ -69,25 +78,51 @@ def measure_script(
                     "build(batch) must return the same model and data after torch.manual_seed, and must not share them"
                 )
             equal = equal and _same_gradients(plain, model)
-            note(f"step {step + 1} of {warmup + steps}")
+            step += 1
+            note(f"step {step} of {warmup + steps}")
         found = runtime.statistics()
     finally:
         runtime.close()
     assert found is not None and before is not None
+    plain_peak = _activation_peak(plain, plain_loss, device)
     ratios = [a / b for a, b in zip(seconds["ssdtrain"], seconds["plain"], strict=True)]
     return {
         "batch": batch,
         "steps": steps,
+        "warmup_steps": warmup,
         "plain_seconds": statistics.median(seconds["plain"]),
         "ssdtrain_seconds": statistics.median(seconds["ssdtrain"]),
         "step_ratio": statistics.median(ratios),
         "step_ratio_interval": list(interval(ratios)),
-        "plain_activation_peak_bytes": found.offload.unoffloaded_peak_bytes,
+        "plain_activation_peak_bytes": plain_peak,
         "activation_peak_bytes": found.offload.activation_peak_bytes,
         "offloaded_bytes_per_step": (found.offload.offloaded_bytes - before.offload.offloaded_bytes) / steps,
         "wait_seconds_per_step": (found.offload.stall_seconds - before.offload.stall_seconds) / steps,
         "gradients_equal": equal,
     }
+
+
+def _planned(runtime: Runtime) -> bool:
+    """What plans from the first steps has done so, or nothing does."""
+    plans = [
+        one.plan if isinstance(one, AutoPlan) else one.chosen
+        for one in runtime.features
+        if isinstance(one, (AutoPlan, AdaptiveOffload))
+    ]
+    return None not in plans
+
+
+def _activation_peak(model: nn.Module, loss_of: Callable[[], torch.Tensor], device: torch.device) -> int:
+    """Bytes that a step of `model` keeps alive for backward at most: of an engine that moves nothing. That of the attached model
+    does not see what recomputation drops."""
+    offload: dict[str, Any] = {"host": "1MiB", "in_flight": "1MiB", "amount": 0}
+    if device.type == "cuda":
+        offload["buffer"] = "4MiB"  # pinned
+    with ssdtrain.attach(model, {"offload": offload, "report": {"interval": 0}}) as runtime:
+        _step(model, loss_of, device, 0)
+        found = runtime.statistics()
+    assert found is not None
+    return int(found.offload.unoffloaded_peak_bytes)
 
 
 def _lossy(config: Config) -> bool:

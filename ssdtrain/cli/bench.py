@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ssdtrain.cli import network
 from ssdtrain.cli.estimate import factory
 from ssdtrain.cli.plan import given
 from ssdtrain.config import ConfigError, load_config
@@ -116,7 +116,10 @@ def parser() -> argparse.ArgumentParser:
     script.add_argument("build", help="module:function or file.py:function; see `ssdtrain bench --help`")
     script.add_argument("--batch", type=positive, default=1, help="given to the function; default: 1")
     script.add_argument(
-        "--steps", type=positive, default=10, help="that count, after 3 that do not; default: 10"
+        "--steps",
+        type=positive,
+        default=10,
+        help="that count, after 3 that do not, or 8 where a plan is made; default: 10",
     )
     where = script.add_mutually_exclusive_group()
     where.add_argument("--directory", type=Path, default=Path("spill"), help="to offload to; default: spill")
@@ -189,7 +192,7 @@ def bench_codec(chosen: argparse.Namespace) -> int:
 
 
 def bench_collective(chosen: argparse.Namespace) -> int:
-    if "RANK" not in os.environ:
+    if not network.by_torchrun():
         return start_ranks(chosen)
     import torch
     import torch.distributed as dist

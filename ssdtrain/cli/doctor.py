@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
@@ -59,14 +58,14 @@ def run(arguments: list[str]) -> int:
         size = parse_size(chosen.measure) if chosen.measure else 0
     except InvalidValue as error:
         made.error(f"--measure {chosen.measure}: {error}")
-    if network.launched():
+    if network.launched(trusting=chosen.ranks):
         try:
             return in_ranks(chosen, size)
         except RuntimeError as error:
             print(f"ssdtrain doctor: {error}", file=sys.stderr)
             return 1
-    findings = [("", finding) for finding in examine(chosen, size)]
-    return tell(chosen, findings, [""])
+    alone = [*examine(chosen, size), *one_of_many()]
+    return tell(chosen, [("", finding) for finding in alone], [""])
 
 
 def examine(chosen: argparse.Namespace, size: int) -> list[Finding]:
@@ -81,19 +80,31 @@ def examine(chosen: argparse.Namespace, size: int) -> list[Finding]:
 
 def in_ranks(chosen: argparse.Namespace, size: int) -> int:
     """Every rank runs this; rank 0 tells of all nodes. The status is the same on every rank."""
-    with network.ranks_of():
+    with network.Group() as group:
         # Ranks of a node share its drives: one of them looks.
         own = examine(chosen, size) if ranks.local_rank() == 0 else []
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (node_name(), own))
-        between = network.between_nodes([host for host, _ in gathered])
+        gathered = group.gather((node_name(), own, network.sees_gpu()))
+        hosts, _, gpus = zip(*gathered, strict=True)
+        between = network.between_nodes(group, hosts, gpus)
         status = [0]
         if dist.get_rank() == 0:
-            of_nodes = {host: found for host, found in gathered if found}
+            of_nodes = {host: found for host, found, _ in gathered if found}
             shown = network.same_everywhere(of_nodes) + [("all", finding) for finding in between]
             status = [tell(chosen, shown, list(of_nodes))]
         dist.broadcast_object_list(status)
-        return status[0]
+        return group.end(status[0])
+
+
+def one_of_many() -> Iterator[Finding]:
+    """Whether the environment speaks of other ranks, which were not asked."""
+    if network.launched(trusting=True):
+        found = f"RANK {os.environ['RANK']} of WORLD_SIZE {os.environ['WORLD_SIZE']}, but not by torchrun"
+        yield Finding(
+            "ranks",
+            f"{found}: this is about this machine alone",
+            NOTE,
+            "all of them: torchrun, or --ranks in each",
+        )
 
 
 def tell(chosen: argparse.Namespace, findings: list[tuple[str, Finding]], nodes: list[str]) -> int:
@@ -118,6 +129,11 @@ def parser() -> argparse.ArgumentParser:
         "directories", nargs="*", type=Path, default=[Path(".")], help="of the config; else this one"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument(
+        "--ranks",
+        action="store_true",
+        help="without torchrun: connect the processes that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name",
+    )
     parser.add_argument(
         "--config",
         type=Path,

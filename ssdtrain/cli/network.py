@@ -4,36 +4,56 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from ssdtrain import ranks
 from ssdtrain.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding
 from ssdtrain.cli.versions import TESTED
 from ssdtrain.comm.topology import grid_of
 from ssdtrain.config.units import MiB
 from ssdtrain.telemetry.text import duration_text, size_text
 
-__all__ = ["between_nodes", "interfaces", "launched", "ranks_of", "same_everywhere"]
+__all__ = ["Group", "between_nodes", "by_torchrun", "interfaces", "launched", "same_everywhere", "sees_gpu"]
 
 TIMEOUT = timedelta(seconds=60)
+"""In which ranks must reach each other, and what passes between them must arrive."""
+PATIENCE = timedelta(hours=2)
+"""In which all ranks must come to where they wait for the one that looks at their node: it may measure drives."""
 MEASURED = 64 * MiB
 """Bytes that a rank sends to the next one."""
 MOST_PAIRS = 32
 SLOW_BETWEEN = 1.25e9
 """Bytes per second, 10 Gbit/s: training that communicates at less waits for the network."""
 MUST_AGREE = ("ssdtrain", "python", *TESTED)
+BY_NCCL = "all ranks, by NCCL"
 CHOICES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
 
 
-def launched() -> bool:
-    """Whether torchrun, or whoever sets its variables, has started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+def by_torchrun() -> bool:
+    """Whether torchrun has started this process. Others set RANK and MASTER_PORT too, in every shell of a job's container, where
+    they name the rendezvous of the job that runs."""
+    return "RANK" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def launched(*, trusting: bool = False) -> bool:
+    """Whether this process is one of several.
+
+    Args:
+        trusting: whoever has set WORLD_SIZE and RANK meant this process.
+    """
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    return several and (trusting or by_torchrun())
 
 
 def interfaces() -> Iterator[Finding]:
@@ -57,15 +77,20 @@ def interfaces() -> Iterator[Finding]:
 
 
 class Group:
-    """The ranks of the launcher, connected over TCP.
+    """The ranks of the launcher, connected over TCP. All ranks enter it together.
 
     Raises:
         RuntimeError: they cannot be reached.
     """
 
+    def __init__(self) -> None:
+        self.broken = False
+        """NCCL has failed on a rank, or hangs there."""
+
     def __enter__(self) -> Group:
         try:
             dist.init_process_group("gloo", timeout=TIMEOUT)
+            self._patient = dist.new_group(backend="gloo", timeout=PATIENCE)
         except (RuntimeError, ValueError) as error:  # torch's own errors derive from RuntimeError
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise RuntimeError(
@@ -74,21 +99,61 @@ class Group:
             ) from error
         return self
 
+    def gather(self, own: Any) -> list[Any]:
+        """`own` of every rank, when all have come here.
+
+        Raises:
+            RuntimeError: a rank has ended before.
+        """
+        found: list[Any] = [None] * dist.get_world_size()
+        try:
+            dist.all_gather_object(found, own, group=self._patient)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a rank has ended while this one waited for it, whose own message says why ({error})"
+            ) from error
+        return found
+
+    def limited(self, call: Callable[[], float]) -> float:
+        """What `call` returns, on a thread of its own.
+
+        Raises:
+            TimeoutError: it takes longer than `TIMEOUT`. What it holds is left to the end of the process.
+            Exception: its own.
+        """
+        answer: Future[float] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                answer.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        if not wait([answer], timeout=TIMEOUT.total_seconds()).done:
+            raise TimeoutError(f"no end in {TIMEOUT.total_seconds():g} s")
+        return answer.result()
+
+    def end(self, status: int) -> int:
+        """`status`; where NCCL has failed or hangs, the process ends here, since its end might wait for it."""
+        if self.broken:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        return status
+
     def __exit__(self, *_: object) -> None:
-        dist.destroy_process_group()
+        if not self.broken:
+            dist.destroy_process_group()
 
 
-def ranks_of() -> Group:
-    """A context in which the ranks are connected. All ranks enter it together."""
-    return Group()
-
-
-def between_nodes(hosts: Sequence[str]) -> list[Finding]:
+def between_nodes(group: Group, hosts: Sequence[str], gpus: Sequence[bool]) -> list[Finding]:
     """How the ranks are spread, and the bandwidth and latency from each rank to the next. All ranks call it together; rank 0's
     result counts.
 
     Args:
         hosts: the node of each rank.
+        gpus: of each rank, whether it sees the GPU that it would train on. NCCL is measured where all of them do.
     """
     found = [_layout(hosts)]
     pairs = _pairs(hosts)
@@ -112,9 +177,24 @@ def between_nodes(hosts: Sequence[str]) -> list[Finding]:
                 remedy if slow else "",
             )
         )
-    if torch.cuda.is_available():
-        found += _nccl(hosts)
+    if all(gpus):
+        found.append(_nccl(group, hosts))
+    elif any(gpus):
+        without = [
+            f"{rank} on {host}" for rank, (host, sees) in enumerate(zip(hosts, gpus, strict=True)) if not sees
+        ]
+        text = f"not measured: {len(without)} of {len(hosts)} ranks see no GPU of their own: {', '.join(without[:8])}"
+        remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES there, and that no more ranks are started than the node has GPUs"
+        found.append(Finding(BY_NCCL, text, BROKEN, remedy))
     return found
+
+
+def sees_gpu() -> bool:
+    """Whether this rank sees the GPU that it would train on."""
+    try:
+        return torch.cuda.device_count() > ranks.local_rank()
+    except RuntimeError:  # of a driver
+        return False
 
 
 def _layout(hosts: Sequence[str]) -> Finding:
@@ -171,10 +251,44 @@ def _pass(tensor: torch.Tensor, sender: int, receiver: int) -> tuple[float, floa
     return float(taken[0]), float(taken[1])
 
 
-def _nccl(hosts: Sequence[str]) -> Iterator[Finding]:
-    """The bandwidth of all ranks together, over the network that training uses."""
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    group = dist.new_group(backend="nccl", timeout=TIMEOUT)
+def _nccl(group: Group, hosts: Sequence[str]) -> Finding:
+    """The bandwidth of all ranks together, over the network that training uses. What fails on any rank is the finding of all."""
+    error, seconds = "", 0.0
+    for part in (_gpu, _all_reduce):  # no rank waits in NCCL for one that has failed before
+        try:
+            seconds = group.limited(part)
+        except Exception as raised:  # noqa: BLE001 - it is told
+            error = f"{type(raised).__name__}: {raised}".partition("\n")[0]
+        told = group.gather((error, seconds))
+        failed = [f"rank {rank} on {hosts[rank]}: {text}" for rank, (text, _) in enumerate(told) if text]
+        if failed:
+            remedy = (
+                "NCCL_DEBUG=INFO says more; check the driver (nvidia-smi), NCCL_IB_HCA and NCCL_SOCKET_IFNAME"
+            )
+            return Finding(BY_NCCL, "; ".join(failed[:4]), BROKEN, remedy)
+    rate = 2 * (len(hosts) - 1) / len(hosts) * MEASURED / max(taken for _, taken in told)
+    slow = len(set(hosts)) > 1 and rate < SLOW_BETWEEN
+    remedy = (
+        "slow: NCCL_DEBUG=INFO says which network NCCL has found; check NCCL_IB_HCA and NCCL_SOCKET_IFNAME"
+    )
+    return Finding(
+        BY_NCCL,
+        f"{size_text(rate)}/s per GPU in an all-reduce of {size_text(MEASURED)}",
+        WARNING if slow else GOOD,
+        remedy if slow else "",
+    )
+
+
+def _gpu() -> float:
+    """Allocate on this rank's GPU."""
+    torch.zeros(MEASURED // 4, device=f"cuda:{ranks.local_rank()}")
+    return 0.0
+
+
+def _all_reduce() -> float:
+    """Seconds of an all-reduce of all GPUs."""
+    torch.cuda.set_device(ranks.local_rank())  # of this thread
+    group = dist.new_group(backend="nccl", timeout=PATIENCE)  # at its own timeout NCCL would end the process
     tensor = torch.zeros(MEASURED // 4, device="cuda")
     dist.all_reduce(tensor, group=group)
     torch.cuda.synchronize()
@@ -182,19 +296,7 @@ def _nccl(hosts: Sequence[str]) -> Iterator[Finding]:
     for _ in range(5):
         dist.all_reduce(tensor, group=group)
     torch.cuda.synchronize()
-    seconds = torch.tensor([(time.perf_counter() - began) / 5], dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    rate = 2 * (len(hosts) - 1) / len(hosts) * MEASURED / float(seconds[0])
-    slow = len(set(hosts)) > 1 and rate < SLOW_BETWEEN
-    remedy = (
-        "slow: NCCL_DEBUG=INFO says which network NCCL has found; check NCCL_IB_HCA and NCCL_SOCKET_IFNAME"
-    )
-    yield Finding(
-        "all ranks, by NCCL",
-        f"{size_text(rate)}/s per GPU in an all-reduce of {size_text(MEASURED)}",
-        WARNING if slow else GOOD,
-        remedy if slow else "",
-    )
+    return (time.perf_counter() - began) / 5
 
 
 def same_everywhere(of_nodes: dict[str, list[Finding]]) -> list[tuple[str, Finding]]:

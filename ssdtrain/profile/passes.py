@@ -169,35 +169,39 @@ class StepRecord:
 
 
 class PassRecorder:
-    """Collects timestamps while somebody asks for them. The engine calls it on the threads that train."""
+    """Collects timestamps while somebody asks for them. The engine calls it on the threads that train. Each user has a record of
+    its own: what one of them takes is still there for the others."""
 
     def __init__(self) -> None:
         self.active = False
-        self._users: set[str] = set()
+        self._records: dict[str, StepRecord] = {}
         self._serial = 0
-        self._step = StepRecord()
         self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
         self._current: _Pass | None = None  # whose backward runs
 
     def request(self, user: str, on: bool) -> None:
-        """`user` needs what is recorded from now on, or does not any more; `active` while anyone does. What the last one has
-        not taken is dropped."""
-        (self._users.add if on else self._users.discard)(user)
-        self.active = bool(self._users)
-        if not self.active:
-            self.take()
+        """`user` needs what is recorded from now on, or does not any more; `active` while anyone does. What it has not taken is
+        dropped."""
+        if on:
+            self._records.setdefault(user, StepRecord())
+        else:
+            self._records.pop(user, None)
+        self.active = bool(self._records)
 
     def forward_began(self, tape: _Tape, now: _Timestamp) -> None:
         self._serial += 1
         found = self._passes[tape] = _Pass(self._serial, tape.chunk)
-        found.began = self._step._last = now
-        self._step._passes.append(found)
-        self._step.order.append(("forward", found.serial, tape.chunk))
+        found.began = now
+        for record in self._records.values():
+            record._passes.append(found)
+        self._add("forward", found)
+        self._reached(now)
 
     def forward_ended(self, tape: _Tape, now: _Timestamp) -> None:
         found = self._passes.get(tape)
         if found is not None:
-            found.saved = self._step._last = now
+            found.saved = now
+            self._reached(now)
 
     def packed(self, tape: _Tape, began: _Timestamp, ended: _Timestamp) -> None:
         """A tensor was saved, in a region of its own or not."""
@@ -207,7 +211,7 @@ class PassRecorder:
             name = region.name if region is not None else ""
             stays = region is not None and region.stays
             found.hooks.append((len(tape.regions), tape.nbytes, name, stays, began, ended))
-            self._step._last = ended
+            self._reached(ended)
 
     def unpacked(self, tape: _Tape, index: int, began: _Timestamp, ended: _Timestamp) -> None:
         """Backward was handed a saved tensor of region `index`."""
@@ -215,10 +219,10 @@ class PassRecorder:
         if found is None:
             return
         if not found.uses:
-            self._step.order.append(("backward", found.serial, tape.chunk))
+            self._add("backward", found)
         self._current = found
         found.uses.append((index, began, ended))
-        self._step._last = ended
+        self._reached(ended)
 
     def last_packed(self, tape: _Tape) -> _Timestamp | None:
         """The end of the hook that last saved a tensor of `tape`."""
@@ -228,14 +232,22 @@ class PassRecorder:
     def backward_ended(self, now: _Timestamp) -> None:
         """The backward that ran last is over."""
         if self._current is not None:
-            self._current.ended = self._step._last = now
+            self._current.ended = now
             self._current = None
+            self._reached(now)
 
-    def peek(self) -> StepRecord:
-        """What was recorded since the last `take`; it may still grow."""
-        return self._step
-
-    def take(self) -> StepRecord:
-        """What was recorded since the last call."""
-        taken, self._step = self._step, StepRecord()
+    def take(self, user: str = "plan") -> StepRecord:
+        """What was recorded for `user` since it asked, or since the last call; empty where it has not asked."""
+        taken = self._records.get(user)
+        if taken is None:
+            return StepRecord()
+        self._records[user] = StepRecord()
         return taken
+
+    def _add(self, kind: str, one: _Pass) -> None:
+        for record in self._records.values():
+            record.order.append((kind, one.serial, one.chunk))
+
+    def _reached(self, now: _Timestamp) -> None:
+        for record in self._records.values():
+            record._last = now

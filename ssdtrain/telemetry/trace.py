@@ -180,7 +180,7 @@ class _Recording:
         if self._engine is None:
             return step, None
         self._engine.metrics.spans = None
-        meter, record = self._engine.meter, self._engine.recorder.peek()
+        meter, record = self._engine.meter, self._engine.recorder.take("trace")
         step.memory = [entry for entry in meter.timeline if entry[0] >= self._began]
         meter.record = self._had_timeline
         if not self._had_timeline:

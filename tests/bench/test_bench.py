@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ssdtrain.bench.io import fio_command
 from ssdtrain.bench.ratios import paired_ratio
 from ssdtrain.cli import main
 
@@ -58,6 +59,11 @@ def test_io_compares_with_fio(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert 0.05 < found["write_ratio_fio"] < 50 and 0.05 < found["read_ratio_fio"] < 50  # type: ignore[operator]
 
 
+def test_without_o_direct_fio_reads_from_the_page_cache_as_the_pool_does() -> None:
+    assert "--invalidate=0" in fio_command("file", 1, "read", direct=False)
+    assert "--invalidate=1" in fio_command("file", 1, "read")
+
+
 def test_a_directory_that_is_not_there_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +109,20 @@ def test_a_lossy_config_shows_that_gradients_differ(
     )
     options = ["script", f"{tmp_path / 'train_lossy.py'}:build", "--batch", "512", "--steps", "4"]
     assert figures(capsys, *options, "--config", str(tmp_path / "c.yaml"))["gradients_equal"] is False
+
+
+def test_what_recomputation_drops_counts_in_the_peak_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train_plan.py").write_text(MODEL)
+    (tmp_path / "c.json").write_text('{"plan": {"blocks": "*", "device_limit": "1.5MiB"}}')
+    options = ["script", f"{tmp_path / 'train_plan.py'}:build", "--batch", "512", "--steps", "2"]
+    planned = figures(capsys, *options, "--config", str(tmp_path / "c.json"))
+    offloaded = figures(capsys, *options, "--directory", str(tmp_path / "spill"))
+    assert planned["plain_activation_peak_bytes"] == offloaded["plain_activation_peak_bytes"]
+    assert planned["activation_peak_bytes"] < planned["plain_activation_peak_bytes"]  # type: ignore[operator]
+    # The steps that a plan is made from do not count.
+    assert (planned["warmup_steps"], offloaded["warmup_steps"]) == (8, 3)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,15 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from ssdtrain.cli import network
+from ssdtrain.cli import main, network
 from ssdtrain.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding
 
 
@@ -77,6 +79,53 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def test_nccl_is_measured_where_every_rank_sees_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_pass", lambda *_: (0.01, 1e-4))
+    monkeypatch.setattr(network, "_nccl", lambda *_: pytest.fail("a rank would wait for the others"))
+    group = network.Group()
+    *_, found = network.between_nodes(group, ["a", "b"], [True, False])
+    assert found.verdict == BROKEN and "1 of 2 ranks" in found.found and "1 on b" in found.found
+    assert all("NCCL" not in one.subject for one in network.between_nodes(group, ["a", "b"], [False, False]))
+
+
+@pytest.mark.parametrize("failing", ["_gpu", "_all_reduce"])
+def test_what_nccl_raises_or_does_not_end_is_a_finding(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, release = network.Group(), threading.Event()
+
+    def fails() -> float:
+        raise RuntimeError("the driver is gone\nand more")
+
+    for name in ("_gpu", "_all_reduce"):
+        monkeypatch.setattr(network, name, fails if name == failing else lambda: 0.01)
+    monkeypatch.setattr(group, "gather", lambda own: [own, ("", 0.01)])
+    found = network._nccl(group, ["a", "b"])
+    assert found.verdict == BROKEN and found.found == "rank 0 on a: RuntimeError: the driver is gone"
+    monkeypatch.setattr(network, "TIMEOUT", timedelta(seconds=0.05))
+    monkeypatch.setattr(network, failing, lambda: float(release.wait(60)))
+    found = network._nccl(group, ["a", "b"])
+    release.set()
+    assert "rank 0 on a: TimeoutError: no end in 0.05 s" in found.found and group.broken
+
+
+def test_variables_of_a_job_that_runs_do_not_make_the_doctor_join_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert not network.launched() and network.launched(trusting=True)
+    main(["doctor", "--json", str(tmp_path)])
+    found = {finding["subject"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["ranks"]["verdict"] == NOTE and "--ranks" in found["ranks"]["remedy"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert network.launched()
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_nodes_are_one_table_from_rank_0(tmp_path: Path) -> None:
@@ -90,6 +139,7 @@ def test_two_nodes_are_one_table_from_rank_0(tmp_path: Path) -> None:
                 "-m",
                 "ssdtrain.cli",
                 "doctor",
+                "--ranks",
                 "--json",
                 str(tmp_path if rank == 0 else "/proc/x"),
             ],
@@ -111,3 +161,37 @@ def test_two_nodes_are_one_table_from_rank_0(tmp_path: Path) -> None:
     assert set(between) == {"rank 0 to 1, between nodes", "rank 1 to 0, between nodes"}
     assert all("/s" in text and "one way" in text for text in between.values())
     assert any(finding["subject"] == "topology" for finding in found)
+
+
+SLOW_NODE = """
+import sys, time
+from datetime import timedelta
+import torch
+from ssdtrain.cli import doctor, main, network
+
+network.TIMEOUT = timedelta(seconds=10)
+drive = doctor.drive
+doctor.drive = lambda *given: [time.sleep(12), *drive(*given)][1:]
+torch.cuda.device_count = lambda: 2
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_drive_takes_its_time_and_a_broken_driver_is_told(tmp_path: Path) -> None:
+    """Two ranks of a node: one of them looks at the drive for longer than a message may take, and neither can use its GPU."""
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--no-python",
+    ]
+    command = [sys.executable, "-c", SLOW_NODE, "doctor", "--json", str(tmp_path)]
+    done = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=200, check=False)
+    assert '"broken": true' in done.stdout, done.stderr
+    found = {one["subject"]: one for one in json.loads(done.stdout.splitlines()[0])["findings"]}
+    assert found[f"{tmp_path}: file system"]["verdict"] == GOOD and "rank 0 to 1, inside of a node" in found
+    assert found[network.BY_NCCL]["verdict"] == BROKEN and "rank 1 on" in found[network.BY_NCCL]["found"]

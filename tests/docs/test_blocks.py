@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -182,18 +183,6 @@ def test_the_line_of_the_demo() -> None:
         ssdtrain_ds.uninstall()
 
 
-TRAINER = """
-import torch, transformers, ssdtrain
-from transformers import Trainer, TrainingArguments
-from examples.small.hugging_face import SHAPE, Tokens
-
-model, dataset = transformers.LlamaForCausalLM(SHAPE), Tokens()
-arguments = TrainingArguments("out", max_steps=1, use_cpu=True, report_to=[], save_strategy="no")
-{block}
-assert runtime.statistics().offload.saved_tensors > 0
-runtime.close()
-"""
-
 ACCELERATE = """
 import torch, ssdtrain
 from accelerate import Accelerator
@@ -211,23 +200,54 @@ runtime.close()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("beginning", "around"),
-    [("runtime = ssdtrain.attach", TRAINER), ("model, optimizer, loader", ACCELERATE)],
-)
-def test_the_lines_for_hugging_face(beginning: str, around: str, tmp_path: Path) -> None:
-    source = around.format(block=block("docs/index.md", beginning).text)
+def pasted(command: list[str], directory: Path) -> str:
+    """What a command prints in a directory that has what was pasted, and nothing else."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
-        [sys.executable, "-c", source],
-        cwd=tmp_path,
-        env={**__import__("os").environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, *command],
+        cwd=directory,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_page_for_the_trainer(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(block("docs/index.md", "import ssdtrain, torch").text)
+    told = pasted(["train.py"], tmp_path)
+    assert "train_loss" in told and re.search(r"offloaded bytes +[1-9]", told)
+
+
+@pytest.mark.slow
+def test_the_lines_for_accelerate(tmp_path: Path) -> None:
+    pasted(["-c", ACCELERATE.format(block=block("docs/index.md", "model, optimizer, loader").text)], tmp_path)
+
+
+WITHOUT_COMPILING = """
+import runpy, deepspeed
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a minute at its first start
+runpy.run_module("ssdtrain_ds", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_page_for_deepspeed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(block("docs/index.md", "import argparse, deepspeed").text)
+    (tmp_path / "ds.json").write_text(block("docs/index.md", "{").text)
+    lines = [line for one in blocks() if one.page == "docs/index.md" for line in one.text.splitlines()]
+    (words,) = [shlex.split(line) for line in lines if "ssdtrain_ds train.py" in line]
+    assert words[:5] == ["torchrun", "--nproc_per_node", "1", "-m", "ssdtrain_ds"]
+    (tmp_path / "start.py").write_text(WITHOUT_COMPILING)
+    told = pasted(
+        ["-m", "torch.distributed.run", "--standalone", *words[1:3], "start.py", *words[5:]], tmp_path
+    )
+    assert "step 9: loss" in told and re.search(r"offloaded bytes +[1-9]", told)
 
 
 @pytest.mark.slow

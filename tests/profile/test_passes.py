@@ -30,6 +30,7 @@ class Tape:
 
 def test_between_hooks_it_computes_and_inside_it_waits() -> None:
     recorder, tape = PassRecorder(), Tape()
+    recorder.request("plan", True)
     recorder.forward_began(tape, At(0.0))
     tape.save(100, "a")
     recorder.packed(tape, At(1.0), At(1.5))  # computed 1, waited 0.5
@@ -67,6 +68,7 @@ def test_between_hooks_it_computes_and_inside_it_waits() -> None:
 
 def test_a_step_that_the_device_has_not_passed_is_not_read() -> None:
     recorder, tape = PassRecorder(), Tape()
+    recorder.request("plan", True)
     end = At(None)
     recorder.forward_began(tape, At(0.0))
     tape.save(1, "a")
@@ -76,3 +78,21 @@ def test_a_step_that_the_device_has_not_passed_is_not_read() -> None:
     end.when = 2.0
     assert record.passed()
     assert not record.tapes()[0].used
+
+
+def test_what_one_user_takes_is_still_there_for_another() -> None:
+    recorder, tape = PassRecorder(), Tape()
+    recorder.request("plan", True)
+    recorder.request("trace", True)
+    recorder.forward_began(tape, At(0.0))
+    tape.save(1, "a")
+    recorder.packed(tape, At(1.0), At(2.0))
+    assert [kind for kind, *_ in recorder.take("plan").order] == ["forward"]
+    recorder.unpacked(tape, 0, At(3.0), At(4.0))
+    traced = recorder.take("trace")
+    assert [one.kind for one in traced.passes()] == ["forward", "backward"]
+    assert [kind for kind, *_ in recorder.take("plan").order] == ["backward"]
+    recorder.request("plan", False)
+    assert recorder.active and recorder.take("plan").order == []
+    recorder.request("trace", False)
+    assert not recorder.active

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import ssdtrain
 from ssdtrain.cli import main
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.runtime import Runtime
@@ -184,6 +185,24 @@ def test_an_automatic_amount_still_plans_from_traced_steps(tmp_path: Path) -> No
     assert runtime.engine is not None and runtime.engine.policy.plans  # type: ignore[attr-defined]
     runtime.close()
     assert of_kind(spans(tmp_path / "out" / "trace-rank-0.json"), "save")
+
+
+def test_steps_that_a_plan_is_made_from_have_their_passes(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    report = {"path": str(tmp_path / "out"), "trace": "1-7", "interval": 0}
+    plan = {"blocks": ["0", "1", "2", "3"]}
+    with ssdtrain.attach(model, {"plan": plan, "report": report}) as runtime:
+        for _ in range(7):
+            with runtime.step():
+                model(torch.randn(256, 64)).square().sum().backward()
+                optimizer.step()  # before which the plan takes its records
+    events = spans(tmp_path / "out" / "trace-rank-0.json")
+    steps = of_kind(events, "step")
+    assert len(steps) == 7
+    for step in steps:
+        own = [event for event in events if inside(event, step)]
+        assert of_kind(own, "save") and of_kind(own, "use"), step["name"]
 
 
 def test_report_puts_the_ranks_on_one_time_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
