@@ -86,13 +86,13 @@ def in_ranks(chosen: argparse.Namespace, size: int) -> int:
         gathered = group.gather((node_name(), own, network.sees_gpu()))
         hosts, _, gpus = zip(*gathered, strict=True)
         between = network.between_nodes(group, hosts, gpus)
-        status = [0]
+        status = 0
         if dist.get_rank() == 0:
             of_nodes = {host: found for host, found, _ in gathered if found}
             shown = network.same_everywhere(of_nodes) + [("all", finding) for finding in between]
-            status = [tell(chosen, shown, list(of_nodes))]
-        dist.broadcast_object_list(status)
-        return group.end(status[0])
+            status = tell(chosen, shown, list(of_nodes))
+        # The first rank that ends in error has torchrun end the others: not before the table is shown.
+        return group.end(group.gather(status)[0])
 
 
 def one_of_many() -> Iterator[Finding]:

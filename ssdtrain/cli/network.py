@@ -85,7 +85,7 @@ class Group:
 
     def __init__(self) -> None:
         self.broken = False
-        """NCCL has failed on a rank, or hangs there."""
+        """Communication has failed on a rank, or hangs there."""
 
     def __enter__(self) -> Group:
         try:
@@ -135,7 +135,7 @@ class Group:
         return answer.result()
 
     def end(self, status: int) -> int:
-        """`status`; where NCCL has failed or hangs, the process ends here, since its end might wait for it."""
+        """`status`; where communication has failed or hangs, the process ends here, since its end might wait for it."""
         if self.broken:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -156,27 +156,18 @@ def between_nodes(group: Group, hosts: Sequence[str], gpus: Sequence[bool]) -> l
         gpus: of each rank, whether it sees the GPU that it would train on. NCCL is measured where all of them do.
     """
     found = [_layout(hosts)]
-    pairs = _pairs(hosts)
-    tensor = torch.empty(MEASURED, dtype=torch.uint8)
-    for sender, receiver in pairs:
-        seconds, latency = _pass(tensor, sender, receiver)
-        rate = MEASURED / seconds
-        apart = hosts[sender] != hosts[receiver]
-        where = "between nodes" if apart else "inside of a node"
-        slow = apart and rate < SLOW_BETWEEN
-        remedy = (
-            "slow: check which interface is used (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), and compress what is sent: "
-            'comm {"preset": "balanced"}'
-        )
-        text = f"{size_text(rate)}/s, {duration_text(latency)} one way, over TCP"
-        found.append(
-            Finding(
-                f"rank {sender} to {receiver}, {where}",
-                text,
-                WARNING if slow else GOOD,
-                remedy if slow else "",
-            )
-        )
+    error = ""
+    try:
+        found += _by_tcp(hosts)
+    except RuntimeError as raised:
+        error = str(raised).partition("\n")[0]
+    failed = [
+        f"rank {rank} on {hosts[rank]}: {text}" for rank, text in enumerate(group.gather(error)) if text
+    ]
+    if failed:
+        group.broken = True
+        remedy = "check the ports and the routes between the nodes, and GLOO_SOCKET_IFNAME"
+        return [*found, Finding("between ranks", "; ".join(failed[:4]), BROKEN, remedy)]
     if all(gpus):
         found.append(_nccl(group, hosts))
     elif any(gpus):
@@ -187,6 +178,26 @@ def between_nodes(group: Group, hosts: Sequence[str], gpus: Sequence[bool]) -> l
         remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES there, and that no more ranks are started than the node has GPUs"
         found.append(Finding(BY_NCCL, text, BROKEN, remedy))
     return found
+
+
+def _by_tcp(hosts: Sequence[str]) -> Iterator[Finding]:
+    tensor = torch.empty(MEASURED, dtype=torch.uint8)
+    for sender, receiver in _pairs(hosts):
+        seconds, latency = _pass(tensor, sender, receiver)
+        rate = MEASURED / seconds
+        apart = hosts[sender] != hosts[receiver]
+        where = "between nodes" if apart else "inside of a node"
+        slow = apart and rate < SLOW_BETWEEN
+        remedy = (
+            "slow: check which interface is used (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), and compress what is sent: "
+            'comm {"preset": "balanced"}'
+        )
+        yield Finding(
+            f"rank {sender} to {receiver}, {where}",
+            f"{size_text(rate)}/s, {duration_text(latency)} one way, over TCP",
+            WARNING if slow else GOOD,
+            remedy if slow else "",
+        )
 
 
 def sees_gpu() -> bool:

@@ -83,9 +83,22 @@ def test_nccl_is_measured_where_every_rank_sees_its_gpu(monkeypatch: pytest.Monk
     monkeypatch.setattr(network, "_pass", lambda *_: (0.01, 1e-4))
     monkeypatch.setattr(network, "_nccl", lambda *_: pytest.fail("a rank would wait for the others"))
     group = network.Group()
+    monkeypatch.setattr(group, "gather", lambda own: [own, own])
     *_, found = network.between_nodes(group, ["a", "b"], [True, False])
     assert found.verdict == BROKEN and "1 of 2 ranks" in found.found and "1 on b" in found.found
     assert all("NCCL" not in one.subject for one in network.between_nodes(group, ["a", "b"], [False, False]))
+
+
+def test_ranks_that_do_not_reach_each_other_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> tuple[float, float]:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(network, "_pass", breaks)
+    group = network.Group()
+    monkeypatch.setattr(group, "gather", lambda own: ["", own])
+    layout, found = network.between_nodes(group, ["a", "b"], [True, True])
+    assert layout.subject == "topology" and group.broken
+    assert found.verdict == BROKEN and found.found == "rank 1 on b: Connection closed by peer"
 
 
 @pytest.mark.parametrize("failing", ["_gpu", "_all_reduce"])
