@@ -273,6 +273,7 @@ def _nccl(group: Group, hosts: Sequence[str]) -> Finding:
         told = group.gather((error, seconds))
         failed = [f"rank {rank} on {hosts[rank]}: {text}" for rank, (text, _) in enumerate(told) if text]
         if failed:
+            group.broken = True
             remedy = (
                 "NCCL_DEBUG=INFO says more; check the driver (nvidia-smi), NCCL_IB_HCA and NCCL_SOCKET_IFNAME"
             )

@@ -30,6 +30,17 @@ def other(batch):
 """
 
 
+DEEP = """
+import torch
+
+def build(batch):
+    block = lambda: torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256))
+    model = torch.nn.Sequential(*[block() for _ in range(6)])
+    x = torch.randn(batch, 256)
+    return model, lambda: model(x).square().mean()
+"""
+
+
 def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
     assert main(["bench", *arguments, "--json"]) == 0
     found: dict[str, object] = json.loads(capsys.readouterr().out)
@@ -114,8 +125,8 @@ def test_a_lossy_config_shows_that_gradients_differ(
 def test_what_recomputation_drops_counts_in_the_peak_without_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "train_plan.py").write_text(MODEL)
-    (tmp_path / "c.json").write_text('{"plan": {"blocks": "*", "device_limit": "1.5MiB"}}')
+    (tmp_path / "train_plan.py").write_text(DEEP)
+    (tmp_path / "c.json").write_text('{"plan": {"blocks": "*", "device_limit": "6MiB"}}')
     options = ["script", f"{tmp_path / 'train_plan.py'}:build", "--batch", "512", "--steps", "2"]
     planned = figures(capsys, *options, "--config", str(tmp_path / "c.json"))
     offloaded = figures(capsys, *options, "--directory", str(tmp_path / "spill"))
