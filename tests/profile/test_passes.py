@@ -87,6 +87,7 @@ def test_what_one_user_takes_is_still_there_for_another() -> None:
     recorder.forward_began(tape, At(0.0))
     tape.save(1, "a")
     recorder.packed(tape, At(1.0), At(2.0))
+    recorder.forward_ended(tape, At(2.5))
     assert [kind for kind, *_ in recorder.take("plan").order] == ["forward"]
     recorder.unpacked(tape, 0, At(3.0), At(4.0))
     traced = recorder.take("trace")
