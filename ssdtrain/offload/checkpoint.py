@@ -17,7 +17,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from ssdtrain.config import CheckpointConfig
 
-__all__ = ["Checkpoint", "detach_leaves"]
+__all__ = ["Checkpoint", "checkpoint", "detach_leaves"]
 
 
 def detach_leaves(outputs: Any) -> Any:
@@ -84,6 +84,14 @@ class Checkpoint:
     def unregister_random_state(self, name: str) -> None:
         self._random.pop(name, None)
 
+    def exact(self, config: CheckpointConfig) -> Checkpoint:
+        """One with this config that gives the gradients of a run without it, whatever the config says: generators are restored,
+        also those that are registered here, now or later; and it is not reentrant, which keyword tensors and outputs that
+        are no tensors would break."""
+        found = Checkpoint(config.model_copy(update={"preserve_rng_state": True, "use_reentrant": False}))
+        found._random = self._random
+        return found
+
     def __call__(
         self,
         function: Callable[..., Any],
@@ -137,6 +145,10 @@ class Checkpoint:
                 else determinism_check,
                 debug=debug,
             )
+
+
+checkpoint = Checkpoint()
+"""`ssdtrain.checkpoint`."""
 
 
 class _Replay:

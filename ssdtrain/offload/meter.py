@@ -51,6 +51,8 @@ class ActivationMeter:
         self.unoffloaded_bytes = 0
         """Bytes that would be alive for backward now if nothing had left memory."""
         self.unoffloaded_peak_bytes = 0
+        self.unoffloaded_recent_bytes = 0
+        """The most of these since `begin_recent`."""
         self.record = timeline
         self.timeline: list[tuple[float, int]] = []
         self._seen: dict[int, Seen] = {}
@@ -76,8 +78,10 @@ class ActivationMeter:
         seen.regions, seen.dead, seen.own = 0, False, own
         if not own:
             self.unoffloaded_bytes = without = self.unoffloaded_bytes + seen.nbytes
-            if without > self.unoffloaded_peak_bytes:
-                self.unoffloaded_peak_bytes = without
+            if without > self.unoffloaded_recent_bytes:
+                self.unoffloaded_recent_bytes = without
+                if without > self.unoffloaded_peak_bytes:
+                    self.unoffloaded_peak_bytes = without
         self.adjust(seen.nbytes)
         return seen
 
@@ -114,11 +118,16 @@ class ActivationMeter:
                 if seen.regions == 0 and not seen.own:
                     self.unoffloaded_bytes -= seen.nbytes
 
+    def begin_recent(self) -> int:
+        """The most that would have been alive since the last call; the next one counts from now."""
+        found, self.unoffloaded_recent_bytes = self.unoffloaded_recent_bytes, self.unoffloaded_bytes
+        return found
+
     def reset_peak(self) -> None:
         """Start a new peak and a new timeline from what is alive now."""
         self.drain()
         self.peak_bytes = self.live_bytes
-        self.unoffloaded_peak_bytes = self.unoffloaded_bytes
+        self.unoffloaded_peak_bytes = self.unoffloaded_recent_bytes = self.unoffloaded_bytes
         self.timeline = [(time.perf_counter(), self.live_bytes)] if self.record else []
 
     def write_to(self, metrics: OffloadMetrics) -> None:

@@ -12,20 +12,24 @@ one of each kind, which stands for the others; blocks that have buffers are kept
 from __future__ import annotations
 
 import logging
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ssdtrain.config import PlanConfig
+from ssdtrain.config import ConfigError, PlanConfig
+from ssdtrain.config import Problem as Wrong
 from ssdtrain.features import Feature, Forward, Step
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.planner.block_times import MeasuredBlock, kind_of, measured_blocks, pieces
-from ssdtrain.planner.choose import SLACK
+from ssdtrain.planner.controller import DRIFT, MOST_DRIFT, STAYS
 from ssdtrain.planner.execute import BlockPolicy, recompute_modules
 from ssdtrain.planner.explain import plan_table
 from ssdtrain.planner.measured import Bandwidths, Profile, Rates, measured_machine
@@ -34,7 +38,7 @@ from ssdtrain.planner.search import search
 from ssdtrain.planner.step import KEEP, Machine, Pass
 from ssdtrain.planner.timeline import simulate
 from ssdtrain.profile.passes import StepRecord
-from ssdtrain.profile.spans import BlockSpans, Span
+from ssdtrain.profile.spans import BlockSpans, Collectives, Span
 from ssdtrain.telemetry.messages import report
 from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
 
@@ -51,11 +55,8 @@ RECORDED = 3
 PATIENCE = 8
 """Steps after which tiers that nothing was written to (backward came before every write) are left out of the plan."""
 
-DRIFT = 0.25
-"""Of a bandwidth, in two steps in turn: plan again. It grows by half each time that the plan stays the same."""
-
-FOREVER = 1e6
-"""Seconds of running a block again that must not: no plan will."""
+ALIKE = 0.9
+"""Of the bytes of the largest recorded forward: others as large as that count for its times."""
 
 
 @dataclass
@@ -86,7 +87,8 @@ class AutoPlan(Feature):
         reports: log the plan.
 
     Raises:
-        NoPlan: from the end of a step, where no plan keeps to the limits; has the smallest peak.
+        NoPlan: from the end of a step, where no plan keeps to the limits, and none was followed so far; has the smallest peak.
+        ConfigError: from there too, where blocks are to be recomputed and none can be.
     """
 
     def __init__(
@@ -116,14 +118,18 @@ class AutoPlan(Feature):
         self._planned_rates = self._rates = Rates(None, None)
         self._drift, self._drifted = DRIFT, 0
         self._spans: BlockSpans | None = None
-        self._shapes: dict[
-            int, tuple[list[Span], int]
-        ] = {}  # by regions of the tape: spans, small bytes outside
+        # By serial number of the tape: spans, small bytes outside.
+        self._found: dict[int, tuple[list[Span], int]] = {}
+        self._impure: dict[str, str] = {}  # why these blocks must not run again; for good
+        self._ran_impure = False  # one of them was recomputed
+        self._warned = self._told = False
+        self._larger = 0  # bytes of a forward that was larger than planned for
         self._forwards = 0  # of the step that runs
         self._key = (0, -1)
         self._measured: list[MeasuredBlock] = []
         self._undo: list[Callable[[], None]] = []
-        self._hook = register_optimizer_step_pre_hook(self._ended)
+        self._hook = register_optimizer_step_pre_hook(_Hook(self))  # torch's table outlives everything
+        weakref.finalize(self, self._hook.remove)
         self._profile_again()
 
     # Events
@@ -140,15 +146,24 @@ class AutoPlan(Feature):
         meter, tape = self._engine.meter, self._offload.tape(*self._key)
         before = meter.unoffloaded_bytes
         spans.begin()
-        yield
+        # Not in steps that are recorded: a mode takes time.
+        watch = Collectives(spans.communicates) if self._steps < WARM_UP and _ranks() > 1 else nullcontext()
+        with watch:
+            yield
+        for span in spans.found:
+            if span.why:
+                self._impure.setdefault(span.name, span.why)
+                self._ran_impure |= span.plain and span.name in self._recomputed
         if tape is not None and not self._engine.forked:
             small = meter.unoffloaded_bytes - before - tape.nbytes - sum(span.small for span in spans.found)
-            self._shapes[len(tape.regions)] = spans.found, max(0, small)
+            serial = self._recorder.serial(tape)
+            if serial is not None:
+                self._found[serial] = spans.found, max(0, small)
 
     def on_step_end(self, step: Step) -> None:
         self._ended()
 
-    def _ended(self, *_: object) -> None:
+    def _ended(self) -> None:
         """See Note: [Steps]."""
         if not self._forwards or self._engine.forked:
             return
@@ -160,6 +175,7 @@ class AutoPlan(Feature):
             self._profiled(self._spans)
         elif self._policy.shape_changed():
             logger.info("the size of what forwards save changed: profiling again")
+            self._larger = max(self._larger, self._policy.largest)
             self._profile_again()
         elif self._drifting(latest):
             self._make(self._measured)
@@ -168,10 +184,13 @@ class AutoPlan(Feature):
 
     def _profile_again(self) -> None:
         self._release()
+        if self._spans is not None:
+            self._spans.remove()
         self.plan = None
         self._steps = 0
+        self._ran_impure = False
         self._records: list[StepRecord] = []
-        self._shapes.clear()
+        self._found.clear()
         self._recorder.take()
         self._recorder.request("plan", False)
         recomputed = {} if self._tiers else self._recomputed_meanwhile()
@@ -185,10 +204,15 @@ class AutoPlan(Feature):
         return {
             name: block
             for name, block in self._blocks.items()
-            if last[self._kinds[name]] != name and next(block.buffers(), None) is None
+            if last[self._kinds[name]] != name
+            and next(block.buffers(), None) is None
+            and name not in self._impure
         }
 
     def _profiled(self, spans: BlockSpans) -> None:
+        if self._ran_impure:  # all ranks have run it again so far: now none does
+            self._profile_again()
+            return
         self._steps += 1
         self._recorder.request("plan", self._steps >= WARM_UP)
         record = self._recorder.take()
@@ -209,6 +233,7 @@ class AutoPlan(Feature):
         found = self._read(self._records)
         if not found:
             self._records.clear()  # no backward came
+            self._found.clear()
             return
         self._measured = found
         self._make(found)
@@ -219,14 +244,18 @@ class AutoPlan(Feature):
     def _read(self, records: Sequence[StepRecord]) -> list[MeasuredBlock]:
         steps: list[list[MeasuredBlock]] = []
         for record in records:
-            tapes = [tape for tape in record.tapes() if tape.used and len(tape.regions) in self._shapes]
+            tapes = [tape for tape in record.tapes() if tape.used and tape.serial in self._found]
             if tapes:
                 tape = max(tapes, key=lambda one: sum(region.nbytes for region in one.regions))
-                spans, small = self._shapes[len(tape.regions)]
+                spans, small = self._found[tape.serial]
                 steps.append(pieces(tape, spans, self._recomputed, small))
                 self._order = Profile(record).order
-        alike = [step for step in steps if [p.name for p in step] == [p.name for p in steps[-1]]]
-        return measured_blocks(alike, self._kinds) if alike else []
+        if not steps:
+            return []
+        steps.sort(key=_saved)
+        names, least = [piece.name for piece in steps[-1]], ALIKE * _saved(steps[-1])
+        alike = [step for step in steps if [p.name for p in step] == names and _saved(step) >= least]
+        return measured_blocks(alike, self._kinds)
 
     # Planning
 
@@ -253,31 +282,44 @@ class AutoPlan(Feature):
                 "nothing is offloaded",
                 self._steps,
             )
+        pure = [piece.pure and piece.name not in self._impure for piece in measured]
         blocks = [
-            piece.block if piece.pure else replace(piece.block, recompute=FOREVER, inputs=piece.block.saved)
-            for piece in measured
+            piece.block if may else replace(piece.block, recompute=0.0)
+            for piece, may in zip(measured, pure, strict=True)
         ]
-        outside = frozenset(number for number, piece in enumerate(measured) if not piece.name)
-        recompute = any(piece.pure for piece in measured)
-        actions = actions_for(machine, recompute=recompute)
-        self.problem = Problem([blocks], self._order, machine, actions, outside)
+        # A block that runs several times in a forward has one action for all of them.
+        times = Counter(piece.name for piece in measured)
+        fixed = frozenset(n for n, piece in enumerate(measured) if not piece.name or times[piece.name] > 1)
+        if not any(pure):
+            self._nothing_to_recompute()
+        actions = actions_for(machine, recompute=any(pure))
+        impure = frozenset(number for number, may in enumerate(pure) if not may)
+        self.problem = Problem([blocks], self._order, machine, actions, fixed, impure)
         kept = simulate([blocks], [[KEEP] * len(blocks)], self._order, machine)
         seconds = None
         if self._config.slowdown is not None:
-            seconds = kept.seconds * (1 + max(self._config.slowdown, SLACK))
+            seconds = kept.seconds * (1 + self._config.slowdown)
         limits = Limits(self._config.device_limit, seconds=seconds)
         try:
             found = search(self.problem, limits, Objective(0, 1) if self._config.memory else Objective())
         except NoPlan as error:
-            error.args = (f"ssdtrain.plan: {error}",)
-            raise
+            if self.plan is None:
+                error.args = (f"ssdtrain.plan: {error}",)
+                raise
+            # Only the bandwidths have changed: what is followed is no worse than before.
+            if not self._warned:
+                self._warned = True
+                logger.warning(STAYS, error)
+            self._drift, self._drifted = min(MOST_DRIFT, 1.5 * self._drift), 0
+            self._planned_rates = self._rates
+            return
         same = self.plan is not None and self.plan.actions == found[0].actions
-        self._drift = 1.5 * self._drift if same else DRIFT
+        self._drift = min(MOST_DRIFT, 1.5 * self._drift) if same else DRIFT
         self._drifted = 0
         self._planned_rates = self._rates
         self.plan = found[0]
         if not same:
-            self._follow({p.name: a for p, a in zip(measured, self.plan.actions, strict=True) if p.name})
+            self._follow(measured, self.plan.actions)
         self.metric.plans += 1
         self.metric.recomputed_blocks = self.plan.count("recompute")
         self.metric.offloaded_blocks = self.plan.count("ssd")
@@ -286,12 +328,25 @@ class AutoPlan(Feature):
         if self._reports:
             report(plan_table(blocks, found, kept, self._config.device_limit))
 
-    def _follow(self, actions: Mapping[str, str]) -> None:
+    def _nothing_to_recompute(self) -> None:
+        """No block may run again: say why."""
+        name, why = next(iter(self._impure.items()), ("the model", "none of its blocks ran"))
+        if self._config.recompute == "on":
+            text = f"can recompute no block: {name}: {why}"
+            raise ConfigError([Wrong("ssdtrain.plan.recompute", "on", text, '"auto" or "off"')])
+        if not self._told:
+            self._told = True
+            logger.warning("ssdtrain.plan: no block can be recomputed: %s: %s", name, why)
+
+    def _follow(self, measured: Sequence[MeasuredBlock], chosen: Sequence[str]) -> None:
         self._release()
+        pairs = list(zip(measured, chosen, strict=True))
+        actions = {piece.name: action for piece, action in pairs if piece.name}
         again = {name: self._blocks[name] for name, action in actions.items() if action == "recompute"}
         self._undo.append(recompute_modules(again, self._checkpoint))
         offloaded = [name for name, action in actions.items() if action == "ssd"]
-        self._policy.follow(dict.fromkeys(offloaded, "offload"))
+        expected = sum(p.block.inputs if action == "recompute" else p.block.saved for p, action in pairs)
+        self._policy.follow(dict.fromkeys(offloaded, "offload"), expected=max(expected, self._larger))
 
     def _release(self) -> None:
         while self._undo:
@@ -315,3 +370,24 @@ class AutoPlan(Feature):
 
     def close(self) -> None:
         self.detach()
+
+
+class _Hook:
+    """Ends the steps of a plan that is still there."""
+
+    def __init__(self, plan: AutoPlan) -> None:
+        self._plan = weakref.ref(plan)
+
+    def __call__(self, *_: object) -> None:
+        plan = self._plan()
+        if plan is not None:
+            plan._ended()
+
+
+def _saved(pieces: Sequence[MeasuredBlock]) -> int:
+    return sum(piece.block.saved for piece in pieces)
+
+
+def _ranks() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

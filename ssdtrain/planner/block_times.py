@@ -60,6 +60,7 @@ def pieces(
         if span.begin > at or not found:
             found.append(_outside(tape.regions[at : span.begin], len(found)))
         regions = tape.regions[span.begin : span.end]
+        was = span.name in recomputed and span.plain
         began, last, ended = (stamp.seconds() for stamp in span.timestamps or ())
         stall = sum(region.store_stall for region in regions)
         forward = max(0.0, ended - began - stall)
@@ -71,11 +72,11 @@ def pieces(
             sum(region.backward for region in regions),
             saved,
             recompute=again,
-            inputs=saved if span.name in recomputed else span.inputs,
+            inputs=saved if was else span.inputs,
             small=span.small,
             parts=_parts(span.name, regions, again, forward, span.small),
         )
-        found.append(MeasuredBlock(span.name, block, span.pure, span.name in recomputed))
+        found.append(MeasuredBlock(span.name, block, span.pure, was))
         computed += forward
         at = span.end
     found.append(_outside(tape.regions[at:], len(found)))
@@ -139,7 +140,7 @@ def measured_blocks(
     """The blocks by the medians of some steps.
 
     Args:
-        steps: `pieces` of each, of one shape; at least one.
+        steps: `pieces` of each, of one shape; at least one. Bytes are those of the last.
         kinds: of each block, by name.
     """
     latest = steps[-1]

@@ -9,7 +9,7 @@ from torch import nn
 from ssdtrain.config import Config, ConfigError, OffloadConfig, Problem
 from ssdtrain.config.units import KiB, MiB
 from ssdtrain.features import Feature, Placement
-from ssdtrain.offload.checkpoint import Checkpoint
+from ssdtrain.offload.checkpoint import checkpoint
 from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.planner.adaptive import AdaptivePolicy
@@ -86,8 +86,8 @@ def _planning(
     plan = config.plan if config.plans else None
     if isinstance(policy, BlockPolicy):
         assert plan is not None
-        checkpoint, tiers = Checkpoint(config.checkpoint), config.offload is not None
-        return AutoPlan(plan, offload, policy, blocks, checkpoint, tiers=tiers, reports=reports)
+        exact, tiers = checkpoint.exact(config.checkpoint), config.offload is not None
+        return AutoPlan(plan, offload, policy, blocks, exact, tiers=tiers, reports=reports)
     assert isinstance(policy, AdaptivePolicy) and config.offload is not None
     return AdaptiveOffload(
         offload.engine,
@@ -97,6 +97,8 @@ def _planning(
         endurance=offload.endurance if config.offload.endurance is not None else None,
         must_fit=plan is not None,
         slack=None if plan is None else plan.slowdown,
+        most_slowdown=None if plan is None else plan.max_slowdown,
+        least_memory=plan is not None and plan.memory,
         reports=reports,
     )
 
@@ -109,7 +111,10 @@ def _check_plan(
         raise ValueError("the config has a plan, which decides what is offloaded: leave it or the policy out")
     if blocks is not None:
         return
-    why = "can recompute no block here: only ssdtrain.attach does, for a model in plain PyTorch that is not compiled"
+    why = (
+        "can recompute no block here: only ssdtrain.attach does, for a model in plain PyTorch that is not compiled, has a "
+        "ModuleList (or plan.blocks) without repeats, and whose blocks gather no sharded parameters"
+    )
     if config.plan.recompute == "on":
         raise ConfigError([Problem("ssdtrain.plan.recompute", "on", why, '"auto" or "off"')])
     if config.offload is None:

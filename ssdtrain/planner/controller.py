@@ -49,6 +49,8 @@ MOST_DRIFT = 0.6
 STALL = 0.02
 """Of a step's time, more than predicted, in two steps in turn: plan again with a margin."""
 
+STAYS = "ssdtrain.plan: the bandwidth of the tiers changed, and the plan of before is followed because now %s"
+
 MARGIN = 0.85
 """By which the bandwidths are reduced where a plan stalls though they are as measured."""
 
@@ -76,6 +78,8 @@ class AdaptiveOffload(Feature):
         endurance: of the drives, which are not to wear faster than it says; None: they are written as fast as they can.
         must_fit: where no choice stays under the budget, raise `NoPlan` from the end of the step.
         slack: of the step's time, what transfers may cost; None: the default of `choose_offloads`.
+        most_slowdown: with `must_fit`, the same where the budget asks for more; None: no limit.
+        least_memory: the lowest peak within `slack` is wanted, not the least that stays under the budget.
         reports: log a table of what was decided.
     """
 
@@ -89,6 +93,8 @@ class AdaptiveOffload(Feature):
         endurance: Endurance | None = None,
         must_fit: bool = False,
         slack: float | None = None,
+        most_slowdown: float | None = None,
+        least_memory: bool = False,
         reports: bool = False,
     ) -> None:
         self.chosen: Chosen | None = None
@@ -97,13 +103,14 @@ class AdaptiveOffload(Feature):
         self._engine, self._store, self._policy = engine, store, policy
         self._device_budget, self._must_fit = device_budget, must_fit
         self._slack = SLACK if slack is None else slack
+        self._most_slowdown, self._least_memory = most_slowdown, least_memory
         self._wear = WearLimit(endurance) if endurance is not None else None
         self._reports = reports
         self._recorder = engine.recorder
         self._recorder.request("plan", True)
-        self._records: list[
-            tuple[int, StepRecord]
-        ] = []  # with their steps; the device has not passed them yet
+        # With their steps and the peaks of these without offload; the device has not passed them yet.
+        self._records: list[tuple[int, int, StepRecord]] = []
+        self._peak = 0  # of the step of `_profile`
         self._profile: Profile | None = None
         self._planned_profile: Profile | None = None
         self._bandwidths = Bandwidths()
@@ -111,20 +118,21 @@ class AdaptiveOffload(Feature):
         self._steps = 0
         self._planned_at = 0  # step of the latest plan
         self._profile_since = WARM_UP  # the next plan is made from a profile of this step, or a later one
+        self._reshaped = False  # what is followed was not planned for tapes like these
         self._wanted = "profiled"  # why the next plan is made; "": none is due
         self._drifted = self._stalled = 0  # steps in turn
         self._drift = DRIFT
         self._stall_seconds = 0.0
         self._margin = 1.0
         self._outcome_due = False
-        self._other: int | None = None
+        self._said = False
         self._link = engine.device.link_bandwidth()
 
     def on_step_end(self, step: Step) -> None:
         self._steps += 1
-        record = self._recorder.take()
+        record, peak = self._recorder.take(), self._engine.meter.begin_recent()
         if record.order:
-            self._records.append((self._steps, record))
+            self._records.append((self._steps, peak, record))
         store = self._store.metrics
         latest = self._bandwidths.since(store)
         if self._wear is not None:
@@ -145,11 +153,11 @@ class AdaptiveOffload(Feature):
         """Read the records that the device has passed. True: one of a step that the next plan may be made
         from."""
         fresh = False
-        while self._records and self._records[0][1].passed():
-            number, record = self._records.pop(0)
+        while self._records and self._records[0][2].passed():
+            number, peak, record = self._records.pop(0)
             profile = Profile(record)
             if profile.chunks:
-                self._profile = profile
+                self._profile, self._peak = profile, peak
                 fresh = number >= self._profile_since
         return fresh
 
@@ -157,6 +165,7 @@ class AdaptiveOffload(Feature):
 
     def _watch(self, latest: Rates, fresh: bool, step: Step) -> None:
         if self._policy.shape_changed():
+            self._reshaped = True
             return self._want("the size of the tapes changed")
         pairs = zip(latest, self._planned_rates, strict=True)
         least = 1 - self._drift
@@ -206,21 +215,24 @@ class AdaptiveOffload(Feature):
 
     def _plan(self, profile: Profile) -> None:
         machine = self.machine()
-        budget, rate = self._device_budget, self._wear.rate if self._wear is not None else None
+        rate = self._wear.rate if self._wear is not None else None
         other = self._other_bytes(profile)
-        found = choose_offloads(
-            profile.blocks,
-            profile.order,
-            machine,
-            slack=self._slack,
-            device_budget=None if budget is None else max(0, budget - other),
-            endurance=rate,
-        )
+        found = self._choose(profile, machine, other, rate)
         predicted = replace(found.predicted, peak_bytes=found.predicted.peak_bytes + other)
-        self.chosen = found = replace(found, predicted=predicted)
-        self._check_fit(profile, found)
+        found = replace(found, predicted=predicted)
+        try:
+            self._check_fit(profile, found)
+        except NoPlan as error:
+            if self.chosen is None or self._reshaped:
+                raise
+            self._stay(error)
+            return
+        self.chosen, self._reshaped = found, False
         if self._wear is not None:
-            self._wear.planned(bound=rate is not None and rate < machine.tiers[0].write)
+            bound = rate is not None and rate < machine.tiers[0].write
+            # A slow drive, or a small model, is written less than its life allows in any case.
+            bound = bound and self._choose(profile, machine, other, None).choices != found.choices
+            self._wear.planned(bound=bound)
         self._planned_profile = profile
         plans = {}
         for chunk, spans, choices in zip(profile.chunks, profile.spans, found.choices, strict=True):
@@ -239,23 +251,42 @@ class AdaptiveOffload(Feature):
         logger.debug("planned at step %d: %s", self._steps, self._wanted)
         self._wanted = ""
 
+    def _stay(self, error: NoPlan) -> None:
+        """Only bandwidths have changed: what is followed is no worse than before."""
+        if not self._said:
+            self._said = True
+            logger.warning(STAYS, error)
+        self._planned_rates, self._planned_at, self._wanted = self._rates, self._steps, ""
+
+    def _choose(self, profile: Profile, machine: Machine, other: int, rate: float | None) -> Chosen:
+        budget = None if self._least_memory else self._device_budget
+        return choose_offloads(
+            profile.blocks,
+            profile.order,
+            machine,
+            slack=self._slack,
+            device_budget=None if budget is None else max(0, budget - other),
+            endurance=rate,
+        )
+
     def _other_bytes(self, profile: Profile) -> int:
         """Of the activation peak, beside the blocks: what is saved in small tensors, or in storages larger than their regions."""
         kept = simulate(
             profile.blocks, [[KEEP] * len(one) for one in profile.blocks], profile.order, Machine()
         )
-        found = max(0, self._engine.snapshot().unoffloaded_peak_bytes - kept.peak_bytes)
-        # The measured peak is that of the run so far: of a later plan it may be that of another shape.
-        self._other = found if self._other is None else min(found, self._other)
-        return self._other
+        return max(0, self._peak - kept.peak_bytes)
 
     def _check_fit(self, profile: Profile, found: Chosen) -> None:
-        budget = self._device_budget
-        if not self._must_fit or budget is None or found.predicted.peak_bytes <= budget:
+        budget, seconds = self._device_budget, None
+        if self._most_slowdown is not None:
+            seconds = found.kept.seconds * (1 + self._most_slowdown)
+        fits = budget is None or found.predicted.peak_bytes <= budget
+        in_time = seconds is None or found.predicted.seconds <= seconds * (1 + 1e-9)
+        if not self._must_fit or (fits and in_time):
             return
         names = tuple("keep" if choice == KEEP else "offload" for one in found.choices for choice in one)
         flat = [block for chunk in profile.blocks for block in chunk]
-        raise NoPlan(Plan(names, found.predicted), Limits(budget), flat)
+        raise NoPlan(Plan(names, found.predicted), Limits(budget, seconds=seconds), flat)
 
     def _count(self, profile: Profile, found: Chosen) -> None:
         self.metric.plans += 1

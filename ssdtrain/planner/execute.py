@@ -22,13 +22,14 @@ from torch import nn
 
 from ssdtrain.config import PlanConfig
 from ssdtrain.offload.checkpoint import Checkpoint
+from ssdtrain.offload.checkpoint import checkpoint as default_checkpoint
 from ssdtrain.offload.policy import KEEP, OFFLOAD, REMEMBERED, Action, ForwardProfile, SavedTensorInfo
 from ssdtrain.planner.plans import Limits, Problem, actions_for
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import Block, Machine, one_after_the_other
 from ssdtrain.profile.blocks import ModelProfile, find_blocks
 from ssdtrain.profile.modules import Running, plain_name
-from ssdtrain.profile.spans import may_run_again
+from ssdtrain.profile.spans import may_run_again, versions
 
 __all__ = ["BlockPolicy", "plan_blocks", "recomputable_blocks", "recompute_blocks", "recompute_modules"]
 
@@ -77,8 +78,8 @@ def recomputable_blocks(model: nn.Module, plan: PlanConfig) -> dict[str, nn.Modu
     """The blocks of a model in plain PyTorch that a plan may recompute, by the names that policies see.
 
     Returns:
-        None where nothing can be recomputed: the model is compiled or has no blocks, a block gathers sharded parameters in its
-        forward (which ranks with other plans would not), or the config switches it off.
+        None where nothing can be recomputed: the model is compiled or has no blocks, a module is several blocks, a block gathers
+        sharded parameters or communicates in its forward (which ranks with other plans would not), or the config switches it off.
 
     Raises:
         ValueError: `plan.blocks` names no module.
@@ -91,21 +92,34 @@ def recomputable_blocks(model: nn.Module, plan: PlanConfig) -> dict[str, nn.Modu
         if plan.blocks:
             raise
         return None
+    if len(set(found.values())) < len(
+        found
+    ):  # a layer that is in the list several times has one name for policies
+        return None
     if any(_gathers(block) for block in found.values()):
         return None
     return {plain_name(name): block for name, block in found.items()}
 
 
 def _gathers(block: nn.Module) -> bool:
-    """Whether FSDP gathers parameters inside of the block's `forward`: FSDP2 does it in hooks around it."""
+    """Whether parameters may be gathered, or partial results reduced, inside of the block's `forward`.
+
+    FSDP2 gathers the block that it is applied to in hooks around it, over a mesh of one dimension. Any other sharded parameter
+    (tensor parallelism, FSDP inside of the block) makes the block's forward communicate. What communicates by hand is seen
+    while it runs: `ssdtrain.profile.spans.Collectives`.
+    """
     if not torch.distributed.is_available():
         return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
 
     inner = (module for module in block.modules() if module is not block)
-    return isinstance(block, FullyShardedDataParallel) or any(
+    if isinstance(block, FullyShardedDataParallel) or any(
         isinstance(module, FSDPModule | FullyShardedDataParallel) for module in inner
-    )
+    ):
+        return True
+    sharded = [parameter for parameter in block.parameters() if isinstance(parameter, DTensor)]
+    return any(not isinstance(block, FSDPModule) or one.device_mesh.ndim > 1 for one in sharded)
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -128,14 +142,19 @@ class BlockPolicy:
     def __init__(self, actions: Mapping[str, str], rest: str = "keep") -> None:
         self.follow(actions, rest)
 
-    def follow(self, actions: Mapping[str, str], rest: str = "keep") -> None:
-        """Do this from the next forward on. Called between steps."""
+    def follow(self, actions: Mapping[str, str], rest: str = "keep", *, expected: int | None = None) -> None:
+        """Do this from the next forward on. Called between steps.
+
+        Args:
+            expected: bytes that the largest forward saves then; None: what the first ones save.
+        """
         unknown = sorted({*actions.values(), rest} - set(ACTIONS))
         if unknown:
             raise ValueError(f"the plan has the actions {unknown}; allowed: {', '.join(ACTIONS)}")
         self._actions = {name: ACTIONS[action] for name, action in actions.items()}
         self._rest = ACTIONS[rest]
         self._known: dict[tuple[Running, ...], Action] = {}
+        self._expected = expected
         self._first: list[int] = []  # bytes of the first forwards under these actions
         self._latest: deque[int] = deque(maxlen=REMEMBERED)
 
@@ -153,12 +172,20 @@ class BlockPolicy:
             self._first.append(forward.saved_bytes)
         self._latest.append(forward.saved_bytes)
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest of the latest forwards."""
+        return max(self._latest, default=0)
+
     def shape_changed(self) -> bool:
-        """The largest of the latest forwards differs from the largest of the first under these actions by a fifth and more."""
+        """The largest of the latest forwards differs from the largest of the first under these actions by a fifth and more, or is
+        larger than expected by as much."""
+        if self._expected is not None and self.largest > 1.2 * self._expected:
+            return True
         if len(self._first) < REMEMBERED:
             return False
         before = max(self._first)
-        return not 0.8 * before <= max(self._latest) <= 1.2 * before
+        return not 0.8 * before <= self.largest <= 1.2 * before
 
 
 def recompute_blocks(
@@ -179,16 +206,17 @@ def recompute_modules(
     """Run these blocks under the checkpoint function.
 
     Their `forward` is replaced on the instance; what was there comes back when the returned function is called. A call with an
-    object that a second run could find changed (a cache) is not recomputed, nor one without gradients.
+    object that a second run could find changed (a cache) is not recomputed, nor one without gradients. A call that changes its
+    input in place raises RuntimeError.
 
     Args:
-        checkpoint: default: one with the config's defaults.
+        checkpoint: default: as `ssdtrain.checkpoint`.
     """
-    run = checkpoint or Checkpoint()
+    run = checkpoint or default_checkpoint
     undo: list[Callable[[], None]] = []
-    for block in blocks.values():
+    for name, block in blocks.items():
         own = block.__dict__.get("forward")
-        block.forward = _Recomputed(run, block, block.forward, own is not None)
+        block.forward = _Recomputed(run, name, block, block.forward, own is not None)
         undo.append(lambda block=block, own=own: _restore(block, own))  # type: ignore[misc]
 
     def restore() -> None:
@@ -202,15 +230,23 @@ class _Recomputed:
     """Stands as the forward of a block; a copy of the block has the forward that was there before."""
 
     def __init__(
-        self, checkpoint: Checkpoint, block: nn.Module, forward: Callable[..., Any], own: bool
+        self, checkpoint: Checkpoint, name: str, block: nn.Module, forward: Callable[..., Any], own: bool
     ) -> None:
         self.checkpoint, self.block, self.forward, self.own = checkpoint, block, forward, own
+        self.name = name
         functools.update_wrapper(self, forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not may_run_again((args, kwargs)):
             return self.forward(*args, **kwargs)
-        return self.checkpoint(self.forward, *args, **kwargs)
+        before = versions((args, kwargs))
+        outputs = self.checkpoint(self.forward, *args, **kwargs)
+        if versions((args, kwargs)) != before:
+            raise RuntimeError(
+                f"ssdtrain.plan: the block {self.name!r} changes its input in place, and cannot run again from it in backward: "
+                'use an operation that is not in place, leave the block out of plan.blocks, or set plan.recompute to "off"'
+            )
+        return outputs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.forward, memo)

@@ -21,6 +21,7 @@ class Problem:
         machine: bandwidths, and capacities of the tiers.
         actions: by name, what may be done with a block. Must have "keep". Lossy ones are here only where the config allows them.
         fixed: blocks, by their number over all chunks, that are always kept.
+        impure: the same, that are never recomputed. Their `recompute` is 0.
         steps: that are simulated; the last one is judged, which begins while transfers of those before are under way.
     """
 
@@ -29,6 +30,7 @@ class Problem:
     machine: Machine
     actions: Mapping[str, Choice]
     fixed: frozenset[int] = frozenset()
+    impure: frozenset[int] = frozenset()
     steps: int = 1
 
     @property

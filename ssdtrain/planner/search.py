@@ -101,7 +101,8 @@ class _Search:
         """The plan in which the decided blocks have the actions `chosen`, in their order."""
         names = ["keep"] * len(self.blocks)
         for number, name in zip(self.decided, chosen, strict=True):
-            names[number] = name
+            again = self.problem.actions[name].recompute
+            names[number] = "keep" if again and number in self.problem.impure else name
         key = tuple(names)
         known = self.plans.get(key)
         if known is None:

@@ -229,6 +229,11 @@ class PassRecorder:
         found = self._passes.get(tape)
         return found.hooks[-1][4] if found is not None and found.hooks else None
 
+    def serial(self, tape: _Tape) -> int | None:
+        """The serial number of `tape`; None: it is not recorded."""
+        found = self._passes.get(tape)
+        return found.serial if found is not None else None
+
     def backward_ended(self, now: _Timestamp) -> None:
         """The backward that ran last is over."""
         if self._current is not None:

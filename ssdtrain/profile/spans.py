@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ssdtrain.profile.modules import no_hook
 
-__all__ = ["BlockSpans", "Span", "may_run_again"]
+__all__ = ["BlockSpans", "Collectives", "Span", "may_run_again", "versions"]
 
 PLAIN = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 """What a block is called with where it may run again: a cache, for one, would be filled twice."""
@@ -30,7 +31,8 @@ class Span:
     Attributes:
         inputs: bytes of these that it is called with.
         small: bytes of the storages that it saved and that are not in these regions.
-        pure: it may run again: it is called with plain arguments and changes no buffer.
+        plain: it is called with plain arguments: see `may_run_again`.
+        why: it must not run again; "": it may.
         timestamps: of its begin, of the end of the hook that saved its last tensor, of its end; None where passes are not
             recorded.
     """
@@ -40,8 +42,43 @@ class Span:
     end: int = 0
     inputs: int = 0
     small: int = 0
-    pure: bool = True
+    plain: bool = True
+    why: str = ""
     timestamps: tuple[Any, Any, Any] | None = None
+
+    @property
+    def pure(self) -> bool:
+        """It may run again."""
+        return not self.why
+
+
+COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+"""Namespaces of torch's operators of collectives and of messages between two ranks."""
+
+OBJECT = "it is called with an object that is no tensor or plain value (a cache: use_cache=False)"
+
+
+class Collectives(TorchDispatchMode):
+    """While it is active, calls `seen` before every collective and message of this thread.
+
+    A second run of what communicates would pair with whatever another rank, which runs nothing again, sends next.
+    """
+
+    def __init__(self, seen: Callable[[], None]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled runs compiled all the same."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types:
+            return NotImplemented  # a DTensor, for one: its operations on plain tensors are seen
+        if func.namespace in COMMUNICATION:
+            self._seen()
+        return func(*args, **(kwargs or {}))
 
 
 class _Running(NamedTuple):
@@ -50,8 +87,10 @@ class _Running(NamedTuple):
     span: Span
     storages: frozenset[int]
     """Of the storages that it is called with."""
+    tensors: list[Tensor]
+    """That it is called with, and its buffers."""
     versions: list[int]
-    """Of its buffers, before."""
+    """Of these, before."""
     unoffloaded: int
     """What the meter counted before, bytes."""
     began: Any
@@ -95,10 +134,19 @@ class BlockSpans:
             return
         tensors = [t for t in tree_iter(arguments) if isinstance(t, Tensor) and t.layout is torch.strided]
         storages = frozenset(id(t.untyped_storage()) for t in tensors)  # by which the meter knows them
-        span = Span(name, len(tape.regions), pure=may_run_again(arguments))
+        plain = may_run_again(arguments)
+        span = Span(name, len(tape.regions), plain=plain, why="" if plain else OBJECT)
         began = self._engine.device.timestamp() if self._recorder() is not None else None
         counted = self._engine.meter.unoffloaded_bytes
-        self._running = _Running(span, storages, _versions(block), counted, began)
+        watched = [*tensors, *block.buffers()]
+        self._running = _Running(span, storages, watched, versions(watched), counted, began)
+
+    def communicates(self) -> None:
+        """A collective is called: the block that runs, if one does, must not run again."""
+        if self._running is not None:
+            self._running.span.why = (
+                self._running.span.why or "it communicates with other ranks in its forward"
+            )
 
     def leave(self, name: str, block: nn.Module) -> None:
         running, tape, recorder = self._running, self._tape(), self._recorder()
@@ -111,7 +159,8 @@ class BlockSpans:
         span.inputs = sum(region.nbytes for region in saved if region.seen.key in running.storages)
         grown = self._engine.meter.unoffloaded_bytes - running.unoffloaded
         span.small = max(0, grown - sum(region.nbytes for region in saved))
-        span.pure = span.pure and running.versions == _versions(block)
+        if not span.why and running.versions != versions(running.tensors):
+            span.why = "it changes a buffer, or its input in place"
         if recorder is not None and running.began is not None:
             last = recorder.last_packed(tape)
             ended = self._engine.device.timestamp()
@@ -119,8 +168,9 @@ class BlockSpans:
         self.found.append(span)
 
 
-def _versions(block: nn.Module) -> list[int]:
-    return [buffer._version for buffer in block.buffers()]
+def versions(values: Any) -> list[int]:
+    """How often each tensor in `values` was changed in place, where torch counts it."""
+    return [t._version for t in tree_iter(values) if isinstance(t, Tensor) and not t.is_inference()]
 
 
 class _Before:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ssdtrain.config import Config, load_config
 from ssdtrain.features import Feature
-from ssdtrain.offload.checkpoint import Checkpoint
+from ssdtrain.offload.checkpoint import checkpoint
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tape import Tape
 from ssdtrain.planner.execute import recomputable_blocks
@@ -22,8 +22,6 @@ from ssdtrain.pytorch.attached import attach_model
 from ssdtrain.runtime import Runtime
 
 __all__ = ["Offload", "attach", "checkpoint", "offload"]
-
-checkpoint = Checkpoint()
 
 
 class Offload:

@@ -2,16 +2,20 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from ssdtrain.config import load_config
+from ssdtrain.features import Step
 from ssdtrain.planner.adaptive import AdaptivePolicy
 from ssdtrain.planner.choose import choose_offloads
+from ssdtrain.planner.controller import AdaptiveOffload
 from ssdtrain.planner.decisions import Outcome, decision_table
 from ssdtrain.planner.measured import Profile
+from ssdtrain.planner.plans import NoPlan
 from ssdtrain.planner.step import KEEP, Machine, Tier, one_after_the_other
 from ssdtrain.runtime import Runtime
 
@@ -142,3 +146,73 @@ def test_evaluation_leaves_no_record_behind(tmp_path: Path, caplog: pytest.LogCa
             if runtime.engine.policy.plans and step >= 2:
                 break
         assert runtime.engine.policy.plans
+
+
+def controller_of(runtime: Runtime, machine: Machine, **more: Any) -> AdaptiveOffload:
+    """With a profile of one step, on a machine of its own."""
+
+    class Controller(AdaptiveOffload):
+        def machine(self) -> Machine:
+            return machine
+
+    assert runtime.engine is not None and runtime.offload is not None
+    found = Controller(runtime.engine, runtime.offload.store, AdaptivePolicy(), **more)
+    gradients(make_model(), runtime, 0)
+    found.on_step_end(Step(0, 1.0))
+    assert found._profile is not None
+    return found
+
+
+SLOW, FAST = (Machine((Tier("ssd", rate, rate),), prefetch=1) for rate in (1e3, 1e12))
+
+
+def test_a_limit_that_takes_longer_than_allowed_is_an_error(tmp_path: Path) -> None:
+    with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
+        for most, machine in ((None, SLOW), (0.02, FAST), (0.02, SLOW)):
+            found = controller_of(
+                runtime, machine, device_budget=400 << 10, must_fit=True, most_slowdown=most
+            )
+            profile = found._profile
+            assert profile is not None
+            if machine is SLOW and most is not None:
+                with pytest.raises(NoPlan, match="s a step"):
+                    found._plan(profile)
+            else:
+                found._plan(profile)
+                # A drive that is slower by now is no reason to stop.
+                before, found._device_budget = found.chosen, 1
+                found._plan(profile)
+                assert found.chosen is before
+
+
+def test_a_peak_of_a_larger_step_before_is_not_taken_for_one_of_this_plan(tmp_path: Path) -> None:
+    with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
+        gradients(make_model(), runtime, 0, rows=4096)
+        assert runtime.engine is not None
+        runtime.engine.recorder.take()
+        found = controller_of(runtime, FAST)
+        gradients(make_model(), runtime, 0)
+        found.on_step_end(Step(1, 1.0))
+        assert found._profile is not None
+        assert found._other_bytes(found._profile) < 1 << 20  # 4096 rows save 8 MiB
+
+
+def test_a_rate_that_is_not_reached_is_not_said_to_bind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Limit:
+        rate = 1e11
+
+        def observe(self, *_: object) -> None: ...
+
+        def planned(self, *, bound: bool) -> None:
+            self.bound = bound
+
+    with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
+        for rate, bound in ((1e11, False), (1.0, True)):
+            found, limit = controller_of(runtime, FAST), Limit()
+            limit.rate = rate
+            found._wear = limit  # type: ignore[assignment]
+            assert found._profile is not None
+            found._plan(found._profile)
+            assert limit.bound is bound

@@ -1,0 +1,237 @@
+"""`"plan": "auto"` where a second run of a block, or a new plan, would do harm: what is refused, and what is said."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+import ssdtrain
+from ssdtrain.config import ConfigError, PlanConfig
+from ssdtrain.planner.auto import AutoPlan
+from ssdtrain.planner.execute import BlockPolicy, recomputable_blocks
+from ssdtrain.planner.plans import Problem, actions_for
+from ssdtrain.planner.search import search
+from ssdtrain.planner.step import Block, Machine, one_after_the_other
+from tests.planner.test_plan_auto import QUIET, STEPS, Cache, Caches, Stack, auto_of, equal, gpt, train
+from tests.support.ranks import on_ranks
+
+LEAST = {"plan": {"objective": "memory", "max_slowdown": 5.0}, **QUIET}
+"""Whatever may be recomputed is."""
+
+
+class Sum(torch.autograd.Function):
+    """Of all ranks, as a layer of tensor parallelism by hand makes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
+        if kind == "functional":
+            return functional.all_reduce(x, "sum", dist.group.WORLD)
+        if kind == "messages":
+            other = torch.empty_like(x)
+            peer = 1 - dist.get_rank()
+            pair = [dist.P2POp(dist.isend, x.contiguous(), peer), dist.P2POp(dist.irecv, other, peer)]
+            for work in dist.batch_isend_irecv(pair):
+                work.wait()
+            return x + other
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class Communicates(nn.Module):
+    kind = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x).tanh()
+        return Sum.apply(x, self.kind).tanh() if self.kind else x
+
+
+def _by_hand(rank: int) -> list[Any]:
+    found: list[Any] = []
+    for kind in ("", "all_reduce", "functional", "messages"):
+        Communicates.kind = kind
+        torch.manual_seed(0)
+        expected = train(Stack(Communicates))
+        torch.manual_seed(0)
+        model = Stack(Communicates)
+        with ssdtrain.attach(model, LEAST) as runtime:
+            same = equal(expected, train(model))
+            plan = auto_of(runtime).plan
+        found.append((same, plan is not None and plan.count("recompute") > 0))
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        layer.linear.weight = nn.Parameter(distribute_tensor(layer.linear.weight.data, mesh, [Replicate()]))
+    found.append(recomputable_blocks(model, PlanConfig()))
+    return found
+
+
+@pytest.mark.distributed
+def test_a_block_that_communicates_is_never_recomputed() -> None:
+    for found in on_ranks(2, _by_hand):
+        assert found == [(True, True), (True, False), (True, False), (True, False), None]
+
+
+def test_an_impure_block_is_never_recomputed_though_its_small_tensors_would_go() -> None:
+    blocks = [Block(f"block {i}", 1.0, 2.0, 100, recompute=0.0, small=1000) for i in range(12)]
+    impure = frozenset({1, 5, 11})
+    problem = Problem(
+        [blocks], one_after_the_other(), Machine(), actions_for(Machine()), frozenset({0}), impure
+    )
+    best = search(problem, exact=1)[0]
+    assert {number for number, action in enumerate(best.actions) if action == "keep"} >= impure
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.relu_())
+
+
+def test_a_block_that_changes_its_input_is_not_recomputed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected = train(Stack(InPlace))
+    torch.manual_seed(0)
+    model = Stack(InPlace)
+    config = {**LEAST, "offload": {"directories": str(tmp_path), "min_bytes": "4KiB"}}
+    with ssdtrain.attach(model, config) as runtime:
+        assert equal(expected, train(model))
+        plan = auto_of(runtime).plan
+    assert plan is not None and not plan.count("recompute")
+    model = Stack(InPlace)
+    with (
+        ssdtrain.attach(model, LEAST),
+        pytest.raises(RuntimeError, match=r"'layers\.0' changes its input in place"),
+    ):
+        train(model)
+
+
+class Draws(nn.Module):
+    """Drops by a generator that torch does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(64, 64), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.linear(x).tanh()) * (1 + random.random())
+
+
+def test_random_numbers_are_drawn_again_whatever_the_config_says() -> None:
+    def run(attached: bool) -> list[torch.Tensor]:
+        random.seed(0)
+        torch.manual_seed(0)
+        model = Stack(Draws)
+        checkpoint = {"preserve_rng_state": False, "use_reentrant": True}
+        if not attached:
+            return train(model)
+        with ssdtrain.attach(model, {**LEAST, "checkpoint": checkpoint}) as runtime:
+            found = train(model)
+            plan = auto_of(runtime).plan
+            assert plan is not None and plan.count("recompute")
+        return found
+
+    ssdtrain.checkpoint.register_random_state("python", random.getstate, random.setstate)
+    try:
+        assert equal(run(False), run(True))
+    finally:
+        ssdtrain.checkpoint.unregister_random_state("python")
+
+
+def test_where_the_bandwidth_leaves_no_plan_the_old_one_is_followed(caplog: pytest.LogCaptureFixture) -> None:
+    model = gpt()
+    with ssdtrain.attach(model, {"plan": {"device_limit": "4MiB"}, **QUIET}) as runtime:
+        train(model)
+        auto = auto_of(runtime)
+        before = auto.plan
+        auto._config = PlanConfig(device_limit=1)
+        for _ in range(8):
+            auto._make(auto._measured)
+        assert auto.plan is before is not None
+        assert auto._drift <= 0.6
+        train(model, 1)
+    lines = [r.getMessage() for r in caplog.records if "the plan of before is followed" in r.getMessage()]
+    assert len(lines) == 1 and "no plan keeps to" in lines[0]
+
+
+def test_where_no_block_can_be_recomputed_somebody_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "ssdtrain")
+    model = Stack(Caches)
+    with ssdtrain.attach(model, {"plan": "auto", **QUIET}):
+        train(model)
+    [line] = [r.getMessage() for r in caplog.records if "ssdtrain.plan" in r.getMessage()]
+    assert "no block can be recomputed: layers.0: it is called with an object" in line
+    assert "use_cache=False" in line
+    with (
+        ssdtrain.attach(model, {"plan": {"recompute": "on"}, **QUIET}),
+        pytest.raises(ConfigError, match=r"can recompute no block: layers\.0"),
+    ):
+        train(model)
+    assert model.cache is not None and isinstance(model.cache, Cache)
+
+
+def test_a_layer_that_is_in_the_list_several_times_is_no_block() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(4, 4)] * 3)
+    assert recomputable_blocks(model, PlanConfig()) is None
+
+
+def test_a_forward_larger_than_the_profiled_ones_is_noticed_at_once() -> None:
+    from ssdtrain.offload.policy import ForwardProfile
+
+    policy = BlockPolicy({})
+    policy.follow({}, expected=100)
+    policy.observe(ForwardProfile(0, 0, 110, 0.0, 0.0))
+    assert not policy.shape_changed()
+    policy.observe(ForwardProfile(0, 0, 130, 0.0, 0.0))
+    assert policy.shape_changed()
+
+
+def test_the_largest_recorded_forward_is_planned_for() -> None:
+    model = gpt()
+    sizes = [4, 4, 4, 12, 4, 2] + [12] * 10
+    with ssdtrain.attach(model, {"plan": {"device_limit": "16MiB"}, **QUIET}) as runtime:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for size in sizes:
+            tokens = torch.randint(256, (size, 32))
+            model(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        auto = auto_of(runtime)
+        assert auto.metric.plans == 1 and auto.plan is not None and auto.plan.peak <= 16 << 20
+
+
+def test_a_plan_that_nobody_holds_is_gone() -> None:
+    def attached() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
+        model = gpt()
+        runtime = ssdtrain.attach(model, {"plan": "auto", **QUIET})
+        train(model, STEPS)
+        return weakref.ref(model), weakref.ref(auto_of(runtime))
+
+    model, plan = attached()
+    gc.collect()
+    found = plan()
+    assert found is None or isinstance(found, AutoPlan)
+    assert model() is None and found is None
