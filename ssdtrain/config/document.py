@@ -14,7 +14,7 @@ from ssdtrain.config.flags import FILE_FLAG, flags, to_arguments
 from ssdtrain.config.kinds import kind_of
 from ssdtrain.config.load import load_config, section_of
 from ssdtrain.config.paths import PLACEHOLDERS
-from ssdtrain.config.schema import RESERVED, Config
+from ssdtrain.config.schema import Config
 from ssdtrain.config.section import Section
 from ssdtrain.config.units import DURATION_UNITS, SIZE_UNITS, exact_size, format_duration
 
@@ -47,7 +47,7 @@ reported together when the config is read:
 
 def document() -> str:
     """The content of docs/config.md."""
-    parts = [_introduction(), _examples(), _values(), *_sections(Config, ()), _reserved()]
+    parts = [_introduction(), _examples(), _values(), *_sections(Config, ())]
     return "\n".join(part for part in parts if part)
 
 
@@ -159,17 +159,6 @@ def _default(field: FieldInfo) -> str:
     if kind.name == "size":
         return f'`"{exact_size(value)}"`' if value else "`0`"
     return f"`{json.dumps(kind.plain(value))}`"
-
-
-def _reserved() -> str:
-    if not RESERVED:
-        return ""
-    keys = ", ".join(f"`{KEY}.{key}`" for key in sorted(RESERVED))
-    return f"""\
-## Not in this version
-
-{keys} are reserved and rejected with "not in this version".
-"""
 
 
 def main(arguments: list[str]) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from ssdtrain.config.errors import ConfigError, Problem, printable
-from ssdtrain.config.schema import RESERVED, Config
+from ssdtrain.config.schema import Config
 from ssdtrain.config.similar import resembles
 
 KEY = "ssdtrain"
@@ -74,7 +74,7 @@ def _block_of(content: Any, file: str, path: str) -> dict[str, Any]:
     problems: list[Problem] = []
     if isinstance(content, dict) and KEY in content:
         block, where = content[KEY], f'the key "{KEY}" of {file}'
-        beside = [key for key in (*Config.model_fields, *RESERVED) if key in content and key != "checkpoint"]
+        beside = [key for key in Config.model_fields if key in content and key != "checkpoint"]
         problems += [
             Problem(f"{path}.{key}", content[key], f'stands beside the key "{KEY}"', f'inside "{KEY}"')
             for key in beside

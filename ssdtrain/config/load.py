@@ -12,7 +12,7 @@ from ssdtrain.config.errors import ConfigError, ConflictingValues, InvalidValue,
 from ssdtrain.config.files import KEY, read_block
 from ssdtrain.config.kinds import kind_of
 from ssdtrain.config.paths import DIRECTORY_ALLOWED, expand_path, has_placeholder, problem_with_directory
-from ssdtrain.config.schema import RESERVED, Config
+from ssdtrain.config.schema import Config
 from ssdtrain.config.section import Section
 from ssdtrain.config.similar import closest, resembles
 
@@ -112,10 +112,6 @@ def _is_auto(value: Any) -> bool:
 def _unknown_key(key: Any, value: Any, section: type[Section], path: str, within: str) -> Problem:
     allowed = f"the keys {', '.join(section.model_fields)}"
     full = f"{path}.{shown_key(key)}"
-    if isinstance(key, str) and f"{within}{key}" in RESERVED:
-        return Problem(
-            full, value, "is set, but this key is not in this version", f"leaving it out; {allowed}"
-        )
     why = "is set, but there is no such key"
     root = path.removesuffix(f".{within}"[:-1]) if within else path
     hint = _similar(key, section, path, root) if isinstance(key, str) else None

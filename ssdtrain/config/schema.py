@@ -34,9 +34,6 @@ from ssdtrain.config.plan import PlanConfig
 from ssdtrain.config.section import Conflict, Section
 from ssdtrain.config.units import KiB, MiB, exact_size
 
-RESERVED: frozenset[str] = frozenset()
-"""Keys of later versions; reserved keys are rejected explicitly."""
-
 
 class EnduranceConfig(Section):
     """How long the drives should live at the rate of this run, day and night. With `amount: "auto"` no more is written than they

@@ -125,15 +125,6 @@ def test_a_small_buffer_does_not_contradict_a_default_that_nobody_wrote() -> Non
     assert config.offload is not None and config.offload.in_flight > config.offload.buffer
 
 
-def test_a_key_of_a_later_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = "report.colour"
-    monkeypatch.setattr("ssdtrain.config.load.RESERVED", frozenset({key}))
-    (problem,) = rejected(nested(tuple(key.split(".")), {"x": 1})).problems
-    assert problem.path == f"ssdtrain.{key}"
-    assert "not in this version" in problem.why
-    assert "leaving it out" in problem.allowed
-
-
 @pytest.mark.parametrize(
     ("keys", "meant"),
     [
