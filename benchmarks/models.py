@@ -1,9 +1,11 @@
 """The models that benchmarks train. The GPT is the demo's, so that their figures speak of the same thing."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
+from benchmarks.gpu.models import Model
 from examples.support.model import GPT, GPTConfig
 
 __all__ = ["GPT", "MODELS", "GPTConfig", "gpt"]
@@ -23,5 +25,16 @@ def gpt(
     return GPT(config, recomputed_blocks=recomputed_blocks)
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"gpt": gpt}
+def other(kind: str, *, layers: int, hidden: int = 384, heads: int = 6, sequence: int = 512) -> Model:
+    """A BERT or T5 of the GPU's benchmark, without dropout: two steps have the same gradients."""
+    return Model(
+        kind, layers=layers, hidden=hidden, heads=heads, positions=sequence, vocabulary=256, dropout=0.0
+    )
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "gpt": gpt,
+    "bert": partial(other, "bert"),
+    "t5": partial(other, "t5"),
+}
 """By the name that `--model` takes."""

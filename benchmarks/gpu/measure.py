@@ -71,7 +71,8 @@ def measure(
     dtype = torch.bfloat16
     model = Model(
         geometry.kind, hidden=geometry.hidden, layers=geometry.layers, heads=max(1, geometry.hidden // 128),
-        vocabulary=geometry.vocabulary, positions=geometry.sequence, recompute=way == "recompute", device=device, dtype=dtype,
+        vocabulary=geometry.vocabulary, positions=geometry.sequence,
+        recomputed_blocks=geometry.layers if way == "recompute" else 0, device=device, dtype=dtype,
     )  # fmt: skip
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

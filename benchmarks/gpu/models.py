@@ -43,9 +43,10 @@ class Block(nn.Module):
     """A layer of an encoder or decoder."""
 
     def __init__(
-        self, hidden: int, heads: int, *, causal: bool, cross: bool, options: dict[str, Any]
+        self, hidden: int, heads: int, dropout: float, *, causal: bool, cross: bool, options: dict[str, Any]
     ) -> None:
         super().__init__()
+        self.dropout = dropout
         self.before_attention = nn.LayerNorm(hidden, **options)
         self.attention = Attention(hidden, heads, causal, options)
         self.before_cross = nn.LayerNorm(hidden, **options) if cross else None
@@ -61,7 +62,7 @@ class Block(nn.Module):
         return x_BTH + self._dropped(self.down(functional.gelu(self.up(self.before_mlp(x_BTH)))))
 
     def _dropped(self, x_BTH: Tensor) -> Tensor:
-        return functional.dropout(x_BTH, DROPOUT, self.training)
+        return functional.dropout(x_BTH, self.dropout, self.training)
 
 
 class Model(nn.Module):
@@ -70,7 +71,9 @@ class Model(nn.Module):
     Args:
         kind: "gpt" (causal), "bert" or "t5".
         positions: the longest sequence.
-        recompute: recompute every layer in backward.
+        recomputed_blocks: so many layers, from the first, keep only their inputs and run again in backward. By the reentrant
+            checkpoint, as Megatron does: a meter of saved tensors sees what the second run saves.
+        dropout: probability behind attention and MLP.
         device, dtype: of the parameters.
     """
 
@@ -83,7 +86,8 @@ class Model(nn.Module):
         heads: int,
         vocabulary: int = 50304,
         positions: int = 1024,
-        recompute: bool = False,
+        recomputed_blocks: int = 0,
+        dropout: float = DROPOUT,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -91,15 +95,15 @@ class Model(nn.Module):
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
         options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.recompute = recompute
+        self.recomputed_blocks = recomputed_blocks
         self.embedding = nn.Embedding(vocabulary, hidden, **options)
         self.position = nn.Embedding(positions, hidden, **options)
         encoders = {"gpt": 0, "bert": layers, "t5": layers // 2}[kind]
         self.encoder = nn.ModuleList(
-            Block(hidden, heads, causal=False, cross=False, options=options) for _ in range(encoders)
+            Block(hidden, heads, dropout, causal=False, cross=False, options=options) for _ in range(encoders)
         )
         self.decoder = nn.ModuleList(
-            Block(hidden, heads, causal=True, cross=kind == "t5", options=options)
+            Block(hidden, heads, dropout, causal=True, cross=kind == "t5", options=options)
             for _ in range(layers - encoders)
         )
         self.norm = nn.LayerNorm(hidden, **options)
@@ -109,19 +113,19 @@ class Model(nn.Module):
         place = torch.arange(tokens.shape[1], device=tokens.device)
         embedded = self.embedding(tokens) + self.position(place)
         memory = x_BTH = embedded
-        for block in self.encoder:
-            x_BTH = self._run(block, x_BTH)
+        for index, block in enumerate(self.encoder):
+            x_BTH = self._run(index, block, x_BTH)
         if len(self.decoder):
             memory = x_BTH
             x_BTH = embedded
-            for block in self.decoder:
-                x_BTH = self._run(block, x_BTH, memory)
+            for index, block in enumerate(self.decoder, len(self.encoder)):
+                x_BTH = self._run(index, block, x_BTH, memory)
         logits = self.head(self.norm(x_BTH))
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    def _run(self, block: nn.Module, *inputs: Tensor) -> Tensor:
-        if self.recompute:
-            found: Tensor = checkpoint(block, *inputs, use_reentrant=False)
+    def _run(self, index: int, block: nn.Module, *inputs: Tensor) -> Tensor:
+        if index < self.recomputed_blocks and torch.is_grad_enabled():
+            found: Tensor = checkpoint(block, *inputs, use_reentrant=True)
             return found
         plain: Tensor = block(*inputs)
         return plain
