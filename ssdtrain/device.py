@@ -23,6 +23,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ssdtrain.timestamps import ORIGIN_PERIOD, CudaTimestamp, HostTimestamp, Origin, Timestamp
+
 __all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "HostTimestamp", "Timestamp", "device_for"]
 
 
@@ -53,39 +55,6 @@ class Event(Protocol):
     def query(self) -> bool: ...
 
     def synchronize(self) -> None: ...
-
-
-class Timestamp(Protocol):
-    """A point in the time line of a device."""
-
-    def seconds(self) -> float | None:
-        """On a clock of the device; None: it has not come to that point. Does not block."""
-
-
-class HostTimestamp:
-    """A point in time of the host, which computes itself.
-
-    Args:
-        now: seconds.
-    """
-
-    __slots__ = ("now",)
-
-    def __init__(self, now: float) -> None:
-        self.now = now
-
-    def seconds(self) -> float:
-        return self.now
-
-
-class _CudaTimestamp:
-    __slots__ = ("_event", "_origin")
-
-    def __init__(self, origin: torch.cuda.Event, event: torch.cuda.Event) -> None:
-        self._origin, self._event = origin, event
-
-    def seconds(self) -> float | None:
-        return self._origin.elapsed_time(self._event) / 1e3 if self._event.query() else None
 
 
 class Device(Protocol):
@@ -222,16 +191,18 @@ class CudaDevice:
         self.device = torch.device("cuda", index)
         self._store_stream = torch.cuda.Stream(self.device)
         self._load_stream = torch.cuda.Stream(self.device)
-        self._origin: torch.cuda.Event | None = None  # of timestamps
+        self._origin: Origin | None = None  # of timestamps
         self._link: tuple[float, float] | None = None
 
     def timestamp(self) -> Timestamp:
         stream = torch.cuda.current_stream(self.device)
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
-        if self._origin is None:
-            self._origin = event
-        return _CudaTimestamp(self._origin, event)
+        origin = self._origin
+        if origin is None or time.monotonic() - origin.made > ORIGIN_PERIOD:
+            timestamp = None if origin is None else CudaTimestamp(origin, event)
+            origin = self._origin = Origin(event, timestamp)
+        return CudaTimestamp(origin, event)
 
     def link_bandwidth(self) -> tuple[float, float]:
         if self._link is None:
@@ -322,6 +293,7 @@ class CudaDevice:
 
             def unregister() -> None:
                 with torch.cuda.device(self.device):
+                    torch.cuda.synchronize()  # a copy may still use it
                     torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
 
             return unregister

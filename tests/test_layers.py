@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 # with a floor of its own is a room.
 FLOOR = {
     "config": 0,
-    "device": 0,
+    "device": 1,
+    "timestamps": 0,
     "ranks": 0,
     "telemetry.text": 1,
     "telemetry.registry": 2,

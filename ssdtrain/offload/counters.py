@@ -34,11 +34,15 @@ def _word(tensor: torch.Tensor, offset: int) -> int:
 
 def _find_offset() -> int | None:
     """Where a tensor object has the pointer to its counter; None: unknown."""
-    tensor = torch.ones(4)
+    tensor, other, empty = (
+        torch.ones(4, device="cpu"),
+        torch.ones(4, device="cpu"),
+        torch.empty(0, device="cpu"),
+    )
     emptied = tensor.detach()
-    emptied.data = torch.empty(0)
+    emptied.data = empty.detach()
     shares = [tensor.detach(), tensor[1:], tensor.view(2, 2), tensor.detach()[2:], emptied]
-    differs = [tensor.data, tensor.detach().data, torch.ones(4), torch.empty(0)]
+    differs = [tensor.data, tensor.detach().data, other, empty]
     found = [
         offset
         for offset in range(0, _WORDS * _WORD, _WORD)
@@ -49,4 +53,5 @@ def _find_offset() -> int | None:
     return found[0] if len(found) == 1 else None
 
 
-_OFFSET = _find_offset()
+with torch.inference_mode(False):
+    _OFFSET = _find_offset()

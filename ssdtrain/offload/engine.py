@@ -25,7 +25,7 @@ from ssdtrain.offload.mover import Mover, wait_quietly
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import STAY, Action, ForwardProfile, OffloadPolicy, SavedTensorInfo
 from ssdtrain.offload.prefetch import Prefetcher
-from ssdtrain.offload.proof import Prover
+from ssdtrain.offload.proof import Prover, provable
 from ssdtrain.offload.region import Handle, Kept, Region, Releases, modified
 from ssdtrain.offload.restore import Restorer
 from ssdtrain.offload.sharing import Extent, Regions
@@ -139,7 +139,7 @@ class OffloadEngine:
         if postponed:
             for region in postponed:
                 self._starter.wait(region, self._lock)
-        if self.prover is not None and isinstance(held, Handle):
+        if self.prover is not None and isinstance(held, Handle) and provable(held.region.transfer.codec):
             held.proof = self.prover.saved(tape.unproven, tensor)
         if began is not None:
             self.recorder.packed(tape, began, self.device.timestamp())

@@ -88,12 +88,12 @@ class Loads:
                 raise overwritten(region.dtype, region.nbytes) from error
             raise error
         self.metrics.count_transfer("loads", region.name, transfer.operation)
+        if transfer.operation.digest:
+            self.metrics.verified_bytes += region.nbytes
         transfer.arrived(self.transfer.advance_load(region))
         transfer.operation = transfer.lease = None
         transfer.state = State.LOADED
         self.metrics.loaded_bytes += region.nbytes
-        if transfer.verify:
-            self.metrics.verified_bytes += region.nbytes
 
     def hand_out(self, region: Region) -> None:
         """Backward gets the region now: what it does is ordered after the load."""

@@ -112,11 +112,9 @@ class Mover:
             self._keep_for_want_of_room(region, error)
             return True
         self._begun += 1
-        if self._verified and not self.store.is_pinned(
-            transfer.slot
-        ):  # whose bytes no thread of the host sees
-            # Spread over the regions of a tape, however many there are.
-            transfer.verify = mix(self._begun) % self._verified == 0
+        # Spread over the regions of a tape, however many there are. No thread of the host sees the bytes of a pinned slot.
+        verifies = self._verified and not self.store.is_pinned(transfer.slot)
+        transfer.verify = bool(verifies) and mix(self._begun) % self._verified == 0
         defer = self._deferred + region.nbytes <= self.batch_bytes
         write = self.transfer.begin_store(region, defer=defer)
         if write is None:

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from ssdtrain.codecs import Codec
 from ssdtrain.device import Device
 
-__all__ = ["Proof", "ProofFailed", "Prover"]
+__all__ = ["Proof", "ProofFailed", "Prover", "provable"]
 
 _sequence_number = torch.autograd._get_sequence_nr
 
@@ -125,3 +126,8 @@ class Prover:
             _, stream, proof = unproven.pop(0)
             self._device.wait_stream(stream)
             proof.copy()
+
+
+def provable(codec: Codec | None) -> bool:
+    """Whether what it encodes comes back to the bit: what a policy has encoded by a lossy codec cannot be proven."""
+    return codec is None or codec.lossless

@@ -16,6 +16,10 @@ the same tensor, which is known by weak reference. `.data` makes an alias with a
 the other. `detach()` makes one that has the counter and does not say whose (ZeRO-3 hands each module a detached input): see
 Note: [Addresses of version counters] in `counters`.
 
+Note: [Detached inside of an operator]
+Fused kernels write a gradient over their input, which no version shows, and save `input.detach()`: those bytes are not the ones
+that another operator saved before. Such a tensor needs no gradient; the outputs that ZeRO-3 detaches do. Only those join.
+
 Note: [Codecs and views]
 A region that a codec encodes holds one saved tensor and nothing else, and only tensors of its dtype join: as another dtype its
 bytes would come back changed, also those of a bool mask packed to bits.
@@ -91,7 +95,11 @@ class Regions:
                 and _contains(region, tensor, extent)
                 and region.transfer.state is not State.RELEASED
                 and not region.changed()
-                and (region.owner() is _owner(tensor) or same_counter(region.probe, tensor))
+                and (
+                    region.owner() is _owner(tensor)
+                    # See Note: [Detached inside of an operator].
+                    or (tensor.requires_grad and same_counter(region.probe, tensor))
+                )
             ):
                 return region
         return None

@@ -16,7 +16,7 @@ from ssdtrain.device import Device, Event
 from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.device_copy import DeviceCopy
-from ssdtrain.offload.region import Region
+from ssdtrain.offload.region import Region, after_close
 from ssdtrain.offload.targets import LoadTargets, Target
 from ssdtrain.offload.transfer import Encoding
 from ssdtrain.offload.transfer_state import Arrival, Read, Write
@@ -88,8 +88,6 @@ class StagedTransfer:
         assert slot is not None
         if self.store.is_pinned(slot):
             event = self.device.copy_to_host(_source(region), _bytes_of_slot(slot))
-            if event is not None:
-                self._passing[_TO_HOST].append(_Passing(event, None, None))
             return Write(self._copied(slot, event, into=True), event=event)
         lease = self.buffers.acquire(region.transfer.stored_bytes)
         if lease is None:
@@ -100,6 +98,8 @@ class StagedTransfer:
 
     def _copied(self, slot: Slot, event: Event | None, *, into: bool) -> Operation:
         """See Note: [Pinned host tier]."""
+        if event is not None:  # `close` waits for it: the tier is unmapped then
+            self._passing[_TO_HOST if into else _TO_DEVICE].append(_Passing(event, None, None))
         copy = DeviceCopy(self.device, event, slot.nbytes)
         self.store.copied(slot, copy, into=into)
         return copy
@@ -159,6 +159,8 @@ class StagedTransfer:
         if transfer.lease is not None:
             return torch.frombuffer(transfer.lease.view(), dtype=torch.uint8)
         if transfer.slot is not None and self.store.is_pinned(transfer.slot):
+            if self.store.closed:
+                raise after_close()
             return _bytes_of_slot(transfer.slot)
         return None
 
@@ -177,13 +179,13 @@ class StagedTransfer:
         return Read(self.store.read(transfer.slot, buffer.data_ptr()), loaded=buffer)
 
     def advance_load(self, region: Region) -> Arrival:
-        lease = region.transfer.lease
-        host = self._staged(region) if region.transfer.loaded is None else region.transfer.loaded
+        lease, unpooled = region.transfer.lease, region.transfer.loaded
+        host = self._staged(region) if unpooled is None else unpooled
         assert host is not None
         # It may find no memory: then the region is as before, and this may be tried again.
         arrival = self._copy_in(region, host)
-        if lease is None and arrival.event is not None:
-            self._passing[_TO_DEVICE].append(_Passing(arrival.event, None, host))
+        if unpooled is not None and arrival.event is not None:
+            self._passing[_TO_DEVICE].append(_Passing(arrival.event, None, unpooled))
         self._return(lease, arrival.event, region.transfer.event, region)
         if region.transfer.codec is None:
             return arrival

@@ -227,9 +227,10 @@ class AutoPlan(Feature):
         ):
             self._records.pop(0)
             return
-        event = self._engine.device.record(None)
+        device = self._engine.device
+        event = device.record(device.current_stream())
         if event is not None:
-            self._engine.device.block(event)
+            device.block(event)
         found = self._read(self._records)
         if not found:
             self._records.clear()  # no backward came

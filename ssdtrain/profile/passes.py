@@ -227,7 +227,7 @@ class PassRecorder:
     def last_packed(self, tape: _Tape) -> _Timestamp | None:
         """The end of the hook that last saved a tensor of `tape`."""
         found = self._passes.get(tape)
-        return found.hooks[-1][4] if found is not None and found.hooks else None
+        return found.hooks[-1][5] if found is not None and found.hooks else None
 
     def serial(self, tape: _Tape) -> int | None:
         """The serial number of `tape`; None: it is not recorded."""

@@ -77,7 +77,7 @@ def drive_of(directory: str | Path, *, proc: Path = Path("/proc"), sysfs: Path =
         block = sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
     status = os.statvfs(path)
     size = status.f_blocks * status.f_frsize
-    if not block.exists() and filesystem == "overlay" and upper and Path(upper).is_dir():
+    if not block.exists() and filesystem == "overlay" and _leads_on(upper, path):
         below = drive_of(upper, proc=proc, sysfs=sysfs)
         return replace(below, directory=str(path), mount=mount)
     if not block.exists():
@@ -99,6 +99,12 @@ def drive_of(directory: str | Path, *, proc: Path = Path("/proc"), sysfs: Path =
         _read(disk / "queue/rotational") == "1",
         tuple(leaf.name for leaf in disks),
     )
+
+
+def _leads_on(upper: str, path: Path) -> bool:
+    """Whether the upper directory of an overlay can be looked at, and is not where the look came from: from inside of a
+    container it may lie on the same overlay."""
+    return bool(upper) and Path(upper).is_dir() and Path(upper).resolve() != path
 
 
 def _whole(block: Path) -> Path:

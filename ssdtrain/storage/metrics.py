@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
@@ -56,7 +56,7 @@ class StoreMetrics(MetricSet):
     bytes_cancelled: int = counter(Unit.BYTES)
     """Bytes of reads and writes that were cancelled before they started."""
     write_seconds: float = counter(Unit.SECONDS, ranks=Reduce.MAX)
-    """Summed over tiers, with at least one write in flight."""
+    """Summed over tiers, with at least one write in flight. Copies that a device makes to the host tier are not in it."""
     read_seconds: float = counter(Unit.SECONDS, ranks=Reduce.MAX)
     host_bytes: int = gauge(Unit.BYTES, "in host memory", ranks=Reduce.SUM)
     """Bytes of the host tier currently in use."""
@@ -95,15 +95,12 @@ class StoreMetrics(MetricSet):
         host = None
         if arena is not None:
             host = TierMetrics("host memory", arena.capacity, arena.capacity, arena.allocated, *queues[-1])
-            host = replace(
-                host, bytes_written=host.bytes_written + copied[0], bytes_read=host.bytes_read + copied[1]
-            )
         tiers = [*drives, *([host] if host else [])]
         return cls(
             engine=engine,
-            host_bytes_written=host.bytes_written if host else 0,
+            host_bytes_written=host.bytes_written + copied[0] if host else 0,
             ssd_bytes_written=sum(drive.bytes_written for drive in drives),
-            host_bytes_read=host.bytes_read if host else 0,
+            host_bytes_read=host.bytes_read + copied[1] if host else 0,
             ssd_bytes_read=sum(drive.bytes_read for drive in drives),
             bytes_cancelled=cancelled,
             write_seconds=sum(tier.write_seconds for tier in tiers),

@@ -314,6 +314,10 @@ class SpillStore:
         """Whether a device copies to and from the memory of this slot itself: see `copied`."""
         return self._pinned and slot._lease is not None
 
+    @property
+    def closed(self) -> bool:
+        return self._closed  # and no memory of the host tier may be touched
+
     def copied(self, slot: Slot, operation: Operation, *, into: bool) -> None:
         """`operation` fills the memory of a pinned slot of the host tier (`into`), or reads it. It is not reused before."""
         slot.record(operation, 0 if into else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -39,14 +40,24 @@ def test_detached_tensors_join_where_their_counter_is_known(
     known: bool, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As ZeRO-3 hands each module a detached input."""
+
+    class HandedOn(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.detach()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient
+
     if not known:
         monkeypatch.setattr(counters, "_OFFSET", None)
     runtime = make_runtime()
     layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
-    y = torch.randn(128, 64)
+    y = torch.randn(128, 64, requires_grad=True)
 
     def losses() -> torch.Tensor:
-        inputs = [y.detach(), y.detach()[:], y.detach().requires_grad_()]
+        inputs = [HandedOn.apply(y), HandedOn.apply(y)[:], y.detach().requires_grad_()]
         return torch.stack([layer(each).sum() for layer, each in zip(layers, inputs, strict=True)]).sum()
 
     expected = torch.autograd.grad(losses(), list(layers.parameters()))

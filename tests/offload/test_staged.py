@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gc
 import time
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from ssdtrain.config import load_config
 from ssdtrain.offload.transfer_state import State
+from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults
 from tests.offload.conftest import VARIANTS, MakeRuntime, holds_nothing, settled
 from tests.offload.test_races import chain, engine_of, expected, pool_of, until
+from tests.support.lagging import LaggingDevice
 
 STAGED = VARIANTS[2]
 
@@ -107,3 +112,24 @@ def test_a_store_that_fails_after_close_leaves_its_bytes_where_they_are(make_run
     runtime.offload.store.close()  # type: ignore[union-attr]
     loss.backward()
     assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+
+
+def test_a_pinned_host_tier_is_not_looked_at_after_close(tmp_path: Path) -> None:
+    """1. loads of it are under way; 2. the runtime closes, and with it the tier is unmapped; 3. backward."""
+    device = LaggingDevice(seed=0)
+    with patch("ssdtrain.offload.build.device_for", lambda _: device):
+        section = {"host": "4MiB", "min_bytes": 1024, "buffer": "4MiB", "in_flight": "1MiB"}
+        runtime = Runtime(load_config({"offload": section}))
+    engine = engine_of(runtime)
+    x, loss = chain(runtime)
+    settled(runtime)
+    assert runtime.offload is not None
+    engine.prefetch(runtime.offload.tape(0, -1))
+    states = {region.transfer.state for region in runtime.offload.tape(0, -1).regions if region is not None}
+    assert State.LOADING in states or State.STORED in states
+    runtime.close()
+    with pytest.raises(RuntimeError, match="after the offload engine was closed"):
+        loss.backward()
+    device.close()
+    del x, loss
+    torch.ones(1, requires_grad=True).sum().backward()  # torch holds nodes of a graph whose backward raised

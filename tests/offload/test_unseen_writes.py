@@ -242,7 +242,7 @@ def test_joining_a_region_moves_no_version(make_runtime: MakeRuntime) -> None:
         sys.setprofile(watch)  # called before and after every function that runs on this thread
         try:
             loss = torch.stack(
-                [(each * x).sum() for _ in range(3) for each in (shared, shared.detach())]
+                [(each * x).sum() for _ in range(3) for each in (shared, shared.detach().requires_grad_())]
             ).sum()
         finally:
             sys.setprofile(None)
@@ -301,3 +301,36 @@ def test_close_between_the_look_and_the_lock(make_runtime: MakeRuntime) -> None:
         loss = x.sin().sum()
     loss.backward()
     assert x.grad is not None and torch.equal(x.grad, x.cos().detach())
+
+
+def test_a_kernel_that_writes_its_gradient_over_its_input_saves_that(make_runtime: MakeRuntime) -> None:
+    """As fused cross entropies do: another operator had saved the input before, and it was stored."""
+
+    class FusedLoss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+            value = logits.logsumexp(-1).sum()
+            logits.detach().numpy()[...] = logits.softmax(-1).numpy()
+            ctx.save_for_backward(logits.detach())
+            return value
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            (saved,) = ctx.saved_tensors
+            return saved * gradient
+
+    def gradient(runtime: Any | None) -> torch.Tensor:
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        with runtime.forward() if runtime is not None else nullcontext():
+            logits = x * 2
+            shown = logits.sin()  # saves the logits, and nothing comes of it
+            other = (x * x).sum()  # by now the logits are stored
+            if runtime is not None:
+                settled(runtime)
+            loss = FusedLoss.apply(logits) + other
+        del shown
+        loss.backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(make_runtime()), gradient(None))
