@@ -159,7 +159,7 @@ def test_the_pairing_is_of_neighbours() -> None:
     assert paired_ratio([1.0, 20.0, 3.0], [1.0, 10.0, 1.0]) == 2.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_collectives_between_processes_of_this_machine() -> None:
     command = [sys.executable, "-m", "ssdtrain.cli", "bench", "collective", "--ranks", "2", "--repeats", "2"]

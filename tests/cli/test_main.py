@@ -83,6 +83,7 @@ def test_the_demo_outside_of_a_checkout_says_where_it_is(
     assert "make demo" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_demo_runs_from_any_directory(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

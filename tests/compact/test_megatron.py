@@ -50,12 +50,12 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("layout", "world", "reference", "tolerance"),
     [
-        ("one recompute", 1, "one", 1e-12),
-        ("one resumed", 1, "one", 1e-12),
-        ("tp2", 2, "one", 1e-12),
+        pytest.param("one recompute", 1, "one", 1e-12, marks=pytest.mark.long),
+        pytest.param("one resumed", 1, "one", 1e-12, marks=pytest.mark.long),
+        pytest.param("tp2", 2, "one", 1e-12, marks=pytest.mark.long),
         ("tp2 sp", 2, "one", 1e-12),
         ("pp2", 2, "one", 1e-12),
-        ("dp2", 2, "one", 1e-12),
+        pytest.param("dp2", 2, "one", 1e-12, marks=pytest.mark.long),
         ("dp2 distributed", 2, "one fp32", 1e-5),
     ],
 )

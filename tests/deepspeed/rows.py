@@ -236,6 +236,13 @@ THOROUGH = (
     "autotp-zero2",
     "zero0-bf16-accumulate",
     "zero3-overlap",
+    "zero2-bf16-accumulate",
+    "zero3-optimizer-on-cpu",
+    "pipeline2-zero1-bf16",
+    "pipeline2-checkpoint-ssdtrain_ds",
+    "tensor2-partitioned",
+    "pipeline2-plan",
+    "autotp-llama-zero1",
 )
 """Rows whose layout, or what it is combined with, other rows have too: `make test-long` trains them."""
 

@@ -74,6 +74,7 @@ def test_one_process_without_a_launcher_gets_its_rank() -> None:
         assert launched == {variable: "1"}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_python_m_needs_no_launcher_and_no_mpi4py(config: Path) -> None:
     base = {key: value for key, value in environment(0, 1, 1).items() if key not in OF_A_LAUNCHER}
@@ -148,7 +149,7 @@ def test_python_m_and_the_plain_script_give_the_same_losses(config: Path) -> Non
     assert launched["name"] == "__main__" and launched["argv0"] == str(SCRIPT)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_torchrun_m_runs_a_script_on_every_rank(config: Path) -> None:
     torchrun = [

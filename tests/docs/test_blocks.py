@@ -120,6 +120,7 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     assert "equal, bit for bit" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_planner(capsys: pytest.CaptureFixture[str]) -> None:
     (plan,), (estimate,) = (
         commands("docs/planner.md", "ssdtrain plan"),
@@ -223,7 +224,7 @@ def test_the_page_for_the_trainer(tmp_path: Path) -> None:
     assert "train_loss" in told and re.search(r"offloaded bytes +[1-9]", told)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_lines_for_accelerate(tmp_path: Path) -> None:
     pasted(["-c", ACCELERATE.format(block=block("docs/index.md", "model, optimizer, loader").text)], tmp_path)
 
@@ -250,7 +251,7 @@ def test_the_page_for_deepspeed(tmp_path: Path) -> None:
     assert "step 9: loss" in told and re.search(r"offloaded bytes +[1-9]", told)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_the_doctor_in_ranks() -> None:
     (words,) = commands("docs/clusters.md", "torchrun")

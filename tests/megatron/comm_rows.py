@@ -44,6 +44,8 @@ THOROUGH = (
     "dp2, more ways",
     "tp2 pp2",
     "dp2, overlap",
+    "pp2, deallocate",
+    "moe ep2",
 )
 """Rows whose layout, or what it is combined with, other rows have too: `make test-long` trains them."""
 

@@ -108,6 +108,11 @@ THOROUGH = (
     "tp2, dropout, recompute full, distributed",
     "pp2, recompute full, deallocate",
     "pp2, recompute mlp with bias",
+    "tp2",
+    "tp2, recompute full, distributed, evaluations",
+    "pp2 vp2, deallocate",
+    "pp2, moe, global balancing, recompute moe",
+    "tp2 pp2, plan",
 )
 """Rows whose layout, or what it is combined with, other rows have too: `make test-long` trains them."""
 

@@ -72,7 +72,7 @@ def close(nursery: subprocess.Popen[str]) -> None:
     assert "Exception ignored" not in err and "Fatal" not in err, err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_training_that_is_ended_leaves_nothing(
     nursery: subprocess.Popen[str], small_filesystem: Callable[..., Path]
 ) -> None:

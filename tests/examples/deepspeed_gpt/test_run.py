@@ -102,6 +102,7 @@ def test_nothing_is_compiled_on_the_way(demo: Demo) -> None:
     assert demo.extensions == []
 
 
+@pytest.mark.long
 def test_a_run_that_fails_ends_the_demo_with_the_end_of_its_log(tmp_path: Path) -> None:
     book = tmp_path / "short.txt"
     book.write_text("too short")
