@@ -28,7 +28,9 @@ def exceptions() -> dict[str, str]:
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            for match in re.finditer(r"^class ([A-Z]\w+)\((?:\w*Error|IOFailure|Exception)\):", path.read_text(), re.M):
+            for match in re.finditer(
+                r"^class ([A-Z]\w+)\((?:\w*Error|IOFailure|Exception)\):", path.read_text(), re.M
+            ):
                 found[match[1]] = str(path.relative_to(ROOT))
     return found
 
