@@ -171,11 +171,11 @@ def test_steps_before_the_first_end_of_a_step_stay_counted() -> None:
     runtime.close()
 
 
-def test_an_abandoned_feature_keeps_no_model() -> None:
+def test_an_abandoned_feature_keeps_no_layer() -> None:
     model = nn.Sequential(nn.Linear(64, 8))
     feature = CompactLinear(CompactConfig(), Placement(torch.device("cpu")))
     feature.attach(model)
-    held = weakref.ref(model)
+    held = weakref.ref(model[0])
     del model, feature
     gc.collect()
     assert held() is None
