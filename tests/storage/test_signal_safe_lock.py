@@ -242,7 +242,9 @@ def test_a_thread_that_forks_inside_hears_its_signals_in_the_child(
             try:
                 signal.raise_signal(signal.SIGUSR1)
             except Heard:
-                for _ in range(1000):  # some interpreters run the handlers of both in one go, others one after the other
+                for _ in range(
+                    1000
+                ):  # some interpreters run the handlers of both in one go, others one after the other
                     pass
                 os._exit(7 if heard == [0, signal.SIGUSR2] else 1)
             os._exit(2)
