@@ -24,7 +24,7 @@ __all__ = ["search"]
 EXACT = 3000
 """Plans at most that are all tried."""
 
-STARTS = 12
+STARTS = 24
 """Plans that are improved one block at a time."""
 
 PAIRS = 16
