@@ -214,7 +214,7 @@ def pasted(command: list[str], directory: Path) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 @pytest.mark.slow
