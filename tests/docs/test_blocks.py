@@ -69,11 +69,12 @@ def small_model() -> nn.Sequential:
 
 
 def test_codecs() -> None:
-    x = torch.randn(1024)
+    x = torch.randn(1024, generator=torch.Generator().manual_seed(0))
     names = run(
         "docs/codecs.md", "from", torch=torch, x=x, out=torch.zeros(1024), seed=0, step=1, tensor=2, rank=0
     )
-    assert torch.allclose(names["out"], x, atol=0.6)  # type: ignore[arg-type]
+    error = torch.linalg.vector_norm(names["out"] - x) / torch.linalg.vector_norm(x)  # type: ignore[operator]
+    assert 0 < error < 0.2
 
 
 def test_compact() -> None:
@@ -236,7 +237,7 @@ runpy.run_module("ssdtrain_ds", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_the_page_for_deepspeed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(block("docs/index.md", "import argparse, deepspeed").text)
