@@ -73,7 +73,7 @@ def test_a_directory_that_cannot_be_written_or_made_is_rejected(locked: Path) ->
 @pytest.mark.parametrize("directory", ["/proc/ssdtrain", "/sys/x/y"])
 def test_a_directory_of_the_kernel_is_rejected(directory: str) -> None:
     if not Path(directory).parents[-2].is_dir():
-        pytest.skip("not mounted here")
+        pytest.skip(f"needs {Path(directory).parents[-2]}, which is not mounted here")
     (problem,) = rejected({"offload": {"directories": directory}}).problems
     assert problem.path == "ssdtrain.offload.directories[0]"
     assert "only the kernel makes files" in problem.why

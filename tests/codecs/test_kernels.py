@@ -49,7 +49,7 @@ def test_kernels_compile_without_fused_or_approximate_arithmetic(tmp_path: Path)
 )
 def test_on_a_device_the_bytes_are_those_of_the_reference(spec: str, dtype: torch.dtype) -> None:
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+        pytest.skip("needs a CUDA device")
     for numel in (1, 129, 100_003):
         x = randn(numel).to(dtype)
         expected = payload(make_codec(spec, "torch"), x)

@@ -26,6 +26,7 @@ def nodes() -> Iterator[Network]:
         yield made
 
 
+@pytest.mark.slow
 def test_no_compressed_call_puts_more_on_the_wire_than_the_plain_one(nodes: Network) -> None:
     ratios = {}
     with Ranks(["-m", "tests.comm.interface_ranks"], 2, nodes, timeout=120) as ranks:

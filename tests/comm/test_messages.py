@@ -175,6 +175,7 @@ def trained(rank: int, how: str, comm: dict[str, Any] | None) -> Any:
     return [losses, [p.clone() for p in parameters], figures]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_plain_pytorch_trains_with_compressed_gradients(how: str) -> None:
     plain = on_ranks(2, trained, how, None)

@@ -200,10 +200,8 @@ def _plan_rows() -> list[Row]:
 QUICK = (
     "compiled-zero1",
     "checkpoint-deepspeed",
-    "zero1-overlap",
     "zero3-bf16-accumulate",
     "pipeline2",
-    "dualpipev2",
     "autotp-zero1",
 )
 """One row of each kind of layout: these are trained by `make test`, the others by `make test-all`."""

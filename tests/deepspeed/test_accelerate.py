@@ -47,6 +47,7 @@ def test_accelerate_is_as_it_was_without_the_plugin(tmp_path: Path) -> None:
         processed(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_accelerate_may_be_imported_after_install() -> None:
     look = (

@@ -26,6 +26,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_trainer_gets_the_same_losses_and_parameters(name: str, found: dict[str, Any]) -> None:
     plain, offloaded = found[name]["plain"], found[name]["offloaded"]

@@ -16,7 +16,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+QUICK = ("test_attach_errors",)
+"""One file of `make test`; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=[] if file.stem in QUICK else [pytest.mark.slow]) for file in FILES],
+    ids=lambda file: file.stem,
+)
 def test_arranged(file: Path) -> None:
     command = [
         "-m",

@@ -20,6 +20,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -34,6 +35,7 @@ def test_the_launcher_says_what_it_needs(arguments: list[str], said: str) -> Non
     assert said in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_without_a_checkout_around_it_is_told_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('never')")
     done = python("-m", "ssdtrain_megatron.run", str(tmp_path / "train.py"))

@@ -138,6 +138,7 @@ def test_a_thousand_programs_each_on_any_drive(variant: Variant) -> None:
     any_program(variant, max_examples=1000)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(programs=st.lists(INSTRUCTIONS, min_size=3, max_size=3), options=OPTIONS, faults=FAULTS)
 def test_three_programs_at_once_in_threads(

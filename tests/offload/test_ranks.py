@@ -68,6 +68,7 @@ def shown(processes: list[subprocess.Popen[str]]) -> dict[tuple[str, int], dict[
     return found
 
 
+@pytest.mark.slow
 def test_a_full_or_failing_drive_on_one_rank_changes_no_bit_on_any(start: Start) -> None:
     """The collectives of all ranks match: the engine decides alone, and never asks the others."""
     world = 2

@@ -136,7 +136,11 @@ CODED = Variant("lossless", {"codec": "lossless"})
 USUAL = [variant for variant in VARIANTS if variant.name in ("c", "staged", "two-slots", "host-tier")]
 
 
-@pytest.mark.parametrize("variant", [*USUAL, CODED], ids=lambda variant: variant.name)
+@pytest.mark.parametrize(
+    "variant",
+    [USUAL[0], *(pytest.param(one, marks=pytest.mark.slow) for one in (*USUAL[1:], CODED))],
+    ids=lambda variant: variant.name,
+)
 def test_an_exception_of_a_signal_at_any_moment_leaves_nothing_behind(
     variant: Variant, make_runtime: MakeRuntime
 ) -> None:

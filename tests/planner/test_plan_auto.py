@@ -240,6 +240,7 @@ def _sharded(rank: int, directory: str) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_fsdp2_with_a_plan_has_the_bits_of_fsdp2_without(tmp_path: Path) -> None:
     for found in on_ranks(2, _sharded, str(tmp_path)):

@@ -48,6 +48,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
         return made
 
 
+@pytest.mark.slow
 def test_all_three_runs_have_the_same_losses_and_weights_to_the_bit(demo: Demo) -> None:
     assert demo.status == EQUAL, demo.printed
     keep, recompute, spill = (demo.runs[name] for name in ("keep", "recompute", "ssdtrain"))

@@ -37,6 +37,7 @@ print(full >> 20, (_status_bytes("VmRSS") - base) >> 20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_freed_blocks_leave_the_process_at_once() -> None:
     done = subprocess.run([sys.executable, "-c", FRAGMENTED], capture_output=True, text=True, check=True)
