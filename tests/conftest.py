@@ -10,6 +10,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Failures are also printed as they happen: a run that is cut off has no summary."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_FailuresAtOnce(terminal))
+
+
+class _FailuresAtOnce:
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.ensure_newline()
+            self._terminal.write_line(
+                f"FAILED ({report.when}) {report.nodeid}\n" + report.longreprtext[-3000:]
+            )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests start processes are handed out first, because they take longest."""
     items.sort(key=lambda item: item.get_closest_marker("distributed") is None)
