@@ -3,6 +3,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -123,3 +125,10 @@ def test_no_module_of_the_codecs_imports_one_that_imports_it() -> None:
         assert leaves, f"a circle of imports among {sorted(graph)}"
         for name in leaves:
             del graph[name]
+
+
+def test_importing_the_package_imports_nothing_slow() -> None:
+    """SymPy and what stands on it take longer than all of the engine; they come when a model needs them."""
+    code = "import sys, ssdtrain; print(sorted({'sympy', 'torch.distributed.fsdp', 'torch._dynamo'} & {*sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

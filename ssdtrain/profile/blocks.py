@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -146,6 +145,8 @@ def count_blocks(make: Callable[[], tuple[nn.Module, Step]], *, patterns: Sequen
     Raises:
         ValueError: the model has no blocks, or the step runs none of them.
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # imports SymPy, a second
+
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, step = make()
         return _profile(model, _run(model, find_blocks(model, patterns), step, timed=False), [])

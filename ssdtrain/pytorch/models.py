@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from ssdtrain.comm import Communicator
 from ssdtrain.config import ConfigError, Problem
-from ssdtrain.pytorch import ddp, fsdp
+from ssdtrain.pytorch import ddp
+from ssdtrain.pytorch.sharded import fsdp_classes
 
 
 def compress_gradients(model: nn.Module, comm: Communicator) -> None:
@@ -19,7 +19,9 @@ def compress_gradients(model: nn.Module, comm: Communicator) -> None:
     """
     if isinstance(model, DistributedDataParallel):
         ddp.attach(model, comm)
-    elif any(isinstance(module, FSDPModule) for module in model.modules()):
+    elif any(isinstance(module, fsdp_classes()[:1]) for module in model.modules()):
+        from ssdtrain.pytorch import fsdp
+
         fsdp.attach(model, comm)
     else:
         raise ValueError(
@@ -31,7 +33,7 @@ def compress_gradients(model: nn.Module, comm: Communicator) -> None:
 def check_lowrank(model: nn.Module) -> None:
     """Raises ConfigError: a wrapper that was made with the whole weights reduces or shards their gradients."""
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel | FSDPModule | FullyShardedDataParallel):
+        if isinstance(module, (DistributedDataParallel, *fsdp_classes())):
             why = f"meets {type(module).__name__}, which has seen the whole weights"
             allowed = 'attaching before DistributedDataParallel wraps the model, or mode "reconstruct" where it is sharded'
             raise ConfigError([Problem("ssdtrain.compact.mode", "lowrank", why, allowed)])

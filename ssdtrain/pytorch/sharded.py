@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import nn
 
 from ssdtrain.offload.gathered import Gathered, GatheredStorages
 
-__all__ = ["watch_sharded"]
+__all__ = ["fsdp_classes", "watch_sharded"]
+
+
+def fsdp_classes() -> tuple[type, ...]:
+    """The modules of FSDP2 and of FSDP1. Empty where the program has not imported them, which takes a second: no model can
+    have one then."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
 
 
 def watch_sharded(model: nn.Module) -> GatheredStorages | None:
@@ -19,19 +28,16 @@ def watch_sharded(model: nn.Module) -> GatheredStorages | None:
     the module and are freed (`resize_`) in between. FSDP1 does the same with one storage for each wrapper, and sets views of
     it as plain attributes of the modules that it wraps.
     """
-    if not torch.distributed.is_available():
-        return None
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-    units = (FSDPModule, FullyShardedDataParallel)
+    units = fsdp_classes()
     if not any(isinstance(module, units) for module in model.modules()) and not _is_part_of_a_unit(model):
         return None
     waiting = _NotGatheredYet()
     points: dict[nn.Module, Gathered] = {}
     for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            points[module.module] = _attributes(list(_members(module.module, units)))
-        elif isinstance(module, FSDPModule) or module is model:
+        if isinstance(module, units[1:]):
+            wrapped = cast(nn.Module, module.module)
+            points[wrapped] = _attributes(list(_members(wrapped, units)))
+        elif isinstance(module, units[:1]) or module is model:
             points[module] = waiting.add(_parameters(list(_members(module, units))))
     return GatheredStorages(points, waiting)
 

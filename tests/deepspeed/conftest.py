@@ -129,28 +129,37 @@ def linear_is_put_back() -> Iterator[None]:
     functional.linear = linear
 
 
+ALONE = {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
 @pytest.fixture(scope="session")
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """This process as a group of one."""
+def _group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import deepspeed
     import torch
 
     from tests.deepspeed import upstream
 
-    os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    upstream.repair()
-    deepspeed.init_distributed(
-        dist_backend="gloo",
-        init_method=f"file://{tmp_path_factory.mktemp('group') / 'store'}",
-        rank=0,
-        world_size=1,
-        auto_mpi_discovery=False,
-        verbose=False,
-    )
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in ALONE.items():
+            patched.setenv(name, value)
+        upstream.repair()
+        deepspeed.init_distributed(
+            dist_backend="gloo",
+            init_method=f"file://{tmp_path_factory.mktemp('group') / 'store'}",
+            rank=0,
+            world_size=1,
+            auto_mpi_discovery=False,
+            verbose=False,
+        )
     yield
     torch.distributed.destroy_process_group()
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
+
+
+@pytest.fixture
+def process_group(_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process as a group of one; its variables are set in the tests that ask for it, and in no other of the process."""
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
