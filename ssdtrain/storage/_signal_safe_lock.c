@@ -26,6 +26,7 @@ static atomic_int delivering;   /* threads in `deferring` now */
 static atomic_int arrived;      /* it ran since `enter` looked */
 static atomic_int any_noted;    /* some of `noted` may be set */
 static atomic_int noted[NSIG];  /* signals that came meanwhile */
+static int unnoticed;           /* the interpreter does not notice signals by itself: see `leave` */
 static Handler interpreters[NSIG];
 
 static void deliver(int number) {
@@ -52,8 +53,15 @@ static void open_up(void) {
     for (int number = 1; number < NSIG; number++) deliver(number);
 }
 
-static void leave(void) {
-    if (--depth == 0 && is_main()) open_up();
+/* 0, or -1 where a Python handler raised an exception.
+ *
+ * The interpreter runs handlers after the next bytecode, except in a child that a thread other than the main one forked: there
+ * CPython 3.13 and later mark a signal as pending for the parent's main thread, which does not exist, and its handler runs only
+ * when something calls PyErr_CheckSignals. Most calls that a signal interrupts do; those made under the lock did so too early. */
+static int leave(void) {
+    if (--depth || !is_main()) return 0;
+    open_up();
+    return unnoticed ? PyErr_CheckSignals() : 0;
 }
 
 /* From here on signals wait. Those that the interpreter has been told of are heard first, while nothing is locked and none waits:
@@ -74,6 +82,7 @@ static int enter(void) {
 
 /* The thread that forks is the child's main one, whatever locks it holds. */
 static void in_child(void) {
+    if (!is_main()) unnoticed = 1;
     main_thread = pthread_self();
     atomic_store(&delivering, 0);
     atomic_store(&inside, depth > 0);
@@ -122,10 +131,7 @@ static int take(SignalSafeLock *lock, int blocking) {
         Py_END_ALLOW_THREADS
         error = 0;
     }
-    if (error) {
-        leave();
-        return 0;
-    }
+    if (error) return leave();
     atomic_store(&lock->holder, self_number());
     return 1;
 }
@@ -154,7 +160,7 @@ static PyObject *section_release(PyObject *self, PyObject *unused) {
     }
     atomic_store(&lock->holder, 0);
     pthread_mutex_unlock(&lock->mutex);
-    leave();
+    if (leave()) return NULL;
     Py_RETURN_NONE;
 }
 
