@@ -101,7 +101,7 @@ static int run_bf16(slice_function work, const bf16_job *b, int threads) {
     return in_slices(work, b, (b->numel + CHUNK - 1) / CHUNK, CHUNK, threads);
 }
 
-/* Whether no value has the exponent of Inf and NaN. */
+/* 1 if no value has the exponent of Inf and NaN. */
 EVERY_CPU static int all_finite(const void *x, int dtype, int64_t numel) {
     uint32_t most = 0;
     uint16_t most_half = 0, special = dtype == FLOAT16 ? 0x7c00u : 0x7f80u;
@@ -218,7 +218,7 @@ static PyObject *py_zfp_decode(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Eight bytes of 0 or 1 to eight bits by one product, and back. */
+/* Eight bytes of 0 or 1 to eight bits by one multiplication, and back. */
 static void mask_pack(const uint8_t *x, int64_t numel, uint8_t *out) {
     int64_t at = 0;
     for (; at + 8 <= numel; at += 8) {

@@ -1,5 +1,5 @@
 /* Large tensors in slices, one per thread. Slices are whole blocks with results of their own, so the bytes are the same
- * however many there are. Threads live for one call: nothing is left behind for a fork, an exit or a signal to meet. */
+ * however many there are. Threads live for one call: a fork, an exit or a signal finds none. */
 
 #ifndef SSDTRAIN_CODECS_PARALLEL_H
 #define SSDTRAIN_CODECS_PARALLEL_H

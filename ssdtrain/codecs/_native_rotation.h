@@ -6,7 +6,7 @@
 #include "_native_floats.h"
 #include "_native_parallel.h"
 
-/* Vectors of which every machine has at least halves; butterflies inside one are a shuffle and an addition. */
+/* Every machine has vectors of this width, or of half of it; butterflies inside one are a shuffle and an addition. */
 #if defined(__x86_64__)
 enum { WIDE = 8 };
 #define WIDE_LANES {0, 1, 2, 3, 4, 5, 6, 7}

@@ -1,4 +1,4 @@
-/* The C I/O engine's Python face: types Pool and Operation with the interface of PythonPool and PythonOperation.
+/* Python bindings of the C I/O engine: types Pool and Operation with the interface of PythonPool and PythonOperation.
  *
  * Threads of the pool never touch Python. Every call here that may wait releases the GIL first. In a forked child no worker
  * exists, so every object made before the fork only raises (see forks.py). */
@@ -9,10 +9,10 @@
 
 #include "_iopool_queue.h"
 
-#define SLICE 0.1 /* seconds between two looks at pending signals while waiting */
+#define SLICE 0.1 /* seconds between two checks for pending signals while waiting */
 
 static PyObject *io_cancelled, *store_closed;
-static int generation; /* raised in every forked child */
+static int generation; /* incremented in every forked child */
 
 static void in_child(void) { generation++; }
 
@@ -309,7 +309,7 @@ static PyObject *pool_submit(PyObject *self, PyObject *args) {
     op->nbytes = (uint64_t)nbytes;
     op->page_offset = (uint64_t)page_offset;
     op->event = event;
-    /* Behind an event the bytes are not there yet. */
+    /* Before the event completes the bytes are not final: no sample. */
     op->checksum = checksum || (kind & 1) || event || !nbytes ? checksum : sample(address, (uint64_t)nbytes);
     op->digesting = digest != 0;
     op->expected = digest;

@@ -1,14 +1,15 @@
-/* Writes that wait for a CUDA event, part of _iopool_queue.h. One thread, the waiter, looks at their events in order and passes each
- * operation on to the workers when its event has passed. So no worker waits for a device: reads find one at all times, and a
- * write can be cancelled until its first byte moves.
+/* Writes that wait for a CUDA event, part of _iopool_queue.h. One thread, the waiter, polls their events in order and queues each
+ * operation for the workers when its event has completed. So no worker waits for a device: reads find a free one at all times, and
+ * a write can be cancelled until its first byte is transferred.
  *
- * The waiter polls: it can stop at any moment, also where the event never comes (a collective whose peer is gone). */
+ * The waiter polls instead of synchronising, so that it can stop even if the event never completes (a collective whose peer is
+ * gone). */
 #ifndef SSDTRAIN_IOPOOL_EVENTS_H
 #define SSDTRAIN_IOPOOL_EVENTS_H
 
 #define NOT_READY 600 /* cudaErrorNotReady */
-#define RELAXED 2     /* cudaStreamCaptureModeRelaxed: this thread's queries disturb no capture of another's */
-#define SHORTEST 20e-6 /* seconds between two looks at an event, growing by a half each time */
+#define RELAXED 2     /* cudaStreamCaptureModeRelaxed: queries on this thread do not invalidate a capture on another */
+#define SHORTEST 20e-6 /* seconds between two polls of an event, growing by a half each time */
 #define LONGEST 500e-6
 
 /* Under Pool.submitting. */
@@ -21,7 +22,7 @@ static void await_event(Pool *pool, Operation *op) {
     pthread_mutex_unlock(&pool->awaiting);
 }
 
-/* The pool is closed: drop all, and let the waiter go. Under Pool.submitting. */
+/* The pool is closed: cancel all, and let the waiter end. Under Pool.submitting. */
 static void cancel_awaiting(Pool *pool) {
     pthread_mutex_lock(&pool->awaiting);
     for (Operation *op = pool->first; op; op = op->next) cancel(pool, op);
@@ -44,16 +45,16 @@ static void pause_for(double seconds) {
     nanosleep(&t, NULL);
 }
 
-/* Whoever cancels may destroy the event as soon as this returns. */
+/* After a cancel: the event may be destroyed as soon as this returns. */
 static void wait_for_event_query(Pool *pool, const Operation *op) {
     while (atomic_load(&pool->queried) == op) pause_for(SHORTEST);
 }
 
-/* 1: the event has passed, or failed with `code`. 0: the operation was cancelled. */
+/* 1: the event has completed, or failed with `code`. 0: the operation was cancelled. */
 static int poll_event(Pool *pool, Operation *op, int *code) {
     for (double pause = SHORTEST;; pause = pause * 1.5 < LONGEST ? pause * 1.5 : LONGEST) {
         if (pool->closed) cancel(pool, op);
-        atomic_store(&pool->queried, op); /* before the look at the state: see `wait_for_event_query` */
+        atomic_store(&pool->queried, op); /* before the state is read: see `wait_for_event_query` */
         int queued = atomic_load(&op->state) == QUEUED;
         if (queued) *code = pool->event_query((void *)(uintptr_t)op->event);
         atomic_store(&pool->queried, NULL);

@@ -1,7 +1,7 @@
 /* Reading memory that its owner may free or unmap at any moment, and a sample of what it holds. memory.py does the same.
  *
- * A load instruction on an unmapped address is SIGSEGV, and the training is gone without a message. The kernel reports the same
- * address as EFAULT, so every byte of the caller's is read by a system call: whole blocks by the write itself, the rest by
+ * A load instruction on an unmapped address raises SIGSEGV, which ends the training without a message. A system call reports the
+ * same address as EFAULT, so all of the caller's memory is read by system calls: whole blocks by the write itself, the rest by
  * process_vm_readv on this process (as fast as memcpy where pages are huge, three quarters of it in pages of 4 KiB). Where that
  * call is refused (seccomp filters of old container runtimes) the bytes pass through a pipe, at a third of the speed. */
 #ifndef SSDTRAIN_IOPOOL_MEMORY_H
@@ -19,8 +19,8 @@
 #include "_iopool_faults.h"
 
 #define PIPED (64 << 10) /* bytes for one pass through a pipe */
-#define SAMPLES 16       /* words, at least, of what a write reads; */
-#define STRIDE (256 << 10) /* in large ones a word of each so many bytes */
+#define SAMPLES 16 /* words sampled from a write, at least; */
+#define STRIDE (256 << 10) /* in large ones, a word from each so many bytes */
 
 static atomic_int refused; /* process_vm_readv does not work here */
 
@@ -45,7 +45,7 @@ static int copy_through_pipe(char *target, uint64_t source, uint64_t nbytes) {
     return code;
 }
 
-/* Copy from memory of somebody else's to our own. 0, or an errno: EFAULT for memory that is not mapped. */
+/* Copy the caller's memory to a buffer of this module. 0, or an errno: EFAULT for memory that is not mapped. */
 static int copy_checked(char *target, uint64_t source, uint64_t nbytes) {
     while (nbytes) {
         if (atomic_load(&refused)) return copy_through_pipe(target, source, nbytes);
@@ -64,8 +64,8 @@ static int copy_checked(char *target, uint64_t source, uint64_t nbytes) {
     return 0;
 }
 
-/* A number that depends on some words of the bytes, never 0: at places that no regular pattern meets, and on the last word. The
- * caller vouches for the memory. */
+/* A number that depends on the first, the last and some other words of the bytes, at irregular offsets; never 0. The memory must be
+ * mapped. */
 static uint64_t sample(uint64_t address, uint64_t nbytes) {
     const char *bytes = (const char *)(uintptr_t)address;
     uint64_t stride = nbytes / SAMPLES < STRIDE ? nbytes / SAMPLES : STRIDE, sum = nbytes, word = 0;
@@ -73,7 +73,7 @@ static uint64_t sample(uint64_t address, uint64_t nbytes) {
     if (nbytes < sizeof word) memcpy(&word, bytes, nbytes);
     else memcpy(&word, bytes + nbytes - sizeof word, sizeof word);
     sum = mix(sum ^ mix(word));
-    if (nbytes >= sizeof word) { /* the first word, where allocators keep the list of what is free */
+    if (nbytes >= sizeof word) { /* the first word: allocators link their free blocks there */
         memcpy(&word, bytes, sizeof word);
         sum = mix(sum ^ mix(word));
     }

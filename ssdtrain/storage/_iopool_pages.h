@@ -1,11 +1,11 @@
-/* Huge pages under the memory that is written from.
+/* Huge pages for the memory that is written from.
  *
- * For a direct write the kernel pins every page of the memory: in pages of 4 KiB that is half of a worker's CPU time, taken
- * from the computation, and ten times what it is in pages of 2 MiB. Memory that malloc gives out again and again is worth
- * being put into huge pages once (MADV_COLLAPSE, Linux 6.1; 1 to 5 ms of CPU time for a block of 2 MiB, which some ten
- * steps of training pay back). Whether malloc gave it back since, nobody tells: so a block is looked at again after a while,
- * and what all of it costs is a small part of the time at most. A block that the kernel does not want to collapse, because
- * somebody else pins it or for any other reason, stays as it is. No Python here: this runs without the GIL. */
+ * For a direct write the kernel pins every page of the memory: with pages of 4 KiB that is half of a worker's CPU time, taken
+ * from the computation, and ten times as much as with pages of 2 MiB. Memory that malloc hands out again and again is worth
+ * collapsing into huge pages once (MADV_COLLAPSE, Linux 6.1; 1 to 5 ms of CPU time for a block of 2 MiB, which some ten
+ * steps of training repay). There is no notice when malloc has returned it to the system: a block is tried again after a while,
+ * and the total cost is limited to a small share of the elapsed time. A block that the kernel does not collapse, for instance
+ * because it is pinned elsewhere, stays as it is. No Python here: this runs without the GIL. */
 #ifndef SSDTRAIN_IOPOOL_PAGES_H
 #define SSDTRAIN_IOPOOL_PAGES_H
 
@@ -19,8 +19,8 @@
 #endif
 
 #define HUGE_PAGE (2ull << 20)
-#define REMEMBERED 4096 /* blocks, of 8 GiB; others take the place of what shares their remainder */
-#define AGAIN 30.0      /* seconds until a block is looked at again */
+#define REMEMBERED 4096 /* blocks, 8 GiB together; a block replaces the one with the same remainder */
+#define AGAIN 30.0      /* seconds until a block is tried again */
 #define ALLOWANCE 1.0   /* seconds of CPU time that may be spent at the beginning, */
 #define SHARE 0.002     /* and this part of the time since then */
 
@@ -42,7 +42,7 @@ static double clock_seconds(clockid_t clock) {
 static double now(void) { return clock_seconds(CLOCK_MONOTONIC); }
 static double cpu_time(void) { return clock_seconds(CLOCK_THREAD_CPUTIME_ID); }
 
-/* 1, once, for a block that was not looked at lately. */
+/* 1 if the block was not tried in the last AGAIN seconds; it counts as tried now. */
 static int due(Pages *pages, uint64_t block, double time) {
     uint64_t at = block % REMEMBERED;
     if (pages->seen[at].block == block && time < pages->seen[at].due) return 0;
@@ -51,8 +51,8 @@ static int due(Pages *pages, uint64_t block, double time) {
     return 1;
 }
 
-/* Put the blocks that [start, end) touches into huge pages. Every byte in them keeps its content, whoever owns it now: the owner may
- * have freed the memory meanwhile. A block that is not mapped, or not all of one map, stays as it is: madvise reports an error. */
+/* Collapse the blocks that overlap [start, end) into huge pages. No byte changes, so it is safe even if the memory was freed and
+ * reused meanwhile. A block that is not mapped, or lies in several mappings, stays as it is: madvise reports it. */
 static void collapse(Pages *pages, uint64_t start, uint64_t end) {
     if (end - start < HUGE_PAGE) return;
     uint64_t from = 0, to = 0;

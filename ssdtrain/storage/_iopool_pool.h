@@ -1,4 +1,4 @@
-/* The Python type Pool, part of _iopool.c: its making, its figures, its end. */
+/* The Python type Pool, part of _iopool.c: construction, counters, close. */
 #ifndef SSDTRAIN_IOPOOL_POOL_H
 #define SSDTRAIN_IOPOOL_POOL_H
 

@@ -1,4 +1,4 @@
-/* Queues, workers, operations' lives. No Python here: a worker never takes the GIL.
+/* Queues, workers and the states of an operation. No Python here: a worker never takes the GIL.
  *
  * Locks, in the order in which they are taken: Pool.submitting, Queue.lock or Pool.awaiting, Operation.lock; Pool.gate and Pages.lock
  * alone. A cancel takes none but Operation.lock, to wake waiters. */
@@ -15,9 +15,9 @@
 
 #define STACK (512 << 10) /* bytes; virtual, a worker uses a few KiB, a CUDA call more */
 
-/* Bytes that wait for each worker at work in their direction before another one joins. Every worker that wakes takes a core
- * from the computation for a moment, and a team of compute threads waits for it at the next barrier: with all four woken for
- * each tensor, training was slower by a hundredth than with one. A drive that falls behind gets all of them. */
+/* Queued bytes per active worker of a direction above which another worker is woken. Each worker that wakes takes a core from the
+ * computation for a moment, and the other compute threads wait for that core at their next barrier: training was 1% slower with
+ * all four woken for each tensor than with one. A drive that falls behind gets all of them. */
 #define BACKLOG (16ull << 20)
 
 typedef struct {
@@ -55,7 +55,7 @@ struct Pool {
     int (*exchange_capture_mode)(int *);
     int device;
     Operation *first, *last; /* operations that wait for their event, in order; see _iopool_events.h */
-    _Atomic(Operation *) queried; /* the one whose event is being looked at */
+    _Atomic(Operation *) queried; /* the one whose event is being polled */
     pthread_mutex_t awaiting;
     pthread_cond_t submitted;
     pthread_t waiter;
@@ -85,8 +85,8 @@ static void finish(Operation *op) {
     pthread_mutex_unlock(&op->lock);
 }
 
-/* 1 if nothing of it was or will be transferred. Its pieces stay queued until a worker drops them. Its event may be looked at until
- * `queried` is another. */
+/* 1 if nothing of it was or will be transferred. Its pieces stay queued until a worker drops them. Its event may still be polled:
+ * see `wait_for_event_query`. */
 static int cancel(Pool *pool, Operation *op) {
     int expected = QUEUED;
     if (!atomic_compare_exchange_strong(&op->state, &expected, CANCELLED)) return expected == CANCELLED;
@@ -119,7 +119,7 @@ static int available(const Pool *pool, const Queue *queue, int direction) {
     return !pool->held[direction] || pool->closed;
 }
 
-/* 1 if one more worker is to join for what is queued. Under the queue's lock. A direction that nobody works in always gets one. */
+/* 1 if another worker is needed for what is queued. Under the queue's lock. A direction without an active worker always needs one. */
 static int wanted(const Pool *pool, const Queue *queue) {
     for (int direction = 0; direction < 2; direction++) {
         if (!available(pool, queue, direction)) continue;
@@ -184,8 +184,8 @@ static void run(Worker *w, Operation *op, Piece *piece) {
     pthread_mutex_unlock(&queue->lock);
 }
 
-/* A read that did not bring what the write was given has failed: the drive errs where the digest differs, which was made at the time
- * of the write; else the memory had changed before a worker read it. */
+/* Fail a read whose bytes are not those that were submitted. The digest was computed during the write: if it differs, the drive
+ * returned other bytes. The sample was taken at submission: if it differs, the memory changed before a worker wrote it. */
 static void verify(Operation *op) {
     if (op->digesting && !op->failed) {
         if (!op->digest) op->digest = 1;
@@ -226,9 +226,9 @@ static void append(Queue *queue, Piece *piece) {
     pthread_mutex_unlock(&queue->lock);
 }
 
-/* Wake a worker wherever one is wanted, on every queue: an operation that was deferred may have pieces on several.
- * One signal a queue, without its lock: who takes a piece and sees that more is wanted wakes the next worker. The thread that
- * submits is the one that trains, and each wake-up costs it a visit to the scheduler. */
+/* Wake a worker on every queue that needs one: an operation that was deferred may have pieces on several. One signal per queue,
+ * sent without its lock: a worker that takes a piece wakes the next one if more are needed. The thread that submits is the
+ * training thread, and each wake-up costs it a system call. */
 static void flush(Pool *pool) {
     for (int i = 0; i < pool->queue_count; i++) {
         Queue *queue = &pool->queues[i];
@@ -246,7 +246,7 @@ static void append_pieces(Pool *pool, Operation *op) {
 }
 
 /* Queue an operation: its pieces, in the order of `op->piece`, or behind its event. The caller holds a reference. 0, or -1 when the
- * pool is closed. `defer`: wake nobody for it; see `flush`. */
+ * pool is closed. `defer`: wake no worker for it; see `flush`. */
 static int enqueue(Pool *pool, Operation *op, int defer) {
     pthread_mutex_lock(&pool->submitting);
     if (pool->closed) {
@@ -326,8 +326,8 @@ static int start_workers(Pool *pool) {
         code = pthread_create(&pool->workers[i].thread, &attributes, work, &pool->workers[i]);
         if (code) break;
         pthread_setname_np(pool->workers[i].thread, "ssdtrain-io");
-        /* A woken worker must not preempt the thread that submitted: on busy cores that costs the caller the
-         * whole transfer's work, and a team of compute threads waits with it. A preference: refused is fine. */
+        /* A woken worker must not preempt the thread that submitted: on busy cores the caller, and the compute threads that wait
+         * for it, would stand still for the whole transfer. Only a preference: an error is ignored. */
         pthread_setschedparam(pool->workers[i].thread, SCHED_BATCH, &batch);
         pool->started++;
     }

@@ -14,7 +14,7 @@
 #include "_iopool_memory.h"
 
 #define ALIGNMENT 4096
-#define SECTOR 512 /* what O_DIRECT may stop at */
+#define SECTOR 512 /* a short O_DIRECT transfer ends at a multiple of this */
 #define BOUNCE (1 << 20) /* bytes of a worker's bounce buffer, for reads into a differently aligned address */
 #define DIGESTED (64 << 10) /* bytes of it that a digest takes at a time */
 
@@ -61,8 +61,8 @@ typedef struct {
 static uint64_t round_down(uint64_t x) { return x / ALIGNMENT * ALIGNMENT; }
 static uint64_t round_up(uint64_t x) { return round_down(x + ALIGNMENT - 1); }
 
-/* preadv or pwritev until all went over, through EINTR and short transfers. `unit` is what a resumed call must be aligned
- * to; an odd rest of a short call is transferred again. `vector` is used up. */
+/* preadv or pwritev until everything is transferred, after EINTR and short transfers too. `unit` is the alignment of a resumed
+ * call; an unaligned rest of a short call is transferred again. `vector` is modified. */
 static int transfer(const Faults *f, const Operation *op, int piece, int fd, struct iovec *vector, int count, int64_t offset,
                     uint64_t unit, Failure *failure) {
     uint64_t left = 0;
@@ -169,8 +169,8 @@ static int read_elsewhere(const Faults *f, const Operation *op, const Piece *p, 
 typedef uint64_t Lanes __attribute__((vector_size(32)));
 
 /* Add the bytes of a piece to the digest of its operation: what is about to be written, or what was read. 0, or an errno. The sums
- * over words and the sums of these sums find any changed bit and any words that changed places; pieces end in any order. What lies
- * behind an event is a buffer of the arena, and is read where it is; other memory may go at any moment. */
+ * over words and the sums of these sums find any changed bit and any words that changed places; pieces end in any order. The
+ * source of a write with an event is a buffer of the arena, which is read in place; other memory may be unmapped at any moment. */
 static int digest_piece(Operation *op, const Piece *p, char *bounce) {
     uint64_t start = p->start > op->page_offset ? p->start : op->page_offset;
     uint64_t from = op->address + start - op->page_offset, left = p->end - start, digest = mix(start + 1);

@@ -1,9 +1,9 @@
-/* A lock for Python code that no signal may end half-way. See signal_safe_lock.py.
+/* A lock whose holder is not interrupted by Python signal handlers. See signal_safe_lock.py.
  *
- * Python runs its signal handlers on the main thread between two bytecodes, and what they raise (KeyboardInterrupt) comes out
- * there: between the two halves of a change, say. While the main thread is holding a lock, the process's handler (`deferring`,
- * in front of the interpreter's) only notes the signal; the interpreter hears of it when the outermost lock is released, so that its own
- * handler runs right after. Nothing here allocates, waits or calls Python while a signal is noted. */
+ * Python runs signal handlers on the main thread between two bytecodes, and an exception of theirs (KeyboardInterrupt) can leave
+ * an update half done. While the main thread holds a lock, the C handler (`deferring`, installed in front of the interpreter's)
+ * only notes the signal; it is passed on to the interpreter when the outermost lock is released, and its Python handler runs
+ * right after. Nothing here allocates, waits or calls Python while a signal is noted. */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -21,11 +21,11 @@ typedef void (*Handler)(int);
 
 static pthread_t main_thread;
 static _Thread_local int depth; /* locks that this thread holds */
-static atomic_int inside;       /* the main thread's depth is not 0, for `deferring`, which runs on any thread */
+static atomic_int inside;       /* the main thread's depth is not 0; for `deferring`, which runs on any thread */
 static atomic_int delivering;   /* threads in `deferring` now */
-static atomic_int arrived;      /* it ran since `enter` looked */
+static atomic_int arrived;      /* `deferring` ran since `enter` cleared this */
 static atomic_int any_noted;    /* some of `noted` may be set */
-static atomic_int noted[NSIG];  /* signals that came meanwhile */
+static atomic_int noted[NSIG];  /* signals that are deferred */
 static int unnoticed;           /* the interpreter does not notice signals by itself: see `leave` */
 static Handler interpreters[NSIG];
 
@@ -33,7 +33,8 @@ static void deliver(int number) {
     if (atomic_exchange(&noted[number], 0)) interpreters[number](number);
 }
 
-/* Whoever is last sees the other's store: this handler that nobody is inside, or `leave` that a signal was noted. */
+/* The stores and loads are in one order for all threads: either this handler sees that no lock is held, or `open_up` sees the noted
+ * signal. */
 static void deferring(int number) {
     int error = errno;
     atomic_fetch_add(&delivering, 1);
@@ -64,8 +65,8 @@ static int leave(void) {
     return unnoticed ? PyErr_CheckSignals() : 0;
 }
 
-/* From here on signals wait. Those that the interpreter has been told of are heard first, while nothing is locked and none waits:
- * a handler may need another signal. */
+/* Defer signals from here on. Handlers of signals that the interpreter has received already run first, before the lock is taken and
+ * while nothing is deferred: a handler may wait for another signal. */
 static int enter(void) {
     if (depth == 0 && is_main()) {
         for (;;) {
@@ -80,7 +81,7 @@ static int enter(void) {
     return 0;
 }
 
-/* The thread that forks is the child's main one, whatever locks it holds. */
+/* The thread that forks is the child's main thread, and still holds the locks that it held. */
 static void in_child(void) {
     if (!is_main()) unnoticed = 1;
     main_thread = pthread_self();
@@ -95,7 +96,7 @@ static void in_child(void) {
 typedef struct {
     PyObject_HEAD
     pthread_mutex_t mutex;
-    atomic_ulong holder; /* 0: nobody */
+    atomic_ulong holder; /* 0: not held */
 } SignalSafeLock;
 
 static unsigned long self_number(void) { return (unsigned long)pthread_self(); }
@@ -117,7 +118,7 @@ static void section_dealloc(PyObject *self) {
     Py_DECREF(type);
 }
 
-/* 1: taken, 0: somebody has it (only without `blocking`), -1: an exception. */
+/* 1: acquired; 0: another thread holds it (only without `blocking`); -1: an exception is set. */
 static int take(SignalSafeLock *lock, int blocking) {
     if (blocking && atomic_load(&lock->holder) == self_number()) {
         PyErr_SetString(PyExc_RuntimeError, "this thread is already holding this lock");
@@ -197,10 +198,10 @@ static PyObject *defer(PyObject *module, PyObject *argument) {
     if (number < 1 || number >= NSIG) return PyErr_Format(PyExc_ValueError, "%ld is no signal", number);
     struct sigaction action;
     if (sigaction((int)number, NULL, &action)) return PyErr_SetFromErrno(PyExc_OSError);
-    /* One with SA_SIGINFO is not the interpreter's: what it is told cannot be told later. */
+    /* A handler with SA_SIGINFO is not the interpreter's, and its arguments cannot be passed on later. */
     if ((action.sa_flags & SA_SIGINFO) || action.sa_handler == SIG_DFL || action.sa_handler == SIG_IGN) Py_RETURN_FALSE;
     if (action.sa_handler != deferring) {
-        /* A library's that came in front of ours calls ours, and would be called by it. */
+        /* A library installed its handler in front of `deferring` and calls it: each would call the other. */
         if (interpreters[number] && interpreters[number] != action.sa_handler) Py_RETURN_FALSE;
         interpreters[number] = action.sa_handler;
         action.sa_handler = deferring;
