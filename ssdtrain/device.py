@@ -34,6 +34,8 @@ EVENT_POLL = 50e-6  # seconds between two looks at an event that is waited for w
 
 LINK_PROBE = 64 << 20  # bytes of a copy by which a link is measured
 
+NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it
+
 TESTED_TORCH = ("2.13.0",)
 
 
@@ -79,6 +81,13 @@ class Device(Protocol):
         self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event] = ()
     ) -> Event | None:
         """Queue the copy of `source` (pinned host) into `target`, which `load_target` made, once the events have passed."""
+
+    def load_event(self, after: Sequence[Event]) -> Event | None:
+        """An event behind the events `after` and all work queued on the load stream: memory that `load_target` made may be
+        written then."""
+
+    def new_stream(self) -> int:
+        """A stream that nothing else uses, as a raw handle; 0 without streams. It is never destroyed."""
 
     def record(self, stream: Any | None) -> Event | None:
         """Record an event after all work queued on `stream` so far."""
@@ -145,6 +154,12 @@ class CpuDevice:
     ) -> Event | None:
         target.copy_(source)
         return None
+
+    def load_event(self, after: Sequence[Event]) -> None:
+        return None
+
+    def new_stream(self) -> int:
+        return 0
 
     def event_handle(self, event: Event | None) -> int:
         return 0
@@ -244,6 +259,18 @@ class CudaDevice:
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         return self._recorded(stream)
+
+    def load_event(self, after: Sequence[Event]) -> Event | None:
+        for event in after:
+            self._load_stream.wait_event(event)  # type: ignore[arg-type]
+        return self._recorded(self._load_stream)
+
+    def new_stream(self) -> int:
+        handle = ctypes.c_void_p()
+        with torch.cuda.device(self.device):
+            code = _loaded_cuda_runtime().cudaStreamCreateWithFlags(ctypes.byref(handle), NON_BLOCKING)
+        torch.cuda.check_error(int(code))
+        return handle.value or 0
 
     def record(self, stream: Any | None) -> Event | None:
         return self._recorded(stream) if stream is not None else None

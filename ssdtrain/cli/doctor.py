@@ -34,7 +34,7 @@ from ssdtrain.config.paths import (
 )
 from ssdtrain.config.units import GiB, parse_size
 from ssdtrain.preflight import check_start
-from ssdtrain.storage import drive_of
+from ssdtrain.storage import drive_of, gpudirect
 from ssdtrain.storage.memory import HUGE_PAGES
 from ssdtrain.storage.slab import direct_io_error, open_nameless
 from ssdtrain.telemetry.text import size_text
@@ -237,6 +237,8 @@ def devices() -> Iterator[Finding]:
             )
             remedy = "copies between these go through host memory: see nvidia-smi topo -m" if apart else ""
             yield Finding("GPU to GPU", found, NOTE if apart else GOOD, remedy)
+        why_not = gpudirect.unavailable()
+        yield Finding("GPUDirect", why_not or "can be tried", NOTE if why_not else GOOD)
     else:
         yield Finding("CUDA", "no device", NOTE, "training runs on the CPU")
 

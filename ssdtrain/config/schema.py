@@ -117,6 +117,11 @@ class OffloadConfig(Section):
     """Unbuffered I/O (O_DIRECT). Default: used if the file system supports it, else buffered I/O with one warning; "on" makes
     that an error."""
 
+    gpudirect: Switch = "auto"
+    """GPUDirect Storage (kvikio), between GPU and drives without host memory. Default: used if it works here and is faster than
+    host memory in a probe at start, else the log says why not; "on" makes it an error if it does not work. It takes more device
+    memory (docs/gpu.md)."""
+
     on_full: Literal["keep", "raise"] = "keep"
     """When every tier is full: keep the tensor on its device with one warning, or raise."""
 
@@ -143,9 +148,10 @@ class OffloadConfig(Section):
         if not self.directories and self.capacity is not None:
             why = "limits drives, but directories is empty"
             yield "capacity", exact_size(self.capacity), why, "leaving it out, or at least one directory"
-        if not self.directories and self.direct == "on":
-            why = "concerns drives, but directories is empty"
-            yield "direct", self.direct, why, "leaving it out, or at least one directory"
+        for key in ("direct", "gpudirect"):
+            if not self.directories and getattr(self, key) == "on":
+                why = "concerns drives, but directories is empty"
+                yield key, "on", why, "leaving it out, or at least one directory"
         if self.device_budget is not None and self.amount.kind != "auto":
             why = f'needs amount: "auto", but amount is {self.amount}'
             yield "device_budget", exact_size(self.device_budget), why, 'leaving it out, or "amount": "auto"'
@@ -213,12 +219,8 @@ class CheckpointConfig(Section):
     def conflicts(self) -> Iterator[Conflict]:
         if self.use_reentrant and self.determinism_check != "default":
             why = "concerns the variant that is not reentrant, but use_reentrant is true"
-            yield (
-                "determinism_check",
-                self.determinism_check,
-                why,
-                'leaving it out, or "use_reentrant": false',
-            )
+            remedy = 'leaving it out, or "use_reentrant": false'
+            yield "determinism_check", self.determinism_check, why, remedy
 
 
 class ReportConfig(Section):
@@ -237,12 +239,8 @@ class ReportConfig(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.trace and self.path is None:
-            yield (
-                "trace",
-                list(self.trace),
-                "has no directory to write to: path is not set",
-                "leaving it out, or a path",
-            )
+            why = "has no directory to write to: path is not set"
+            yield "trace", list(self.trace), why, "leaving it out, or a path"
 
     def expand(
         self,

@@ -14,6 +14,7 @@ from ssdtrain.config import OffloadConfig
 from ssdtrain.config.units import MiB
 from ssdtrain.device import device_for
 from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.offload.gpudirect import attach_gpudirect, gpudirect_refused
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import AmountPolicy, ModuleFilter, OffloadPolicy
 from ssdtrain.storage import Faults, SpillStore, check_host_budget
@@ -45,7 +46,7 @@ def build_engine(
         staged: pass CPU tensors through staging buffers, as those of a GPU (tests); None: by the device.
 
     Raises:
-        ValueError: `amount: "auto"` without a policy.
+        ValueError: `amount: "auto"` without a policy; or `gpudirect: "on"`, and it cannot be had.
         HostBudgetExceeded: the ranks of the node would take more memory than it has.
         OSError: a directory cannot be used; names the path and the remedy.
     """
@@ -57,7 +58,8 @@ def build_engine(
         # All transfers pass through the pinned arena, which is made at start: half of it for each direction.
         buffer = buffer or max(4 * in_flight, 1024 * MiB)
         in_flight = min(in_flight, buffer // 2)
-        prefetch = buffer // 2 if prefetch is None else prefetch
+    elif offload.gpudirect == "on":
+        raise gpudirect_refused("activations are on the CPU")
     check_host_budget(offload.host + (buffer or 0), local_world_size)
     store = SpillStore(
         directories,
@@ -73,18 +75,21 @@ def build_engine(
         huge_pages=in_place,  # else it is the arena that is written from, which lies in them
         **layer.event_functions(),
     )
-    options = EngineOptions.of(
-        offload,
-        in_flight=in_flight,
-        prefetch=prefetch,
-        buffer=buffer,
-        raise_when_full=offload.on_full == "raise",
-        staged=staged,
-        timeline=timeline,
-        verified={"off": 0, "sample": SAMPLED, "all": 1}[offload.verify],
-        rank=rank,
-    )
     try:
+        direct = not in_place and attach_gpudirect(offload, layer, store)
+        if prefetch is None and buffer is not None and not (in_place or direct):
+            prefetch = buffer // 2
+        options = EngineOptions.of(
+            offload,
+            in_flight=in_flight,
+            prefetch=prefetch,
+            buffer=buffer,
+            raise_when_full=offload.on_full == "raise",
+            staged=staged,
+            timeline=timeline,
+            verified={"off": 0, "sample": SAMPLED, "all": 1}[offload.verify],
+            rank=rank,
+        )
         if offload.codec is not None:
             warm_up(make_codec(offload.codec), device, FLOATS)
         return OffloadEngine(store, layer, device, _policy(offload, policy), options), store

@@ -3,8 +3,8 @@
 Note: [What must not move]
 
 - Parameters and buffers, and every view of one: they are not activations, and they stay in memory anyway. A view is found
-  by its storage where the model was registered, by `_base` otherwise (ZeRO-3 hands out `W.t()` of a gathered parameter whose
-  storage cannot be registered in advance).
+  by its storage where the model was registered (of a quantised weight by those of its parts), by `_base` otherwise (ZeRO-3
+  hands out `W.t()` of a gathered parameter whose storage cannot be registered in advance).
 - The copy that autocast makes of a parameter: it lives in autocast's cache as long as the region does. Its `grad_fn` (or
   that of its base) is a `ToCopyBackward0` whose next function accumulates into a Parameter.
 - Tensors of classes the engine does not know, and tensors whose bytes alone do not say their value: conjugate or negative
@@ -91,9 +91,10 @@ class Eligibility:
         """
         fixed = {}
         for tensor in self._tensors():
-            if type(tensor.data) is torch.Tensor and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                fixed[id(storage)] = weakref.ref(storage)
+            for part in (tensor, *_parts(tensor)):
+                if type(part.data) is torch.Tensor and part.layout is torch.strided:
+                    storage = part.untyped_storage()
+                    fixed[id(storage)] = weakref.ref(storage)
         self._fixed = fixed
 
     def _tensors(self) -> Iterable[torch.Tensor]:
@@ -167,6 +168,13 @@ class Eligibility:
                 break
             node = node.next_functions[0][0] if node.next_functions else None
         return node is not None and type(node).__name__ in self._freed_functions
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What a tensor of another class consists of: quantised weights and shards have their bytes in attributes."""
+    if type(tensor) in (_Tensor, _Parameter):
+        return []
+    return [value for value in vars(tensor).values() if isinstance(value, _Tensor)]
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.eligible import Eligibility
 from ssdtrain.offload.functorch import modes, tracing, without_modes
+from ssdtrain.offload.gpudirect import GpuDirectTransfer
 from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.mover import Mover, wait_quietly
@@ -80,7 +81,7 @@ class OffloadEngine:
         self.buffers = Buffers(options.buffer, device.host_register(), counted, device.numa_node())
         self.coding = Coding(options.codec, options.rank)
         staged = device.kind != "cpu" if options.staged is None else options.staged
-        made = StagedTransfer if staged else DirectTransfer
+        made = (GpuDirectTransfer if options.by_cufile else StagedTransfer) if staged else DirectTransfer
         transfer: Transfer = made(store, self.buffers, self.meter.see_own, self.coding, device)
         self.mover = Mover(
             store,
@@ -239,7 +240,7 @@ class OffloadEngine:
                         self.recorder.unpacked(region.tape, region.index, entered, self.device.timestamp())
                     return tensor
                 operation = region.transfer.operation
-                passing = self.mover.transfer.passing() if operation is None else None
+                passing = self.mover.transfer.returning() if operation is None else None
             began, cause = self.options.clock(), "event" if operation is None else "load"
             if operation is not None:
                 if not wait_quietly(operation, PATIENCE):

@@ -35,11 +35,11 @@ class Loads:
 
         A load that backward asked for never waits for a buffer that only backward frees: it drops what was prefetched,
         the last needed first, and where that is not enough it allocates outside of the arena. It waits (False) for a buffer
-        that comes back by itself: `Transfer.passing`.
+        that comes back by itself: `Transfer.returning`.
         """
         read = self.transfer.begin_load(region, on_demand=on_demand)
         if read is None:
-            if not on_demand or self.transfer.passing() is not None:
+            if not on_demand or self.transfer.returning() is not None:
                 return False
             while read is None and self._evict():
                 read = self.transfer.begin_load(region, on_demand=True)
@@ -63,6 +63,8 @@ class Loads:
     def reserve_target(self, region: Region) -> None:
         """Have the device memory for a region whose load is under way. See Note: [Load targets]."""
         transfer = region.transfer
+        if transfer.state is State.LOADING and transfer.in_place:
+            return  # it is being filled
         if transfer.target is None or transfer.target.tensor is None:  # none yet, or that of an earlier load
             transfer.target = self.transfer.reserve_target(transfer.stored_bytes)
 
@@ -129,8 +131,8 @@ class Loads:
     def _evict(self) -> bool:
         """Drop the prefetched region that is needed last. False: there is none that can be dropped."""
         for region in reversed(self._prefetched):
-            if region.transfer.state is State.LOADED and self.transfer.copies:
-                continue  # on the device: its buffer is back already, or comes back with its copy
+            if self.transfer.copies and region.transfer.lease is None:
+                continue  # on the device, or on the way there without a buffer; or its buffer comes back with its copy
             if region.transfer.state is State.LOADING:
                 operation = region.transfer.operation
                 assert operation is not None

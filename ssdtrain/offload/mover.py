@@ -130,7 +130,7 @@ class Mover:
         self.in_flight += region.nbytes
         self._stores.append(region)
         self.metrics.offloaded_bytes += region.nbytes
-        if self.transfer.copies and not encoded:
+        if self.transfer.copies and not encoded and not transfer.in_place:
             self.departures.add(region)
         return True
 
@@ -327,7 +327,7 @@ class Mover:
                 self._close_write(region)
                 region.empty_()
             # Otherwise it stays among the stores, and with it the memory that is being written from: of a copy the buffer.
-            elif self.transfer.copies and region.in_tensor:
+            elif self.transfer.copies and region.in_tensor and not transfer.in_place:
                 self._depart(region)
         elif state is State.LOADING:
             self.loads.release(region)

@@ -27,6 +27,7 @@ class EngineOptions:
     deadline: float = 10.0
     raise_when_full: bool = False
     staged: bool | None = None  # None: staged through pinned buffers on a GPU, in place on the CPU
+    by_cufile: bool = False  # staged, but between device and drives by GPUDirect Storage
     timeline: bool = False
     verified: int = 0  # one of so many stores has a checksum of all its bytes; 0: none
     codec: str | None = None  # of floating-point tensors on their way to a tier

@@ -20,7 +20,7 @@ __all__ = ["Prefetcher"]
 class Prefetcher:
     """Keeps up to `limit` bytes loaded ahead of where backward is.
 
-    The tape determines what comes next: the reverse of what was saved. When it runs out, `next_tapes` are those that follow.
+    The tape determines what comes next: its operators in reverse. When it runs out, `next_tapes` are those that follow.
     Within that distance a store that has not begun is cancelled, since its bytes are about to be needed, and one that has
     begun leaves its bytes in memory.
 
@@ -126,13 +126,7 @@ class Prefetcher:
     def _coming(self, tape: Tape) -> Iterator[Region]:
         """Regions that backward has not had, in the order in which it will ask."""
         for following in (tape, *(other for other in self.next_tapes if other is not tape)):
-            start = len(following.regions) if following.cursor is None else following.cursor
-            for index in range(start - 1, -1, -1):
-                region = following.regions[index]
-                if region is not None and (
-                    region.last_pass != following.pass_number or region.pending_unpacks
-                ):
-                    yield region
+            yield from following.coming()
 
     def _enough(self, tape: Tape) -> bool:
         """Whether half of the limit is ahead of backward. What it has passed without asking (the loss of another head) is not."""
@@ -140,17 +134,13 @@ class Prefetcher:
         if furthest is None or 2 * self._mover.loads.prefetched_bytes <= self.limit:
             return False
         if furthest.tape is tape:
-            return tape.cursor is None or furthest.index < tape.cursor
+            return furthest.index < tape.end
         return any(following is furthest.tape for following in self.next_tapes)
 
     def _along(self, tape: Tape, near: int) -> int:
         """Go down `tape` for `near` bytes; returns the bytes of that distance that are left."""
         mover = self._mover
-        start = len(tape.regions) if tape.cursor is None else tape.cursor
-        for index in range(start - 1, -1, -1):
-            region = tape.regions[index]
-            if region is None or (region.last_pass == tape.pass_number and not region.pending_unpacks):
-                continue
+        for region in tape.coming():
             if region.transfer.state is State.STORED:
                 if mover.loads.prefetched_bytes and mover.loads.prefetched_bytes + region.nbytes > self.limit:
                     return 0

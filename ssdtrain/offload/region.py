@@ -66,6 +66,7 @@ class Region:
         "last_pass",
         "module",
         "nbytes",
+        "operator",
         "origin",
         "owner",
         "packed",
@@ -103,6 +104,7 @@ class Region:
         self.version = probe._version
         self.seen: Seen | None = None  # its storage, as the meter counts it
         self.index = -1  # place on the tape
+        self.operator = -1  # sequence number of the one that saved it
         self.key = 0  # of its storage, among the regions that can be joined
         self.owner = owner  # see Note: [Owners of version counters]
         # Where a thin view lies in its storage, whose bytes are copied together.

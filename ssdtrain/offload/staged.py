@@ -22,18 +22,18 @@ from ssdtrain.offload.transfer import Encoding
 from ssdtrain.offload.transfer_state import Arrival, Read, Write
 from ssdtrain.storage import Lease, Operation, Slot, SpillStore
 
-__all__ = ["StagedTransfer"]
+__all__ = ["StagedTransfer", "bytes_of_slot", "source_of"]
 
 
 class _Passing(NamedTuple):
-    """A staging buffer that a copy alone uses, until its event has passed, and what else it needs alive."""
+    """A copy under way: its event, the staging buffer that it alone uses, if any, and what else it needs alive."""
 
     event: Event
     lease: Lease | None
     source: torch.UntypedStorage | torch.Tensor | None
 
 
-_TO_HOST, _TO_DEVICE = range(2)
+_TO_DEVICE, _TO_HOST, _BUFFERLESS_TO_DEVICE, _BUFFERLESS_TO_HOST = range(4)
 
 
 class StagedTransfer:
@@ -46,7 +46,7 @@ class StagedTransfer:
 
     Note: [Buffers in passing]
     A staging buffer whose bytes are on their way to the device belongs to the copy until its event has passed. The host never
-    waits for one, unless it needs a buffer and all are in use: `passing`.
+    waits for one, unless it needs a buffer and all are in use: `returning`.
 
     Note: [Pinned host tier]
     Where the host tier is pinned, a slot in it is its own staging buffer: copies go there and come from there, and no thread
@@ -70,8 +70,8 @@ class StagedTransfer:
         self.buffers = buffers
         self.device = device
         self.targets = LoadTargets(device)
-        # Buffers that a copy alone uses, by direction, each in the order of the copies. See Note: [Buffers in passing].
-        self._passing: tuple[deque[_Passing], deque[_Passing]] = (deque(), deque())
+        # Copies by direction, those without a staging buffer apart. See Note: [Buffers in passing].
+        self._passing: tuple[deque[_Passing], ...] = (deque(), deque(), deque(), deque())
 
     def encode(self, region: Region) -> torch.Tensor | None:
         payload = self._encoding.encode(region)
@@ -87,19 +87,21 @@ class StagedTransfer:
         slot = region.transfer.slot
         assert slot is not None
         if self.store.is_pinned(slot):
-            event = self.device.copy_to_host(_source(region), _bytes_of_slot(slot))
+            event = self.device.copy_to_host(source_of(region), bytes_of_slot(slot))
             return Write(self._copied(slot, event, into=True), event=event)
         lease = self.buffers.acquire(region.transfer.stored_bytes)
         if lease is None:
             return None
-        event = self.device.copy_to_host(_source(region), torch.frombuffer(lease.view(), dtype=torch.uint8))
+        event = self.device.copy_to_host(source_of(region), torch.frombuffer(lease.view(), dtype=torch.uint8))
         # Never deferred: the pool's workers wait for the device anyway.
         return Write(self._write(region, lease, event), lease=lease, event=event)
 
     def _copied(self, slot: Slot, event: Event | None, *, into: bool) -> Operation:
         """See Note: [Pinned host tier]."""
         if event is not None:  # `close` waits for it: the tier is unmapped then
-            self._passing[_TO_HOST if into else _TO_DEVICE].append(_Passing(event, None, None))
+            self._passing[_BUFFERLESS_TO_HOST if into else _BUFFERLESS_TO_DEVICE].append(
+                _Passing(event, None, None)
+            )
         copy = DeviceCopy(self.device, event, slot.nbytes)
         self.store.copied(slot, copy, into=into)
         return copy
@@ -161,7 +163,7 @@ class StagedTransfer:
         if transfer.slot is not None and self.store.is_pinned(transfer.slot):
             if self.store.closed:
                 raise after_close()
-            return _bytes_of_slot(transfer.slot)
+            return bytes_of_slot(transfer.slot)
         return None
 
     def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
@@ -185,7 +187,7 @@ class StagedTransfer:
         # It may find no memory: then the region is as before, and this may be tried again.
         arrival = self._copy_in(region, host)
         if unpooled is not None and arrival.event is not None:
-            self._passing[_TO_DEVICE].append(_Passing(arrival.event, None, unpooled))
+            self._passing[_BUFFERLESS_TO_DEVICE].append(_Passing(arrival.event, None, unpooled))
         self._return(lease, arrival.event, region.transfer.event, region)
         if region.transfer.codec is None:
             return arrival
@@ -241,11 +243,14 @@ class StagedTransfer:
                     lease.release()
 
     def passing(self) -> Event | None:
-        oldest = self._passing[_TO_DEVICE] or self._passing[_TO_HOST]
-        return oldest[0].event if oldest else None
+        return next((copies[0].event for copies in self._passing if copies), None)
+
+    def returning(self) -> Event | None:
+        with_buffers = self._passing[: _TO_HOST + 1]
+        return next((copies[0].event for copies in with_buffers if copies), None)
 
 
-def _source(region: Region) -> torch.Tensor:
+def source_of(region: Region) -> torch.Tensor:
     """What is copied off the device (uint8): the payload, or the bytes of the region."""
     if region.transfer.payload is not None:
         return region.transfer.payload
@@ -253,6 +258,6 @@ def _source(region: Region) -> torch.Tensor:
     return source.set_(region.tensor.untyped_storage(), region.start, (region.nbytes,), (1,))
 
 
-def _bytes_of_slot(slot: Slot) -> torch.Tensor:
+def bytes_of_slot(slot: Slot) -> torch.Tensor:
     """A slot of the host tier (uint8); the slot must outlive it."""
     return torch.frombuffer(slot.view(), dtype=torch.uint8)

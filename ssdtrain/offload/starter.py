@@ -83,7 +83,7 @@ class StoreStarter:
             self._largest = region.nbytes
             self._mover.batch_bytes = min(TOGETHER, self._options.in_flight // 4, region.nbytes)
         tape.unstored.append(region)
-        tape.operator = _sequence_number()
+        tape.operator = region.operator = _sequence_number()
         tape.stream = region.stream = self._device.current_stream()
 
     def begin(self, tape: Tape, *, ended: bool = False) -> list[Region]:
@@ -148,7 +148,7 @@ class StoreStarter:
                 )
                 # How large an encoded one is is known when its store was tried.
                 large = self._staging is not None and size > limit and (full or not region.transfer.codec)
-                passing = self._mover.transfer.passing()
+                passing = self._mover.transfer.returning()
                 if large or (full and oldest is None and passing is None):
                     self._keep(region, TOO_LARGE if large else BUFFER_FULL, size, limit)
                     return

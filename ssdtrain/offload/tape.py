@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ssdtrain.offload.region import Region
@@ -77,6 +78,35 @@ class Tape:
             self.pass_number += 1
             self.cursor = index
         self.cursor = min(self.cursor, index)
+
+    @property
+    def end(self) -> int:
+        """Regions from this index on are passed: backward has had them, or will not ask for them. What the operator at the
+        cursor saved is not: backward asks for it in the order in which it was saved."""
+        if self.cursor is None:
+            return len(self.regions)
+        end = self.cursor
+        here = self.regions[end] if end < len(self.regions) else None
+        while here is not None and end < len(self.regions):
+            other = self.regions[end]
+            if other is None or other.operator != here.operator:
+                break
+            end += 1
+        return end
+
+    def coming(self) -> Iterator[Region]:
+        """Regions that backward has not had, in the order in which it will ask: operators from the last one, and what each of
+        them saved in the order in which it was saved."""
+        operator: list[Region] = []
+        for index in range(self.end - 1, -1, -1):
+            region = self.regions[index]
+            if region is None or (region.last_pass == self.pass_number and not region.pending_unpacks):
+                continue
+            if operator and region.operator != operator[-1].operator:
+                yield from reversed(operator)
+                operator.clear()
+            operator.append(region)
+        yield from reversed(operator)
 
     def __repr__(self) -> str:
         return (

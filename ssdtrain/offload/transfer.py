@@ -75,7 +75,10 @@ class Transfer(Protocol):
         """Return the buffers whose copies have passed."""
 
     def passing(self) -> Event | None:
-        """Of the buffer that comes back next; None: none is in use by a copy alone."""
+        """The end of the oldest copy that uses host memory; None: there is none."""
+
+    def returning(self) -> Event | None:
+        """The end of the copy after which a staging buffer comes back; None: no buffer is in use by a copy alone."""
 
 
 def _bytes_of(lease: Lease) -> torch.Tensor:
@@ -182,6 +185,9 @@ class DirectTransfer:
         return None
 
     def passing(self) -> None:
+        return None
+
+    def returning(self) -> None:
         return None
 
 

@@ -41,7 +41,9 @@ class Write(NamedTuple):
     lease: Lease | None = None
     """The staging buffer that is written from."""
     event: Event | None = None
-    """The end of the copy into it."""
+    """What comes before it: the end of the copy into the buffer, or of the work that made the bytes."""
+    in_place: bool = False
+    """The memory of the tensor, or of its payload, is written from itself: it stays until the write has ended."""
 
 
 class Read(NamedTuple):
@@ -51,6 +53,12 @@ class Read(NamedTuple):
     lease: Lease | None = None
     loaded: torch.Tensor | None = None
     payload: torch.Tensor | None = None
+    target: Target | None = None
+    """Of `loaded` or `payload`, where that is device memory."""
+    event: Event | None = None
+    """What comes before it."""
+    in_place: bool = False
+    """It fills device memory itself."""
 
 
 class Arrival(NamedTuple):
@@ -79,6 +87,7 @@ class TransferState:
         "decoding",
         "event",
         "forwarded",
+        "in_place",
         "keep_resident",
         "lease",
         "load_event",
@@ -101,6 +110,7 @@ class TransferState:
         self.codec: Codec | None = None  # encodes it on the way to a tier
         self.tier: str | None = None  # that the policy wants it in
         self.stored_bytes = nbytes  # in the tier
+        self.in_place = False  # the operation under way reads or fills device memory itself
         self.verify = False  # all its bytes are compared, by a checksum, when they come back
         self.page_offset = 0
         self.slot: Slot | None = None
@@ -120,7 +130,7 @@ class TransferState:
 
     def write_began(self, write: Write) -> None:
         """RESIDENT -> STORING."""
-        self.operation, self.page_offset, self.lease, self.event = write
+        self.operation, self.page_offset, self.lease, self.event, self.in_place = write
         self.state = State.STORING
         self.keep_resident = self.forwarded = False
 
@@ -130,7 +140,9 @@ class TransferState:
 
     def read_began(self, read: Read) -> None:
         """STORED -> LOADING."""
-        self.operation, self.lease, self.loaded, self.payload = read
+        self.operation, self.lease, self.loaded, self.payload, target, event, self.in_place = read
+        if target is not None:
+            self.target, self.load_event = target, event
         self.state = State.LOADING
 
     def arrived(self, arrival: Arrival) -> None:

@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 from ssdtrain.storage.memory import ALIGNMENT
 
-WRITE, READ, COPY_IN, COPY_OUT = range(4)
-"""Kinds of operations. The last two copy to and from the host tier, in the direction of a write and a read."""
+WRITE, READ, COPY_IN, COPY_OUT, DEVICE_WRITE, DEVICE_READ = range(6)
+"""Kinds of operations. COPY_IN and COPY_OUT copy to and from the host tier, in the direction of a write and a read; the last two
+transfer device memory (`ssdtrain.storage.gpudirect`)."""
 
 
 class Piece(NamedTuple):

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from ssdtrain.storage import faults as fault
 from ssdtrain.storage import forks, memory
@@ -26,6 +26,13 @@ from ssdtrain.storage.signal_safe_lock import make_signal_safe_lock, mark_worker
 logger = logging.getLogger(__name__)
 
 MakeError = Callable[[int, int, int, int, int, int], IOFailure | SourceChanged]
+
+
+class PieceTransfer(Protocol):
+    """Transfers the pieces that one worker takes."""
+
+    def run(self, operation: PythonOperation, index: int, piece: Piece, fd: int, direct: bool) -> None: ...
+    def close(self) -> None: ...
 
 
 class _Queue:
@@ -61,7 +68,11 @@ class _Queue:
 
 
 class PythonPool:
-    """Workers of the Python engine. The arguments are those of `ssdtrain.storage.pool.make_pool`."""
+    """Workers of the Python engine. The arguments are those of `ssdtrain.storage.pool.make_pool`, and one:
+
+    Args:
+        make_transfer: called by each worker, transfers its pieces. None: host memory, by system calls.
+    """
 
     engine = "python"
 
@@ -73,6 +84,7 @@ class PythonPool:
         host_threads: int,
         piece: int,
         make_error: MakeError,
+        make_transfer: Callable[[], PieceTransfer] | None = None,
         faults: Faults | None = None,
         event_query: int = 0,
         set_device: int = 0,
@@ -80,6 +92,8 @@ class PythonPool:
         device: int = -1,
     ) -> None:
         self._piece, self._faults, self._make_error = piece, faults, make_error
+        self._in_host_memory = make_transfer is None
+        self._make_transfer = make_transfer or (lambda: Transfer(faults))
         # Signal-safe, so that a finalizer can detect that its thread holds it: see `holds_signal_safe_lock`.
         self._lock = cast(Any, make_signal_safe_lock())
         self._released = threading.Condition(self._lock)
@@ -138,7 +152,7 @@ class PythonPool:
         if event and self._events is None:
             raise ValueError("an operation with an event needs a pool with event_query")
         if (
-            not (checksum or kind & 1 or event) and nbytes
+            self._in_host_memory and not (checksum or kind & 1 or event) and nbytes
         ):  # before the event completes the bytes are not there
             checksum = memory.sample(address, nbytes)
         operation = PythonOperation(self, kind, address, nbytes, page_offset, event, checksum, digest)
@@ -271,7 +285,7 @@ class PythonPool:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         mark_worker()
         queue = self._queues[number]
-        transfer = Transfer(self._faults)
+        transfer = self._make_transfer()
         try:
             while True:
                 with self._lock:

@@ -23,6 +23,27 @@ SHORTEST, LONGEST = 20e-6, 500e-6
 """Seconds between two queries of an event, increased by half each time."""
 
 
+class ThreadSetup:
+    """Makes a device the current one of a worker thread, and its calls harmless to a graph capture of another thread.
+
+    Args:
+        set_device, exchange_capture_mode, device: see `ssdtrain.storage.pool.make_pool`.
+    """
+
+    def __init__(self, set_device: int, exchange_capture_mode: int, device: int) -> None:
+        self._set_device = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(set_device) if set_device else None
+        relax = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
+        self._relax = relax(exchange_capture_mode) if exchange_capture_mode else None
+        self._device = device
+
+    def __call__(self) -> int:
+        """Returns 0 or a CUDA error."""
+        code = self._set_device(self._device) if self._set_device is not None else 0
+        if not code and self._relax is not None:
+            code = self._relax(ctypes.byref(ctypes.c_int(RELAXED)))
+        return int(code)
+
+
 class EventWaiter:
     """Queues each operation when its event has completed.
 
@@ -40,10 +61,7 @@ class EventWaiter:
         completed: "Callable[[PythonOperation, int], None]",
     ) -> None:
         self._query = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(event_query)
-        self._set_device = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(set_device) if set_device else None
-        relax = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
-        self._relax = relax(exchange_capture_mode) if exchange_capture_mode else None
-        self._device = device
+        self._prepare = ThreadSetup(set_device, exchange_capture_mode, device)
         self._completed = completed
         self._waiting: deque[PythonOperation] = deque()
         self._ready = threading.Condition()
@@ -87,12 +105,6 @@ class EventWaiter:
             polled = self._poll(operation) if prepared else code
             if polled is not None:
                 self._completed(operation, polled)
-
-    def _prepare(self) -> int:
-        code = self._set_device(self._device) if self._set_device is not None else 0
-        if not code and self._relax is not None:
-            code = self._relax(ctypes.byref(ctypes.c_int(RELAXED)))
-        return int(code)
 
     def _poll(self, operation: "PythonOperation") -> int | None:
         """The event's error code or 0 when it has completed; None if the operation was cancelled."""

@@ -19,7 +19,7 @@ from ssdtrain.storage.errors import StoreClosed
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.metrics import StoreMetrics
-from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, READ, WRITE, image_bytes
+from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, DEVICE_READ, DEVICE_WRITE, READ, WRITE, image_bytes
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
 from ssdtrain.storage.signal_safe_lock import make_signal_safe_lock
 from ssdtrain.storage.slab import Slab, default_capacity, no_room
@@ -78,12 +78,8 @@ class SpillStore:
             raise ValueError("a spill store needs a directory or a host tier (host_bytes)")
         if direct not in ("auto", "on", "off"):
             raise ValueError(f"direct must be 'auto', 'on' or 'off', got {direct!r}")
-        if (
-            local_world_size < 1
-            or host_bytes < 0
-            or stripe < ALIGNMENT
-            or (capacity is not None and capacity < ALIGNMENT)
-        ):
+        smallest = stripe if capacity is None else min(stripe, capacity)
+        if local_world_size < 1 or host_bytes < 0 or smallest < ALIGNMENT:
             raise ValueError(
                 f"invalid sizes: local_world_size={local_world_size} (at least 1), host_bytes={host_bytes} (at least 0),"
                 f" stripe={stripe} and capacity={capacity} (at least {ALIGNMENT})"
@@ -200,6 +196,10 @@ class SpillStore:
         """
         return self._submit(slot, READ, address, 0, defer, 0, 0)
 
+    def transfer_device(self, slot: Slot, address: int, *, into: bool, after_event: int = 0) -> Operation:
+        """Queue a transfer of device memory into a slot of a drive or out of it: see `ssdtrain.storage.gpudirect`."""
+        return self._submit(slot, DEVICE_WRITE if into else DEVICE_READ, address, after_event, False, 0, 0)
+
     def flush(self) -> None:
         """Start deferred operations. Does nothing after close or in a forked child."""
         if not self._closed and self._generation == forks.generation():
@@ -245,9 +245,8 @@ class SpillStore:
     def metrics(self) -> StoreMetrics:
         """Current totals. In a forked child those at the fork, with transfers as of the last query before it."""
         if self._generation != forks.generation():
-            return (
-                self._collect()
-            )  # no thread changes them, and a thread of the parent may have held the lock
+            # No thread changes them, and a thread of the parent may have held the lock
+            return self._collect()
         with self._lock:
             if not self._closed:
                 self._drain()
@@ -255,15 +254,8 @@ class SpillStore:
             return self._collect()
 
     def _collect(self) -> StoreMetrics:
-        return StoreMetrics.of(
-            self.pool.engine,
-            self._slabs,
-            self._host,
-            self._transfers,
-            self._copied,
-            self._live_slots,
-            self._live_bytes,
-        )
+        engine, live = self.pool.engine, (self._live_slots, self._live_bytes)
+        return StoreMetrics.of(engine, self._slabs, self._host, self._transfers, self._copied, *live)
 
     def close(self) -> None:
         """Cancel what has not started, wait for the rest, and close the files, which frees their space. Idempotent."""
@@ -298,10 +290,10 @@ class SpillStore:
             self._check_open()
         if not slot._held:
             raise ValueError(f"{slot} was freed and cannot be used")
-        if kind == READ:
+        if kind & 1:
             page_offset, checksum, digest = slot.readable_write()
         else:
-            page_offset = address % ALIGNMENT if slot._lease is None else 0
+            page_offset = address % ALIGNMENT if kind == WRITE and slot._lease is None else 0
         if slot._lease is not None:
             kind = COPY_OUT if kind == READ else COPY_IN
         operation = self.pool.submit(
@@ -309,6 +301,12 @@ class SpillStore:
         )
         slot.record(operation, None if kind & 1 else page_offset)
         return operation
+
+    def use_pool(self, pool: Pool) -> None:
+        """Use `pool`, which closes the one before when it is closed."""
+        self.pool = pool
+        self._shutdown.detach()
+        self._shutdown = weakref.finalize(self, _close_parts, pool, self._slabs, self._host, self._pattern)
 
     def is_pinned(self, slot: Slot) -> bool:
         """Whether a device copies to and from the memory of this slot itself: see `copied`."""

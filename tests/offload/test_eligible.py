@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -148,3 +150,61 @@ def test_functorch_transforms_inside_are_left_alone(make_runtime: MakeRuntime) -
     x.grad = None
     torch.vmap(lambda row: row.sin() * row.cos())(x).sum().backward()
     assert torch.equal(plain, x.grad)  # type: ignore[arg-type]
+
+
+class Quantised(torch.Tensor):
+    """A weight in fp8 as Transformer Engine makes them: of a class of its own, with its bytes in attributes."""
+
+    _data: torch.Tensor
+    _transpose: torch.Tensor
+
+    @staticmethod
+    def of(values: torch.Tensor) -> Quantised:
+        made = torch.Tensor._make_wrapper_subclass(Quantised, values.shape, dtype=values.dtype)
+        made._data = values.to(torch.float8_e4m3fn).view(torch.uint8)
+        made._transpose = made._data.t().contiguous()
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            made = torch.Tensor._make_wrapper_subclass(cls, args[0].shape, dtype=args[0].dtype)
+            made._data, made._transpose = args[0]._data, args[0]._transpose
+            return made
+        raise NotImplementedError(func)
+
+
+class QuantisedLinear(torch.autograd.Function):
+    """Saves what a linear layer of Transformer Engine does: bytes of a weight, or the weight itself, and its input in fp8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, saved: list[torch.Tensor]) -> torch.Tensor:
+        ctx.save_for_backward(*saved, x.to(torch.float8_e4m3fn).view(torch.uint8))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        *weight, _ = ctx.saved_tensors
+        assert all(one is None or one.numel() for one in weight)
+        return gradient, None, None
+
+
+@pytest.mark.parametrize(
+    ("kind", "saves"),
+    [("primary weight", "its bytes"), ("primary weight", "itself"), ("workspace", "itself")],
+)
+def test_fp8_weights_stay_and_fp8_activations_move(make_runtime: MakeRuntime, kind: str, saves: str) -> None:
+    """They are needed in every microbatch. A workspace is the copy of a weight that a layer keeps: it is saved as itself."""
+    runtime = make_runtime()
+    weight = Quantised.of(torch.randn(128, 128))
+    model = nn.Module()
+    if kind == "primary weight":
+        model.weight = nn.Parameter(weight, requires_grad=False)
+        weight = model.weight
+    runtime.register(model)
+    x = torch.randn(128, 128, requires_grad=True)
+    with runtime.forward():
+        saved = [weight._data, weight._transpose] if saves == "its bytes" else [weight]
+        loss = QuantisedLinear.apply(x, weight, saved).sum()
+    assert moved(runtime) == x.numel(), "the input in fp8 moves, and nothing else"
+    loss.backward()

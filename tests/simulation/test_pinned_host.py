@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from benchmarks.simulation.training import (
 )
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
+from ssdtrain.offload.staged import bytes_of_slot
+from ssdtrain.offload.transfer_state import TransferState
 from ssdtrain.storage import StoreMetrics
 from ssdtrain.storage.slot import Slot
 
@@ -106,3 +109,26 @@ def test_a_slot_is_not_reused_while_a_copy_uses_it(monkeypatch: pytest.MonkeyPat
         )
         wrong += sum(len(record.wrong) for record in records)
     assert wrong
+
+
+def test_a_buffer_is_not_waited_for_where_none_comes_back() -> None:
+    """1. a tensor is on its way to the host tier; 2. the arena is exhausted; 3. backward needs what is on a drive."""
+    made = Machine(400e6, [(1e9, 1e9)])
+    engine = made.engine(EngineOptions(min_bytes=1024, buffer=4 * MiB, staged=True), host_bytes=MiB)
+    transfer: Any = engine.mover.transfer
+    tensor = made.device.empty(MiB)
+    host_slot, drive_slot = made.store.reserve(MiB), made.store.reserve(MiB, "ssd")
+    copy = made.device.copy_to_host(tensor, bytes_of_slot(host_slot))
+    transfer._copied(host_slot, copy, into=True)
+    assert made.store.write(drive_slot, tensor.data_ptr()).wait(10)
+    region: Any = SimpleNamespace(nbytes=MiB, transfer=TransferState(MiB))
+    region.transfer.slot = drive_slot
+    again = made.device.copy_to_host(tensor, bytes_of_slot(host_slot))
+    transfer._copied(host_slot, again, into=True)
+    assert transfer.passing() is not None and not again.query()
+    engine.buffers.acquire = lambda nbytes, lead=0: None  # type: ignore[method-assign]
+    assert engine.mover.loads.begin(region, on_demand=True), "it waits for a copy that brings no buffer"
+    assert engine.snapshot().outside_bytes == MiB
+    assert region.transfer.operation.wait(10)
+    engine.close()
+    made.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.simulated_device import GB, LOADS, Load, gpt, measure, uniform
+from benchmarks.simulated_device import GB, LOADS, Load, fused, gpt, measure, uniform
 from benchmarks.simulation.training import LayerTimes, Machine, keep_peak, train
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.staged import StagedTransfer
@@ -22,6 +22,7 @@ SUFFICIENT = {
     "uniform": Load(uniform(24, MiB // 4, 0.002), 25 * GB, 12.8 * GB, 4 * MiB, MiB),
     "uniform, most of PCIe": Load(uniform(24, MiB // 4, MiB / 4 / (20 * GB)), 25 * GB, 50 * GB, 4 * MiB, MiB),
     "gpt": Load(gpt(24, MiB, MiB / (12 * GB)), 25 * GB, 20 * GB, 8 * MiB, 2 * MiB),
+    "fused": Load(fused(24, MiB, MiB / (12 * GB)), 50 * GB, 20 * GB),
     "1F1B": Load(gpt(6, MiB, MiB / (8 * GB)), 25 * GB, 15 * GB, 16 * MiB, 4 * MiB, microbatches=4, alive=3),
     "host tier": Load(
         gpt(24, MiB, MiB / (10 * GB)), 25 * GB, 15 * GB, 16 * MiB, 4 * MiB, host_bytes=16 * MiB

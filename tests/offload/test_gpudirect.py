@@ -1,0 +1,259 @@
+"""The engine with GPUDirect Storage, on host memory in the place of a device's: gradients, memory, failures, the choice made."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ssdtrain.config import ConfigError, load_config
+from ssdtrain.offload import gpudirect
+from ssdtrain.offload.transfer_state import State
+from ssdtrain.runtime import Runtime
+from ssdtrain.storage import Faults, IOFailure
+from tests.offload.conftest import MakeRuntime, Variant, holds_nothing, settled
+from tests.offload.test_programs import FAULTS, INSTRUCTIONS, OPTIONS, agree, make
+from tests.offload.test_races import chain, engine_of, expected, pool_of, until
+from tests.support.kvikio_stand_in import KvikioStandIn, install
+
+ON = Variant("gpudirect", {"buffer": "64MiB", "gpudirect": "on", "verify": "off"}, staged=True)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> KvikioStandIn:
+    return install(monkeypatch, tmp_path)
+
+
+def grown(stand_in: KvikioStandIn) -> Callable[[], tuple[int, int]]:
+    """A function that returns the bytes (written, read) since."""
+    written, read = stand_in.written, stand_in.read
+    return lambda: (stand_in.written - written, stand_in.read - read)
+
+
+def test_gradients_are_those_without_it_and_no_byte_is_in_host_memory(
+    stand_in: KvikioStandIn, make_runtime: MakeRuntime
+) -> None:
+    runtime = make_runtime(ON, prefetch="512KiB")
+    moved = grown(stand_in)
+    x, loss = chain(runtime)
+    settled(runtime)
+    found = runtime.statistics().offload  # type: ignore[union-attr]
+    assert moved() == (found.offloaded_bytes, 0) and found.offloaded_bytes == found.saved_bytes > 0
+    loss.backward()
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert moved() == (found.offloaded_bytes, found.offloaded_bytes)
+    assert engine_of(runtime).buffers.peak == 0
+    assert runtime.statistics().store.ssd_bytes_written >= found.offloaded_bytes  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("codec", ["int8", "lossless"])
+def test_encoded_tensors_go_the_same_way(
+    stand_in: KvikioStandIn, make_runtime: MakeRuntime, codec: str
+) -> None:
+    """With the bits that they have through host memory."""
+    gradients = []
+    for gpudirect_or_not in ("on", "off"):
+        runtime = make_runtime(ON, codec=codec, gpudirect=gpudirect_or_not, prefetch="512KiB")
+        moved = grown(stand_in)
+        x, loss = chain(runtime)
+        settled(runtime)
+        loss.backward()
+        assert (moved() != (0, 0)) == (gpudirect_or_not == "on")
+        gradients.append(x.grad)
+        del loss
+    assert torch.equal(*gradients)
+
+
+def test_a_tensor_stays_until_its_write_has_ended(stand_in: KvikioStandIn, make_runtime: MakeRuntime) -> None:
+    """The write reads its memory."""
+    runtime = make_runtime(ON)
+    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
+    x, loss = chain(runtime)
+    stores = list(engine_of(runtime).mover._stores)
+    assert stores and all(region.in_tensor for region in stores)
+    del x, loss
+    gc.collect()
+    until(lambda: stores[0].transfer.operation.begun(), "a store")  # type: ignore[union-attr]
+    begun = [region for region in stores if region.transfer.operation.begun()]  # type: ignore[union-attr]
+    engine_of(runtime).drain()
+    assert all(region.transfer.state is State.RELEASED and region.in_tensor for region in begun)
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+    holds_nothing(runtime)
+    assert not any(region.in_tensor for region in begun)
+
+
+def test_what_is_verified_goes_through_host_memory(
+    stand_in: KvikioStandIn, make_runtime: MakeRuntime
+) -> None:
+    """No thread of the host sees the other bytes, so it cannot compare them."""
+    runtime = make_runtime(ON, verify="all")
+    moved = grown(stand_in)
+    x, loss = chain(runtime)
+    settled(runtime)
+    loss.backward()
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    found = runtime.statistics().offload  # type: ignore[union-attr]
+    assert moved() == (0, 0) and found.verified_bytes == found.loaded_bytes > 0
+
+
+def test_a_failed_write_goes_to_the_next_tier(stand_in: KvikioStandIn, make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(ON, host="4MiB", amount="all")
+    store = runtime.offload.store  # type: ignore[union-attr]
+    reserve = store.reserve
+    store.reserve = lambda nbytes, tier=None: reserve(nbytes, "ssd")  # type: ignore[union-attr,method-assign]
+    stand_in.fails.add("write")
+    x, loss = chain(runtime)
+    settled(runtime)
+    assert runtime.statistics().offload.failed_stores > 0  # type: ignore[union-attr]
+    loss.backward()
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    del store.reserve  # type: ignore[union-attr]
+
+
+def test_a_failed_read_raises(stand_in: KvikioStandIn, make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(ON)
+    x, loss = chain(runtime)
+    settled(runtime)
+    stand_in.fails.add("read")
+    with pytest.raises(IOFailure, match="read of"):
+        loss.backward()
+    assert x.grad is None
+    del x, loss
+    torch.ones(1, requires_grad=True).sum().backward()  # torch holds nodes of a graph whose backward raised
+
+
+def test_memory_that_is_not_there_ahead_of_need_is_no_error(
+    stand_in: KvikioStandIn, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = make_runtime(ON, prefetch="512KiB")
+    engine: Any = engine_of(runtime)
+    x, loss = chain(runtime)
+    settled(runtime)
+    begin, load_target = engine.mover.transfer.begin_load, engine.device.load_target
+
+    def none_left(nbytes: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("none left")
+
+    def begin_load(region: Any, *, on_demand: bool, allow_unpooled: bool = False) -> Any:
+        if not on_demand:
+            monkeypatch.setattr(engine.device, "load_target", none_left)
+        try:
+            return begin(region, on_demand=on_demand, allow_unpooled=allow_unpooled)
+        finally:
+            monkeypatch.setattr(engine.device, "load_target", load_target)
+
+    engine.mover.transfer.begin_load = begin_load
+    engine.prefetcher._advance = lambda tape: None
+    loss.backward()
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(program=INSTRUCTIONS, seed=st.integers(0, 5), options=OPTIONS, faults=FAULTS)
+@pytest.mark.slow
+def test_any_program(
+    stand_in: KvikioStandIn,
+    tmp_path_factory: pytest.TempPathFactory,
+    program: list[Any],
+    seed: int,
+    options: dict[str, Any],
+    faults: Faults,
+) -> None:
+    """But those that free memory under a write: nothing tells of it, as with any copy that a device makes."""
+    program = [instruction for instruction in program if instruction[0] not in ("free", "numpy")]
+    stand_in.delay = faults.delay * faults.max_delay
+    options = {**options, **ON.options, "capacity": "1GiB"}
+    with make(str(tmp_path_factory.mktemp("drive")), ON, options, Faults()) as runtime:
+        agree(program, seed, runtime)
+        gc.collect()
+        holds_nothing(runtime)
+
+
+# The choice at start
+
+
+def config(tmp_path: Path, **more: Any) -> Any:
+    section = {"directories": str(tmp_path / "drive"), "buffer": "64MiB", **more}
+    return load_config({"offload": section})
+
+
+def chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture, **more: Any) -> tuple[bool, str]:
+    """Whether a runtime with these options uses it, and what it logs."""
+    with caplog.at_level(logging.INFO, "ssdtrain"), Runtime(config(tmp_path, **more), staged=True) as runtime:
+        assert runtime.engine is not None
+        used = isinstance(runtime.engine.mover.transfer, gpudirect.GpuDirectTransfer)
+    return used, "\n".join(line for line in caplog.text.splitlines() if "GPUDirect" in line)
+
+
+@pytest.mark.parametrize(("direct", "staged", "wins"), [(1.0, 2.0, True), (2.0, 1.0, False)])
+def test_by_default_the_faster_one_of_a_probe_is_used(
+    stand_in: KvikioStandIn,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    direct: float,
+    staged: float,
+    wins: bool,
+) -> None:
+    measure, measure_staged = gpudirect._seconds, gpudirect._staged_seconds
+    monkeypatch.setattr(gpudirect, "_seconds", lambda *how: (measure(*how), direct)[1])
+    monkeypatch.setattr(gpudirect, "_staged_seconds", lambda *how: (measure_staged(*how), staged)[1])
+    used, line = chosen(tmp_path, caplog)
+    assert used == wins
+    assert ("is used for" if wins else "it is slower here") in line
+    assert stand_in.open_files == 0, "closed with the runtime, or when it lost"
+
+
+def test_a_probe_that_reads_other_bytes_says_no(
+    stand_in: KvikioStandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand_in.garbles = True
+    used, line = chosen(tmp_path, caplog)
+    assert not used and "differ from those it wrote" in line
+
+
+@pytest.mark.parametrize("kind", ["write", "read"])
+def test_a_probe_that_fails_says_no(
+    stand_in: KvikioStandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    stand_in.fails.add(kind)
+    used, line = chosen(tmp_path, caplog)
+    assert not used and "a transfer of the probe failed" in line
+
+
+def test_a_drive_without_room_for_the_probe_says_no(
+    stand_in: KvikioStandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    used, line = chosen(tmp_path, caplog, capacity="1MiB")
+    assert not used and "no room for its probe" in line
+
+
+def test_demanded_and_not_possible_is_an_error_with_the_reason(
+    stand_in: KvikioStandIn, tmp_path: Path
+) -> None:
+    stand_in.is_gds_available = False
+    with pytest.raises(ValueError, match=r'offload.gpudirect is "on", but .*nvidia-fs.*set it to "auto"'):
+        Runtime(config(tmp_path, gpudirect="on"), staged=True)
+
+
+def test_demanded_on_the_cpu_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="activations are on the CPU"):
+        Runtime(config(tmp_path, gpudirect="on"))
+
+
+def test_demanded_without_a_drive_is_an_error_of_the_config() -> None:
+    with pytest.raises(ConfigError, match="gpudirect"):
+        load_config({"offload": {"host": "1MiB", "gpudirect": "on"}})
+
+
+def test_on_the_cpu_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ssdtrain"), Runtime(config(tmp_path)):
+        pass
+    assert "GPUDirect" not in caplog.text

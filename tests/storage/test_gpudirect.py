@@ -1,0 +1,238 @@
+"""Transfers of device memory by kvikio, with a stand-in that has its interface and reads and writes host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssdtrain.storage import IOCancelled, IOFailure, SpillStore, gpudirect, memory
+from ssdtrain.storage.memory import ALIGNMENT
+from tests.support.kvikio_stand_in import CompatMode, KvikioStandIn, install
+
+_atoi = ctypes.cast(ctypes.CDLL(None).atoi, ctypes.c_void_p).value or 0
+
+
+class Digits:
+    """An event whose handle is the address of a number in digits, for `atoi`: 600 is cudaErrorNotReady."""
+
+    def __init__(self) -> None:
+        self._digits = ctypes.create_string_buffer(b"600")
+        self.handle = ctypes.addressof(self._digits)
+
+    def complete(self, code: bytes = b"000") -> None:
+        self._digits.raw = code + b"\0"
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> KvikioStandIn:
+    return install(monkeypatch, tmp_path)
+
+
+def made(tmp_path: Path, *, drives: int = 1, **settings: Any) -> SpillStore:
+    """A store that transfers device memory too."""
+    directories = [tmp_path / f"drive-{index}" for index in range(drives)]
+    for directory in directories:
+        directory.mkdir()
+    store = SpillStore(directories, capacity=1 << 28)
+    if not all(slab.direct for slab in store._slabs):
+        store.close()
+        pytest.skip("needs a file system with O_DIRECT")
+    gpudirect.attach(store, threads=2, new_stream=iter(range(1, 99)).__next__, **settings)
+    return store
+
+
+def filled(nbytes: int) -> memory.Map:
+    """Memory in the place of a device's."""
+    found = memory.Map(nbytes, huge_pages=False)
+    pattern = bytes(index % 251 for index in range(min(nbytes, 251 * 1024)))
+    memory.view(found.address, nbytes)[:] = (pattern * (nbytes // len(pattern) + 1))[:nbytes]
+    return found
+
+
+@pytest.mark.parametrize("shortest", [None, 5000])
+@pytest.mark.parametrize("drives", [1, 2])
+@pytest.mark.parametrize("nbytes", [1, ALIGNMENT, 3 * ALIGNMENT + 17], ids=str)
+def test_what_was_written_comes_back(
+    stand_in: KvikioStandIn, tmp_path: Path, nbytes: int, drives: int, shortest: int | None
+) -> None:
+    stand_in.shortest = shortest
+    with made(tmp_path, drives=drives) as store:
+        write_and_read(store, stand_in, nbytes)
+    assert stand_in.open_files == 0
+
+
+def test_large_ones_are_divided_between_drives_and_workers(stand_in: KvikioStandIn, tmp_path: Path) -> None:
+    with made(tmp_path, drives=2) as store:
+        write_and_read(store, stand_in, 2 * gpudirect.PIECE + 17)
+        assert all(drive.bytes_written for drive in store.metrics.drives)
+
+
+def write_and_read(store: SpillStore, stand_in: KvikioStandIn, nbytes: int) -> None:
+    source, target = filled(nbytes), memory.Map(nbytes, huge_pages=False)
+    slot = store.reserve(nbytes)
+    assert store.transfer_device(slot, source.address, into=True).wait(30)
+    assert store.transfer_device(slot, target.address, into=False).wait(30)
+    assert memory.view(source.address, nbytes) == memory.view(target.address, nbytes)
+    found = store.metrics
+    assert found.ssd_bytes_written == found.ssd_bytes_read == nbytes
+    assert stand_in.written == stand_in.read == nbytes
+    source.close()
+    target.close()
+
+
+def test_host_memory_goes_its_own_way_and_reads_what_a_device_wrote(
+    stand_in: KvikioStandIn, tmp_path: Path
+) -> None:
+    nbytes = 3 * ALIGNMENT + 5
+    with made(tmp_path) as store:
+        source, target = filled(nbytes), memory.Map(nbytes, huge_pages=False)
+        slot = store.reserve(nbytes)
+        assert store.transfer_device(slot, source.address, into=True).wait(30)
+        assert store.read(slot, target.address).wait(30)
+        assert memory.view(source.address, nbytes) == memory.view(target.address, nbytes)
+        assert stand_in.read == 0
+        source.close()
+        target.close()
+
+
+def test_each_worker_has_a_stream_of_its_own(stand_in: KvikioStandIn, tmp_path: Path) -> None:
+    """Else one transfer would wait for another, and for what another stream computes."""
+    stand_in.delay = 0.05
+    with made(tmp_path) as store:
+        source = filled(ALIGNMENT)
+        slots = [store.reserve(ALIGNMENT) for _ in range(4)]
+        for operation in [store.transfer_device(slot, source.address, into=True) for slot in slots]:
+            assert operation.wait(30)
+        source.close()
+    assert len(stand_in.streams) > 1 and 0 not in stand_in.streams
+
+
+@pytest.mark.parametrize("kind", ["write", "read"])
+def test_a_failure_is_the_operations_error(
+    stand_in: KvikioStandIn, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with made(tmp_path) as store:
+        source = filled(ALIGNMENT)
+        slot = store.reserve(ALIGNMENT)
+        if kind == "read":
+            store.transfer_device(slot, source.address, into=True).wait(30)
+        stand_in.fails.add(kind)
+        operation = store.transfer_device(slot, source.address, into=kind == "write")
+        with pytest.raises(IOFailure, match=f"{kind} of {ALIGNMENT} bytes"):
+            operation.wait(30)
+        source.close()
+    assert f"cuFile error: {kind} failed" in caplog.text
+
+
+def test_a_write_begins_when_its_event_has_passed(stand_in: KvikioStandIn, tmp_path: Path) -> None:
+    with made(tmp_path, event_query=_atoi) as store:
+        source, event = filled(ALIGNMENT), Digits()
+        slot = store.reserve(ALIGNMENT)
+        operation = store.transfer_device(slot, source.address, into=True, after_event=event.handle)
+        time.sleep(0.01)
+        assert not operation.begun() and stand_in.written == 0
+        event.complete()
+        assert operation.wait(30) and stand_in.written == ALIGNMENT
+        source.close()
+
+
+def test_a_transfer_can_be_cancelled_while_its_event_has_not_passed(
+    stand_in: KvikioStandIn, tmp_path: Path
+) -> None:
+    with made(tmp_path, event_query=_atoi) as store:
+        source, event = filled(ALIGNMENT), Digits()
+        operation = store.transfer_device(
+            store.reserve(ALIGNMENT), source.address, into=True, after_event=event.handle
+        )
+        assert operation.cancel()
+        assert isinstance(operation.failed(), IOCancelled)
+        source.close()
+    assert stand_in.written == 0
+
+
+def test_a_store_closes_though_an_event_never_passes(stand_in: KvikioStandIn, tmp_path: Path) -> None:
+    store = made(tmp_path, event_query=_atoi)
+    source, event = filled(ALIGNMENT), Digits()
+    operation = store.transfer_device(
+        store.reserve(ALIGNMENT), source.address, into=True, after_event=event.handle
+    )
+    store.close()
+    assert isinstance(operation.failed(), IOCancelled) and stand_in.open_files == 0
+    source.close()
+
+
+def test_a_failed_event_is_no_failure_of_the_drive(stand_in: KvikioStandIn, tmp_path: Path) -> None:
+    with made(tmp_path, event_query=_atoi) as store:
+        source, event = filled(ALIGNMENT), Digits()
+        slot = store.reserve(ALIGNMENT)
+        operation = store.transfer_device(slot, source.address, into=True, after_event=event.handle)
+        event.complete(b"700")
+        with pytest.raises(IOFailure, match="CUDA error 700") as raised:
+            operation.wait(30)
+        store.retire(slot, raised.value)
+        assert not store._slabs[0].retired
+        source.close()
+
+
+def test_without_it_a_store_has_its_own_pool_again(stand_in: KvikioStandIn, tmp_path: Path) -> None:
+    with made(tmp_path) as store:
+        engine = store.metrics.engine
+        gpudirect.detach(store)
+        assert engine == f"{store.metrics.engine}, cuFile" and stand_in.open_files == 0
+
+
+def test_a_forked_child_holds_no_descriptor_of_a_spill_file(stand_in: KvikioStandIn, tmp_path: Path) -> None:
+    """It would keep the space of the file for as long as the child lives."""
+    with made(tmp_path) as store:
+        inode = os.fstat(store._slabs[0].fd).st_ino
+        assert len(of_inode(inode)) == 3
+        pid = os.fork()
+        if not pid:
+            os._exit(len(of_inode(inode)))
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert len(of_inode(inode)) == 3
+
+
+def of_inode(inode: int) -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if os.stat(f"/proc/self/fd/{fd}").st_ino == inode:
+                found.append(fd)
+        except OSError:
+            pass  # that of the listing
+    return found
+
+
+REASONS: dict[str, tuple[dict[str, Any], str]] = {
+    "compatibility mode": ({"compat_mode": CompatMode.ON}, "KVIKIO_COMPAT_MODE=AUTO"),
+    "no driver": ({"is_gds_available": False}, "nvidia-fs"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_why_not_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    settings, remedy = REASONS[name]
+    install(monkeypatch, tmp_path, **settings)
+    assert remedy in gpudirect.unavailable()
+
+
+def test_without_kvikio_the_reason_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    assert "ssdtrain[gpudirect]" in gpudirect.unavailable()
+
+
+def test_without_a_configuration_of_cufile_it_is_not_used(
+    stand_in: KvikioStandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """kvikio would wait for the default stream before each transfer."""
+    assert gpudirect.unavailable() == ""
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "none.json"))
+    assert "none.json" in gpudirect.unavailable()
