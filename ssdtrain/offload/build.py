@@ -86,6 +86,7 @@ def build_engine(
             buffer=buffer,
             raise_when_full=offload.on_full == "raise",
             staged=staged,
+            by_cufile=direct,
             timeline=timeline,
             verified={"off": 0, "sample": SAMPLED, "all": 1}[offload.verify],
             rank=rank,
