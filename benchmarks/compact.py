@@ -2,28 +2,32 @@
 
     python -m benchmarks.compact --json
 
-Three parts, of which each can be left out. `--loss`: a Llama-like model of 0.5 M parameters is trained for 1,000 steps on the
+Three parts, of which `--parts` chooses some. loss: a Llama-like model of 0.5 M parameters is trained for 1,000 steps on the
 Python standard library's sources with paired seeds, each variant against the uncompressed run of its seed; finished runs are
-in --results at once, and the benchmark goes on from there. `--memory`: bytes that are alive after the forward of one block, and
-the bytes of LLaMA geometries. `--time`: a training step with and without, in turns.
+in --results at once, and the benchmark goes on from there. memory: bytes that are alive after the forward of one block, and
+the bytes of LLaMA geometries. time: a training step with and without, in turns.
 """
 
 from __future__ import annotations
 
+import copy
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import ssdtrain
 from benchmarks.common import finish, hardware, parser
 from benchmarks.compact_memory import activation_ratios, peaks
-from benchmarks.compact_training import BATCH, SEQUENCE, Llama, LlamaConfig, train
+from benchmarks.compact_training import BATCH, LATE_CHECKPOINTS, SEQUENCE, Llama, LlamaConfig, train
 from benchmarks.loss_gap import Results, upper_bound
 from ssdtrain.bench.ratios import interval
+from ssdtrain.compact.layers import CODECS
 
 FULL = "full"
 LAYOUT = "llama"
@@ -44,9 +48,15 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 
 def losses(seeds: list[int], steps: int, variants: list[str], path: Path) -> dict[str, Any]:
     """Train what is missing. Returns loss_gap and loss_gap_upper95 by variant, relative to the uncompressed loss."""
-    results = Results(
-        path, {"steps": steps, "batch": BATCH, "sequence": SEQUENCE, "schedule": "cosine to zero"}
-    )
+    settings = {
+        "steps": steps,
+        "batch": BATCH,
+        "sequence": SEQUENCE,
+        "schedule": "cosine to zero",
+        "late_checkpoints": LATE_CHECKPOINTS,
+        "int4": CODECS["int4"],
+    }
+    results = Results(path, settings)
     for seed in seeds:
         for name in variants:
             if results.find(LAYOUT, name, seed) is None:
@@ -61,64 +71,93 @@ def losses(seeds: list[int], steps: int, variants: list[str], path: Path) -> dic
 
 
 def loss_figures(results: Results) -> dict[str, Any]:
-    figures: dict[str, Any] = {"loss_gap": {}, "loss_gap_upper95": {}, "loss_seeds": {}, "held_out": {}}
+    """Gaps relative to the uncompressed run of the same seed, over the seeds that both have.
+
+    `loss_gap` compares the means of the late checkpoints, `loss_gap_final` the last weights alone.
+    """
+    figures: dict[str, Any] = {
+        key: {}
+        for key in (
+            "loss_gap",
+            "loss_gap_upper95",
+            "loss_gap_final",
+            "loss_gap_final_upper95",
+            "loss_seeds",
+            "held_out",
+        )
+    }
     for name in VARIANTS:
         runs = [run for run in results.runs if run["variant"] == name]
         pairs = [(run, results.find(LAYOUT, FULL, run["seed"])) for run in runs]
-        gaps = [run["held_out"] / plain["held_out"] - 1 for run, plain in pairs if plain is not None]
         if not runs:
             continue
         figures["held_out"][name] = statistics.fmean(run["held_out"] for run in runs)
-        if name != FULL and gaps:
-            figures["loss_gap"][name] = statistics.fmean(gaps)
-            figures["loss_gap_upper95"][name] = upper_bound(gaps)
-            figures["loss_seeds"][name] = len(gaps)
+        for key, loss in (("loss_gap", _late_loss), ("loss_gap_final", _final_loss)):
+            gaps = [loss(run) / loss(plain) - 1 for run, plain in pairs if plain is not None]
+            if name != FULL and gaps:
+                figures[key][name] = statistics.fmean(gaps)
+                figures[f"{key}_upper95"][name] = upper_bound(gaps)
+                figures["loss_seeds"][name] = len(gaps)
     plain = [run["held_out"] for run in results.runs if run["variant"] == FULL]
     figures["settings"] = results.settings
-    figures["runs"] = [{key: run[key] for key in ("variant", "seed", "held_out")} for run in results.runs]
+    figures["runs"] = [
+        {"variant": run["variant"], "seed": run["seed"], "held_out": run["held_out"], "late": _late_loss(run)}
+        for run in results.runs
+    ]
     if len(plain) > 1:
         figures["seed_noise"] = statistics.stdev(plain) / statistics.fmean(plain)
     return figures
 
 
+def _late_loss(run: dict[str, Any]) -> float:
+    return statistics.fmean(run["late"])
+
+
+def _final_loss(run: dict[str, Any]) -> float:
+    return float(run["held_out"])
+
+
+TIMED: dict[str, dict[str, Any]] = {
+    "reconstruct n/4, hadamard": {"ratio": 0.25, "projection": "hadamard"},
+    "reconstruct n/4": {"ratio": 0.25},
+    "quant int4": {"mode": "quant"},
+    "lowrank n/4": {"mode": "lowrank", "ratio": 0.25},
+}
+
+
 def step_times(pairs: int) -> dict[str, Any]:
-    """step_time_ratio: the median of steps with over steps without, in turns, forward and backward of a wider model."""
-    config = LlamaConfig(layers=2, hidden=512, heads=8, middle=1376)
+    """step_time_ratio: the median over pairs of a step with and one without, each in turn.
+
+    A step is a forward and a backward of a wider model; with compression, a new projection for each step too.
+    """
     torch.manual_seed(0)
-    plain = Llama(config)
+    plain = Llama(LlamaConfig(layers=2, hidden=512, heads=8, middle=1376))
     tokens = torch.randint(256, (2, 257))
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    times: dict[str, list[float]] = {}
-    chosen = {
-        "reconstruct n/4": {"ratio": 0.25},
-        "reconstruct n/4, hadamard": {"ratio": 0.25, "projection": "hadamard"},
-        "quant int4": {"mode": "quant"},
-        "lowrank n/4": {"mode": "lowrank", "ratio": 0.25},
-    }
-    optimizer = torch.optim.SGD(plain.parameters())
-    for name, section in chosen.items():
+    figures: dict[str, Any] = {"step_time_ratio": {}, "step_time_interval": {}}
+    for name, section in TIMED.items():
+        compressed = copy.deepcopy(plain)
+        optimizer = torch.optim.SGD(compressed.parameters())
+        runtime = ssdtrain.attach(
+            compressed, {"compact": section, "report": {"interval": 0}}, optimizer=optimizer
+        )
+        ratios = []
         for _ in range(pairs + 1):
-            began = time.perf_counter()
-            plain(*batch).backward()
-            plain.zero_grad()
-            middle = time.perf_counter()
-            # Attached anew for each pair, outside of the time.
-            runtime = ssdtrain.attach(
-                plain, {"compact": section, "report": {"interval": 0}}, optimizer=optimizer
-            )
-            plain(*batch).backward()
-            plain.zero_grad()
-            third = time.perf_counter()
-            plain(*batch).backward()
-            plain.zero_grad()
-            ended = time.perf_counter()
-            runtime.step_end()
-            runtime.close()
-            times.setdefault(name, []).append((ended - third) / (middle - began))
-    return {
-        "step_time_ratio": {name: statistics.median(found[1:]) for name, found in times.items()},
-        "step_time_interval": {name: interval(found[1:]) for name, found in times.items()},
-    }
+            without = _step_seconds(plain, batch, lambda: None)
+            ratios.append(_step_seconds(compressed, batch, runtime.step_end) / without)
+        runtime.close()
+        figures["step_time_ratio"][name] = statistics.median(ratios[1:])
+        figures["step_time_interval"][name] = interval(ratios[1:])
+    return figures
+
+
+def _step_seconds(model: Llama, batch: tuple[Tensor, Tensor], end: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    model(*batch).backward()
+    end()
+    seconds = time.perf_counter() - began
+    model.zero_grad()
+    return seconds
 
 
 def main() -> None:
@@ -140,7 +179,8 @@ def main() -> None:
     if "memory" in chosen.parts:
         # Bytes depend on the ratio only, and widths of LLaMA are no multiples of a power of two.
         sections = {name: section for name, section in VARIANTS.items() if "hadamard" not in name}
-        figures["activation_ratio"] = activation_ratios(sections)
+        figures["activation_ratio"] = activation_ratios(sections, torch.float32)
+        figures["activation_ratio_bfloat16"] = activation_ratios(sections, torch.bfloat16)
         figures |= peaks(sections)
     if "time" in chosen.parts:
         figures |= step_times(chosen.pairs)

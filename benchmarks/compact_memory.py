@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,9 +53,12 @@ class Kept(NamedTuple):
     parameters: int
 
 
-def kept(block: nn.Module, hidden: int, compact: dict[str, Any] | None) -> Kept:
-    """Measured in float32 on one forward."""
-    x = torch.randn(1, TOKENS, hidden).requires_grad_()
+def kept(
+    block: nn.Module, hidden: int, compact: dict[str, Any] | None, dtype: torch.dtype = torch.bfloat16
+) -> Kept:
+    """Measured on one forward in `dtype`."""
+    block.to(dtype)
+    x = torch.randn(1, TOKENS, hidden, dtype=dtype).requires_grad_()
     runtime = None
     if compact is not None:
         optimizer = torch.optim.AdamW(block.parameters(), weight_decay=0.0)
@@ -68,11 +72,6 @@ def kept(block: nn.Module, hidden: int, compact: dict[str, Any] | None) -> Kept:
         runtime.close()
     del y
     return Kept(found / TOKENS, sum(n for n, trains in numbers if trains), sum(n for n, _ in numbers))
-
-
-def saved_bytes(block: nn.Module, hidden: int, compact: dict[str, Any] | None) -> float:
-    """`Kept.activation_bytes`."""
-    return kept(block, hidden, compact).activation_bytes
 
 
 class Adapter(nn.Module):
@@ -118,8 +117,8 @@ class Geometry:
     def parameters(self) -> int:
         return self.layers * self.block_parameters + 2 * 32000 * self.hidden + self.hidden
 
-    def block(self) -> Block:
-        return Block(LlamaConfig(1, self.hidden, self.heads, self.middle))
+    def block(self, fused_norms: bool = False) -> Block:
+        return Block(LlamaConfig(1, self.hidden, self.heads, self.middle, fused_norms=fused_norms))
 
 
 GEOMETRIES = {
@@ -135,7 +134,9 @@ LOGITS = 32000 * (2 + 4 + 4)
 """Bytes for a token: logits in bfloat16, the same in float32, and their log-softmax."""
 
 
-def activation_ratios(variants: dict[str, dict[str, Any] | None]) -> dict[str, dict[str, float]]:
+def activation_ratios(
+    variants: dict[str, dict[str, Any] | None], dtype: torch.dtype
+) -> dict[str, dict[str, float]]:
     """Saved bytes with each variant over those without, for a Llama-like and a GPT block of width 512."""
     geometry = GEOMETRIES["60M"]
 
@@ -144,13 +145,15 @@ def activation_ratios(variants: dict[str, dict[str, Any] | None]) -> dict[str, d
 
     found: dict[str, dict[str, float]] = {}
     for name, made in (("llama", geometry.block), ("gpt", gpt_block)):
-        plain = saved_bytes(made(), 512, None)
+
+        def saved(section: dict[str, Any] | None, made: Callable[[], nn.Module] = made) -> float:
+            return kept(made(), 512, section, dtype).activation_bytes
+
+        plain = saved(None)
         for variant, section in variants.items():
             if section is not None:
-                found.setdefault(name, {})[variant] = saved_bytes(made(), 512, section) / plain
-        found[name]["reconstruct n/4, recompute false"] = (
-            saved_bytes(made(), 512, {"ratio": 0.25, "recompute": False}) / plain
-        )
+                found.setdefault(name, {})[variant] = saved(section) / plain
+        found[name]["reconstruct n/4, recompute false"] = saved({"ratio": 0.25, "recompute": False}) / plain
     return found
 
 
@@ -166,11 +169,20 @@ def model_bytes(geometry: Geometry, block: Kept, *, frozen: bool = False) -> int
     return BF16 * (weights + 3 * trained)
 
 
+LORA: dict[str, dict[str, Any] | None] = {
+    "lora": None,
+    "lora, reconstruct n/4": {"ratio": 0.25},
+    "lora, quant int4": {"mode": "quant"},
+}
+"""Fine-tuning of adapters on a frozen model: by name, the `compact` section."""
+
+
 def peaks(variants: dict[str, dict[str, Any] | None]) -> dict[str, Any]:
     """Weights, gradients, Adam's state and activations in bfloat16 by geometry and variant, and their ratios to the full.
 
     `peak_ratio` has the logits of a language model for every token. Fine-tuning is that of a classifier: one label for a
-    sequence, so that there are no logits to speak of; `lora` trains adapters of q and v on a frozen model.
+    sequence, so that there are no logits to speak of; `lora` trains adapters of q and v on a frozen model. The blocks have norms
+    in Python; `finetune_fused_norms_ratio` is the same with torch's fused norm on both sides.
     """
     figures: dict[str, Any] = {
         name: {}
@@ -179,32 +191,18 @@ def peaks(variants: dict[str, dict[str, Any] | None]) -> dict[str, Any]:
             "peak_gib",
             "optimizer_ratio",
             "finetune_ratio",
+            "finetune_gib",
             "finetune_lora_ratio",
+            "finetune_fused_norms_ratio",
             "peak_floor",
         )
     }
     tokens = SEQUENCES * 256
     for name, geometry in GEOMETRIES.items():
-        # Measured in float32; a block in bfloat16 saves half.
-        blocks = {
-            variant: kept(geometry.block(), geometry.hidden, section) for variant, section in variants.items()
-        }
-        blocks_lora = {
-            variant: kept(with_adapters(geometry.block()), geometry.hidden, section)
-            for variant, section in (("lora", None), ("lora, reconstruct n/4", {"ratio": 0.25}))
-        }
-
-        def activations(block: Kept, geometry: Geometry = geometry) -> float:
-            return tokens * geometry.layers * block.activation_bytes / 2
-
-        model = {variant: model_bytes(geometry, block) for variant, block in blocks.items()}
-        model |= {
-            variant: model_bytes(geometry, block, frozen=True) for variant, block in blocks_lora.items()
-        }
-        tuned = {
-            variant: model[variant] + activations(block)
-            for variant, block in {**blocks, **blocks_lora}.items()
-        }
+        hidden = geometry.hidden
+        blocks = {variant: kept(geometry.block(), hidden, section) for variant, section in variants.items()}
+        tuned = {variant: _tuned_bytes(geometry, block) for variant, block in blocks.items()}
+        tuned |= _tuned_adapters(geometry, fused_norms=False)
         peak = {variant: tuned[variant] + tokens * LOGITS for variant in blocks}
         trained = {
             v: geometry.layers * (block.trained - geometry.block_parameters) + geometry.parameters
@@ -214,14 +212,34 @@ def peaks(variants: dict[str, dict[str, Any] | None]) -> dict[str, Any]:
         figures["peak_ratio"][name] = _ratios(peak)
         figures["optimizer_ratio"][name] = _ratios(trained)
         figures["finetune_ratio"][name] = _ratios(tuned)
+        figures["finetune_gib"][name] = {variant: found / 2**30 for variant, found in tuned.items()}
         figures["finetune_lora_ratio"][name] = tuned["lora, reconstruct n/4"] / tuned["lora"]
+        fused = {"full": _tuned_bytes(geometry, kept(geometry.block(fused_norms=True), hidden, None))}
+        figures["finetune_fused_norms_ratio"][name] = _ratios(
+            {**fused, **_tuned_adapters(geometry, fused_norms=True)}
+        )
         # What no compression of inputs reaches: the model's bytes, logits, and what is not an input of a linear layer.
-        figures["peak_floor"][name] = (model["full"] + tokens * LOGITS) / peak["full"]
+        figures["peak_floor"][name] = (model_bytes(geometry, blocks["full"]) + tokens * LOGITS) / peak["full"]
     return figures
+
+
+def _tuned_bytes(geometry: Geometry, block: Kept, *, frozen: bool = False) -> float:
+    """Model, gradients, optimizer and activations, without logits."""
+    activations = SEQUENCES * 256 * geometry.layers * block.activation_bytes
+    return model_bytes(geometry, block, frozen=frozen) + activations
+
+
+def _tuned_adapters(geometry: Geometry, *, fused_norms: bool) -> dict[str, float]:
+    return {
+        name: _tuned_bytes(
+            geometry, kept(with_adapters(geometry.block(fused_norms)), geometry.hidden, section), frozen=True
+        )
+        for name, section in LORA.items()
+    }
 
 
 def _ratios(found: dict[str, Any]) -> dict[str, float]:
     return {variant: value / found["full"] for variant, value in found.items() if variant != "full"}
 
 
-__all__ = ["GEOMETRIES", "activation_ratios", "kept", "peaks", "saved_bytes"]
+__all__ = ["GEOMETRIES", "activation_ratios", "kept", "peaks"]

@@ -1,8 +1,8 @@
 """Linear layers that save a compressed input for the gradient of their weight (CompAct, arXiv 2410.15352).
 
-What lives here: the random projections (`projection`), what is saved in place of an input (`saved`), the linear function and the
-forward that takes a layer's place (`linear`), those with a small trained matrix (`lowrank`, `lowrank_linear`), copies that
-backward can make again (`recompute`), which layers (`layers`), and the feature of the runtime (`feature`).
+What lives here: random projections (`projection`), compressed inputs (`saved`), the linear function and the replacement of a
+layer's forward (`linear`), low-rank layers (`lowrank`, `lowrank_linear`), saved tensors that backward recomputes (`recompute`),
+selection of layers (`layers`), and the feature of the runtime (`feature`).
 
 What may be imported: config, codecs, profile, features, and of offload `counters` alone. Adapters register the classes of their
 framework's layers with `register_kind`.

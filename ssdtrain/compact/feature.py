@@ -1,12 +1,13 @@
 """Compressed inputs of linear layers as a feature of the runtime.
 
 Note: [Which step]
-    Projections change with the optimizer's steps. An integration sets `step`. A plain loop says so by `Runtime.step_end`; one
-    that does not is followed by the steps of the optimizer of torch that holds a compressed weight. With "lowrank" the optimizer
-    alone counts: a projection must not change between a backward and the step that its gradients belong to.
+    Projections change with the optimizer step. An integration sets `step` to the framework's own counter. In a plain loop
+    `Runtime.step_end` counts; without it, the steps of the torch optimizer that holds a compressed weight are counted. With
+    "lowrank" only the optimizer counts, because a projection must not change between a backward and the step that uses its
+    gradients.
 
-    One optimizer counts, the first that holds a compressed weight, so that several with a step each count once. Another takes its
-    place when it is gone, or when the other makes two steps and it none: then it was replaced.
+    Only one optimizer is counted: the first one that holds a compressed weight. It is replaced by another one when it no longer
+    exists, or when the other makes two steps in a row without it.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ __all__ = ["CompactLinear"]
 logger = logging.getLogger("ssdtrain")
 
 _FORWARDS = 2048
-"""Without a step, after which it is worth a warning."""
+"""Forwards without an optimizer step after which a warning is logged."""
 
 
 class CompactLinear(Feature):
-    """Replaces the forwards of the linear layers of the models it is attached to, until `detach`.
+    """Replaces the forwards of linear layers of the attached models until `detach`.
 
     Attributes:
-        compression: what the layers share.
-        steps: the optimizer's steps so far, which key projections; set it after a resume.
-        step: where an adapter sets it, the framework's own count in place of `steps`. See Note: [Which step].
+        compression: state shared by the layers.
+        steps: optimizer steps so far, part of a projection's key; set it after a resume.
+        step: returns the step; an adapter replaces it by the framework's own counter. See Note: [Which step].
         rename: see `find_layers`; set before `attach`.
         optimizer: of the model; with "lowrank" set before `attach`.
     """
@@ -62,7 +63,7 @@ class CompactLinear(Feature):
         self._counting: RemovableHandle | None = None
         self._counted_for: weakref.ref[torch.optim.Optimizer] | None = None
         self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers of compressed weights that made a step since the one that counts."""
+        """Other optimizers of compressed weights that made a step since the counted one did."""
         self._optimizer_steps = 0  # counted in `steps`
         self._forwards_of_step = 0
 
@@ -96,10 +97,10 @@ class CompactLinear(Feature):
             weakref.finalize(self, self._counting.remove)
 
     def merge(self) -> None:
-        """With "lowrank": add what was trained to the weights themselves.
+        """With "lowrank": add the trained low-rank matrices to the weights.
 
-        A save does not do it, because one rank alone may save. Called on every rank before a save, it lets a run that resumes
-        from there go on to the bit; without it, up to rounding.
+        A save does not merge, because a single rank may save. If every rank calls this before a save, a resumed run continues
+        bit for bit; otherwise up to rounding.
         """
         for low_rank in self._low_rank:
             low_rank.merge()
@@ -115,7 +116,7 @@ class CompactLinear(Feature):
         self.compression.forget()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Some optimizer has made a step."""
+        """Called after each step of any torch optimizer of this process."""
         if (self._finished and not self._low_rank) or skips_step(optimizer):
             return
         counted = self._counted_for() if self._counted_for is not None else None
@@ -148,8 +149,8 @@ class CompactLinear(Feature):
         self._forwards_of_step += 1
         if self._forwards_of_step == _FORWARDS and not self.step() and self.compression.codec is None:
             logger.warning(
-                "compact saw %d forwards and no step of an optimizer that it knows: all of them have the same projection; "
-                "call runtime.step_end() after each optimizer step",
+                "compact: %d forwards without an optimizer step; all of them use the same projection. "
+                "Call runtime.step_end() after each optimizer step",
                 _FORWARDS,
             )
         return self._forget_after()
@@ -164,7 +165,7 @@ class CompactLinear(Feature):
     def on_step_end(self, step: Step) -> None:
         self._finished += 1
         if not self._low_rank:
-            # Steps before the first `step_end` may have been several: they are counted.
+            # Several optimizer steps may precede the first `step_end`; they have been counted already.
             self._next_step(max(0, 1 - self._optimizer_steps))
             self._optimizer_steps = 0
         self.compression.forget()
@@ -175,7 +176,7 @@ class CompactLinear(Feature):
                 FIRST_STEPS,
                 f"{counted.skipped_inputs} inputs are saved by what made them anyway"
                 if counted.skipped_inputs
-                else "no forward with gradients came to its layers, or their weights are frozen",
+                else "no forward with gradients reached its layers, or their weights are frozen",
             )
 
     def metrics(self) -> Sequence[tuple[str, MetricSet]]:
@@ -191,7 +192,7 @@ class CompactLinear(Feature):
 
 
 def _without_owner(method: Callable[..., None]) -> Callable[..., None]:
-    """The same for a table that is global, which would keep the owner and its models alive."""
+    """`method` through a weak reference, for a global table that would otherwise keep the owner and its models alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:

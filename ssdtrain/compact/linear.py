@@ -1,4 +1,4 @@
-"""The linear function that saves a compressed input, and the forward that takes a layer's place.
+"""The linear function that saves a compressed input, and the replacement of a layer's forward.
 
 Shapes: N tokens, n input features, m output features; the weight is [m, n], or [n, m] where a kind of layers is transposed.
 """
@@ -68,8 +68,8 @@ class LinearKind:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    # A class that computes something else with the same weight has a forward of its own. Of the other class there is one only,
-    # in nn.MultiheadAttention, whose function reads its weight and never calls it.
+    # Subclasses with a forward of their own may compute something else. NonDynamicallyQuantizableLinear is the output projection
+    # of nn.MultiheadAttention, which reads the weight and never calls the module.
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
@@ -89,13 +89,13 @@ _kinds: list[LinearKind] = [
 
 
 def register_kind(kind: LinearKind) -> None:
-    """Let layers of `kind` be found from now on, also where one of the kinds known before fits. Idempotent."""
+    """Register `kind`, with precedence over the kinds registered before. Idempotent."""
     if kind not in _kinds:
         _kinds.insert(0, kind)
 
 
 def kind_of(module: nn.Module) -> LinearKind | None:
-    """The kind of `module`, or None where it is no linear layer that is known."""
+    """The kind of `module`, or None if it is not a supported linear layer."""
     return next((kind for kind in _kinds if kind.fits(module)), None)
 
 
@@ -109,7 +109,7 @@ def compact_linear(
     transposed: bool = False,
     communication: Communication | None = None,
 ) -> Tensor:
-    """x W^T + b, which keeps `saved` for the gradient of the weight and nothing of `x`.
+    """x W^T + b, which saves `saved` for the gradient of the weight in place of `x`.
 
     The gradients of `x` and `bias` are those of `torch.nn.functional.linear`. Inside of autocast the weight is saved as it is,
     and cast again in backward.
@@ -139,7 +139,7 @@ class _CompactLinear(torch.autograd.Function):
         transposed: bool,
         communication: Communication | None,
     ) -> Tensor:
-        # A recomputation at another step, or in another order of layers, may have another projection: z and Q come from the same.
+        # Q is saved with z: a recomputation at another step, or in another order of layers, may use another projection.
         block = saved_input.block if isinstance(saved_input, Projected) else None
         ctx.save_for_backward(saved, weight, block)
         ctx.saved_input = None if block is not None else saved_input
@@ -190,10 +190,10 @@ class LayerForward(Protocol):
     """Computes a layer's output from its parameters."""
 
     def reads(self, x: Tensor) -> None:
-        """A frozen layer reads `x`: let go of copies behind it."""
+        """Called by a frozen layer with its input: release the copies behind it."""
 
     def compresses(self, x: Tensor) -> bool:
-        """Whether this input is to be compressed; if not, the layer's own function computes."""
+        """Whether to compress this input; if not, the layer's own forward runs unchanged."""
 
     def __call__(
         self,
@@ -208,7 +208,7 @@ _running = threading.local()
 
 
 def current_layer() -> LayerForward | None:
-    """The compressed layer whose own forward is running on this thread."""
+    """The compressed layer whose forward is running on this thread."""
     found: LayerForward | None = getattr(_running, "layer", None)
     return found
 
@@ -224,12 +224,12 @@ def _run(layer: LayerForward) -> Iterator[None]:
 
 
 class ReplacedForward:
-    """Stands in a module's `__dict__` as its forward; `remove` puts the module's own back.
+    """Replaces a module's forward through its `__dict__`; `remove` restores the original.
 
-    A deep copy of the module, and what pickle writes of it, have the module's own forward.
+    Deep copies and pickles of the module have the original forward.
 
     Args:
-        compute: makes the forward from the module's own.
+        compute: returns the new forward, given the original.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class ReplacedForward:
         return self._forward(*args, **kwargs)
 
     def remove(self) -> None:
-        """Put back the forward that was there, unless somebody has put another in front of this one."""
+        """Restore the original forward, unless it has been replaced again since."""
         if self.module.__dict__.get("forward") is not self:
             return
         if self._own:

@@ -1,25 +1,25 @@
-"""Linear layers that train a matrix as small as their compressed input, in place of their weight.
+"""Linear layers that train a low-rank matrix of the size of their compressed input, in place of their weight.
 
 Shapes: N tokens, n input features, m output features, r features kept.
 
 Note: [Lazy merge]
-    The paper keeps z = x P, takes the small gradient G^T z (m x r) to the optimizer, whose state is as small, and adds what
-    comes out, times P^T, to the weight. The same is y = x W^T + z B^T with W frozen and B (m x r, from zero) a parameter like
-    any other: its gradient is G^T z, and W + B P^T is the paper's weight at every step. B P^T is added to W, and B set to zero,
-    when the next projection comes, at a load, and at the end. It leaves W + B P^T as it was, so that it may happen between a
-    forward and its backward. A `state_dict` has W + B P^T as a tensor of its own and changes nothing: one rank alone may save.
+    The paper saves z = x P, passes the gradient G^T z (m x r) to an optimizer with state of that size, and adds its update times
+    P^T to the weight. This is equal to y = x W^T + z B^T with W frozen and B (m x r, initially zero) an ordinary parameter: the
+    gradient of B is G^T z, and W + B P^T is the paper's weight at every step. A merge adds B P^T to W and sets B to zero. It
+    happens when the projection changes, before a load, and at the end. It leaves W + B P^T unchanged, so it is safe between a
+    forward and its backward. A `state_dict` holds W + B P^T in new tensors and has no side effects: a single rank may save.
 
-    A new projection makes new coordinates: the optimizer's state of B begins anew with it. A save in between leaves that state,
-    which goes into the optimizer's own checkpoint.
+    With a new projection B has new coordinates, so the optimizer's state of B is reset. A save in between keeps that state,
+    which is part of the optimizer's checkpoint.
 
 Note: [Scales]
-    E[P P^T] = I, so that the squared norm of B's gradient is in the mean that of the whole gradient: clipping and learning rates
-    mean what they meant. The decay of AdamW multiplies B, and here W too, which is the decay of W + B P^T.
+    E[P P^T] = I, so the expected squared norm of B's gradient is that of the full gradient: clipping thresholds and learning
+    rates keep their meaning. AdamW's decay multiplies B; it is applied to W as well, which decays W + B P^T.
 
-Note: [Who reads a weight]
-    B is seen by the forward of its layer. A function that reads the weight itself would miss B and train nothing. torch's own
-    for whole encoder layers in evaluation is not used where a module has a hook, so that each of these layers has one. Others
-    are noticed by a layer that no forward has come to in the first steps, which is an error.
+Note: [Direct reads of a weight]
+    Only the forward of a layer uses its B. A function that reads the weight directly would ignore B and train nothing. torch's
+    fast path for encoder layers in evaluation is such a function; it is disabled for modules with hooks, so each layer gets one.
+    For all others, a layer whose forward is not called in the first steps is an error.
 """
 
 from __future__ import annotations
@@ -54,22 +54,21 @@ def _problem(why: str, allowed: str) -> ConfigError:
 
 
 def skips_step(optimizer: Optimizer) -> bool:
-    """True in a step of a fused optimizer that changes nothing, because gradients overflowed (torch.amp.GradScaler)."""
+    """True if a fused optimizer skips this step because gradients overflowed (torch.amp.GradScaler)."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
 
 
 class LowRank:
-    """The layers of a model that train small matrices, and their optimizer.
+    """The low-rank layers of a model, and their optimizer.
 
     Args:
-        model: that has these layers.
-        found: layers; those whose weight is frozen, or not in the optimizer, are left alone.
-        optimizer: SGD, Adam or AdamW, without state for these weights. The small parameters take the places of the weights in
-            its groups.
+        model: holds these layers.
+        found: layers to convert; those whose weight is frozen or not in the optimizer are skipped.
+        optimizer: SGD, Adam or AdamW, without state for these weights. In its groups the low-rank matrices replace the weights.
 
     Raises:
-        ConfigError: with the key `compact.mode`: there is no optimizer, or one that cannot train such parameters.
+        ConfigError: names `compact.mode`: there is no optimizer, or it is not supported.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class LowRank:
                 layer.weight.mul_(1 - float(group["lr"]) * decay)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises RuntimeError: `optimizer`, which made a step, trains these matrices in place of the one that was given."""
+        """Raises RuntimeError: `optimizer` made a step with these matrices and is not the one given to `attach`."""
         factors = {id(layer.factor) for layer in self.layers}
         if optimizer is not self._optimizer and any(
             id(p) in factors for group in optimizer.param_groups for p in group["params"]
@@ -171,22 +170,22 @@ class LowRank:
             )
 
     def merge(self) -> None:
-        """Add what was trained to the weights. See Note: [Lazy merge]."""
+        """Add B P^T to the weights. See Note: [Lazy merge]."""
         for layer in self.layers:
             layer.merge()
 
     def advance(self) -> None:
-        """The step has changed: layers whose projection changes with it merge."""
+        """Called when the step has changed: merge the layers whose projection changes."""
         for layer in self.layers:
             layer.advance()
 
     def resume(self) -> None:
-        """The number of the step was set: the optimizer's state belongs to its projection."""
+        """Called when the step was set after a resume: keep the optimizer's state, which belongs to that step's projection."""
         for layer in self.layers:
             layer.resume()
 
     def restore(self) -> None:
-        """Merge, and put weights, forwards and the optimizer's parameters back."""
+        """Merge, and restore weights, forwards and the optimizer's parameters."""
         self._stepping.remove()
         while self.layers:
             self.layers.pop().restore()
@@ -217,9 +216,9 @@ class LowRankLayer:
     """One layer. See Note: [Lazy merge].
 
     Attributes:
-        weight: W, frozen meanwhile.
-        factor: B, a parameter of the module under the name `FACTOR`.
-        called: a forward has come to it.
+        weight: W, frozen while attached.
+        factor: B, a parameter of the module named `FACTOR`.
+        called: whether its forward has been called.
     """
 
     def __init__(
@@ -251,9 +250,9 @@ class LowRankLayer:
         module.register_parameter(FACTOR, self.factor)
         self._forward = ReplacedForward(module, self._computed)
         self._hooks = [
-            module.register_forward_pre_hook(_only_be_there),
-            module.register_state_dict_post_hook(partial(_show_whole, self)),
-            module.register_load_state_dict_pre_hook(partial(_put_in, self)),
+            module.register_forward_pre_hook(_disable_fast_path),
+            module.register_state_dict_post_hook(partial(_write_merged_weight, self)),
+            module.register_load_state_dict_pre_hook(partial(_merge_before_load, self)),
         ]
 
     def _present_period(self) -> int:
@@ -301,7 +300,7 @@ class LowRankLayer:
         return found
 
     def advance(self) -> None:
-        """Merge where the projection of the present step is another; the optimizer's state begins anew."""
+        """If the projection of the current step is a new one, merge and reset the optimizer's state."""
         present = self._present_period()
         if present != self._period:
             self.merge()
@@ -309,7 +308,7 @@ class LowRankLayer:
             self._period = present
 
     def resume(self) -> None:
-        """Merge, and go on with the projection of the present step and the optimizer's state as it is."""
+        """Merge, and continue with the projection of the current step and the optimizer's state unchanged."""
         self.merge()
         self._period = self._present_period()
 
@@ -317,7 +316,7 @@ class LowRankLayer:
     def whole_weight(self) -> Tensor:
         """W + B P^T, rounded once."""
         if self._key is None:
-            return self.weight.detach()  # no forward with gradients has been: B is zero
+            return self.weight.detach()  # no forward with gradients so far: B is zero
         work = torch.promote_types(self.weight.dtype, torch.float32)
         like = self.factor.new_empty(0, dtype=work)
         projections = self.compression.projections
@@ -326,15 +325,15 @@ class LowRankLayer:
         return (self.weight + (change.t() if self.transposed else change)).to(self.weight.dtype)
 
     def merge(self) -> None:
-        """Add B P^T to W, and let B be zero. See Note: [Lazy merge]."""
+        """Add B P^T to W and set B to zero. See Note: [Lazy merge]."""
         if self._key is None:
             return
-        # Not seen by version counters: a graph that has saved both gets the same from them.
+        # Through `.data`, so that version counters stay: W + B P^T is unchanged for a graph that has saved both.
         self.weight.data.copy_(self.whole_weight())
         self.factor.data.zero_()
 
     def restore(self) -> None:
-        """Merge, and leave the module and the optimizer as they were."""
+        """Merge, and restore the module and the optimizer."""
         self.merge()
         self._forward.remove()
         for hook in self._hooks:
@@ -355,18 +354,20 @@ class LowRankLayer:
         self.__deepcopy__({})
 
 
-def _only_be_there(module: nn.Module, args: Any) -> None:
-    """See Note: [Who reads a weight]."""
+def _disable_fast_path(module: nn.Module, args: Any) -> None:
+    """See Note: [Direct reads of a weight]."""
 
 
-def _show_whole(
+def _write_merged_weight(
     layer: LowRankLayer, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
     state_dict.pop(prefix + FACTOR, None)
     state_dict[f"{prefix}weight"] = layer.whole_weight()
 
 
-def _put_in(layer: LowRankLayer, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """What is loaded is a whole weight."""
+def _merge_before_load(
+    layer: LowRankLayer, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """A checkpoint holds the merged weight, so B has to be zero after the load."""
     layer.merge()
     state_dict[prefix + FACTOR] = layer.factor

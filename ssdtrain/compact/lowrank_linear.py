@@ -1,4 +1,4 @@
-"""The linear function with a weight and a small matrix beside it.
+"""The linear function of a frozen weight and a trained low-rank matrix.
 
 Shapes: N tokens, n input features, m output features, r features kept.
 """
@@ -18,7 +18,7 @@ __all__ = ["LowRankLinear"]
 
 
 class LowRankLinear(torch.autograd.Function):
-    """x W^T + z B^T, which keeps z, or x where `saved` is x."""
+    """x W^T + z B^T, which saves z, or x where `saved` is x."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -32,7 +32,7 @@ class LowRankLinear(torch.autograd.Function):
         whole: bool,
         transposed: bool,
     ) -> Tensor:
-        # Q too: a recomputation after a merge has another, and its z.
+        # Q is saved with z: a recomputation after a merge uses another projection.
         ctx.save_for_backward(saved, weight, factor, block)
         ctx.whole, ctx.transposed = whole, transposed
         with torch.autocast(x.device.type, enabled=False):

@@ -1,25 +1,31 @@
-"""Saved tensors that backward can make again, bit for bit, from others that are saved anyway.
+"""Saved tensors that backward recomputes, bit for bit, from others that are saved anyway.
 
 Note: [Copies of norms and activation functions]
     `silu(gate) * up` saves silu(gate) beside gate, and a norm written in Python saves `x * rstd` beside x and rstd. Each is the
     result of an elementwise operation whose inputs are saved by the node that made it. A linear layer that reads such a product
-    finds both nodes behind its input: there the saved copy is let go, and made again by the same operation on the same inputs.
+    finds both nodes behind its input: the saved copy is released, and recomputed by the same operation on the same inputs.
+
+Note: [Float32 inputs of norms]
+    In a model of half precision such a norm casts x to float32 first, and two nodes save the cast: `x * rstd` and the square in
+    rstd. The values of the cast are those of x, so they are saved in the dtype of x, once for both nodes, and cast again in
+    backward. This also applies where all weights are frozen.
 
 Note: [Written in place]
     A copy that was written to after its operation (under no_grad, through a detached alias) is not the operation's result: its
-    version shows that, and it is kept. One that is written to after it was saved is autograd's own error, which saved-tensor
-    hooks lose, so that it is raised here. Writes through `.data` or NumPy move no version: neither sees them.
+    version shows that, and it is kept. A write after the save is an error in autograd, which tensors with hooks do not check;
+    the hooks here raise it. Writes through `.data` or NumPy increment no version: neither autograd nor these hooks detect them.
 
-Note: [Who keeps an input anyway]
-    Some nodes save their own result (relu, tanh, attention). To compress it for the layer behind them would save nothing and
-    add the compressed input.
+Note: [Inputs saved by their producer]
+    Some nodes save their own result (relu, tanh, attention). Compressing it for the next layer would release nothing and add
+    the compressed input.
 
-Note: [Functions that only pass on]
-    Wrappers put autograd functions around modules that return what they got, to be called in backward. They are looked through.
+Note: [Identity functions of wrappers]
+    Wrappers put autograd functions around modules that return their input and only act in backward. They are skipped.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,14 +38,17 @@ __all__ = ["kept_by_producer", "register_passing", "release_copies"]
 _PRODUCT = "MulBackward0"
 _SILU = "SiluBackward0"
 _CAST = "ToCopyBackward0"
+_MEAN_SQUARE = ("RsqrtBackward0", "AddBackward0", "MeanBackward1", "PowBackward0")
+"""Of `rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)`, from the result to x."""
 _VIEWS = frozenset({"ViewBackward0", "TransposeBackward0", "PermuteBackward0", "ReshapeAliasBackward0"})
 _RESULTS = ("_raw_saved_result", "_raw_saved_output", "_raw_saved_out")
 _LONGEST = 8
+_HALVES = (torch.bfloat16, torch.float16)
 _passing: set[str] = set()
 
 
 def register_passing(*functions: str) -> None:
-    """Look through autograd functions of these classes. See Note: [Functions that only pass on]."""
+    """Skip autograd functions of these classes. See Note: [Identity functions of wrappers]."""
     _passing.update(f"{function}Backward" for function in functions)
 
 
@@ -51,7 +60,7 @@ def _producer(x: Tensor) -> Any:
 
 
 def kept_by_producer(x: Tensor) -> bool:
-    """True if the node that made `x` saves it too. See Note: [Who keeps an input anyway]."""
+    """True if the node that made `x` saves it too. See Note: [Inputs saved by their producer]."""
     node = _producer(x)
     for _ in range(_LONGEST):
         if node is None:
@@ -65,36 +74,33 @@ def kept_by_producer(x: Tensor) -> bool:
 
 
 def release_copies(x: Tensor) -> int:
-    """Let go of copies behind `x` that backward makes again; returns their bytes.
+    """Release saved copies behind `x` that backward recomputes; returns their bytes.
 
-    Where other saved-tensor hooks are in force they have the copies already, and nothing happens.
+    Does nothing under other saved-tensor hooks, which have packed the copies already.
     """
-    node = _producer(x)
+    node = _before_cast(_producer(x))
     if node is None or node.name() != _PRODUCT:
         return 0
     freed = 0
     for place, (producer, _) in zip(
         ("_raw_saved_self", "_raw_saved_other"), node.next_functions, strict=True
     ):
+        freed += _narrow_norm_input(_before_cast(producer))
         again = _again(producer)
         if again is None:
             continue
         copy = _Copy(again)
-        try:
-            getattr(node, place).register_hooks(copy.pack, copy.unpack)
-        except RuntimeError:
-            continue  # nothing is saved there, or hooks are in force
-        freed += copy.nbytes
+        if _hooked(node, place, copy):
+            freed += copy.nbytes
     return freed
 
 
-class _Copy:
-    """The pair of hooks of one saved copy. See Note: [Written in place]."""
+class _SavedTensorHooks:
+    """A pair of hooks of one saved tensor that saves something smaller. See Note: [Written in place]."""
 
-    def __init__(self, again: Callable[[], Tensor]) -> None:
-        self.again = again
+    def __init__(self) -> None:
         self.nbytes = 0
-        """Of what was let go."""
+        """Bytes released."""
         self.dtype = torch.float32
         self.version = 0
         self._probe: Tensor | None = None
@@ -103,10 +109,7 @@ class _Copy:
         self.dtype, self.version = saved.dtype, saved._version
         self._probe = saved.detach()  # shares the version counter
         self._probe.data = torch.empty(0, device=saved.device)
-        if self.version:
-            return saved
-        self.nbytes = saved.nbytes
-        return None
+        return saved if self.version else self.reduced(saved)
 
     def unpack(self, kept: Tensor | None) -> Tensor:
         assert self._probe is not None
@@ -115,19 +118,105 @@ class _Copy:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: it is at "
                 f"version {self._probe._version}; expected version {self.version} instead"
             )
-        if kept is not None:
+        if kept is not None and self.version:
             return kept
         with torch.no_grad():
-            return self.again().to(self.dtype)
+            return self.restored(kept).to(self.dtype)
+
+    def reduced(self, saved: Tensor) -> Tensor | None:
+        """What is kept in place of `saved`."""
+        raise NotImplementedError
+
+    def restored(self, kept: Tensor | None) -> Tensor:
+        """The values of the saved tensor."""
+        raise NotImplementedError
+
+
+class _Copy(_SavedTensorHooks):
+    """Saves nothing of a copy that `again` recomputes."""
+
+    def __init__(self, again: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.again = again
+
+    def reduced(self, saved: Tensor) -> None:
+        self.nbytes = saved.nbytes
+
+    def restored(self, kept: Tensor | None) -> Tensor:
+        return self.again()
+
+
+class _Narrow(_SavedTensorHooks):
+    """Keeps a tensor that was cast from `narrow` in that dtype.
+
+    Args:
+        other: hooks of the same tensor saved by another node, which have packed it already: what they kept is shared.
+    """
+
+    def __init__(self, narrow: torch.dtype, other: _Narrow | None = None) -> None:
+        super().__init__()
+        self.narrow = narrow
+        self._kept: weakref.ref[Tensor] | None = other._kept if other is not None else None
+
+    def reduced(self, saved: Tensor) -> Tensor:
+        kept = self._kept() if self._kept is not None else None
+        if kept is None:
+            kept = saved.detach().to(self.narrow)
+            self._kept = weakref.ref(kept)
+        self.nbytes = saved.nbytes - kept.nbytes
+        return kept
+
+    def restored(self, kept: Tensor | None) -> Tensor:
+        assert kept is not None
+        return kept
+
+
+def _hooked(node: Any, place: str, hooks: _SavedTensorHooks) -> bool:
+    """Whether `hooks` could be set: False where `node` saves nothing there, or other hooks are in force."""
+    try:
+        getattr(node, place).register_hooks(hooks.pack, hooks.unpack)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _narrow_norm_input(product: Any) -> int:
+    """Where `product` is `x * rsqrt(mean(x^2) + eps)` of an x cast to float32: save x in its own dtype; returns bytes freed.
+
+    See Note: [Float32 inputs of norms].
+    """
+    if product is None or product.name() != _PRODUCT:
+        return 0
+    (cast, _), (square, _) = product.next_functions
+    for at, name in enumerate(_MEAN_SQUARE):
+        if at:
+            square = square.next_functions[0][0]
+        if square is None or square.name() != name:
+            return 0
+    if cast is None or cast.name() != _CAST or square.next_functions[0][0] is not cast:
+        return 0
+    source, output = cast.next_functions[0]
+    narrow = source._input_metadata[output].dtype
+    if narrow not in _HALVES or cast._input_metadata[0].dtype != torch.float32:
+        return 0
+    first = _Narrow(narrow)
+    if not _hooked(product, "_raw_saved_self", first):
+        return 0
+    return first.nbytes if _hooked(square, "_raw_saved_self", _Narrow(narrow, first)) else 0
+
+
+def _before_cast(node: Any) -> Any:
+    """What made the input of `node` where that is a cast, else `node`."""
+    return node.next_functions[0][0] if node is not None and node.name() == _CAST else node
 
 
 def _again(node: Any) -> Callable[[], Tensor] | None:
-    """What makes the result of `node` again from what it has saved; None where it cannot be."""
+    """Recomputes the result of `node` from its saved tensors; None if that is not possible."""
     if node is None:
         return None
     name = node.name()
     if name == _CAST:
-        below = node.next_functions[0][0]
+        below = _before_cast(node)
         return _again(below) if below is not None and below.name() == _PRODUCT else None
     if name == _SILU:
         return lambda: F.silu(node._saved_self)

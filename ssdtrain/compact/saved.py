@@ -1,4 +1,4 @@
-"""What a linear layer keeps in place of its input, and the gradient of its weight from that.
+"""What a linear layer saves in place of its input, and the weight gradient computed from it.
 
 Shapes: N tokens, n input features, m output features.
 """
@@ -17,16 +17,16 @@ __all__ = ["Projected", "Quantised", "SavedInput"]
 
 
 class SavedInput(Protocol):
-    """How one input is compressed. Immutable: a graph that is older than the present step holds its own."""
+    """How one input is compressed. Immutable: a graph from an earlier step keeps its own."""
 
     def compress(self, x: Tensor) -> Tensor:
-        """What is saved of `x` [..., n], a new tensor."""
+        """The compressed form of `x` [..., n], a new tensor."""
 
     def weight_gradient(self, gradient_NM: Tensor, saved: Tensor) -> Tensor:
         """An estimate of G^T x, [m, n], whose mean is exact.
 
         Args:
-            saved: of `compress`, or those of several ranks, one behind the other, for as many times the tokens.
+            saved: result of `compress`, or the concatenated results of several ranks with N / ranks tokens each.
         """
 
 
@@ -44,7 +44,7 @@ class Projected(NamedTuple):
 
 
 class Quantised(NamedTuple):
-    """The payload of a codec with stochastic rounding, decoded in backward; float64 passes through float32."""
+    """The payload of a codec with stochastic rounding, decoded in backward. float64 is encoded as float32."""
 
     codec: FixedSizeCodec
     key: Key

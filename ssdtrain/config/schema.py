@@ -305,12 +305,14 @@ class CompactConfig(Section):
         "*embed_out",
         "*router",
         "*.gate",
+        "*.lora_B",
     )
-    """Leave these out: patterns as in `include`, over which they win. By default heads and routers."""
+    """Leave these out: patterns as in `include`, over which they win. By default heads, routers, and the second layers of LoRA
+    adapters, whose inputs have as few features as the rank."""
 
     recompute: bool = True
-    """Let go of what norms and activation functions save beside their own inputs, such as silu(gate) in a gated layer, and make
-    it again in backward, to the bit."""
+    """Let go of what norms and activation functions save beside their own inputs, such as silu(gate) in a gated layer or the
+    float32 copy of the input of a norm in half precision, and make it again in backward, to the bit."""
 
     def conflicts(self) -> Iterator[Conflict]:
         fields = type(self).model_fields
