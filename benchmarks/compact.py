@@ -2,7 +2,7 @@
 
     python -m benchmarks.compact --json
 
-Three parts, of which `--parts` chooses some. loss: a Llama-like model of 0.5 M parameters is trained for 1,000 steps on the
+Three parts, of which `--parts` chooses some. loss: a Llama-like model of 0.14 M parameters is trained for 1,000 steps on the
 Python standard library's sources with paired seeds, each variant against the uncompressed run of its seed; finished runs are
 in --results at once, and the benchmark goes on from there. memory: bytes that are alive after the forward of one block, and
 the bytes of LLaMA geometries. time: a training step with and without, in turns.
@@ -24,7 +24,7 @@ from torch import Tensor
 import ssdtrain
 from benchmarks.common import finish, hardware, parser
 from benchmarks.compact_memory import activation_ratios, peaks
-from benchmarks.compact_training import BATCH, LATE_CHECKPOINTS, SEQUENCE, Llama, LlamaConfig, train
+from benchmarks.compact_training import BATCH, LATE_CHECKPOINTS, SEQUENCE, TRAINED, Llama, LlamaConfig, train
 from benchmarks.loss_gap import Results, upper_bound
 from ssdtrain.bench.ratios import interval
 from ssdtrain.compact.layers import CODECS
@@ -50,6 +50,7 @@ def losses(seeds: list[int], steps: int, variants: list[str], path: Path) -> dic
     """Train what is missing. Returns loss_gap and loss_gap_upper95 by variant, relative to the uncompressed loss."""
     settings = {
         "steps": steps,
+        "hidden": TRAINED.hidden,
         "batch": BATCH,
         "sequence": SEQUENCE,
         "schedule": "cosine to zero",
@@ -165,7 +166,7 @@ def main() -> None:
     made.add_argument(
         "--parts", nargs="+", choices=("memory", "time", "loss"), default=["memory", "time", "loss"]
     )
-    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    made.add_argument("--seeds", type=int, nargs="+", default=list(range(16)))
     made.add_argument("--steps", type=int, default=1000)
     made.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     made.add_argument("--results", type=Path, default=Path("out/compact.json"), help="finished runs")

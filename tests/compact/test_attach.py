@@ -201,7 +201,7 @@ def test_forwards_without_a_step_are_worth_one_warning(caplog: pytest.LogCapture
     for _ in range(3000):
         model(torch.zeros(1, 16))
     runtime.close()
-    assert caplog.text.count("call runtime.step_end() after each optimizer step") == 1
+    assert caplog.text.count("Call runtime.step_end() after each optimizer step") == 1
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
