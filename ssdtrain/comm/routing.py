@@ -60,6 +60,7 @@ class Route:
 
 def op_name(op: object) -> str:
     """ "SUM" for `ReduceOp.SUM`, and so on."""
+    op = getattr(op, "op", None) or op  # of an object, as a sum with a factor is one: its text is its address
     return str(getattr(op, "name", None) or op).rsplit(".", 1)[-1].upper()
 
 

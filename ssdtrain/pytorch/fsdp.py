@@ -86,7 +86,15 @@ def attach(model: nn.Module, comm: Communicator) -> None:
     """Compress the gradients of every FSDP module in `model`, for as long as it lives.
 
     `comm.step_end` has to be called after each optimizer step.
+
+    Raises:
+        ValueError: this torch is too old for it.
     """
+    if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        raise ValueError(
+            f"ssdtrain.comm compresses gradients of fully_shard with torch 2.9 or newer, and this is {torch.__version__}: "
+            "update torch, use DistributedDataParallel, or leave comm out"
+        )
     exact = excluded(model, comm.policy.exclude)
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):

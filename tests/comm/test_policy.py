@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ssdtrain.comm import Policy
 from ssdtrain.comm.collectives import AllGather, AllReduce, ReduceScatter
 from ssdtrain.comm.meter import Meter
 from ssdtrain.comm.policy import PRESETS, Rule
+from ssdtrain.comm.routing import op_name
 from ssdtrain.comm.topology import grid_of
 from ssdtrain.config import DIMENSIONS, ConfigError, load_config
 
@@ -99,3 +103,21 @@ def test_ring_bytes_and_the_meters_account_of_a_fallback() -> None:
     assert dict(figures.fallbacks) == {"why": 2}
     meter.count_fallback("dp", "why", 1)
     assert figures.calls == 2  # a snapshot stays as it was
+
+
+def test_reductions_have_names_and_no_addresses() -> None:
+    """Each is a reason that is given once."""
+    assert op_name(dist.ReduceOp.AVG) == "AVG"
+    assert op_name(dist.ReduceOp(dist.ReduceOp.SUM)) == "SUM"
+    if hasattr(dist, "_make_nccl_premul_sum"):  # of builds with NCCL
+        assert op_name(dist._make_nccl_premul_sum(0.5)) == "PREMUL_SUM"
+
+
+def test_a_torch_that_cannot_replace_the_reduction_of_fully_shard_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ssdtrain.pytorch import fsdp
+
+    monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter", raising=False)
+    with pytest.raises(ValueError, match=r"torch 2\.9 or newer, and this is"):
+        fsdp.attach(nn.Linear(2, 2), None)  # type: ignore[arg-type]
