@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import NonCallableMock
 
 import pytest
 
@@ -121,7 +121,7 @@ def test_a_buffer_is_not_waited_for_where_none_comes_back() -> None:
     copy = made.device.copy_to_host(tensor, bytes_of_slot(host_slot))
     transfer._copied(host_slot, copy, into=True)
     assert made.store.write(drive_slot, tensor.data_ptr()).wait(10)
-    region: Any = SimpleNamespace(nbytes=MiB, transfer=TransferState(MiB))
+    region = NonCallableMock(nbytes=MiB, transfer=TransferState(MiB))
     region.transfer.slot = drive_slot
     again = made.device.copy_to_host(tensor, bytes_of_slot(host_slot))
     transfer._copied(host_slot, again, into=True)
