@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import ssdtrain
+from tests.docs.blocks import block
 
 ROOT = Path(__file__).parent.parent
 DATA = ("ssdtrain/report/report.css", "ssdtrain/report/report.js")
@@ -108,3 +110,21 @@ def test_without_a_compiler_the_packages_build_and_the_python_engine_serves(tmp_
     )
     file, engine = run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site")).split()
     assert file.startswith(str(tmp_path / "site")) and engine == "python"
+
+
+@pytest.mark.slow
+def test_the_install_commands(tmp_path: Path) -> None:
+    """`pip install .` and `ssdtrain doctor ./spill` of README and docs/index.md, the first without a compiler."""
+    pages = [block("README.md", "pip install ."), block("docs/index.md", "pip install .")]
+    (lines,) = {tuple(line.partition("#")[0].strip() for line in page.text.strip().splitlines()) for page in pages}
+    install, doctor = map(shlex.split, lines)
+    assert install == ["pip", "install", "."] and doctor[0] == "ssdtrain"
+    # What it depends on is here; the environment itself is left as it is.
+    sources, target = copy_of_the_sources(tmp_path / "sources"), tmp_path / "site"
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", str(target)]
+    run(sys.executable, "-m", *install, *options, cwd=sources, CC="false")
+    (tmp_path / "work").mkdir()
+    command = [sys.executable, str(target / "bin" / doctor[0]), *doctor[1:]]
+    printed = run(*command, cwd=tmp_path / "work", PYTHONPATH=str(target), COLUMNS="80")
+    assert "spill: does not exist" in printed and "nothing broken" in printed
+    assert "C I/O engine: not built" in printed

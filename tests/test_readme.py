@@ -9,13 +9,17 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import ssdtrain
 from ssdtrain.config import load_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -40,13 +44,23 @@ def commands() -> list[str]:
 
 
 def test_the_pytorch_example_runs(tmp_path: Path) -> None:
-    (source,) = blocks("python")
+    (source, _) = blocks("python")
     source = source.replace("./spill", str(tmp_path / "spill"))
     done = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"offloaded bytes +[1-9]", done.stdout)
+
+
+def test_the_line_for_the_trainer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (_, line) = blocks("python")
+    names: dict[str, Any] = {"ssdtrain": ssdtrain, "model": torch.nn.Linear(1024, 1024)}
+    exec(line, names)
+    names["model"](torch.randn(512, 1024, requires_grad=True)).square().mean().backward()
+    names["runtime"].close()
+    assert names["runtime"].statistics().offload.offloaded_bytes > 0
 
 
 def test_the_deepspeed_block_is_a_config() -> None:
@@ -70,10 +84,17 @@ def recipe(target: str) -> str:
 
 @pytest.mark.parametrize(
     ("target", "runs"),
-    [("demo", "ssdtrain demo"), ("demo-megatron", "python -m"), ("test", "python -m pytest")],
+    [
+        ("demo", "ssdtrain demo"),
+        ("demo-megatron", "python -m tests.megatron.demo"),
+        ("test", "python -m pytest"),
+        ("test-all", "python -m pytest"),
+        ("docs", "python -m ssdtrain.config.document docs/config.md"),
+        ("site", "mkdocs build"),
+    ],
 )
 def test_make_runs_what_is_there(target: str, runs: str) -> None:
-    assert f"make {target}" in README
+    assert f"make {target}" in README + CONTRIBUTING
     commands = recipe(target)
     assert runs in commands
     for module in re.findall(r"python -m ([\w.]+)", commands):
@@ -98,10 +119,10 @@ def test_every_test_is_in_a_tier() -> None:
 @pytest.mark.slow
 def test_the_deepspeed_commands_run_a_script(tmp_path: Path) -> None:
     """The line of code, and the launcher as it stands there but with one process."""
-    lines = [line for line in commands() if "ssdtrain_ds" in line]
-    assert len(lines) == 2
-    subprocess.run([sys.executable, "-c", lines[0]], check=True, timeout=120)
-    words = shlex.split(lines[1])
+    (code,) = re.findall(r"`(import ssdtrain_ds;[^`]*)`", README)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    (line,) = [line for line in commands() if "ssdtrain_ds" in line]
+    words = shlex.split(line)
     assert words[0] == "torchrun" and words[-3:] == ["train.py", "--deepspeed_config", "ds.json"]
     (tmp_path / "train.py").write_text(
         "import sys, deepspeed\n"

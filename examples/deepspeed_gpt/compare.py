@@ -98,7 +98,7 @@ def settings_of(chosen: argparse.Namespace, directory: Path) -> Settings:
 
 
 def run_all(modes: list[str], settings: Settings, out: Path, console: Console) -> list[RunResult]:
-    """Starts every mode and lets them train in turn, a step each. Raises ModeFailed."""
+    """Starts every mode and has them train one step after another, interleaved. Raises ModeFailed."""
     columns = (
         TextColumn("{task.description:<10}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""What the demo runs, said once and handed to the process of each mode as JSON."""
+"""What the demo runs, passed to the process of each mode as JSON."""
 
 import dataclasses
 import json

@@ -46,7 +46,7 @@ def _timed(
     threads: ThreadPoolExecutor, blocks: list[int], transfer: Callable[[mmap.mmap, int], int]
 ) -> float:
     def some(first: int) -> None:
-        with mmap.mmap(-1, BLOCK) as memory:  # page-aligned, as direct I/O wants it
+        with mmap.mmap(-1, BLOCK) as memory:  # page-aligned, as direct I/O requires
             memory[:] = os.urandom(4096) * (BLOCK // 4096)
             for at in blocks[first::THREADS]:
                 moved = transfer(memory, at)

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from ssdtrain import __version__, ranks
 from ssdtrain.cli import network
 from ssdtrain.cli.bandwidth import measure
+from ssdtrain.cli.build_locks import build_locks
 from ssdtrain.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding
 from ssdtrain.cli.limits import limits
+from ssdtrain.cli.show import show
 from ssdtrain.cli.versions import OLDEST, TESTED, installed, too_old
 from ssdtrain.comm.topology import node_name
 from ssdtrain.config import ConfigError, load_config
@@ -47,7 +47,6 @@ EXAMPLES = """examples:
   torchrun --nnodes 2 --nproc-per-node 8 ... -m ssdtrain.cli doctor /local_nvme/spill
                                                     all nodes in one table, and the bandwidth between ranks
 """
-STYLES = {GOOD: "green", NOTE: "dim", WARNING: "yellow", BROKEN: "bold red"}
 
 
 def run(arguments: list[str]) -> int:
@@ -64,13 +63,13 @@ def run(arguments: list[str]) -> int:
         except RuntimeError as error:
             print(f"ssdtrain doctor: {error}", file=sys.stderr)
             return 1
-    alone = [*examine(chosen, size), *one_of_many()]
-    return tell(chosen, [("", finding) for finding in alone], [""])
+    alone = [*examine(chosen, size), *other_ranks()]
+    return print_findings(chosen, [("", finding) for finding in alone], [""])
 
 
 def examine(chosen: argparse.Namespace, size: int) -> list[Finding]:
-    """All that is found about this machine."""
-    found = [*software(), *extensions(), *hardware(), *limits(), *network.interfaces()]
+    """The findings about this machine: software, hardware, limits, config and directories."""
+    found = [*software(), *extensions(), *build_locks(), *hardware(), *limits(), *network.interfaces()]
     if chosen.config is not None:
         found += config_file(chosen.config)
     for directory in chosen.directories:
@@ -79,9 +78,9 @@ def examine(chosen: argparse.Namespace, size: int) -> list[Finding]:
 
 
 def in_ranks(chosen: argparse.Namespace, size: int) -> int:
-    """Every rank runs this; rank 0 tells of all nodes. The status is the same on every rank."""
+    """Runs on every rank; rank 0 prints the findings of all nodes. Returns the same exit status on every rank."""
     with network.Group() as group:
-        # Ranks of a node share its drives: one of them looks.
+        # Ranks of a node share its drives: one of them examines the node.
         own = examine(chosen, size) if ranks.local_rank() == 0 else []
         gathered = group.gather((node_name(), own, network.sees_gpu()))
         hosts, _, gpus = zip(*gathered, strict=True)
@@ -90,25 +89,25 @@ def in_ranks(chosen: argparse.Namespace, size: int) -> int:
         if dist.get_rank() == 0:
             of_nodes = {host: found for host, found, _ in gathered if found}
             shown = network.same_everywhere(of_nodes) + [("all", finding) for finding in between]
-            status = tell(chosen, shown, list(of_nodes))
+            status = print_findings(chosen, shown, list(of_nodes))
         # The first rank that ends in error has torchrun end the others: not before the table is shown.
         return group.end(group.gather(status)[0])
 
 
-def one_of_many() -> Iterator[Finding]:
-    """Whether the environment speaks of other ranks, which were not asked."""
+def other_ranks() -> Iterator[Finding]:
+    """A note where the environment names other ranks, which this command does not examine."""
     if network.launched(trusting=True):
         found = f"RANK {os.environ['RANK']} of WORLD_SIZE {os.environ['WORLD_SIZE']}, but not by torchrun"
         yield Finding(
             "ranks",
-            f"{found}: this is about this machine alone",
+            f"{found}: these findings are about this machine only",
             NOTE,
-            "all of them: torchrun, or --ranks in each",
+            "to examine all of them: start by torchrun, or give --ranks to each process",
         )
 
 
-def tell(chosen: argparse.Namespace, findings: list[tuple[str, Finding]], nodes: list[str]) -> int:
-    """Show the findings, each with the nodes that it is about. Returns the exit status."""
+def print_findings(chosen: argparse.Namespace, findings: list[tuple[str, Finding]], nodes: list[str]) -> int:
+    """Prints the findings, each with its nodes, as text or JSON. Returns the exit status."""
     broken = any(finding.verdict == BROKEN for _, finding in findings)
     if chosen.json:
         about = [{**asdict(finding), **({"nodes": where} if where else {})} for where, finding in findings]
@@ -250,7 +249,7 @@ def config_file(file: Path) -> Iterator[Finding]:
         config = load_config(file)
         check_start(config, rank=ranks.global_rank(), local_rank=ranks.local_rank())
     except (ConfigError, MemoryError, OSError) as error:
-        yield Finding(subject, str(error), BROKEN, "as the text says; all keys are in docs/config.md")
+        yield Finding(subject, str(error), BROKEN, "correct the keys that are named; docs/config.md lists all of them")
         return
     on = ", ".join(name for name in ("offload", "comm", "compact") if getattr(config, name) is not None)
     if not config.active:
@@ -337,13 +336,3 @@ def speed(subject: str, directory: Path, nbytes: int) -> Finding:
     slow = written < SLOW_BYTES_PER_SECOND
     remedy = "slow for activations: lower offload.amount, or use a local NVMe SSD" if slow else ""
     return Finding(f"{subject}: bandwidth", found, WARNING if slow else GOOD, remedy)
-
-
-def show(findings: list[tuple[str, Finding]], console: Console, *, with_nodes: bool = False) -> None:
-    """A table; with the nodes that each finding is about."""
-    table = Table(*(["nodes"] if with_nodes else []), "", "found", "", "what to do")
-    for where, finding in findings:
-        verdict = f"[{STYLES[finding.verdict]}]{finding.verdict}[/]"
-        nodes = [where] if with_nodes else []
-        table.add_row(*nodes, finding.subject, escape(finding.found), verdict, escape(finding.remedy))
-    console.print(table)

@@ -50,14 +50,14 @@ def launched(*, trusting: bool = False) -> bool:
     """Whether this process is one of several.
 
     Args:
-        trusting: whoever has set WORLD_SIZE and RANK meant this process.
+        trusting: rely on WORLD_SIZE and RANK even where torchrun did not set them.
     """
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
     return several and (trusting or by_torchrun())
 
 
 def interfaces() -> Iterator[Finding]:
-    """The network interfaces of this node that are up, and which of them collectives are told to use."""
+    """The network interfaces of this node that are up, and those that the environment selects for collectives."""
     state, addresses = psutil.net_if_stats(), psutil.net_if_addrs()
     found = []
     for name, known in sorted(state.items()):
@@ -268,17 +268,17 @@ def _nccl(group: Group, hosts: Sequence[str]) -> Finding:
     for part in (_gpu, _all_reduce):  # no rank waits in NCCL for one that has failed before
         try:
             seconds = group.limited(part)
-        except Exception as raised:  # noqa: BLE001 - it is told
+        except Exception as raised:  # noqa: BLE001 - reported as a finding
             error = f"{type(raised).__name__}: {raised}".partition("\n")[0]
-        told = group.gather((error, seconds))
-        failed = [f"rank {rank} on {hosts[rank]}: {text}" for rank, (text, _) in enumerate(told) if text]
+        results = group.gather((error, seconds))
+        failed = [f"rank {rank} on {hosts[rank]}: {text}" for rank, (text, _) in enumerate(results) if text]
         if failed:
             group.broken = True
             remedy = (
                 "NCCL_DEBUG=INFO says more; check the driver (nvidia-smi), NCCL_IB_HCA and NCCL_SOCKET_IFNAME"
             )
             return Finding(BY_NCCL, "; ".join(failed[:4]), BROKEN, remedy)
-    rate = 2 * (len(hosts) - 1) / len(hosts) * MEASURED / max(taken for _, taken in told)
+    rate = 2 * (len(hosts) - 1) / len(hosts) * MEASURED / max(taken for _, taken in results)
     slow = len(set(hosts)) > 1 and rate < SLOW_BETWEEN
     remedy = (
         "slow: NCCL_DEBUG=INFO says which network NCCL has found; check NCCL_IB_HCA and NCCL_SOCKET_IFNAME"

@@ -36,8 +36,8 @@ def run(arguments: list[str]) -> int:
             plan, largest = plan_job(job, chosen.microbatch), None
         else:
             plan, largest = best_plan(job)
-    except InvalidValue as refusal:
-        print(f"ssdtrain plan: the job {refusal}", file=sys.stderr)
+    except InvalidValue as error:
+        print(f"ssdtrain plan: the job {error}", file=sys.stderr)
         return 1
     except NoPlan as error:
         print(f"ssdtrain plan: {error}", file=sys.stderr)
@@ -125,20 +125,20 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--no-alternatives",
         action="store_true",
-        help="do not ask what more memory or faster drives would bring",
+        help="do not predict what more memory or faster drives would bring",
     )
     made.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     return made
 
 
 def given(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """`parse` with its refusals as argparse reports them."""
+    """`parse` as an argparse type: an InvalidValue becomes an error of usage."""
 
     def converted(text: str) -> T:
         try:
             return parse(text)
-        except InvalidValue as refusal:
-            raise argparse.ArgumentTypeError(f'"{text}" {refusal}') from None
+        except InvalidValue as error:
+            raise argparse.ArgumentTypeError(f'"{text}" {error}') from None
 
     return converted
 
@@ -205,7 +205,7 @@ def alternatives(plan: ClusterPlan) -> list[dict[str, Any]]:
 
 
 def show(plan: ClusterPlan, largest: int | None, better: list[dict[str, Any]], console: Console) -> None:
-    """Tables for people."""
+    """Prints the plan as tables."""
     job, found = plan.job, figures(plan, largest)
     table = Table(
         title=f"{job.model.family}, {found['parameters'] / 1e9:.3g}B parameters on {job.layout.ranks} x {job.gpu.name}"

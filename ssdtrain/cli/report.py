@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         help="serve the page and keep it up to date until Ctrl-C; by default on port 8765",
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="to serve on; whoever can reach it can read the report"
+        "--host", default="127.0.0.1", help="to serve on; everyone who can reach it can read the report"
     )
     return parser
 

@@ -36,56 +36,95 @@ def block(page: str, beginning: str) -> Block:
     return found
 
 
-HERE = "tests/docs/test_blocks.py"
+class Ran(NamedTuple):
+    test: str
+    """file::function of the test that takes the block from the page and runs it."""
+    differs: str = ""
+    """What the test changes of what is pasted, and the test of that."""
+
+
+BLOCKS, PAGE_TESTS, README_TESTS, CONFIG = (
+    "tests/docs/test_blocks.py",
+    "tests/docs/test_pages.py",
+    "tests/test_readme.py",
+    "tests/config/test_document.py",
+)
+IS_A_CONFIG = Ran(f"{PAGE_TESTS}::test_config_blocks_are_configs", "loaded, no training")
+INSTALLS = Ran(
+    "tests/test_packages.py::test_the_install_commands",
+    "without pip's dependencies, which the environment has, and without a compiler",
+)
+RECIPES = Ran(
+    f"{README_TESTS}::test_make_runs_what_is_there",
+    "`make --dry-run`: what the recipes start is there; the demo itself runs in tests/examples, smaller",
+)
 
 RUN_BY = {
-    ("README.md", "make demo"): "tests/test_readme.py",
-    ("README.md", "pip install"): "tests/test_packages.py",
-    ("README.md", "import torch, ssdtrain"): "tests/test_readme.py",
-    ("README.md", '"ssdtrain"'): "tests/test_readme.py",
-    ("README.md", "import ssdtrain_ds"): "tests/test_readme.py",
-    ("README.md", "torchrun --nproc_per_node 8 -m ssdtrain_megatron.run"): "tests/megatron/test_run.py",
-    ("CONTRIBUTING.md", "make test"): "tests/test_readme.py",
-    ("docs/bench.md", "ssdtrain bench"): HERE,
-    ("docs/bench.md", "import torch"): HERE,
-    ("docs/clusters.md", "torchrun --nproc-per-node 2 -m ssdtrain.cli doctor"): HERE,
-    ("docs/codecs.md", "from ssdtrain.codecs"): HERE,
-    ("docs/collectives.md", '"ssdtrain"'): "tests/docs/test_pages.py",
-    ("docs/collectives.md", "runtime = ssdtrain.attach"): "tests/support/ranks.py",
-    ("docs/collectives.md", "def classify"): "tests/integration/test_intercept.py",
-    ("docs/compact.md", "runtime = ssdtrain.attach"): HERE,
-    ("docs/compact.md", "optimizer ="): "tests/compact/test_lowrank.py",
-    ("docs/policy.md", '"offload"'): "tests/docs/test_pages.py",
-    ("docs/config.md", "invalid SSDTrain config"): "tests/config/test_document.py",
-    ("docs/config.md", "{"): "tests/config/test_document.py",
-    ("docs/config.md", "offload:"): "tests/config/test_document.py",
-    ("docs/config.md", "--ssdtrain-offload-directories"): "tests/config/test_document.py",
-    ("docs/deepspeed.md", "{"): "tests/docs/test_pages.py",
-    ("docs/demo.md", "make demo"): "tests/test_readme.py",
-    ("docs/demo.md", "import ssdtrain_ds"): HERE,
-    ("docs/index.md", "pip install"): "tests/test_packages.py",
-    ("docs/index.md", "import torch, ssdtrain"): "tests/docs/test_pages.py",
-    ("docs/index.md", "import argparse, deepspeed"): HERE,
-    ("docs/index.md", "{"): HERE,
-    ("docs/index.md", "import ssdtrain, torch"): HERE,
-    ("docs/index.md", "model, optimizer, loader"): HERE,
-    ("docs/planner.md", "ssdtrain plan"): HERE,
-    ("docs/planner.md", "ssdtrain estimate"): HERE,
-    ("docs/planner.md", "runtime = ssdtrain.attach"): "tests/planner/test_plan_auto.py",
-    ("docs/planner.md", "from ssdtrain.planner.execute"): HERE,
-    ("docs/storage.md", "from ssdtrain.storage"): HERE,
-    ("docs/trace.md", '"ssdtrain"'): "tests/docs/test_pages.py",
-    ("docs/trace.md", "ssdtrain report"): HERE,
-    ("docs/trace.md", "runtime = ssdtrain.attach"): HERE,
-    ("docs/watch.md", '"ssdtrain"'): "tests/docs/test_pages.py",
-    ("docs/watch.md", "ssdtrain report"): "tests/docs/test_pages.py",
+    ("README.md", "make demo"): RECIPES,
+    ("README.md", "pip install"): INSTALLS,
+    ("README.md", "import torch, ssdtrain"): Ran(f"{README_TESTS}::test_the_pytorch_example_runs", "the directory"),
+    ("README.md", "runtime = ssdtrain.attach"): Ran(f"{README_TESTS}::test_the_line_for_the_trainer_runs"),
+    ("README.md", '"ssdtrain"'): Ran(f"{README_TESTS}::test_the_deepspeed_block_is_a_config", "loaded, no training"),
+    ("README.md", "torchrun --nproc_per_node 8 -m ssdtrain_ds"): Ran(
+        f"{README_TESTS}::test_the_deepspeed_commands_run_a_script", "one process; the script only looks for the patch"
+    ),
+    ("CONTRIBUTING.md", "make test"): RECIPES,
+    ("docs/bench.md", "ssdtrain bench"): Ran(
+        f"{BLOCKS}::test_bench", "collective: test_bench_between_processes"
+    ),
+    ("docs/bench.md", "import torch"): Ran(f"{BLOCKS}::test_bench"),
+    ("docs/clusters.md", "torchrun --nproc-per-node 2 -m ssdtrain.cli doctor"): Ran(
+        f"{BLOCKS}::test_the_doctor_in_ranks"
+    ),
+    ("docs/codecs.md", "from ssdtrain.codecs"): Ran(f"{BLOCKS}::test_codecs"),
+    ("docs/collectives.md", '"ssdtrain"'): IS_A_CONFIG,
+    ("docs/collectives.md", "runtime = ssdtrain.attach"): Ran(f"{BLOCKS}::test_collectives"),
+    ("docs/collectives.md", "def classify"): Ran(f"{BLOCKS}::test_an_adapter", "a communicator that only counts"),
+    ("docs/compact.md", "runtime = ssdtrain.attach"): Ran(f"{BLOCKS}::test_compact"),
+    ("docs/compact.md", "optimizer ="): Ran(f"{BLOCKS}::test_lowrank", "a group of one rank"),
+    ("docs/endurance.md", '"offload"'): IS_A_CONFIG,
+    ("docs/config.md", "invalid SSDTrain config"): Ran(f"{CONFIG}::test_the_page_is_what_the_schema_says"),
+    ("docs/config.md", "{"): Ran(f"{CONFIG}::test_the_three_examples_ask_for_the_same"),
+    ("docs/config.md", "offload:"): Ran(f"{CONFIG}::test_the_three_examples_ask_for_the_same"),
+    ("docs/config.md", "--ssdtrain-offload-directories"): Ran(f"{CONFIG}::test_the_three_examples_ask_for_the_same"),
+    ("docs/deepspeed.md", "{"): IS_A_CONFIG,
+    ("docs/demo.md", "make demo"): RECIPES,
+    ("docs/demo.md", "import ssdtrain_ds"): Ran(f"{BLOCKS}::test_the_line_of_the_demo"),
+    ("docs/index.md", "pip install ."): INSTALLS,
+    ("docs/index.md", "import torch, ssdtrain"): Ran(f"{PAGE_TESTS}::test_the_first_example_runs"),
+    ("docs/index.md", "import argparse, deepspeed"): Ran(f"{BLOCKS}::test_the_page_for_deepspeed"),
+    ("docs/index.md", "{"): Ran(f"{BLOCKS}::test_the_page_for_deepspeed"),
+    ("docs/index.md", 'pip install ".[deepspeed]"'): Ran(
+        f"{BLOCKS}::test_the_page_for_deepspeed", "without pip, and without the extension that DeepSpeed compiles"
+    ),
+    ("docs/index.md", "import ssdtrain, torch"): Ran(f"{BLOCKS}::test_the_page_for_the_trainer"),
+    ("docs/index.md", "model, optimizer, loader"): Ran(f"{BLOCKS}::test_the_lines_for_accelerate"),
+    ("docs/planner.md", "ssdtrain plan"): Ran(f"{BLOCKS}::test_planner"),
+    ("docs/planner.md", "ssdtrain estimate"): Ran(f"{BLOCKS}::test_planner"),
+    ("docs/planner.md", "runtime = ssdtrain.attach"): Ran(f"{BLOCKS}::test_automatic_plans", "the directory"),
+    ("docs/planner.md", "from ssdtrain.planner.execute"): Ran(f"{BLOCKS}::test_a_plan_of_blocks_is_followed"),
+    ("docs/storage.md", "from ssdtrain.storage"): Ran(f"{BLOCKS}::test_storage", "directories and sizes"),
+    ("docs/trace.md", '"ssdtrain"'): IS_A_CONFIG,
+    ("docs/trace.md", "ssdtrain report"): Ran(f"{BLOCKS}::test_trace"),
+    ("docs/trace.md", "runtime = ssdtrain.attach"): Ran(f"{BLOCKS}::test_trace"),
+    ("docs/watch.md", '"ssdtrain"'): IS_A_CONFIG,
+    ("docs/watch.md", "ssdtrain report"): Ran(
+        f"{PAGE_TESTS}::test_the_commands_that_watch_a_run_work", "--serve: tests/cli/test_report.py"
+    ),
 }
-"""(page, how the block begins) -> the test file that runs it, or that runs the same with what is at hand."""
+"""(page, how the block begins) -> what runs it."""
 
+MEGATRON = (
+    "needs Megatron-LM's pretrain_gpt.py and 8 GPUs; tests/megatron/test_megatron_lm.py runs the launcher where "
+    "MEGATRON_LM_DIR names a checkout"
+)
 NOT_RUN = {
+    ("README.md", "torchrun --nproc_per_node 8 -m ssdtrain_megatron.run"): MEGATRON,
     ("docs/clusters.md", "#SBATCH"): "needs Slurm",
     ("docs/clusters.md", "spec:"): "needs Kubernetes",
-    ("docs/megatron.md", "torchrun"): "needs Megatron-LM's pretrain_gpt.py and 8 GPUs",
+    ("docs/commands.md", 'pip install ".[completion]"'): "needs argcomplete; tests/cli/test_main.py has a stand-in for it",
+    ("docs/index.md", 'pip install ".[megatron]"'): MEGATRON,
+    ("docs/megatron.md", "torchrun"): MEGATRON,
     ("docs/megatron.md", "[ssdtrain] iteration"): "shows what a log line looks like",
 }
-"""Blocks that nothing runs, and why. The page says so too, where it is a command."""
+"""Blocks that nothing runs, and what they need. Their flags are compared with the parser's all the same."""

@@ -10,17 +10,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ssdtrain.cli import main
+from ssdtrain.integration.intercept import Interception
+from ssdtrain.integration.patching import Patches
+from ssdtrain.integration.traffic import Traffic
 from tests.docs.blocks import NOT_RUN, RUN_BY, Block, block, blocks
 from tests.docs.messages import ROOT
-
-# A launcher's first word, or a command of ours.
-COMMAND = re.compile(r"^(?:torchrun|ssdtrain|python|make|pip) ")
+from tests.support.ranks import on_ranks
 
 
 def keys_of(one: Block) -> list[tuple[str, str]]:
@@ -30,9 +34,11 @@ def keys_of(one: Block) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("one", list(blocks()), ids=lambda one: f"{one.page}: {one.first[:40]}")
 def test_every_block_is_run_or_says_why_not(one: Block) -> None:
     keys = keys_of(one)
-    assert keys, f"run it in a test and name that in tests/docs/blocks.py: {one.text}"
+    assert len(keys) == 1, f"run it in a test and name that in tests/docs/blocks.py: {one.text}"
     for key in keys:
-        assert key in NOT_RUN or (ROOT / RUN_BY[key]).exists(), key
+        if key not in NOT_RUN:
+            file, _, function = RUN_BY[key].test.partition("::")
+            assert f"\ndef {function}(" in (ROOT / file).read_text(), key
 
 
 def test_the_list_has_nothing_that_is_gone() -> None:
@@ -64,6 +70,19 @@ def commands(page: str, beginning: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if line.strip()]
 
 
+class Stack(nn.Module):
+    """With blocks that a plan finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def small_model() -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(3)])
 
@@ -85,6 +104,100 @@ def test_compact() -> None:
     model(torch.randn(64, 256)).sum().backward()
     names["runtime"].close()  # type: ignore[attr-defined]
     assert all(p.grad is not None for p in model.parameters())
+
+
+.mark.distributed
+def test_lowrank(tmp_path: Path) -> None:
+    import ssdtrain
+
+    model, x = small_model(), torch.randn(64, 256)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        names: dict[str, Any] = run(
+            "docs/compact.md",
+            "optimizer",
+            torch=torch,
+            ssdtrain=ssdtrain,
+            model=model,
+            DistributedDataParallel=nn.parallel.DistributedDataParallel,
+        )
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        for _ in range(2):
+            names["model"](x).square().mean().backward()
+            names["optimizer"].step()
+        assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        names["runtime"].close()
+    finally:
+        dist.destroy_process_group()
+
+
+def _train_compressed(rank: int) -> tuple[int, int]:
+    """(bytes sent, bytes that plain DDP sends) by the page's lines."""
+    import ssdtrain
+
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1024, 1024))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names: dict[str, Any] = run(
+        "docs/collectives.md",
+        "runtime",
+        change={"...\n": "model(torch.randn(8, 1024)).sum().backward()\n"},
+        torch=torch,
+        ssdtrain=ssdtrain,
+        model=model,
+        optimizer=optimizer,
+    )
+    sent = names["runtime"].statistics().comm["dp"]
+    names["runtime"].close()
+    return sent.wire_bytes, sent.raw_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_collectives() -> None:
+    for sent, plain in on_ranks(2, _train_compressed):
+        assert 0 < sent < 0.3 * plain
+
+
+def test_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduced: list[torch.Tensor] = []
+
+    class Comm:
+        def all_reduce(self, tensor: torch.Tensor, *_: object) -> SimpleNamespace:
+            reduced.append(tensor)
+            return SimpleNamespace(wait=lambda: None)
+
+    plain: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op=None, group=None, async_op=False: plain.append(tensor))
+    original, group, matrix, vector = dist.all_reduce, object(), torch.zeros(2, 2), torch.zeros(2)
+    run(
+        "docs/collectives.md",
+        "def classify",
+        change={"...\n": "for x in tensors: torch.distributed.all_reduce(x, group=tensor_parallel_group)\n"},
+        torch=torch,
+        Traffic=Traffic,
+        Interception=Interception,
+        Patches=Patches,
+        comm=Comm(),
+        tensor_parallel_group=group,
+        tensors=[matrix, vector],
+    )
+    assert reduced == [matrix] and plain == [vector]
+    assert dist.all_reduce is original
+
+
+def test_automatic_plans(tmp_path: Path) -> None:
+    """Each line by itself: they are alternatives."""
+    import ssdtrain
+
+    lines = block("docs/planner.md", "runtime = ssdtrain.attach").text.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        model = Stack()
+        names: dict[str, Any] = {"ssdtrain": ssdtrain, "model": model}
+        exec(line.replace('"/nvme"', repr(str(tmp_path))), names)
+        model(torch.randn(64, 128)).sum().backward()
+        names["runtime"].close()
 
 
 def test_storage(tmp_path: Path) -> None:
@@ -115,10 +228,18 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     for words in commands("docs/bench.md", "ssdtrain"):
         assert words[:2] == ["ssdtrain", "bench"]
         seen.append(words[2])
-        if words[2] != "collective":  # tests/bench/test_bench.py starts processes
+        if words[2] != "collective":  # the next test
             assert main(words[1:]) == 0, capsys.readouterr()
     assert seen == ["io", "codec", "collective", "script"]
     assert "equal, bit for bit" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_bench_between_processes() -> None:
+    (words,) = [words for words in commands("docs/bench.md", "ssdtrain") if words[2] == "collective"]
+    told = pasted(["-m", "ssdtrain.cli", *words[1:]], Path.cwd())
+    assert "all-reduce of float32 by 2 ranks" in told and "balanced" in told
 
 
 @pytest.mark.long
@@ -148,16 +269,6 @@ def test_planner(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_plan_of_blocks_is_followed() -> None:
     import ssdtrain
-
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
 
     model, x = Stack(), torch.randn(64, 128)
     config = {"offload": {"directories": "spill", "min_bytes": "4KiB"}}
