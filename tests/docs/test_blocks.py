@@ -354,7 +354,7 @@ def test_the_page_for_deepspeed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(block("docs/index.md", "import argparse, deepspeed").text)
     (tmp_path / "ds.json").write_text(block("docs/index.md", "{").text)
     lines = [line for one in blocks() if one.page == "docs/index.md" for line in one.text.splitlines()]
-    (words,) = [shlex.split(line) for line in lines if "ssdtrain_ds train.py" in line]
+    (words,) = [shlex.split(line, comments=True) for line in lines if "ssdtrain_ds train.py" in line]
     assert words[:5] == ["torchrun", "--nproc_per_node", "1", "-m", "ssdtrain_ds"]
     (tmp_path / "start.py").write_text(WITHOUT_COMPILING)
     told = pasted(
