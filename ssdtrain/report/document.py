@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -31,8 +32,8 @@ def document() -> str:
     parts = [INTRODUCTION]
     for kind in sorted(MetricSet.__subclasses__(), key=lambda kind: (kind.__module__, kind.__name__)):
         if kind.__module__.startswith("ssdtrain."):
-            room = kind.__module__.split(".")[1]
-            parts += [f"## {room.capitalize()}\n\n{_first_sentence(kind)}.\n", "\n".join(_table(kind)) + "\n"]
+            subject = re.sub(r"(?<=.)([A-Z])", r" \1", kind.__name__.removesuffix("Metrics")).capitalize()
+            parts += [f"## {subject}\n\n{_first_sentence(kind)}.\n", "\n".join(_table(kind)) + "\n"]
     return "\n".join(parts)
 
 
