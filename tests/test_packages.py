@@ -116,7 +116,9 @@ def test_without_a_compiler_the_packages_build_and_the_python_engine_serves(tmp_
 def test_the_install_commands(tmp_path: Path) -> None:
     """`pip install .` and `ssdtrain doctor ./spill` of README and docs/index.md, the first without a compiler."""
     pages = [block("README.md", "pip install ."), block("docs/index.md", "pip install .")]
-    (lines,) = {tuple(line.partition("#")[0].strip() for line in page.text.strip().splitlines()) for page in pages}
+    (lines,) = {
+        tuple(line.partition("#")[0].strip() for line in page.text.strip().splitlines()) for page in pages
+    }
     install, doctor = map(shlex.split, lines)
     assert install == ["pip", "install", "."] and doctor[0] == "ssdtrain"
     # What it depends on is here; the environment itself is left as it is.

@@ -249,7 +249,9 @@ def config_file(file: Path) -> Iterator[Finding]:
         config = load_config(file)
         check_start(config, rank=ranks.global_rank(), local_rank=ranks.local_rank())
     except (ConfigError, MemoryError, OSError) as error:
-        yield Finding(subject, str(error), BROKEN, "correct the keys that are named; docs/config.md lists all of them")
+        yield Finding(
+            subject, str(error), BROKEN, "correct the keys that are named; docs/config.md lists all of them"
+        )
         return
     on = ", ".join(name for name in ("offload", "comm", "compact") if getattr(config, name) is not None)
     if not config.active:

@@ -62,11 +62,16 @@ RECIPES = Ran(
 RUN_BY = {
     ("README.md", "make demo"): RECIPES,
     ("README.md", "pip install"): INSTALLS,
-    ("README.md", "import torch, ssdtrain"): Ran(f"{README_TESTS}::test_the_pytorch_example_runs", "the directory"),
+    ("README.md", "import torch, ssdtrain"): Ran(
+        f"{README_TESTS}::test_the_pytorch_example_runs", "the directory"
+    ),
     ("README.md", "runtime = ssdtrain.attach"): Ran(f"{README_TESTS}::test_the_line_for_the_trainer_runs"),
-    ("README.md", '"ssdtrain"'): Ran(f"{README_TESTS}::test_the_deepspeed_block_is_a_config", "loaded, no training"),
+    ("README.md", '"ssdtrain"'): Ran(
+        f"{README_TESTS}::test_the_deepspeed_block_is_a_config", "loaded, no training"
+    ),
     ("README.md", "torchrun --nproc_per_node 8 -m ssdtrain_ds"): Ran(
-        f"{README_TESTS}::test_the_deepspeed_commands_run_a_script", "one process; the script only looks for the patch"
+        f"{README_TESTS}::test_the_deepspeed_commands_run_a_script",
+        "one process; the script only looks for the patch",
     ),
     ("CONTRIBUTING.md", "make test"): RECIPES,
     ("docs/bench.md", "ssdtrain bench"): Ran(
@@ -79,14 +84,18 @@ RUN_BY = {
     ("docs/codecs.md", "from ssdtrain.codecs"): Ran(f"{BLOCKS}::test_codecs"),
     ("docs/collectives.md", '"ssdtrain"'): IS_A_CONFIG,
     ("docs/collectives.md", "runtime = ssdtrain.attach"): Ran(f"{BLOCKS}::test_collectives"),
-    ("docs/collectives.md", "def classify"): Ran(f"{BLOCKS}::test_an_adapter", "a communicator that only counts"),
+    ("docs/collectives.md", "def classify"): Ran(
+        f"{BLOCKS}::test_an_adapter", "a communicator that only counts"
+    ),
     ("docs/compact.md", "runtime = ssdtrain.attach"): Ran(f"{BLOCKS}::test_compact"),
     ("docs/compact.md", "optimizer ="): Ran(f"{BLOCKS}::test_lowrank", "a group of one rank"),
     ("docs/endurance.md", '"offload"'): IS_A_CONFIG,
     ("docs/config.md", "invalid SSDTrain config"): Ran(f"{CONFIG}::test_the_page_is_what_the_schema_says"),
     ("docs/config.md", "{"): Ran(f"{CONFIG}::test_the_three_examples_ask_for_the_same"),
     ("docs/config.md", "offload:"): Ran(f"{CONFIG}::test_the_three_examples_ask_for_the_same"),
-    ("docs/config.md", "--ssdtrain-offload-directories"): Ran(f"{CONFIG}::test_the_three_examples_ask_for_the_same"),
+    ("docs/config.md", "--ssdtrain-offload-directories"): Ran(
+        f"{CONFIG}::test_the_three_examples_ask_for_the_same"
+    ),
     ("docs/deepspeed.md", "{"): IS_A_CONFIG,
     ("docs/demo.md", "make demo"): RECIPES,
     ("docs/demo.md", "import ssdtrain_ds"): Ran(f"{BLOCKS}::test_the_line_of_the_demo"),
@@ -95,7 +104,8 @@ RUN_BY = {
     ("docs/index.md", "import argparse, deepspeed"): Ran(f"{BLOCKS}::test_the_page_for_deepspeed"),
     ("docs/index.md", "{"): Ran(f"{BLOCKS}::test_the_page_for_deepspeed"),
     ("docs/index.md", 'pip install ".[deepspeed]"'): Ran(
-        f"{BLOCKS}::test_the_page_for_deepspeed", "without pip, and without the extension that DeepSpeed compiles"
+        f"{BLOCKS}::test_the_page_for_deepspeed",
+        "without pip, and without the extension that DeepSpeed compiles",
     ),
     ("docs/index.md", "import ssdtrain, torch"): Ran(f"{BLOCKS}::test_the_page_for_the_trainer"),
     ("docs/index.md", "model, optimizer, loader"): Ran(f"{BLOCKS}::test_the_lines_for_accelerate"),
@@ -122,7 +132,10 @@ NOT_RUN = {
     ("README.md", "torchrun --nproc_per_node 8 -m ssdtrain_megatron.run"): MEGATRON,
     ("docs/clusters.md", "#SBATCH"): "needs Slurm",
     ("docs/clusters.md", "spec:"): "needs Kubernetes",
-    ("docs/commands.md", 'pip install ".[completion]"'): "needs argcomplete; tests/cli/test_main.py has a stand-in for it",
+    (
+        "docs/commands.md",
+        'pip install ".[completion]"',
+    ): "needs argcomplete; tests/cli/test_main.py has a stand-in for it",
     ("docs/index.md", 'pip install ".[megatron]"'): MEGATRON,
     ("docs/megatron.md", "torchrun"): MEGATRON,
     ("docs/megatron.md", "[ssdtrain] iteration"): "shows what a log line looks like",

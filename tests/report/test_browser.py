@@ -54,7 +54,13 @@ def look(text: str, directory: Path, width: int) -> dict[str, Any]:
     file = directory / "page.html"
     file.write_text(text.replace("<head>", f"<head>{CATCH}").replace("</body>", f"{LOOK}</body>"))
     assert BROWSER is not None
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},900"]
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--window-size={width},900",
+    ]
     done = subprocess.run(
         [BROWSER, *options, f"--user-data-dir={directory / 'profile'}", "--dump-dom", file.as_uri()],
         capture_output=True,
