@@ -17,7 +17,7 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 class ByteTokenizer:
-    """A token for each byte, one for the end of a document and one for padding. The interface that GPTDataset needs of a tokenizer."""
+    """A token for each byte, for the end of a document and for padding. The interface that GPTDataset needs of a tokenizer."""
 
     eod = 256
     pad = 257

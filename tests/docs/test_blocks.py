@@ -106,7 +106,7 @@ def test_compact() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-.mark.distributed
+@pytest.mark.distributed
 def test_lowrank(tmp_path: Path) -> None:
     import ssdtrain
 
@@ -168,7 +168,9 @@ def test_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
             return SimpleNamespace(wait=lambda: None)
 
     plain: list[torch.Tensor] = []
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op=None, group=None, async_op=False: plain.append(tensor))
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda tensor, op=None, group=None, async_op=False: plain.append(tensor)
+    )
     original, group, matrix, vector = dist.all_reduce, object(), torch.zeros(2, 2), torch.zeros(2)
     run(
         "docs/collectives.md",

@@ -1,4 +1,4 @@
-"""The report in a real browser: it is laid out without errors, nothing sticks out, and a pointer over a chart shows its values."""
+"""The report in a real browser: no script fails, nothing is cut off, and a pointer over a chart shows its values."""
 
 from __future__ import annotations
 
