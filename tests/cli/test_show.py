@@ -46,7 +46,7 @@ def test_on_a_narrow_terminal_each_finding_is_a_paragraph(width: int, with_nodes
 
 
 def test_on_a_wide_terminal_there_are_columns() -> None:
-    lines = printed(160, with_nodes=True)
+    lines = printed(220, with_nodes=True)
     assert all(word in lines[1] for word in ("nodes", "found", "what to do"))
     (row,) = [line for line in lines if LONG in line]
     assert "refused" in row and "warning" in row and "buffered I/O" in row
