@@ -56,7 +56,10 @@ def test_the_pytorch_example_runs(tmp_path: Path) -> None:
 def test_the_line_for_the_trainer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (_, line) = blocks("python")
-    names: dict[str, Any] = {"ssdtrain": ssdtrain, "model": torch.nn.Linear(1024, 1024)}
+    names: dict[str, Any] = {
+        "ssdtrain": ssdtrain,
+        "model": torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)]),
+    }
     exec(line, names)
     names["model"](torch.randn(512, 1024, requires_grad=True)).square().mean().backward()
     names["runtime"].close()

@@ -164,7 +164,10 @@ def software() -> Iterator[Finding]:
     }.items():
         found = installed(package)
         yield Finding(
-            package, found or "not installed", GOOD if found else NOTE, "" if found else f"only for {use}"
+            package,
+            found or "not installed",
+            GOOD if found else NOTE,
+            "" if found else f"needed only for {use}",
         )
 
 
@@ -173,7 +176,7 @@ def version_finding(package: str, found: str | None, tested: tuple[str, ...]) ->
     if found is None:
         if package in OLDEST:
             return Finding(package, "not installed", BROKEN, f"install it; {run_with}")
-        return Finding(package, "not installed", NOTE, f"only for its users; {run_with}")
+        return Finding(package, "not installed", NOTE, f"needed only to train with it; {run_with}")
     if too_old(package, found):
         return Finding(
             package, found, BROKEN, f"{'.'.join(map(str, OLDEST[package]))} or newer is needed; {run_with}"

@@ -78,7 +78,7 @@ def check_module(module: str, words: list[str]) -> None:
 
 
 def check_ssdtrain(words: list[str]) -> None:
-    if not words or words[0].startswith("-"):
+    if not words or words[0].startswith(("-", "...")):
         return
     assert words[0] in COMMANDS, words
     assert set(options(words)) <= options_of(words[0]), words
