@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import gc
 import signal
 
 import pytest
@@ -34,3 +35,9 @@ class _FailuresAtOnce:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests start processes are handed out first, because they take longest."""
     items.sort(key=lambda item: item.get_closest_marker("distributed") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage, which many tests ask for, look at what the tests make, and not at all that was imported."""
+    gc.collect()
+    gc.freeze()

@@ -77,6 +77,13 @@ QUICK = (
 """One row of each kind of layout and model: these are trained by `make test`, the others by `make test-all`."""
 
 THOROUGH = (
+    "dropout",
+    "bf16",
+    "half of the bytes",
+    "recompute layernorm, mlp",
+    "recompute full, evaluations",
+    "moe",
+    "moe, recompute moe",
     "pp2",
     "tp2, t5",
     "dp2, distributed optimizer",

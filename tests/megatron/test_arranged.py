@@ -1,4 +1,4 @@
-"""Runs the tests under `arranged`, file by file, each in a process where megatron-core works on the CPU."""
+"""Runs the tests under `arranged` in processes where megatron-core works on the CPU."""
 
 from __future__ import annotations
 
@@ -16,25 +16,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-QUICK = ("test_attach_errors",)
-"""One file of `make test`; the others are slow."""
+QUICK = "test_attach_errors.py"
+"""The file of `make test`; the others are slow, and share a process."""
 
 
 @pytest.mark.parametrize(
-    "file",
-    [pytest.param(file, marks=[] if file.stem in QUICK else [pytest.mark.slow]) for file in FILES],
-    ids=lambda file: file.stem,
+    "files",
+    [
+        pytest.param([file for file in FILES if file.name == QUICK], id="quick"),
+        pytest.param([file for file in FILES if file.name != QUICK], id="others", marks=pytest.mark.slow),
+    ],
 )
-def test_arranged(file: Path) -> None:
-    command = [
-        "-m",
-        "tests.megatron.cpu",
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(file.relative_to(ROOT)),
-    ]
+def test_arranged(files: list[Path]) -> None:
+    names = [str(file.relative_to(ROOT)) for file in files]
+    command = ["-m", "tests.megatron.cpu", "-m", "pytest", "-q", "-p", "no:cacheprovider", *names]
     output = start(1, command, SSDTRAIN_TESTS_ARRANGED="1")
     assert " passed" in output

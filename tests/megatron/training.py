@@ -6,6 +6,7 @@ Import it after `cpu.arrange()`, with megatron imported and `cpu.finish()` calle
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed import distributed_c10d
 
 from tests.megatron.rows import Row
 
@@ -52,6 +54,16 @@ def layout(row: Row) -> Iterator[None]:
         yield
     finally:
         parallel_state.destroy_model_parallel()
+    _destroy_groups()
+
+
+def _destroy_groups() -> None:
+    """All but the one of all ranks. Megatron only forgets them, and each has three threads, of which thousands gather."""
+    dist.barrier()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 def known(cls: Any, **options: Any) -> Any:

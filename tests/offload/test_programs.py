@@ -128,7 +128,7 @@ def any_program(variant: Variant, **how: Any) -> None:
     ids=lambda v: v.name,
 )
 def test_any_program_on_any_drive(variant: Variant) -> None:
-    any_program(variant, max_examples=40, derandomize=True)
+    any_program(variant, max_examples=25, derandomize=True)
 
 
 @pytest.mark.long
