@@ -3,9 +3,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_without_fio_one_line_says_what_to_install() -> None:
     command = [sys.executable, "-m", "benchmarks.io_engine"]
     done = subprocess.run(

@@ -37,6 +37,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.strip() == ssdtrain.__version__
 
 
+@pytest.mark.slow
 def test_no_command_imports_a_framework() -> None:
     imports = "; ".join(f"import ssdtrain.cli.{name}" for name in COMMANDS)
     code = f"import sys; {imports}; print(sorted({{m.split('.')[0] for m in sys.modules}} & {{'deepspeed', 'megatron'}}))"
@@ -92,6 +93,7 @@ def test_the_demo_runs_from_any_directory(
     assert "usage: ssdtrain demo" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_demo_passes_options_and_exit_status_on(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--modes", "sleep"]) == 2
     assert "ssdtrain demo: error: argument --modes: invalid choice: 'sleep'" in capfd.readouterr().err

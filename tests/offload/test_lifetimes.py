@@ -312,7 +312,10 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("engine", ["c", pytest.param("python", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    "ending",
+    ["an exception", *(pytest.param(e, marks=pytest.mark.slow) for e in ENDINGS if e != "an exception")],
+)
 def test_the_interpreter_ends_cleanly(ending: str, engine: str, tmp_path: Path) -> None:
     code = textwrap.dedent(SCRIPT).format(
         directory=str(tmp_path / "ssdtrain"), engine=engine, ending=ENDINGS[ending]

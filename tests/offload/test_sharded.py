@@ -172,6 +172,7 @@ def results() -> list[dict[str, tuple[bool, int] | str]]:
     return on_ranks(2, trained, timeout=280)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("how", WRAPPERS)
 def test_weights_that_are_freed_and_gathered_again_stay(

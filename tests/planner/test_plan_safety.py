@@ -85,6 +85,7 @@ def _by_hand(rank: int) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_block_that_communicates_is_never_recomputed() -> None:
     for found in on_ranks(2, _by_hand):

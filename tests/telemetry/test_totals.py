@@ -234,6 +234,7 @@ for number, before in enumerate(sys.argv[1:]):
 """
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_is_shown_without_any_logging_configured() -> None:
     command = [sys.executable, "-c", SAY, *SAID]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
