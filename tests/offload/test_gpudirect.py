@@ -28,6 +28,7 @@ ON = Variant("gpudirect", {"buffer": "64MiB", "gpudirect": "on", "verify": "off"
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> KvikioStandIn:
+    monkeypatch.setattr(gpudirect, "PROBE", 64 << 10)
     return install(monkeypatch, tmp_path)
 
 
@@ -231,7 +232,7 @@ def test_a_probe_that_fails_says_no(
 def test_a_drive_without_room_for_the_probe_says_no(
     stand_in: KvikioStandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    used, line = chosen(tmp_path, caplog, capacity="1MiB")
+    used, line = chosen(tmp_path, caplog, capacity="128KiB", min_bytes=1024)
     assert not used and "no room for its probe" in line
 
 

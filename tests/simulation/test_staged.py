@@ -30,9 +30,7 @@ SUFFICIENT = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "fused")) for name in SUFFICIENT]
-)
+@pytest.mark.parametrize("name", SUFFICIENT)
 def test_where_bandwidth_suffices_nothing_is_seen_of_offloading_but_memory(name: str) -> None:
     found = measure(SUFFICIENT[name])
     assert found["sufficient"] and found["bits_equal"]

@@ -34,12 +34,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> KvikioStandIn:
     return install(monkeypatch, tmp_path)
 
 
-def made(tmp_path: Path, *, drives: int = 1, **settings: Any) -> SpillStore:
+def made(tmp_path: Path, *, drives: int = 1, stripe: int = 8 << 20, **settings: Any) -> SpillStore:
     """A store that transfers device memory too."""
     directories = [tmp_path / f"drive-{index}" for index in range(drives)]
     for directory in directories:
         directory.mkdir()
-    store = SpillStore(directories, capacity=1 << 28)
+    store = SpillStore(directories, capacity=1 << 28, stripe=stripe)
     if not all(slab.direct for slab in store._slabs):
         store.close()
         pytest.skip("needs a file system with O_DIRECT")
@@ -67,9 +67,12 @@ def test_what_was_written_comes_back(
     assert stand_in.open_files == 0
 
 
-def test_large_ones_are_divided_between_drives_and_workers(stand_in: KvikioStandIn, tmp_path: Path) -> None:
-    with made(tmp_path, drives=2) as store:
-        write_and_read(store, stand_in, 2 * gpudirect.PIECE + 17)
+def test_large_ones_are_divided_between_drives_and_workers(
+    stand_in: KvikioStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpudirect, "PIECE", 1 << 20)
+    with made(tmp_path, drives=2, stripe=1 << 20) as store:
+        write_and_read(store, stand_in, 4 * gpudirect.PIECE + 17)
         assert all(drive.bytes_written for drive in store.metrics.drives)
 
 
