@@ -90,6 +90,28 @@ def test_a_tensor_stays_until_its_write_has_ended(stand_in: KvikioStandIn, make_
     assert not any(region.in_tensor for region in begun)
 
 
+def test_memory_that_is_being_filled_is_not_reserved_again(
+    stand_in: KvikioStandIn, make_runtime: MakeRuntime
+) -> None:
+    """Else its users would not be known when it is reused."""
+    runtime = make_runtime(ON, prefetch=0)
+    engine = engine_of(runtime)
+    x, loss = chain(runtime)
+    settled(runtime)
+    region = runtime.offload.tape(0, -1).regions[0]  # type: ignore[union-attr]
+    assert region is not None
+    pool_of(runtime).hold(writes=False)  # type: ignore[attr-defined]
+    with engine._lock:
+        assert engine.mover.loads.begin(region, on_demand=False)
+        target = region.transfer.target
+        engine.mover.loads.reserve_target(region)
+        assert target is not None and region.transfer.target is target
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+    del region
+    loss.backward()
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+
+
 def test_what_is_verified_goes_through_host_memory(
     stand_in: KvikioStandIn, make_runtime: MakeRuntime
 ) -> None:
