@@ -64,6 +64,10 @@ def check_start(
         problems += _of_offload(
             config.offload, config.offload.expand(rank=place.rank, local_rank=place.local_rank)
         )
+    if config.state is not None:
+        problems += _unwritable(
+            config.state.expand(rank=place.rank, local_rank=place.local_rank), "ssdtrain.state.directories"
+        )
     if config.comm is not None and config.compresses:
         problems += _of_comm(config.comm)
     if problems:
@@ -74,14 +78,18 @@ def check_start(
 
 
 def _of_offload(offload: OffloadConfig, directories: Sequence[Path]) -> Iterator[Problem]:
-    for index, directory in enumerate(directories):
-        why = problem_with_writing(directory)
-        if why is not None:
-            yield Problem(f"{_DIRECTORIES}[{index}]", str(directory), why, WRITABLE_ALLOWED)
+    yield from _unwritable(directories, _DIRECTORIES)
     if offload.engine == "c" and importlib.util.find_spec("ssdtrain.storage._iopool") is None:
         why = "requests the C engine, which was not built"
         allowed = '"auto" or "python", or reinstalling ssdtrain where a C compiler is'
         yield Problem("ssdtrain.offload.engine", "c", why, allowed)
+
+
+def _unwritable(directories: Sequence[Path], key: str) -> Iterator[Problem]:
+    for index, directory in enumerate(directories):
+        why = problem_with_writing(directory)
+        if why is not None:
+            yield Problem(f"{key}[{index}]", str(directory), why, WRITABLE_ALLOWED)
 
 
 def _of_comm(comm: CommConfig) -> Iterator[Problem]:
@@ -95,7 +103,7 @@ def _of_comm(comm: CommConfig) -> Iterator[Problem]:
                 yield Problem(f"ssdtrain.comm.{dimension}", written, f"cannot be used: {error}", allowed)
 
 
-def make_directories(directories: Sequence[Path]) -> None:
+def make_directories(directories: Sequence[Path], key: str = _DIRECTORIES) -> None:
     """Create missing directories with their parents: all or none.
 
     Raises:
@@ -110,9 +118,7 @@ def make_directories(directories: Sequence[Path]) -> None:
             for place in (*missing, *made):
                 _remove_if_empty(place)
             why = f"cannot be made ({error.strerror})"
-            raise ConfigError(
-                [Problem(f"{_DIRECTORIES}[{index}]", str(directory), why, WRITABLE_ALLOWED)]
-            ) from error
+            raise ConfigError([Problem(f"{key}[{index}]", str(directory), why, WRITABLE_ALLOWED)]) from error
         made = missing + made  # the deepest first
 
 

@@ -36,7 +36,7 @@ from torch import nn
 from ssdtrain.comm import Communicator
 from ssdtrain.comm.feature import CompressedCollectives
 from ssdtrain.compact.feature import CompactLinear
-from ssdtrain.config import Config
+from ssdtrain.config import Config, ConfigError, Problem, StateConfig
 from ssdtrain.features import UNNAMED, Feature, Forward, Microbatch, Placement, Step
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.feature import ActivationOffload
@@ -44,6 +44,7 @@ from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tape import Tape
 from ssdtrain.planner.build import offload_features
 from ssdtrain.preflight import check_start, make_directories, warn_about_drives
+from ssdtrain.state.feature import ModelState
 from ssdtrain.storage import Faults, forks, holds_signal_safe_lock
 from ssdtrain.telemetry.journal import Journal
 from ssdtrain.telemetry.messages import report
@@ -69,6 +70,7 @@ class Runtime:
         staged: move CPU tensors by the way of device memory too (tests); None: by the device.
         timeline: record every change of activation memory, for a plot.
         logs: write log lines every `report.interval` steps; False for an adapter that writes its framework's own.
+        chunked_state: the integration serves `state`: its framework leaves parameters and optimizer to torch.
 
     Attributes:
         features: in the order in which events reach them.
@@ -76,6 +78,7 @@ class Runtime:
         engine: its engine; None: not enabled.
         comm: the communicator of compressed collectives; None: not enabled.
         compact: the feature that compresses inputs of linear layers; None: not enabled.
+        state: the feature that keeps the model's state in chunks, whose `optimizer` is set before `register`; None: not enabled.
 
     Raises:
         ConfigError: see `check_start`; or a directory cannot be made.
@@ -98,6 +101,7 @@ class Runtime:
         staged: bool | None = None,
         timeline: bool = False,
         logs: bool = True,
+        chunked_state: bool = False,
     ) -> None:
         self.config = config
         self.device = torch.device(device)
@@ -108,6 +112,7 @@ class Runtime:
         self.engine: OffloadEngine | None = None
         self.comm: Communicator | None = None
         self.compact: CompactLinear | None = None
+        self.state: ModelState | None = None
         self.steps = 0
         self._began = 0.0
         self._step_seconds = 0.0
@@ -147,6 +152,9 @@ class Runtime:
             if config.compact is not None:
                 self.compact = CompactLinear(config.compact, place)
                 self.features.append(self.compact)
+            if config.state is not None:
+                self.state = self._chunked_state(config.state, place, chunked_state, faults, staged)
+                self.features.append(self.state)
             self.features += features
             self._trace(place)
             self._check_metrics()
@@ -156,6 +164,18 @@ class Runtime:
             raise
         if self._reports and self.features:
             report(" | ".join(text for feature in self.features if (text := feature.description())))
+
+    @staticmethod
+    def _chunked_state(
+        config: StateConfig, place: Placement, served: bool, faults: Faults | None, staged: bool | None
+    ) -> ModelState:
+        if not served:
+            why = "is for models of plain PyTorch that ssdtrain.attach serves"
+            allowed = "leaving it out, and the framework's own means for parameters and optimizer state"
+            raise ConfigError([Problem("ssdtrain.state", config.to_dict(), why, allowed)])
+        directories = config.expand(rank=place.rank, local_rank=place.local_rank)
+        make_directories(directories, "ssdtrain.state.directories")
+        return ModelState(config, directories, place, faults=faults, staged=staged)
 
     def _trace(self, place: Placement) -> None:
         if self.config.report.trace and self.features and self._journal is not None and self._journal.file:

@@ -1,4 +1,4 @@
-"""Who may import whom: adapters, pytorch and cli -> integration -> runtime -> planner, telemetry -> offload, comm, compact
+"""Who may import whom: adapters, pytorch and cli -> integration -> runtime -> planner, telemetry -> offload, comm, compact, state
 -> features, profile, storage, codecs -> telemetry.registry -> config."""
 
 import ast
@@ -29,6 +29,7 @@ FLOOR = {
     "offload": 4,
     "comm": 4,
     "compact": 4,
+    "state": 4,
     "telemetry": 5,
     "planner": 6,
     "report": 6,

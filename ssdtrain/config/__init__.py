@@ -18,6 +18,7 @@ from ssdtrain.config.schema import (
     OffloadConfig,
     PlanConfig,
     ReportConfig,
+    StateConfig,
 )
 from ssdtrain.config.units import (
     exact_size,
@@ -42,6 +43,7 @@ __all__ = [
     "PlanConfig",
     "Problem",
     "ReportConfig",
+    "StateConfig",
     "exact_size",
     "format_duration",
     "format_size",

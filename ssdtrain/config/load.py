@@ -179,9 +179,9 @@ def _directory_problems(config: Config, path: str) -> Iterator[Problem]:
     named: list[tuple[str, str]] = []
     if config.report.path is not None:
         named.append((f"{path}.report.path", config.report.path))
-    if config.offload is not None:
-        for index, text in enumerate(config.offload.directories):
-            named.append((f"{path}.offload.directories[{index}]", text))
+    for name, section in (("offload", config.offload), ("state", config.state)):
+        for index, text in enumerate(section.directories if section is not None else ()):
+            named.append((f"{path}.{name}.directories[{index}]", text))
     for key, text in named:
         if not has_placeholder(text):
             why = problem_with_directory(expand_path(text, rank=0, local_rank=0))

@@ -13,6 +13,7 @@ from pydantic import Field
 from ssdtrain.config import paths
 from ssdtrain.config.amount import Amount
 from ssdtrain.config.comm import CommConfig
+from ssdtrain.config.endurance import EnduranceConfig
 from ssdtrain.config.errors import ConfigError, Problem
 from ssdtrain.config.kinds import (
     AmountField,
@@ -21,7 +22,6 @@ from ssdtrain.config.kinds import (
     Directories,
     Directory,
     Patterns,
-    Positive,
     PositiveSize,
     RatioRules,
     Seconds,
@@ -32,27 +32,8 @@ from ssdtrain.config.kinds import (
 )
 from ssdtrain.config.plan import PlanConfig
 from ssdtrain.config.section import Conflict, Section
+from ssdtrain.config.state import StateConfig
 from ssdtrain.config.units import KiB, MiB, exact_size
-
-
-class EnduranceConfig(Section):
-    """How long the drives should live at the rate of this run, day and night. With `amount: "auto"` no more is written than they
-    bear; with another amount a warning says how much that is (docs/policy.md)."""
-
-    years: Positive = 5.0
-    """From now on."""
-
-    dwpd: Positive | None = None
-    """The rating of the drives: writes of their capacity per day, over a warranty of 5 years. Default: 1, unless `tbw` is
-    given."""
-
-    tbw: PositiveSize | None = None
-    """The rating of each drive in bytes written, such as "1200TB", in place of `dwpd`."""
-
-    def conflicts(self) -> Iterator[Conflict]:
-        if self.dwpd is not None and self.tbw is not None:
-            why = "is a rating, and tbw gives another"
-            yield "dwpd", self.dwpd, why, "leaving one of them out"
 
 
 class OffloadConfig(Section):
@@ -354,6 +335,9 @@ class Config(Section):
     compact: CompactConfig | None = None
     """Linear layers that keep a compressed input. Without this section they keep it whole."""
 
+    state: StateConfig | None = None
+    """Parameters, gradients and optimizer state in chunks. Without this section they stay where the framework has them."""
+
     plan: PlanConfig | None = None
     """Choice of keep, recompute and offload for each block. Without this section nothing is recomputed."""
 
@@ -361,6 +345,11 @@ class Config(Section):
     """Logging and files about the run."""
 
     def conflicts(self) -> Iterator[Conflict]:
+        if self.state is not None:
+            for key, combined in (("compact", self.compact is not None), ("plan", self.plans)):
+                if combined:
+                    allowed = f"leaving out one of state and {key}"
+                    yield key, getattr(self, key).to_dict(), "meets state: not in this version", allowed
         if self.plan is None or self.plan.mode == "off" or self.offload is None:
             return
         offload = self.offload
@@ -386,7 +375,8 @@ class Config(Section):
     @property
     def active(self) -> bool:
         """Whether any feature is enabled."""
-        found = self.offload is not None or self.compresses or self.compact is not None or self.plans
+        sections = (self.offload, self.compact, self.state)
+        found = any(section is not None for section in sections) or self.compresses or self.plans
         return self.enabled and found
 
     @property

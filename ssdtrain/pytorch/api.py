@@ -126,7 +126,7 @@ def attach(
             and what torchrun, srun or mpirun say.
         policy: decides for each saved tensor instead of `offload.amount`: see `ssdtrain.offload.policy`.
         features: more features: see `ssdtrain.features`.
-        optimizer: of the model, whose parameters compact.mode "lowrank" replaces; not used otherwise.
+        optimizer: of the model, for the section state and for compact.mode "lowrank"; not used otherwise.
 
     Raises:
         ConfigError: names the key, the value and what is allowed.
@@ -144,9 +144,12 @@ def attach(
         policy=policy,
         plan_blocks=recomputable_blocks(model, read.plan) if read.plans and read.plan is not None else None,
         features=features,
+        chunked_state=True,
     )
     if runtime.compact is not None:
         runtime.compact.optimizer = optimizer
+    if runtime.state is not None:
+        runtime.state.optimizer = optimizer
     try:
         attach_model(runtime, model)
     except BaseException:

@@ -15,7 +15,7 @@ from torch import nn
 from ssdtrain.features import Feature
 from ssdtrain.integration.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.pytorch.models import check_lowrank, compress_gradients
+from ssdtrain.pytorch.models import check_lowrank, check_unwrapped, compress_gradients
 from ssdtrain.pytorch.sharded import watch_sharded
 from ssdtrain.runtime import Runtime
 
@@ -30,18 +30,22 @@ def attach_model(runtime: Runtime, model: nn.Module) -> None:
     compressed from now on.
 
     Raises:
-        ConfigError: compact.mode "lowrank" meets a model that a wrapper reduces or shards.
+        ConfigError: compact.mode "lowrank" or state meets a model that a wrapper reduces or shards.
         ValueError: `comm` is asked for, and nothing about the model reduces gradients; or an adapter offloads the model.
     """
     if not runtime.enabled:
         return
-    if runtime.engine is not None:
+    if runtime.engine is not None or runtime.state is not None:
         runtime.call_at_close(claim(model, "ssdtrain.attach"))
     if runtime.compact is not None and runtime.compact.config.mode == "lowrank":
         check_lowrank(model)
     if runtime.comm is not None:
         compress_gradients(model, runtime.comm)
+    if runtime.state is not None:
+        check_unwrapped(model)
     runtime.register(model)
+    if runtime.state is not None and runtime.engine is not None:
+        runtime.engine.eligible.add_parameter_predicate(runtime.state.holds)
     if runtime.engine is not None:
         _keep_gathered(runtime, runtime.engine, model)
     if any(type(feature).on_forward is not Feature.on_forward for feature in runtime.features):

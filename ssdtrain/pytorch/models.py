@@ -37,3 +37,12 @@ def check_lowrank(model: nn.Module) -> None:
             why = f"meets {type(module).__name__}, which has seen the whole weights"
             allowed = 'attaching before DistributedDataParallel wraps the model, or mode "reconstruct" where it is sharded'
             raise ConfigError([Problem("ssdtrain.compact.mode", "lowrank", why, allowed)])
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Raises ConfigError: a wrapper has the parameters, which the section state would take away."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel | FSDPModule | FullyShardedDataParallel):
+            why = "is in the model: it reduces or shards the same parameters"
+            allowed = "one process without a wrapper, or fully_shard with CPUOffloadPolicy in place of the section state"
+            raise ConfigError([Problem("ssdtrain.state", type(module).__name__, why, allowed)])

@@ -1,0 +1,163 @@
+"""A chunk: the parameters of one block, their gradients and their optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+import torch
+from torch import nn
+
+from ssdtrain.state.stored import GradientInTier, StoredTensor
+from ssdtrain.state.transfers import Transfers
+from ssdtrain.storage import Slot
+
+__all__ = ["Chunk", "Part", "StoredGradient", "Where"]
+
+
+class Where(Enum):
+    """Where the tensors of a part are."""
+
+    AWAY = "in their slots"
+    LOADING = "on their way to memory"
+    HERE = "in memory"
+    LEAVING = "in memory until their stores have ended"
+
+
+class Part:
+    """Tensors of a chunk that come and go together. `Residency` alone changes `where`.
+
+    Args:
+        nbytes: in memory, also before there are tensors.
+
+    Attributes:
+        tensors: those that exist.
+    """
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self.tensors: list[StoredTensor] = []
+        self.where = Where.AWAY
+
+    @property
+    def counts(self) -> bool:
+        """True while it takes memory."""
+        return self.where is not Where.AWAY
+
+
+class StoredGradient(StoredTensor):
+    """The gradient of a parameter, whose `grad` is replaced while it is away.
+
+    Attributes:
+        scales: factors for the bytes in the slot, applied when they are loaded: clipping does not rewrite gradients.
+    """
+
+    __slots__ = ("_applied", "_standing", "parameter", "scales")
+
+    def __init__(self, name: str, parameter: nn.Parameter, slot: Slot, transfers: Transfers) -> None:
+        assert parameter.grad is not None
+        super().__init__(name, parameter.grad, slot, transfers)
+        self.parameter = parameter
+        self.scales: list[torch.Tensor] = []
+        self._applied = 0  # of `scales`, to the bytes in memory
+        self._standing: GradientInTier | None = None
+
+    @property
+    def dropped(self) -> bool:
+        """True if the parameter has no gradient any more, or another one."""
+        return self.parameter.grad is not (self.tensor if self._standing is None else self._standing)
+
+    def hide(self) -> None:
+        super().hide()
+        self._standing = GradientInTier.standing_for(self)
+        self.parameter.grad = self._standing
+
+    def begin_load(self) -> int:
+        self._applied = 0
+        return super().begin_load()
+
+    def show(self) -> None:
+        self._note_changes()
+        super().show()
+        self._standing = None
+        self.parameter.grad = self.tensor
+        if len(self.scales) > self._applied:
+            self.wait_for_store()
+            with torch.no_grad():
+                for scale in self.scales[self._applied :]:
+                    self.tensor.mul_(scale)
+            self._applied = len(self.scales)
+            self._version = self.tensor._version  # nothing to store: the slot and `scales` say the same
+
+    def begin_store(self) -> int:
+        stored = super().begin_store()
+        if stored:
+            self.scales.clear()
+            self._applied = 0
+        return stored
+
+
+class Chunk:
+    """The parameters of a block that leave memory.
+
+    Args:
+        index: in the order of execution.
+        name: of the block.
+        module: the block.
+        parameters: by qualified name.
+        state_bytes: of the optimizer for them.
+
+    Attributes:
+        values, gradients, state: its parts.
+        gradient_slots: by parameter.
+        forwards: of the block that are running.
+        graph_task: of autograd, whose backward through the block is running; None: none is.
+        missing: parameters without their gradient in this backward.
+        stepping: the optimizer works on it.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        module: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        state_bytes: int,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.module = module
+        self.names = {parameter: full for full, parameter in parameters.items()}
+        nbytes = sum(parameter.nbytes for parameter in self.names)
+        self.values = Part(f"the parameters of {name}", nbytes)
+        self.gradients = Part(f"the gradients of {name}", nbytes)
+        self.state = Part(f"the optimizer state of {name}", state_bytes)
+        self.gradient_slots: dict[nn.Parameter, Slot] = {}
+        self.forwards = 0
+        self.graph_task: int | None = None
+        self.missing: set[nn.Parameter] = set()
+        self.stepping = False
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return list(self.names)
+
+    @property
+    def parts(self) -> tuple[Part, Part, Part]:
+        return self.state, self.gradients, self.values
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def in_use(self) -> bool:
+        return self.forwards > 0 or self.graph_task is not None or self.stepping
+
+    def stored_gradients(self) -> Iterator[StoredGradient]:
+        """Those that the parameters still have."""
+        for gradient in self.gradients.tensors:
+            if isinstance(gradient, StoredGradient) and not gradient.dropped:
+                yield gradient

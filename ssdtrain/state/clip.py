@@ -1,0 +1,93 @@
+"""Clipping by the norm of all gradients, whose bits are those of `torch.nn.utils.clip_grad_norm_`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ssdtrain.state.chunk import Chunk
+from ssdtrain.state.hooks import BlockHooks
+from ssdtrain.state.residency import Residency
+
+__all__ = ["clip_grad_norm"]
+
+
+def clip_grad_norm(
+    parameters: Sequence[nn.Parameter],
+    residency: Residency,
+    hooks: BlockHooks,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale all gradients so that their norm together is at most `max_norm`.
+
+    Gradients of chunks are read once, one chunk after the other. They are not written again: the factor is applied when the step
+    loads them.
+
+    Args:
+        parameters: of the model, in its order.
+        max_norm, norm_type, error_if_nonfinite, foreach: as torch's.
+
+    Returns:
+        The norm before, as torch's.
+
+    Raises:
+        RuntimeError: the norm is not finite, with `error_if_nonfinite`.
+    """
+    hooks.end_abandoned()
+    owners = {parameter: chunk for chunk in residency.chunks for parameter in chunk.parameters}
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    if not with_gradient:
+        return torch.tensor(0.0)
+    norms: dict[nn.Parameter, torch.Tensor] = {}
+    by_chunk: dict[Chunk | None, list[nn.Parameter]] = {}
+    for parameter in with_gradient:
+        by_chunk.setdefault(owners.get(parameter), []).append(parameter)
+    for chunk, few in by_chunk.items():
+        if chunk is not None:
+            residency.load(chunk, chunk.gradients)
+            hooks.adopt_gradients(chunk)
+        norms.update(
+            zip(few, _norms([_gradient(parameter) for parameter in few], norm_type, foreach), strict=True)
+        )
+        if chunk is not None:
+            residency.release(chunk.gradients)
+    # torch's order: by device and type, then as given.
+    ordered: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for parameter in with_gradient:
+        ordered.setdefault((parameter.device, parameter.dtype), []).append(norms[parameter])
+    first = with_gradient[0].device
+    total = torch.linalg.vector_norm(
+        torch.stack([norm.to(first) for group in ordered.values() for norm in group]), norm_type
+    )
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {total.item()}, and cannot be clipped to"
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for chunk, few in by_chunk.items():
+        if chunk is None:
+            for parameter in few:
+                _gradient(parameter).mul_(factor.to(parameter.device))
+        else:
+            residency.scale_gradients(chunk, factor)
+    return total
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _norms(
+    gradients: Sequence[torch.Tensor], norm_type: float, foreach: bool | None
+) -> Sequence[torch.Tensor]:
+    """Of each, by the operator that torch takes on its device."""
+    if foreach or (foreach is None and gradients[0].device.type == "cuda"):
+        found: Sequence[torch.Tensor] = torch._foreach_norm(list(gradients), norm_type)
+        return found
+    return [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]

@@ -1,0 +1,249 @@
+"""Model state in chunks as a feature of a runtime."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ssdtrain.config import ConfigError, Problem, StateConfig, exact_size
+from ssdtrain.device import device_for, warn_of_untested_torch
+from ssdtrain.features import Feature, Placement
+from ssdtrain.state.checkpoints import StateDicts
+from ssdtrain.state.chunk import Chunk
+from ssdtrain.state.clip import clip_grad_norm
+from ssdtrain.state.find import check, find_chunks
+from ssdtrain.state.hooks import BlockHooks
+from ssdtrain.state.metrics import StateMetrics
+from ssdtrain.state.optimizer import ChunkedOptimizer
+from ssdtrain.state.plan import StatePlan, plan_state
+from ssdtrain.state.residency import Residency
+from ssdtrain.state.stored import StoredTensor
+from ssdtrain.state.transfers import InPlace, Staged, Transfers
+from ssdtrain.storage import Arena, Faults, SpillStore, check_host_budget
+from ssdtrain.storage.pieces import image_bytes
+from ssdtrain.telemetry.registry import MetricSet
+from ssdtrain.telemetry.text import size_text
+
+__all__ = ["ModelState"]
+
+logger = logging.getLogger("ssdtrain")
+
+
+class ModelState(Feature):
+    """Keeps parameters, gradients and optimizer state of one model within a limit of device memory.
+
+    Args:
+        config: its directories exist.
+        directories: of this rank.
+        place: of this rank.
+        faults, staged: see `Runtime`.
+
+    Attributes:
+        optimizer: of the model; set before `attach`.
+        plan: what stays on the device; None before `attach`.
+
+    Raises:
+        HostBudgetExceeded: the ranks of the node would take more memory than it has.
+        OSError: a directory cannot be used; names the path and the remedy.
+    """
+
+    def __init__(
+        self,
+        config: StateConfig,
+        directories: Sequence[Path],
+        place: Placement,
+        *,
+        faults: Faults | None = None,
+        staged: bool | None = None,
+    ) -> None:
+        warn_of_untested_torch()
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.plan: StatePlan | None = None
+        self._config = config
+        self._place = place
+        self._layer = device_for(place.device)
+        self._in_place = self._layer.kind == "cpu" and not staged
+        self._metrics = StateMetrics()
+        self._model: nn.Module | None = None
+        self._chunks: list[Chunk] = []
+        self._storages: set[int] = set()
+        self._arena: Arena | None = None
+        self._residency: Residency | None = None
+        self._hooks: BlockHooks | None = None
+        self._state_dicts: StateDicts | None = None
+        self._chunked: ChunkedOptimizer | None = None
+        check_host_budget(config.host, place.local_world_size)
+        self._store = SpillStore(
+            directories,
+            capacity=config.capacity,
+            host_bytes=config.host,
+            threads=config.threads,
+            engine=config.engine,
+            direct=config.direct,
+            local_world_size=place.local_world_size,
+            faults=faults,
+            register=self._layer.host_register(),
+            node=self._layer.numa_node(),
+            **self._layer.event_functions(),
+        )
+
+    # The model
+
+    def attach(self, model: nn.Module) -> None:
+        """Plan the chunks of `model`, and move those that do not stay.
+
+        Raises:
+            ConfigError: the model or its optimizer cannot be served, `device_limit` is too small, or the tiers are.
+            StoreFull: a drive has less room than its capacity.
+            IOFailure: a store failed.
+        """
+        if self._model is not None:
+            raise ConfigError(
+                [
+                    Problem(
+                        "ssdtrain.state",
+                        type(model).__name__,
+                        "is a second model of one runtime",
+                        "a runtime for each",
+                    )
+                ]
+            )
+        optimizer = check(model, self.optimizer)
+        device = self._place.device
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        chunks, prefixes, outside = find_chunks(model, optimizer, self._config, device)
+        self.plan = plan_state([chunk.nbytes for chunk in chunks], outside, self._config.device_limit)
+        moving = chunks[self.plan.persistent :]
+        self._check_capacity(moving)
+        self._model, self._chunks = model, chunks
+        self._metrics.chunks, self._metrics.persistent_chunks = len(chunks), self.plan.persistent
+        self._residency = Residency(moving, self.plan.limit, self.plan.fixed, self._metrics)
+        transfers = self._transfers(moving)
+        self._hooks = BlockHooks(self._residency, transfers)
+        self._state_dicts = StateDicts(self._residency, prefixes)
+        self._chunked = ChunkedOptimizer(optimizer, self._residency, self._hooks, transfers, self._store)
+        for chunk in moving:
+            self._take(chunk, transfers)
+        self._residency.reset_peak()
+
+    def _take(self, chunk: Chunk, transfers: Transfers) -> None:
+        """Let what there is of `chunk` come and go, and leave."""
+        assert self._residency is not None and self._hooks is not None and self._chunked is not None
+        for parameter in chunk.parameters:
+            chunk.gradient_slots[parameter] = self._store.reserve(parameter.nbytes)
+        self._residency.load(chunk, *chunk.parts)  # there is nothing yet: they are counted
+        chunk.values.tensors = [
+            StoredTensor(name, parameter, self._store.reserve(parameter.nbytes), transfers)
+            for parameter, name in chunk.names.items()
+        ]
+        self._storages |= {parameter.untyped_storage()._cdata for parameter in chunk.parameters}
+        self._hooks.adopt_gradients(chunk)
+        expected = chunk.state.nbytes
+        self._chunked.adopt_state(chunk)
+        for part in chunk.parts:
+            self._residency.release(part)
+        self._residency.wait()
+        if not chunk.state.tensors:
+            self._residency.resize(chunk.state, expected)
+
+    def _check_capacity(self, moving: Sequence[Chunk]) -> None:
+        needed = sum(
+            image_bytes(part.nbytes) + len(chunk.parameters) * image_bytes(1)
+            for chunk in moving
+            for part in chunk.parts
+        )
+        capacity = self._store.metrics.capacity
+        if needed > capacity:
+            key = "capacity" if self._config.directories else "host"
+            why = f"gives {exact_size(capacity)} in all tiers, and the chunks that leave the device take {exact_size(needed)}"
+            allowed = "more capacity, another directory, or a higher device_limit"
+            raise ConfigError([Problem(f"ssdtrain.state.{key}", exact_size(capacity), why, allowed)])
+
+    def _transfers(self, moving: Sequence[Chunk]) -> Transfers:
+        verify = self._config.verify == "all"
+        if self._in_place:
+            return InPlace(self._store, verify=verify)
+        nbytes = max(2 * max((chunk.nbytes for chunk in moving), default=0), 1)
+        check_host_budget(nbytes, self._place.local_world_size)
+        self._arena = Arena(nbytes, register=self._layer.host_register(), node=self._layer.numa_node())
+        return Staged(self._store, self._layer, self._arena, verify=verify)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True for views of parameters that come and go, however they were made: they are no activations."""
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.layout is torch.strided
+            and tensor.untyped_storage()._cdata in self._storages
+        )
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_` of all parameters of the model, to the bit. See `ssdtrain.state.clip`."""
+        if self._model is None or self._residency is None or self._hooks is None:
+            raise RuntimeError("no model is attached to this runtime")
+        return clip_grad_norm(
+            list(self._model.parameters()),
+            self._residency,
+            self._hooks,
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
+            foreach,
+        )
+
+    def detach(self) -> None:
+        """Bring everything back into memory, and give the model and the optimizer back their methods.
+
+        Raises:
+            IOFailure: something could not be read; all else is back.
+        """
+        if self._hooks is None or self._residency is None:
+            return
+        self._hooks.remove()
+        failed: BaseException | None = None
+        for chunk in self._residency.chunks:
+            for part in chunk.parts:
+                try:
+                    self._residency.restore(part, chunk)
+                except Exception as error:
+                    failed = failed or error
+        if self._state_dicts is not None:
+            self._state_dicts.remove()
+        if self._chunked is not None:
+            self._chunked.remove()
+        self._hooks = self._state_dicts = self._chunked = self._residency = self._model = None
+        self._storages.clear()
+        if failed is not None:
+            raise failed
+
+    def close(self) -> None:
+        try:
+            self.detach()
+        finally:
+            self._store.close()
+            if self._arena is not None:
+                self._arena.close()
+
+    # Reports
+
+    def metrics(self) -> Sequence[tuple[str, MetricSet]]:
+        return (("state", self._metrics),)
+
+    def reset_peak(self) -> None:
+        if self._residency is not None:
+            self._residency.reset_peak()
+
+    def description(self) -> str:
+        limit = self._config.device_limit
+        much = f"within {size_text(limit)}" if limit is not None else "as few as two chunks"
+        return f"model state: {much} on the device, the rest in {', '.join(self._config.directories) or 'host memory'}"

@@ -1,0 +1,136 @@
+"""Which parameters of a model may come and go, in which chunks; and what cannot be served."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from ssdtrain.config import ConfigError, Problem, StateConfig
+from ssdtrain.profile.blocks import find_blocks
+from ssdtrain.state.chunk import Chunk
+from ssdtrain.state.sizes import state_bytes
+from ssdtrain.state.stored import is_movable
+
+__all__ = ["check", "find_chunks"]
+
+
+def check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    """The optimizer, if it and the model can be served.
+
+    Raises:
+        ConfigError: names what cannot, and the remedy.
+    """
+    problem: tuple[str, str] | None = None
+    compiled = next((name for name, module in model.named_modules() if _is_compiled(module)), None)
+    if optimizer is None:
+        problem = (
+            "needs the optimizer of the model",
+            "ssdtrain.attach(model, config, optimizer=optimizer)",
+        )
+    elif isinstance(optimizer, torch.optim.LBFGS):
+        problem = "meets LBFGS, which needs all parameters at once", "an optimizer that updates each alone"
+    elif any(group.get("differentiable") for group in optimizer.param_groups):
+        problem = (
+            "meets an optimizer with differentiable=True, whose graph would hold all chunks",
+            "leaving it out",
+        )
+    elif "step" in vars(optimizer):
+        problem = (
+            "meets an optimizer whose step is replaced already (by a learning rate scheduler?)",
+            "ssdtrain.attach before the scheduler is made",
+        )
+    elif compiled is not None:
+        problem = (
+            f"meets {compiled or 'a model'} in torch.compile: not in this version",
+            "attaching the model without torch.compile",
+        )
+    if problem is not None or optimizer is None:
+        raise ConfigError([Problem("ssdtrain.state", type(optimizer).__name__, *(problem or ("", "")))])
+    return optimizer
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def find_chunks(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: StateConfig, device: torch.device
+) -> tuple[list[Chunk], dict[Chunk, str], int]:
+    """The chunks in the order of their blocks, the prefix of each in names of parameters, and the bytes that are in no chunk.
+
+    In a chunk are trainable parameters of the optimizer on `device` that belong to one module alone, have a storage of their own,
+    and are not small.
+
+    Raises:
+        ConfigError: the model has no blocks.
+    """
+    try:
+        blocks = find_blocks(model, config.blocks)
+    except ValueError as error:
+        why = f"names no blocks: {error}"
+        raise ConfigError(
+            [
+                Problem(
+                    "ssdtrain.state.blocks",
+                    list(config.blocks),
+                    why,
+                    "names of modules that run one after the other",
+                )
+            ]
+        ) from error
+    needed = state_bytes(optimizer)
+    total = sum(
+        parameter.nbytes * (2 if parameter.requires_grad else 1) + needed.get(parameter, 0)
+        for parameter in model.parameters()
+    )
+    alone = set(_not_shared(model))
+    chunks: list[Chunk] = []
+    prefixes: dict[Chunk, str] = {}
+    for name, block in _once(blocks):
+        found = {
+            f"{name}.{local}": parameter
+            for local, parameter in block.named_parameters()
+            if parameter in alone
+            and parameter in needed
+            and parameter.requires_grad
+            and parameter.device == device
+            and is_movable(parameter, config.min_bytes)
+        }
+        if found:
+            chunk = Chunk(
+                len(chunks), name, block, found, sum(needed[parameter] for parameter in found.values())
+            )
+            chunks.append(chunk)
+            prefixes[chunk] = f"{name}."
+    return chunks, prefixes, total - sum(chunk.nbytes for chunk in chunks)
+
+
+def _once(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """A block that stands in several places is listed once."""
+    seen: set[nn.Module] = set()
+    for name, block in blocks.items():
+        if block not in seen:
+            seen.add(block)
+            yield name, block
+
+
+def _not_shared(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that one module has under one name, and whose memory no other parameter or buffer has."""
+    modules = list(model.modules())
+    places = Counter(
+        parameter for module in modules for parameter in module._parameters.values() if parameter is not None
+    )
+    tensors = [*places, *model.buffers()]
+    addresses = Counter(
+        tensor.untyped_storage().data_ptr()
+        for tensor in tensors
+        if type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
+    )
+    for parameter, count in places.items():
+        if count == 1 and (
+            type(parameter.data) is not torch.Tensor or addresses[parameter.untyped_storage().data_ptr()] == 1
+        ):
+            yield parameter

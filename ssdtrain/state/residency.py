@@ -1,0 +1,249 @@
+"""Which chunks are in memory: loads, evictions and prefetches within a limit of bytes.
+
+Nothing here runs on a thread of its own. Where backward runs on another thread than the training loop, the loop waits for it.
+
+Note: [Room]
+    What is counted is allocated: a part counts from the start of its load until its memory is freed, which in host memory is when
+    its stores have ended. A load that is needed makes room: it frees what has left, evicts the chunk that was used longest ago, and
+    waits for stores. A prefetch only takes what is free without waiting. If chunks in use leave no room (their backward has not
+    given all gradients), the limit is exceeded, with one warning: training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ssdtrain.state.chunk import Chunk, Part, StoredGradient, Where
+from ssdtrain.state.metrics import StateMetrics
+from ssdtrain.telemetry.text import size_text
+
+__all__ = ["Residency"]
+
+logger = logging.getLogger("ssdtrain")
+
+
+class Residency:
+    """The memory of all chunks that come and go.
+
+    Args:
+        chunks: those that come and go, in the order of execution.
+        limit: bytes in memory at most, with `fixed`.
+        fixed: bytes of what stays.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], limit: int, fixed: int, metrics: StateMetrics) -> None:
+        self.chunks = chunks
+        self.metrics = metrics
+        self._limit = limit
+        self._recent = dict.fromkeys(chunks)  # the one used longest ago first
+        self._leaving: list[Part] = []
+        self._warned = False
+        metrics.limit_bytes = limit
+        self._count(fixed)
+
+    # What callers need
+
+    def begin(self, part: Part, chunk: Chunk, *, required: bool = True, patient: bool = True) -> bool:
+        """Have `part` in memory or on its way.
+
+        Args:
+            required: exceed the limit rather than not load it.
+            patient: wait for stores in flight to make room.
+
+        Returns:
+            Whether it is.
+        """
+        self._forget_dropped(part)
+        if part.where is Where.LEAVING:
+            self._leaving.remove(part)
+            part.where = Where.HERE
+            for tensor in part.tensors:
+                tensor.show()
+        if part.where is not Where.AWAY:
+            return True
+        if not self._make_room(part.nbytes, chunk, required, patient):
+            return False
+        self._count(part.nbytes)
+        part.where = Where.LOADING
+        for tensor in part.tensors:
+            self.metrics.loaded_bytes += tensor.begin_load()
+        self.metrics.prefetched_chunks += not required and bool(part.tensors)
+        return True
+
+    def finish(self, part: Part) -> None:
+        """Wait until the tensors of `part` are in memory.
+
+        Raises:
+            IOFailure: one could not be read.
+        """
+        self._forget_dropped(part)
+        if part.where is not Where.LOADING:
+            return
+        began = time.perf_counter()
+        failed: BaseException | None = None
+        for tensor in part.tensors:
+            try:
+                tensor.finish_load()
+            except Exception as error:  # the others are in flight, too
+                failed = failed or error
+        self.metrics.load_wait_seconds += time.perf_counter() - began
+        part.where = Where.HERE
+        if failed is None:
+            return
+        for tensor in part.tensors:
+            if tensor.in_memory:
+                tensor.hide()
+                tensor.free()
+        part.where = Where.AWAY
+        self._count(-part.nbytes)
+        logger.error("%s could not be loaded: resume from the last checkpoint", part.name)
+        raise failed
+
+    def load(self, chunk: Chunk, *parts: Part) -> None:
+        """Have `parts` of `chunk` in memory; it is the chunk used last."""
+        self._recent[chunk] = self._recent.pop(chunk)
+        for part in parts:
+            self.begin(part, chunk)
+        for part in parts:
+            self.finish(part)
+
+    def prefetch(self, chunk: Chunk, *parts: Part, patient: bool = False) -> bool:
+        """Begin to load `parts` as far as there is room. Returns whether all have begun."""
+        self._recent[chunk] = self._recent.pop(chunk)
+        return all(self.begin(part, chunk, required=False, patient=patient) for part in parts)
+
+    def write(self, part: Part) -> None:
+        """Begin to store what has changed in `part`, which stays in memory."""
+        for tensor in part.tensors:
+            self.metrics.stored_bytes += tensor.begin_store()
+
+    def release(self, part: Part) -> None:
+        """`part` is not needed now: its memory is freed when what has changed is stored."""
+        self.finish(part)
+        if part.where is not Where.HERE:
+            return
+        self.write(part)
+        for tensor in part.tensors:
+            tensor.hide()
+        part.where = Where.LEAVING
+        self._leaving.append(part)
+        self._free_what_has_left()
+
+    def settle(self, part: Part) -> None:
+        """Wait for the stores of `part`, which is in memory and will be written."""
+        for tensor in part.tensors:
+            tensor.wait_for_store()
+
+    def scale_gradients(self, chunk: Chunk, factor: torch.Tensor) -> None:
+        """Multiply the gradients of `chunk`: those in memory now, the others when they are loaded."""
+        for gradient in chunk.stored_gradients():
+            gradient.scales.append(factor.to(gradient.tensor.device))
+            if chunk.gradients.where is Where.HERE:
+                gradient.show()
+
+    def resize(self, part: Part, nbytes: int) -> None:
+        """`part` takes `nbytes` from now on."""
+        if part.counts:
+            self._count(nbytes - part.nbytes)
+        part.nbytes = nbytes
+
+    def restore(self, part: Part, chunk: Chunk) -> None:
+        """Have `part` in memory for good, beyond the limit: training is over.
+
+        Raises:
+            IOFailure: a tensor could not be read.
+        """
+        self._limit = 1 << 62
+        self.begin(part, chunk)
+        self.finish(part)
+
+    def reset_peak(self) -> None:
+        self.metrics.resident_peak_bytes = self.metrics.resident_bytes
+
+    def wait(self) -> None:
+        """Wait for all stores."""
+        while self._leaving:
+            self._wait_for_oldest()
+
+    # Room
+
+    def _count(self, nbytes: int) -> None:
+        self.metrics.resident_bytes += nbytes
+        self.metrics.resident_peak_bytes = max(self.metrics.resident_peak_bytes, self.metrics.resident_bytes)
+
+    def _make_room(self, nbytes: int, chunk: Chunk, required: bool, patient: bool) -> bool:
+        """See Note: [Room]."""
+        while (excess := self.metrics.resident_bytes + nbytes - self._limit) > 0:
+            if self._free_what_has_left():
+                continue
+            if sum(part.nbytes for part in self._leaving) < excess:
+                victim = next((one for one in self._recent if one is not chunk and _may_leave(one)), None)
+                if victim is not None:
+                    self._evict(victim)
+                    continue
+            if self._leaving and patient:
+                self._wait_for_oldest()
+                continue
+            if not required:
+                return False
+            self._warn(excess, chunk)
+            break
+        return True
+
+    def _evict(self, chunk: Chunk) -> None:
+        for part in chunk.parts:
+            self.release(part)
+
+    def _free_what_has_left(self) -> bool:
+        left = [part for part in self._leaving if all(tensor.may_be_freed() for tensor in part.tensors)]
+        for part in left:
+            self._free(part)
+        return bool(left)
+
+    def _wait_for_oldest(self) -> None:
+        began = time.perf_counter()
+        try:
+            self._free(self._leaving[0])
+        finally:
+            self.metrics.store_wait_seconds += time.perf_counter() - began
+
+    def _free(self, part: Part) -> None:
+        for tensor in part.tensors:
+            tensor.free()
+        self._leaving.remove(part)
+        part.where = Where.AWAY
+        self._count(-part.nbytes)
+
+    def _forget_dropped(self, part: Part) -> None:
+        """Gradients that the training loop has dropped do not come back; others may use their slots."""
+        kept = []
+        for tensor in part.tensors:
+            if isinstance(tensor, StoredGradient) and tensor.dropped:
+                if part.where is Where.LOADING:
+                    tensor.abandon()
+                tensor.wait_for_store()
+            else:
+                kept.append(tensor)
+        part.tensors = kept
+
+    def _warn(self, excess: int, chunk: Chunk) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        used = [one.name for one in self.chunks if one.in_use and one is not chunk]
+        logger.warning(
+            "state.device_limit is exceeded by %s, because %s are in use while %s is needed: blocks whose parameters do not all get "
+            "a gradient stay in memory until the end of the backward; raise state.device_limit, or name blocks by state.blocks that "
+            "run one after the other",
+            size_text(excess),
+            ", ".join(used) or "the chunk itself",
+            chunk.name,
+        )
+
+
+def _may_leave(chunk: Chunk) -> bool:
+    return not chunk.in_use and any(part.where in (Where.HERE, Where.LOADING) for part in chunk.parts)

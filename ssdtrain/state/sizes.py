@@ -1,0 +1,76 @@
+"""What an optimizer keeps for a parameter, before its first step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["plain_step", "state_bytes"]
+
+_SIDE = 4  # of the parameter that is tried
+
+
+def plain_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """The step of an optimizer class without the hooks of its instances, which are called once for all chunks."""
+    step: Callable[..., Any] = kind.step
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
+    """Bytes that `optimizer` keeps for each of its parameters.
+
+    They are those that it has; where it has none yet, it makes a step on a small parameter of the same type, with the options of
+    the group, whose traces are removed.
+
+    Raises:
+        RuntimeError: it cannot make a step on the small parameter.
+    """
+    found: dict[nn.Parameter, int] = {}
+    for group in optimizer.param_groups:
+        tried: dict[tuple[Any, ...], tuple[int, int]] = {}
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if not state:
+                key = parameter.dtype, parameter.device, parameter.dim()
+                if key not in tried:
+                    tried[key] = _try(optimizer, group, parameter)
+                fixed, per_element = tried[key]
+                found[parameter] = fixed + per_element * parameter.numel()
+            else:
+                found[parameter] = sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
+    return found
+
+
+def _try(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> tuple[int, int]:
+    """Bytes of the state of a parameter in all, and for each element."""
+    small = nn.Parameter(
+        torch.zeros([_SIDE] * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
+    )
+    small.grad = torch.zeros_like(small)
+    groups = optimizer.param_groups
+    alone = {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
+    alone["params"] = [small]
+    optimizer.param_groups = [alone]
+    try:
+        plain_step(type(optimizer))(optimizer)
+        state = optimizer.state.pop(small, {})
+    except Exception as error:
+        why = f"{type(optimizer).__name__} cannot be used with the config section state: it fails on a parameter alone"
+        raise RuntimeError(f"{why}: {error}") from error
+    finally:
+        optimizer.param_groups = groups
+        optimizer.state.pop(small, None)
+    fixed = per_element = 0
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            if value.numel() > 1:
+                per_element += value.element_size()  # a part of it (rows, columns) counts as all
+            else:
+                fixed += value.nbytes
+    return fixed, per_element

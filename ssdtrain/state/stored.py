@@ -1,0 +1,211 @@
+"""One tensor whose bytes are in device memory or in a slot of a tier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ssdtrain.state.transfers import Transfer, Transfers
+from ssdtrain.storage import Slot
+
+__all__ = ["MOVABLE", "GradientInTier", "StoredTensor", "is_movable"]
+
+MOVABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""Types of tensors that may leave: those with a NaN to show meanwhile."""
+
+
+def is_movable(tensor: torch.Tensor, min_bytes: int = 1) -> bool:
+    """True for a plain tensor of `min_bytes` that has a storage of its own, which torch allocated."""
+    data = tensor.data
+    return (
+        type(data) is torch.Tensor
+        and data.layout is torch.strided
+        and data.dtype in MOVABLE
+        and not data.is_conj()
+        and not data.is_neg()
+        and data.nbytes >= max(min_bytes, 1)
+        and data.storage_offset() == 0
+        and data.untyped_storage().nbytes() == data.nbytes
+        and data.untyped_storage().resizable()
+    )
+
+
+class StoredTensor:
+    """A tensor that comes and goes. While it is away, it has its shape, and every element reads as NaN.
+
+    Args:
+        name: for errors.
+        tensor: in memory, see `is_movable`. It stays the same object, and so does its storage.
+        slot: of its size.
+        transfers: of its device.
+
+    Attributes:
+        in_slot: the slot has the bytes of the tensor, or a store of them is in flight.
+    """
+
+    __slots__ = (
+        "_geometry",
+        "_hidden",
+        "_load",
+        "_storage",
+        "_store",
+        "_transfers",
+        "_version",
+        "in_slot",
+        "name",
+        "nbytes",
+        "slot",
+        "tensor",
+    )
+
+    def __init__(self, name: str, tensor: torch.Tensor, slot: Slot, transfers: Transfers) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.slot = slot
+        self.in_slot = False
+        self._storage = tensor.untyped_storage()
+        self.nbytes = self._storage.nbytes()
+        self._geometry = tuple(tensor.shape), tuple(tensor.stride())
+        nan = torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device)
+        self._hidden = nan.expand(tensor.shape)
+        self._transfers = transfers
+        self._store: Transfer | None = None
+        self._load: Transfer | None = None
+        self._version = tensor._version
+
+    @property
+    def in_memory(self) -> bool:
+        """True if the storage is allocated: it has the bytes, or they are on their way."""
+        return self._storage.nbytes() > 0
+
+    # Out
+
+    def begin_store(self) -> int:
+        """Write the bytes to the slot, unless it has them.
+
+        Returns:
+            Bytes that are written.
+        """
+        self._note_changes()
+        if self.in_slot:
+            return 0
+        self.wait_for_store()
+        self._store = self._transfers.store(self.slot, self._storage)
+        self.in_slot = True
+        return self.nbytes
+
+    def hide(self) -> None:
+        """Show NaN. The memory stays until `free`."""
+        self.tensor.data = self._hidden
+
+    def may_be_freed(self) -> bool:
+        """True if `free` does not wait."""
+        return self._store is None or self._transfers.frees_at_once or self._store.done()
+
+    def free(self) -> None:
+        """Free the memory, after the store where that needs it.
+
+        Raises:
+            IOFailure: the store failed; the memory is not freed.
+        """
+        if not self._transfers.frees_at_once:
+            self.wait_for_store()
+        self._storage.resize_(0)
+
+    def wait_for_store(self) -> None:
+        """Raises IOFailure: the store failed."""
+        if self._store is not None:
+            self._store.wait()
+            self._store = None
+
+    # In
+
+    def begin_load(self) -> int:
+        """Allocate the memory and read the slot.
+
+        Returns:
+            Bytes that are read.
+
+        Raises:
+            RuntimeError: the tensor was given other data while it was away.
+            IOFailure: the store of these bytes failed.
+        """
+        if not self._is_hidden():
+            raise RuntimeError(
+                f"{self.name} was given other data (`.data`, or another tensor in its place) while its chunk was not in memory "
+                "(config section state): change parameters in the forward of their block, by the optimizer or by "
+                "load_state_dict, or close the runtime before"
+            )
+        self.wait_for_store()
+        self._storage.resize_(self.nbytes)
+        self._load = self._transfers.load(self.slot, self._storage)
+        return self.nbytes
+
+    def finish_load(self) -> None:
+        """Wait for the bytes and show them.
+
+        Raises:
+            IOFailure: they could not be read; the tensor goes on to show NaN.
+        """
+        if self._load is not None:
+            try:
+                self._load.wait()
+            except Exception:
+                self._load = None
+                self._storage.resize_(0)
+                raise
+            self._load = None
+        self.show()
+
+    def abandon(self) -> None:
+        """Wait for a load whose bytes nobody needs.
+
+        Raises:
+            IOFailure: they could not be read.
+        """
+        if self._load is not None:
+            self._load.wait()
+            self._load = None
+
+    def show(self) -> None:
+        """Show the bytes, which are in memory."""
+        shown = torch.empty(0, dtype=self._hidden.dtype, device=self._hidden.device)
+        self.tensor.data = shown.set_(self._storage, 0, *self._geometry)
+        self._version = self.tensor._version
+
+    def _note_changes(self) -> None:
+        if self.tensor._version != self._version:
+            self._version = self.tensor._version
+            if not self._is_hidden():
+                self.in_slot = False  # changed in place since it was loaded
+
+    def _is_hidden(self) -> bool:
+        return self.tensor.data_ptr() == self._hidden.data_ptr()
+
+
+_METADATA = frozenset(
+    {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex"}
+)
+
+
+class GradientInTier(torch.Tensor):
+    """Stands as `grad` of a parameter whose gradient is not in memory: it has a shape, and no operation on it works."""
+
+    @classmethod
+    def standing_for(cls, gradient: StoredTensor) -> GradientInTier:
+        found: GradientInTier = torch.Tensor._make_subclass(cls, gradient._hidden)
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs)
+        raise RuntimeError(
+            f"{getattr(func, '__name__', func)} meets a gradient that is not in memory (config section state): clip by "
+            "`runtime.state.clip_grad_norm_(max_norm)`, use bfloat16 in place of a GradScaler, and zero by "
+            "`zero_grad(set_to_none=True)`"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"GradientInTier(shape={tuple(self.shape)}, dtype={self.dtype})"

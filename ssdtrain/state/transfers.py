@@ -1,0 +1,204 @@
+"""Moves the bytes of a storage to and from a slot of a tier: in place on the CPU, through pinned host memory for a device."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+import torch
+
+from ssdtrain.device import Device, Event
+from ssdtrain.storage import Arena, Lease, Operation, Slot, SpillStore
+
+__all__ = ["InPlace", "Staged", "Transfer", "Transfers"]
+
+
+class Transfer(Protocol):
+    """A load or a store in flight."""
+
+    def done(self) -> bool:
+        """Whether `wait` would not block, or only for the device."""
+
+    def wait(self) -> None:
+        """Wait for the end; after a load, the storage has its bytes for what the current stream is given next.
+
+        Raises:
+            IOFailure: it failed. After a load the storage must not be used.
+        """
+
+
+class Transfers(Protocol):
+    """Starts transfers between slots and storages of one device."""
+
+    frees_at_once: bool
+    """True if the memory of a storage may be freed when its store has begun; False: when it has ended."""
+
+    def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer: ...
+
+    def store(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer: ...
+
+
+class _Direct:
+    """An operation on the memory of a storage, which it keeps."""
+
+    def __init__(self, operation: Operation, storage: torch.UntypedStorage) -> None:
+        self._operation = operation
+        self._storage = storage
+
+    def done(self) -> bool:
+        return self._operation.done()
+
+    def wait(self) -> None:
+        self._operation.wait()
+
+
+class InPlace:
+    """Transfers of host memory itself.
+
+    Args:
+        store: the tiers.
+        verify: compare a checksum of all bytes.
+    """
+
+    frees_at_once = False
+
+    def __init__(self, store: SpillStore, *, verify: bool) -> None:
+        self._store = store
+        self._verify = verify
+
+    def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
+        return _Direct(self._store.read(slot, storage.data_ptr()), storage)
+
+    def store(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
+        return _Direct(self._store.write(slot, storage.data_ptr(), verify=self._verify), storage)
+
+
+class _Buffer:
+    """Host memory that a transfer passes through: pinned where the arena has room."""
+
+    def __init__(self, lease: Lease | None, nbytes: int) -> None:
+        self._lease = lease
+        self.tensor = (
+            torch.frombuffer(lease.view(), dtype=torch.uint8)
+            if lease is not None
+            else torch.empty(nbytes, dtype=torch.uint8)
+        )
+
+    def release(self) -> None:
+        if self._lease is not None:
+            self._lease.release()
+
+
+class Staged:
+    """Transfers of device memory through an arena of host memory.
+
+    Note: [Order on the device]
+        The current stream waits for both copies, so that memory that is freed after a store has begun is reused after its copy, and
+        a kernel after a load sees its bytes. The drives work meanwhile; the copies themselves delay the stream.
+
+    Args:
+        store: the tiers.
+        device: of the storages.
+        arena: pinned host memory.
+        verify: compare a checksum of all bytes.
+    """
+
+    frees_at_once = True
+
+    def __init__(self, store: SpillStore, device: Device, arena: Arena, *, verify: bool) -> None:
+        self._store = store
+        self._device = device
+        self._arena = arena
+        self._verify = verify
+        self._busy: deque[tuple[Operation | None, Event | None, _Buffer]] = deque()
+
+    def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
+        buffer = self._acquire(slot.nbytes)
+        return _StagedLoad(self, self._store.read(slot, buffer.tensor.data_ptr()), storage, buffer)
+
+    def store(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
+        buffer = self._acquire(slot.nbytes)
+        copied = self._device.copy_to_host(_bytes_of(storage), buffer.tensor)
+        if copied is not None:
+            self._device.wait(copied)
+        operation = self._store.write(
+            slot,
+            buffer.tensor.data_ptr(),
+            after_event=self._device.event_handle(copied),
+            verify=self._verify,
+        )
+        self._busy.append((operation, copied, buffer))
+        return _Direct(operation, storage)
+
+    def copy_in(self, buffer: _Buffer, storage: torch.UntypedStorage) -> None:
+        """The storage has the bytes of `buffer` for what the current stream is given next; the buffer is given back after that."""
+        ready = self._device.record(self._device.current_stream())
+        after = [] if ready is None else [ready]
+        copied = self._device.copy_to_device(buffer.tensor, _bytes_of(storage), after)
+        if copied is not None:
+            self._device.wait(copied)
+        self._busy.append((None, copied, buffer))
+
+    def _acquire(self, nbytes: int) -> _Buffer:
+        """A buffer; waits for transfers in flight, and is not pinned where that does not give room."""
+        self._reclaim(block=False)
+        lease = self._arena.acquire(nbytes)
+        while lease is None and self._busy:
+            self._reclaim(block=True)
+            lease = self._arena.acquire(nbytes)
+        return _Buffer(lease, nbytes)
+
+    def _reclaim(self, *, block: bool) -> None:
+        """Release buffers whose transfers have ended; with `block`, wait for the oldest. Failures belong to who waits for them."""
+        while self._busy:
+            operation, event, buffer = self._busy[0]
+            if block:
+                while operation is not None and not operation.done():
+                    self._wait_for_end(operation)
+                if event is not None:
+                    self._device.block(event)
+            elif (operation is not None and not operation.done()) or (
+                event is not None and not event.query()
+            ):
+                return
+            self._busy.popleft()
+            buffer.release()
+            block = False
+
+    @staticmethod
+    def _wait_for_end(operation: Operation) -> None:
+        try:
+            operation.wait()
+        except Exception:
+            if not operation.done():
+                raise
+            # `StoredTensor` waits for the same operation and raises it there, with the name of the tensor.
+
+
+class _StagedLoad:
+    def __init__(
+        self, transfers: Staged, operation: Operation, storage: torch.UntypedStorage, buffer: _Buffer
+    ) -> None:
+        self._transfers = transfers
+        self._operation = operation
+        self._storage = storage
+        self._buffer: _Buffer | None = buffer
+
+    def done(self) -> bool:
+        return self._operation.done()
+
+    def wait(self) -> None:
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            return
+        try:
+            self._operation.wait()
+        except BaseException:
+            if self._operation.done():
+                buffer.release()
+            raise
+        self._transfers.copy_in(buffer, self._storage)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
