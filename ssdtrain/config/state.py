@@ -15,8 +15,8 @@ __all__ = ["StateConfig"]
 
 
 class StateConfig(Section):
-    """Parameters, gradients and optimizer state of a model of plain PyTorch in chunks, on SSD or in host memory while they are not
-    needed (docs/state.md)."""
+    """Parameters, gradients and optimizer state of a model of plain PyTorch in chunks, on SSD or in host memory while they are
+    not needed (docs/state.md)."""
 
     device_limit: PositiveSize | None = None
     """Bytes of parameters, gradients and optimizer state on the device at most. As many of the first chunks as fit stay on the
@@ -32,8 +32,8 @@ class StateConfig(Section):
     """Bytes of host memory used as a tier before the drives; pinned with a GPU. Default: none."""
 
     blocks: Patterns = ()
-    """The modules whose parameters are a chunk each: patterns of qualified names, such as "layers.*". Default: the children of the
-    longest ModuleList and of all others of the same class."""
+    """The modules whose parameters are a chunk each: patterns of qualified names, such as "layers.*". Default: the children of
+    the longest ModuleList and of all others of the same class."""
 
     min_bytes: Size = 64 * KiB
     """Smaller parameters, with their gradients and optimizer state, stay on the device."""

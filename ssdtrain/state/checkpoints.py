@@ -49,8 +49,8 @@ class StateDicts:
             for name, parameter in local.items():
                 if module.get_parameter(name) is not parameter:
                     raise RuntimeError(
-                        f"load_state_dict put another tensor in the place of {chunk.names[parameter]} (config section state): load "
-                        "without assign=True, or before ssdtrain.attach"
+                        f"load_state_dict put another tensor in the place of {chunk.names[parameter]} (config section "
+                        "state): load without assign=True, or before ssdtrain.attach"
                     )
             self._residency.release(chunk.values)
 

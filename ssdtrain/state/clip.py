@@ -25,8 +25,8 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale all gradients so that their norm together is at most `max_norm`.
 
-    Gradients of chunks are read once, one chunk after the other. They are not written again: the factor is applied when the step
-    loads them.
+    Gradients of chunks are read once, one chunk after the other. They are not written again: the factor is applied when the
+    step loads them.
 
     Args:
         parameters: of the model, in its order.

@@ -88,6 +88,7 @@ class ModelState(Feature):
             faults=faults,
             register=self._layer.host_register(),
             node=self._layer.numa_node(),
+            huge_pages=False,
             **self._layer.event_functions(),
         )
 
@@ -215,7 +216,7 @@ class ModelState(Feature):
             for part in chunk.parts:
                 try:
                     self._residency.restore(part, chunk)
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 - all others come back first
                     failed = failed or error
         if self._state_dicts is not None:
             self._state_dicts.remove()

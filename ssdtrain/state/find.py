@@ -61,8 +61,8 @@ def find_chunks(
 ) -> tuple[list[Chunk], dict[Chunk, str], int]:
     """The chunks in the order of their blocks, the prefix of each in names of parameters, and the bytes that are in no chunk.
 
-    In a chunk are trainable parameters of the optimizer on `device` that belong to one module alone, have a storage of their own,
-    and are not small.
+    In a chunk are trainable parameters of the optimizer on `device` that belong to one module alone, have a storage of their
+    own, and are not small.
 
     Raises:
         ConfigError: the model has no blocks.

@@ -1,11 +1,11 @@
 """The events of blocks that bring their chunks into memory and let them go.
 
 Note: [When a backward is over]
-    A trainable parameter's gradient is accumulated after every operation that used it has run backward. When all parameters of a
-    chunk have theirs, none of them is needed any more in this backward. Parameters that get no gradient keep their chunk in memory
-    until autograd has finished the graph (its final callbacks). A backward that raised never gets there: the next event outside of
-    a backward ends it. Recomputation (activation checkpointing) runs forwards of blocks inside of a backward, which are followed
-    by the same events.
+    A trainable parameter's gradient is accumulated after every operation that used it has run backward. When all parameters
+    of a chunk have theirs, none of them is needed any more in this backward. Parameters that get no gradient keep their chunk
+    in memory until autograd has finished the graph (its final callbacks). A backward that raised never gets there: the next
+    event outside of a backward ends it. Recomputation (activation checkpointing) runs forwards of blocks inside of a
+    backward, which are followed by the same events.
 
 Note: [Which chunk is next]
     At first the order of the blocks; after the first step, whatever followed the last time.
@@ -102,8 +102,8 @@ class BlockHooks:
         def before(module: nn.Module, args: Any) -> None:
             if module is not chunk.module:
                 raise RuntimeError(
-                    f"{chunk.name} belongs to a copy of a model whose parameters come and go (config section state): copy the model "
-                    "before ssdtrain.attach, or make another and load the state dict of this one"
+                    f"{chunk.name} belongs to a copy of a model whose parameters come and go (config section state): copy the "
+                    "model before ssdtrain.attach, or make another and load the state dict of this one"
                 )
             recompute = torch._C._current_graph_task_id() != -1
             if not recompute:
@@ -134,9 +134,9 @@ class BlockHooks:
         ]
         if not found:
             raise RuntimeError(
-                f"{chunk.name} ({type(chunk.module).__name__}) returned {type(output).__name__}, in which no tensor with a gradient "
-                "is found: its parameters could not be loaded for backward (config section state). Let it return tensors, or tuples, "
-                "lists or dicts of them, or leave it out by state.blocks"
+                f"{chunk.name} ({type(chunk.module).__name__}) returned {type(output).__name__}, in which no tensor with a "
+                "gradient is found: its parameters could not be loaded for backward (config section state). Let it return "
+                "tensors, or tuples, lists or dicts of them, or leave it out by state.blocks"
             )
         begin = self._before_backward(chunk)
         for tensor in found:
@@ -146,8 +146,9 @@ class BlockHooks:
         def guard(module: nn.Module, args: Any) -> None:
             if not chunk.in_use:
                 raise RuntimeError(
-                    f"{type(module).__name__} of {chunk.name} is called outside of the forward of {chunk.name}, and its parameters are "
-                    "not in memory (config section state): call the block, or name what is called by state.blocks"
+                    f"{type(module).__name__} of {chunk.name} is called outside of the forward of {chunk.name}, and its "
+                    "parameters are not in memory (config section state): call the block, or name what is called "
+                    "by state.blocks"
                 )
 
         return guard
@@ -183,8 +184,8 @@ class BlockHooks:
             assert isinstance(parameter, nn.Parameter)
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise RuntimeError(
-                    f"{chunk.names[parameter]} has a sparse gradient, which cannot leave memory (config section state): use dense "
-                    "gradients, or leave the module out by state.blocks"
+                    f"{chunk.names[parameter]} has a sparse gradient, which cannot leave memory (config section state): use "
+                    "dense gradients, or leave the module out by state.blocks"
                 )
             chunk.missing.discard(parameter)
             if chunk.graph_task is not None and not chunk.missing:
@@ -243,8 +244,8 @@ class BlockHooks:
         self._expect(STEP, chunk)
 
     def prefetch(self, *, patient: bool = False) -> None:
-        """Load what is needed next, as far as there is room (`patient`: also what stores in flight will give); else the next event
-        tries again."""
+        """Load what is needed next, as far as there is room (`patient`: also what stores in flight will give); else the next
+        event tries again."""
         if self._next is None:
             return
         kind, chunk = self._next

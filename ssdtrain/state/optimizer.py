@@ -1,10 +1,10 @@
 """An optimizer of torch whose step walks the chunks: its own code on its own parameters, one chunk after the other.
 
 Note: [One chunk at a time]
-    For the time of a chunk's part of the step, `param_groups` lists the parameters of that chunk alone. Everything else about the
-    optimizer stays: its class, its state, its groups with their learning rates. The operators run on the same tensors with the same
-    options as without chunks, and all of them work element by element, so the bits are the same. This holds for optimizers whose
-    update of a parameter depends on that parameter alone, which all of torch's do but LBFGS.
+    For the time of a chunk's part of the step, `param_groups` lists the parameters of that chunk alone. All else about the
+    optimizer stays: its class, its state, its groups with their learning rates. The operators run on the same tensors with
+    the same options as without chunks, and all of them work element by element, so the bits are the same. This holds for
+    optimizers whose update of a parameter depends on that parameter alone, which all of torch's do but LBFGS.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class ChunkedOptimizer:
         full = [group["params"] for group in groups]
         numbers = self._numbers([group["params"] for group in saved])
         others = {key: value for key, value in state_dict["state"].items() if key not in numbers.values()}
-        loaded: dict[Any, Any] = defaultdict(dict)
+        loaded: defaultdict[Any, Any] = defaultdict(dict)
         for chunk, parameters in self._groups().items():
             if chunk is not None:
                 self._drop_state(chunk)

@@ -3,10 +3,10 @@
 Nothing here runs on a thread of its own. Where backward runs on another thread than the training loop, the loop waits for it.
 
 Note: [Room]
-    What is counted is allocated: a part counts from the start of its load until its memory is freed, which in host memory is when
-    its stores have ended. A load that is needed makes room: it frees what has left, evicts the chunk that was used longest ago, and
-    waits for stores. A prefetch only takes what is free without waiting. If chunks in use leave no room (their backward has not
-    given all gradients), the limit is exceeded, with one warning: training goes on.
+    A part counts from the start of its load until its memory is freed, which in host memory is when its stores have ended. A
+    load that is needed makes room: it frees what has left, evicts the chunk that was used longest ago, and waits for stores.
+    A prefetch only takes what is free without waiting. If chunks in use leave no room (their backward has not given all
+    gradients), the limit is exceeded, with one warning: training goes on.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Residency:
         for tensor in part.tensors:
             try:
                 tensor.finish_load()
-            except Exception as error:  # the others are in flight, too
+            except Exception as error:  # noqa: BLE001 - the others are in flight, too
                 failed = failed or error
         self.metrics.load_wait_seconds += time.perf_counter() - began
         part.where = Where.HERE
@@ -157,9 +157,11 @@ class Residency:
         Raises:
             IOFailure: a tensor could not be read.
         """
+        peak = self.metrics.resident_peak_bytes
         self._limit = 1 << 62
         self.begin(part, chunk)
         self.finish(part)
+        self.metrics.resident_peak_bytes = peak
 
     def reset_peak(self) -> None:
         self.metrics.resident_peak_bytes = self.metrics.resident_bytes
@@ -236,9 +238,9 @@ class Residency:
         self._warned = True
         used = [one.name for one in self.chunks if one.in_use and one is not chunk]
         logger.warning(
-            "state.device_limit is exceeded by %s, because %s are in use while %s is needed: blocks whose parameters do not all get "
-            "a gradient stay in memory until the end of the backward; raise state.device_limit, or name blocks by state.blocks that "
-            "run one after the other",
+            "state.device_limit is exceeded by %s, because %s are in use while %s is needed: blocks whose parameters do not all "
+            "get a gradient stay in memory until the end of the backward; raise state.device_limit, or name blocks by "
+            "state.blocks that run one after the other",
             size_text(excess),
             ", ".join(used) or "the chunk itself",
             chunk.name,

@@ -25,8 +25,8 @@ def plain_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 def state_bytes(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
     """Bytes that `optimizer` keeps for each of its parameters.
 
-    They are those that it has; where it has none yet, it makes a step on a small parameter of the same type, with the options of
-    the group, whose traces are removed.
+    They are those that it has; where it has none yet, it makes a step on a small parameter of the same type, with the options
+    of the group, whose traces are removed.
 
     Raises:
         RuntimeError: it cannot make a step on the small parameter.

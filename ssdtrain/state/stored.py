@@ -207,5 +207,5 @@ class GradientInTier(torch.Tensor):
             "`zero_grad(set_to_none=True)`"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GradientInTier(shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -93,8 +93,8 @@ class Staged:
     """Transfers of device memory through an arena of host memory.
 
     Note: [Order on the device]
-        The current stream waits for both copies, so that memory that is freed after a store has begun is reused after its copy, and
-        a kernel after a load sees its bytes. The drives work meanwhile; the copies themselves delay the stream.
+        The current stream waits for both copies, so that memory that is freed after a store has begun is reused after its copy,
+        and a kernel after a load sees its bytes. The drives work meanwhile; the copies themselves delay the stream.
 
     Args:
         store: the tiers.
@@ -131,7 +131,7 @@ class Staged:
         return _Direct(operation, storage)
 
     def copy_in(self, buffer: _Buffer, storage: torch.UntypedStorage) -> None:
-        """The storage has the bytes of `buffer` for what the current stream is given next; the buffer is given back after that."""
+        """The storage has the bytes of `buffer` for what the current stream is given next; `buffer` is released after that."""
         ready = self._device.record(self._device.current_stream())
         after = [] if ready is None else [ready]
         copied = self._device.copy_to_device(buffer.tensor, _bytes_of(storage), after)
@@ -149,7 +149,7 @@ class Staged:
         return _Buffer(lease, nbytes)
 
     def _reclaim(self, *, block: bool) -> None:
-        """Release buffers whose transfers have ended; with `block`, wait for the oldest. Failures belong to who waits for them."""
+        """Release buffers whose transfers have ended; with `block`, wait for the oldest. The waiter gets the failure."""
         while self._busy:
             operation, event, buffer = self._busy[0]
             if block:

@@ -133,8 +133,10 @@ def same(one: Any, other: Any) -> bool:
             isinstance(other, torch.Tensor)
             and one.shape == other.shape
             and one.dtype == other.dtype
-            and torch.equal(one.detach().cpu().view(torch.uint8) if one.dim() else one, 
-                            other.detach().cpu().view(torch.uint8) if other.dim() else other)
+            and torch.equal(
+                one.detach().cpu().view(torch.uint8) if one.dim() else one,
+                other.detach().cpu().view(torch.uint8) if other.dim() else other,
+            )
         )
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
