@@ -122,6 +122,8 @@ class Runtime:
         self._forked = False
         self._reports = place.rank == 0 and bool(config.report.interval)
         check_start(config, **place._asdict())
+        if config.enabled and config.state is not None:
+            self._check_state(config, chunked_state)
         if not config.enabled or not (config.active or features):
             return
         forks.track(self)
@@ -153,7 +155,7 @@ class Runtime:
                 self.compact = CompactLinear(config.compact, place)
                 self.features.append(self.compact)
             if config.state is not None:
-                self.state = self._chunked_state(config.state, place, chunked_state, faults, staged)
+                self.state = self._chunked_state(config.state, place, faults, staged)
                 self.features.append(self.state)
             self.features += features
             self._trace(place)
@@ -166,13 +168,22 @@ class Runtime:
             report(" | ".join(text for feature in self.features if (text := feature.description())))
 
     @staticmethod
-    def _chunked_state(
-        config: StateConfig, place: Placement, served: bool, faults: Faults | None, staged: bool | None
-    ) -> ModelState:
+    def _check_state(config: Config, served: bool) -> None:
         if not served:
-            why = "is for models of plain PyTorch that ssdtrain.attach serves"
+            why = "is for models of plain PyTorch, given to ssdtrain.attach"
             allowed = "leaving it out, and the framework's own means for parameters and optimizer state"
-            raise ConfigError([Problem("ssdtrain.state", config.to_dict(), why, allowed)])
+        elif config.compact is not None or config.plans:
+            why = f"meets {'plan' if config.compact is None else 'compact'}: not in this version"
+            allowed = "leaving out one of the two"
+        else:
+            return
+        assert config.state is not None
+        raise ConfigError([Problem("ssdtrain.state", config.state.to_dict(), why, allowed)])
+
+    @staticmethod
+    def _chunked_state(
+        config: StateConfig, place: Placement, faults: Faults | None, staged: bool | None
+    ) -> ModelState:
         directories = config.expand(rank=place.rank, local_rank=place.local_rank)
         make_directories(directories, "ssdtrain.state.directories")
         return ModelState(config, directories, place, faults=faults, staged=staged)

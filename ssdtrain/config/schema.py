@@ -345,11 +345,6 @@ class Config(Section):
     """Logging and files about the run."""
 
     def conflicts(self) -> Iterator[Conflict]:
-        if self.state is not None:
-            for key, combined in (("compact", self.compact is not None), ("plan", self.plans)):
-                if combined:
-                    allowed = f"leaving out one of state and {key}"
-                    yield key, getattr(self, key).to_dict(), "meets state: not in this version", allowed
         if self.plan is None or self.plan.mode == "off" or self.offload is None:
             return
         offload = self.offload

@@ -69,8 +69,17 @@ class Residency:
             return False
         self._count(part.nbytes)
         part.where = Where.LOADING
-        for tensor in part.tensors:
-            self.metrics.loaded_bytes += tensor.begin_load()
+        begun = []
+        try:
+            for tensor in part.tensors:
+                self.metrics.loaded_bytes += tensor.begin_load()
+                begun.append(tensor)
+        except BaseException:
+            for tensor in begun:
+                tensor.abandon()
+            part.where = Where.AWAY
+            self._count(-part.nbytes)
+            raise
         self.metrics.prefetched_chunks += not required and bool(part.tensors)
         return True
 

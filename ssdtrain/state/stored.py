@@ -139,7 +139,11 @@ class StoredTensor:
             )
         self.wait_for_store()
         self._storage.resize_(self.nbytes)
-        self._load = self._transfers.load(self.slot, self._storage)
+        try:
+            self._load = self._transfers.load(self.slot, self._storage)
+        except BaseException:
+            self._storage.resize_(0)
+            raise
         return self.nbytes
 
     def finish_load(self) -> None:
@@ -159,7 +163,7 @@ class StoredTensor:
         self.show()
 
     def abandon(self) -> None:
-        """Wait for a load whose bytes nobody needs.
+        """Wait for a load whose bytes nobody needs, and free them.
 
         Raises:
             IOFailure: they could not be read.
@@ -167,9 +171,11 @@ class StoredTensor:
         if self._load is not None:
             self._load.wait()
             self._load = None
+            self._storage.resize_(0)
 
     def show(self) -> None:
         """Show the bytes, which are in memory."""
+        assert self.in_memory, self.name
         shown = torch.empty(0, dtype=self._hidden.dtype, device=self._hidden.device)
         self.tensor.data = shown.set_(self._storage, 0, *self._geometry)
         self._version = self.tensor._version

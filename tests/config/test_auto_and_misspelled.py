@@ -10,7 +10,12 @@ from ssdtrain.config import ConfigError, load_config
 from ssdtrain.config.flags import Flag, add_flags, check_unknown_flags, config_from_namespace, flags
 from ssdtrain.config.similar import resembles
 
-MINIMUM: dict[str, Any] = {"offload": {"directories": ["/nvme0"], "host": "1GiB"}, "comm": {}, "compact": {}}
+MINIMUM: dict[str, Any] = {
+    "offload": {"directories": ["/nvme0"], "host": "1GiB"},
+    "comm": {},
+    "compact": {},
+    "state": {"directories": ["/nvme1"], "host": "1GiB"},
+}
 
 
 AUTO_IS_DEFAULT = [flag for flag in flags() if not flag.kind.accepts_auto]
@@ -52,7 +57,8 @@ def test_a_flag_of_auto_wins_over_the_file(flag: Flag, tmp_path: Path) -> None:
     wear = "endurance" in flag.keys  # which a plan does not keep to
     file.write_text(
         f"offload: {{directories: [/a], host: 1GiB, threads: 9{', endurance: {years: 3}' if wear else ''}}}\n"
-        f"comm: {{preset: safe, seed: 4}}\ncompact: {{seed: 3}}\n{'' if wear else 'plan: {device_limit: 1GiB}'}\n"
+        f"comm: {{preset: safe, seed: 4}}\ncompact: {{seed: 3}}\n"
+        f"state: {{directories: [/b], host: 1GiB}}\n{'' if wear else 'plan: {device_limit: 1GiB}'}\n"
     )
     given = config_from_namespace(parser().parse_args(["--ssdtrain-config", str(file), flag.name, "auto"]))
     expected = load_config(file).to_dict()

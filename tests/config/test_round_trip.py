@@ -21,6 +21,7 @@ MINIMUM: dict[str, Any] = {
     "comm": {},
     "compact": {},
     "plan": {"mode": "auto"},
+    "state": {"directories": ["/nvme1"]},
 }
 
 
