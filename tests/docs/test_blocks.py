@@ -202,6 +202,35 @@ def test_automatic_plans(tmp_path: Path) -> None:
         names["runtime"].close()
 
 
+def test_model_state(tmp_path: Path) -> None:
+    import ssdtrain
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(6)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x
+
+    model = Model()
+    before = model.layers[3].weight.clone()
+    batches = [torch.randn(4, 256) for _ in range(2)]
+    change = {'"/nvme"': repr(str(tmp_path)), '"8GiB"': '"4MiB"'}
+    run(
+        "docs/state.md",
+        "optimizer",
+        change=change,
+        ssdtrain=ssdtrain,
+        torch=torch,
+        model=model,
+        batches=batches,
+    )
+    assert not torch.equal(model.layers[3].weight, before)
+
+
 def test_storage(tmp_path: Path) -> None:
     change = {'["/nvme0", "/nvme1"]': repr([str(tmp_path / "0"), str(tmp_path / "1")])}
     change |= {"100 << 30": "64 << 20", "4 << 30": "32 << 20", "256 << 20": "32 << 20"}

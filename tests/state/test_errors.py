@@ -106,7 +106,7 @@ def test_values_that_are_away_are_nan_and_not_changed(attach: Attach) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(RuntimeError, match="set_to_none"):
         optimizer.zero_grad(set_to_none=False)
-    with pytest.raises(RuntimeError, match="outside of the forward of layers.5"):
+    with pytest.raises(RuntimeError, match=r"outside of the forward of layers\.5"):
         model.layers[5].up(torch.ones(1, 32))
     with pytest.raises(RuntimeError, match="copy of a model"):
         loss_of(copy.deepcopy(model), batches(1)[0])
