@@ -191,7 +191,10 @@ class StoredTensor:
 
 
 _METADATA = frozenset(
-    {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex"}
+    {
+        *("__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex"),
+        *("is_contiguous", "untyped_storage"),
+    }
 )
 
 
