@@ -42,7 +42,7 @@ def check_lowrank(model: nn.Module) -> None:
 def check_unwrapped(model: nn.Module) -> None:
     """Raises ConfigError: a wrapper has the parameters, which the section state would take away."""
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel | FSDPModule | FullyShardedDataParallel):
+        if isinstance(module, (DistributedDataParallel, *fsdp_classes())):
             why = "is in the model: it reduces or shards the same parameters"
             allowed = "one process without a wrapper, or fully_shard with CPUOffloadPolicy in place of the section state"
             raise ConfigError([Problem("ssdtrain.state", type(module).__name__, why, allowed)])
