@@ -212,6 +212,9 @@ class ChunkedOptimizer:
                     for key, value in self.optimizer.state.get(parameter, {}).items()
                 }
             self._residency.release(chunk.state)
+        # In the order of parameters, as without chunks.
+        order = [number for number in numbers.values() if number in found["state"]]
+        found["state"] = {number: found["state"][number] for number in order} | found["state"]
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ def test_a_state_dict_holds_what_it_was_when_training_goes_on(attach: Attach) ->
     state = optimizer.state_dict()["state"]
     kept_state = {number: {k: v.clone() for k, v in one.items()} for number, one in state.items()}
     run(Recipe(steps=1), model, optimizer, first=1)
-    moved = {f"layers.{index}.up.weight" for index in range(8)}
+    moved = [f"layers.{index}.up.weight" for index in range(8)]
     assert same({name: found[name] for name in moved}, {name: kept[name] for name in moved})
     moving = [number for number, one in state.items() if one["exp_avg"].numel() > 64]
     assert all(same(state[n]["exp_avg"], kept_state[n]["exp_avg"]) for n in moving[1:-1])

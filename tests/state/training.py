@@ -139,7 +139,7 @@ def same(one: Any, other: Any) -> bool:
             )
         )
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+        return list(one) == list(other) and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
