@@ -76,6 +76,11 @@ class ChunkedOptimizer:
             if self.optimizer.__dict__.get(name) is method:
                 del self.optimizer.__dict__[name]
         self._installed = {}
+        state = self.optimizer.state
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in state:  # in the order of parameters, as without chunks
+                    state[parameter] = state.pop(parameter)
 
     def _check_other(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer is self.optimizer or not self._installed:
