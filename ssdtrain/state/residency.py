@@ -224,6 +224,8 @@ class Residency:
 
     def _free(self, part: Part) -> None:
         for tensor in part.tensors:
+            tensor.wait_to_free()
+        for tensor in part.tensors:  # all or none: a part whose store failed can be shown again
             tensor.free()
         self._leaving.remove(part)
         part.where = Where.AWAY

@@ -100,17 +100,20 @@ class StoredTensor:
         self.tensor.data = self._hidden
 
     def may_be_freed(self) -> bool:
-        """True if `free` does not wait."""
+        """True if `wait_to_free` does not wait."""
         return self._store is None or self._transfers.frees_at_once or self._store.done()
 
-    def free(self) -> None:
-        """Free the memory, after the store where that needs it.
+    def wait_to_free(self) -> None:
+        """Wait for the store where it needs the memory.
 
         Raises:
-            IOFailure: the store failed; the memory is not freed.
+            IOFailure: the store failed; the memory has the only copy.
         """
         if not self._transfers.frees_at_once:
             self.wait_for_store()
+
+    def free(self) -> None:
+        """Free the memory; `wait_to_free` has returned."""
         self._storage.resize_(0)
 
     def wait_for_store(self) -> None:
