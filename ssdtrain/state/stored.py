@@ -86,7 +86,12 @@ class StoredTensor:
 
         Returns:
             Bytes that are written.
+
+        Raises:
+            RuntimeError: the tensor was given other data while it was in memory.
         """
+        if not self._is_hidden() and self.tensor.data_ptr() != self._storage.data_ptr():
+            raise self._other_data()
         self._note_changes()
         if self.in_slot:
             return 0
@@ -135,11 +140,7 @@ class StoredTensor:
             IOFailure: the store of these bytes failed.
         """
         if not self._is_hidden():
-            raise RuntimeError(
-                f"{self.name} was given other data (`.data`, or another tensor in its place) while its chunk was not in memory "
-                "(config section state): change parameters in the forward of their block, by the optimizer or by "
-                "load_state_dict, or close the runtime before"
-            )
+            raise self._other_data()
         self.wait_for_store()
         self._storage.resize_(self.nbytes)
         try:
@@ -188,6 +189,12 @@ class StoredTensor:
             self._version = self.tensor._version
             if not self._is_hidden():
                 self.in_slot = False  # changed in place since it was loaded
+
+    def _other_data(self) -> RuntimeError:
+        return RuntimeError(
+            f"{self.name} was given other data (`.data`, or another tensor in its place; config section state): change "
+            "parameters in the forward of their block in place, by the optimizer or by load_state_dict, or close the runtime before"
+        )
 
     def _is_hidden(self) -> bool:
         return self.tensor.data_ptr() == self._hidden.data_ptr()
