@@ -152,7 +152,9 @@ def test_a_config_survives_dict_yaml_json_and_flags(block: dict[str, Any]) -> No
 
 def test_sections_given_as_objects_are_taken_as_they_are() -> None:
     config = load_config(MINIMUM)
-    sections = {name: getattr(config, name) for name in ("offload", "comm", "compact", "plan", "report")}
+    sections = {
+        name: getattr(config, name) for name in ("offload", "comm", "compact", "plan", "state", "report")
+    }
     assert load_config(sections) == config
 
 
