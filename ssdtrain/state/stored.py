@@ -193,7 +193,7 @@ class StoredTensor:
     def _other_data(self) -> RuntimeError:
         return RuntimeError(
             f"{self.name} was given other data (`.data`, or another tensor in its place; config section state): change "
-            "parameters in the forward of their block in place, by the optimizer, by load_state_dict, or after closing the runtime"
+            "parameters in the forward of their block in place, by the optimizer, by load_state_dict, or after close()"
         )
 
     def _is_hidden(self) -> bool:
