@@ -4,6 +4,11 @@ They raise where saved-tensor hooks are installed (`torch.autograd.graph.disable
 that offload change nothing of what is computed, so they are taken off while such a transform runs, and what it saves stays in
 memory. Other hooks are left to torch. While no forward is recorded, torch's own function is in its place. Where
 torch does not tell whose hooks are installed (2.6), nothing is replaced, and torch refuses these transforms by its own error.
+
+Note: [Transforms in a compiled function]
+Taking hooks off is a graph break. Dynamo would compile the functions that the transform then calls one by one, torch's own and
+`typing.cast` among them, and fails where they get a tensor of the transform (torch 2.11: `AssertionError: False != True`). So the
+transform runs without Dynamo; a compiled function that is called in it is compiled as ever.
 """
 
 from __future__ import annotations
@@ -28,6 +33,9 @@ without_modes = torch._C._DisableTorchDispatch
 
 CAN_STEP_ASIDE = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 """This torch tells whose saved-tensor hooks are installed."""
+
+_set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
+"""Makes Dynamo look at the functions that this thread calls, by the given callback, or not (None); returns what was set."""
 
 _lock = threading.Lock()
 _recorders = 0
@@ -85,10 +93,13 @@ def _disable_without_ours(error_message: str) -> Iterator[None]:
         torch._C._autograd._pop_saved_tensors_default_hooks()
     if taken:
         warn_once()
+    compiler = _set_compiler(None) if taken else None  # see Note: [Transforms in a compiled function]
     try:
         with _torchs(error_message):
             yield
     finally:
+        if taken:
+            _set_compiler(compiler)
         for pack, unpack in reversed(taken):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
