@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from ssdtrain.planner.controller import DRIFT, MOST_DRIFT, STAYS
 from ssdtrain.planner.execute import BlockPolicy, recompute_modules
 from ssdtrain.planner.explain import plan_table
 from ssdtrain.planner.measured import Bandwidths, Profile, Rates, measured_machine
+from ssdtrain.planner.plan_metrics import PlanMetrics
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem, actions_for
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import KEEP, Machine, Pass
@@ -40,9 +41,9 @@ from ssdtrain.planner.timeline import simulate
 from ssdtrain.profile.passes import StepRecord
 from ssdtrain.profile.spans import BlockSpans, Collectives, Span
 from ssdtrain.telemetry.messages import report
-from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
+from ssdtrain.telemetry.registry import MetricSet
 
-__all__ = ["AutoPlan", "PlanMetrics"]
+__all__ = ["AutoPlan"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -57,22 +58,6 @@ PATIENCE = 8
 
 ALIKE = 0.9
 """Of the bytes of the largest recorded forward: others as large as that count for its times."""
-
-
-@dataclass
-class PlanMetrics(MetricSet):
-    """Of the plan that `plan` makes for blocks. Bytes and seconds of the cost model."""
-
-    plans: int = counter(Unit.COUNT, "plans")
-    """Made since the start."""
-    recomputed_blocks: int = gauge(Unit.COUNT, "recomputed blocks")
-    """Whose forward backward runs again."""
-    offloaded_blocks: int = gauge(Unit.COUNT, "offloaded blocks")
-    """Whose saved tensors go to the tiers."""
-    predicted_peak_bytes: int = gauge(Unit.BYTES)
-    """Of what the blocks save, at its largest."""
-    predicted_step_ratio: float = gauge(Unit.COUNT, ranks=Reduce.MAX)
-    """Predicted step time over that of keeping everything."""
 
 
 class AutoPlan(Feature):
@@ -321,11 +306,8 @@ class AutoPlan(Feature):
         self.plan = found[0]
         if not same:
             self._follow(measured, self.plan.actions)
-        self.metric.plans += 1
-        self.metric.recomputed_blocks = self.plan.count("recompute")
-        self.metric.offloaded_blocks = self.plan.count("ssd")
-        self.metric.predicted_peak_bytes = self.plan.peak
-        self.metric.predicted_step_ratio = self.plan.seconds / kept.seconds
+        choices = [actions[name] for name in self.plan.actions]
+        self.metric.update(blocks, choices, self.plan.timeline, kept)
         if self._reports:
             report(plan_table(blocks, found, kept, self._config.device_limit))
 

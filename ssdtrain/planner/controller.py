@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ssdtrain.features import Feature, Step
 from ssdtrain.offload.engine import OffloadEngine
@@ -17,6 +17,7 @@ from ssdtrain.planner.adaptive import AdaptivePolicy
 from ssdtrain.planner.choose import SLACK, Chosen, choose_offloads
 from ssdtrain.planner.decisions import Outcome, decision_table
 from ssdtrain.planner.measured import Bandwidths, Profile, Rates, measured_machine
+from ssdtrain.planner.plan_metrics import PlanMetrics
 from ssdtrain.planner.plans import Limits, NoPlan, Plan
 from ssdtrain.planner.step import KEEP, Machine
 from ssdtrain.planner.timeline import simulate
@@ -24,9 +25,9 @@ from ssdtrain.planner.wear import WearLimit
 from ssdtrain.profile.passes import StepRecord
 from ssdtrain.storage import Endurance, SpillStore
 from ssdtrain.telemetry.messages import report
-from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
+from ssdtrain.telemetry.registry import MetricSet
 
-__all__ = ["AdaptiveMetrics", "AdaptiveOffload"]
+__all__ = ["AdaptiveOffload"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -53,19 +54,6 @@ STAYS = "ssdtrain.plan: the bandwidth of the tiers changed, and the plan of befo
 
 MARGIN = 0.85
 """By which the bandwidths are reduced where a plan stalls though they are as measured."""
-
-
-@dataclass
-class AdaptiveMetrics(MetricSet):
-    """Of the plan that is followed. Bytes and seconds of the cost model."""
-
-    plans: int = counter(Unit.COUNT, "plans")
-    """Made since the start."""
-    planned_bytes: int = gauge(Unit.BYTES, "planned to offload")
-    """Of one microbatch, over all chunks of the rank."""
-    predicted_peak_bytes: int = gauge(Unit.BYTES)
-    predicted_step_ratio: float = gauge(Unit.COUNT, ranks=Reduce.MAX)
-    """Predicted step time over that of keeping everything."""
 
 
 class AdaptiveOffload(Feature):
@@ -99,7 +87,7 @@ class AdaptiveOffload(Feature):
     ) -> None:
         self.chosen: Chosen | None = None
         """The plan that is followed."""
-        self.metric = AdaptiveMetrics()
+        self.metric = PlanMetrics()
         self._engine, self._store, self._policy = engine, store, policy
         self._device_budget, self._must_fit = device_budget, must_fit
         self._slack = SLACK if slack is None else slack
@@ -247,7 +235,9 @@ class AdaptiveOffload(Feature):
         self._drift = min(MOST_DRIFT, 1.5 * self._drift) if same else DRIFT
         self._policy.follow(plans)
         self._planned_rates, self._planned_at, self._outcome_due = self._rates, self._steps, True
-        self._count(profile, found)
+        blocks = [block for chunk in profile.blocks for block in chunk]
+        choices = [choice for chunk in found.choices for choice in chunk]
+        self.metric.update(blocks, choices, found.predicted, found.kept)
         logger.debug("planned at step %d: %s", self._steps, self._wanted)
         self._wanted = ""
 
@@ -287,17 +277,6 @@ class AdaptiveOffload(Feature):
         names = tuple("keep" if choice == KEEP else "offload" for one in found.choices for choice in one)
         flat = [block for chunk in profile.blocks for block in chunk]
         raise NoPlan(Plan(names, found.predicted), Limits(budget, seconds=seconds), flat)
-
-    def _count(self, profile: Profile, found: Chosen) -> None:
-        self.metric.plans += 1
-        self.metric.planned_bytes = sum(
-            block.saved
-            for blocks, choices in zip(profile.blocks, found.choices, strict=True)
-            for block, choice in zip(blocks, choices, strict=True)
-            if choice != KEEP
-        )
-        self.metric.predicted_peak_bytes = found.predicted.peak_bytes
-        self.metric.predicted_step_ratio = found.predicted.seconds / found.kept.seconds
 
     # What is said
 
