@@ -144,4 +144,5 @@ def measured_machine(
         max(engine.prefetcher.limit, 1),
         max(engine.mover.departures.limit, 1),
         engine.buffers.counted_bytes,
+        engine.mover.batch_bytes if link is None else 0,
     )

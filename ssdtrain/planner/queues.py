@@ -12,7 +12,7 @@ __all__ = ["Bounded", "Job", "Server"]
 class Job:
     """One store: its copy off the device and its write. Times are known once it has been served."""
 
-    __slots__ = ("begin", "cancelled", "end", "left", "nbytes", "ready", "served")
+    __slots__ = ("begin", "cancelled", "end", "left", "nbytes", "over", "ready", "served")
 
     def __init__(self, nbytes: int, ready: float) -> None:
         self.nbytes = nbytes
@@ -20,6 +20,7 @@ class Job:
         self.left = ready  # when the tensor's bytes are off the device (its copy has ended, or without a link its write)
         self.begin = self.end = 0.0  # of the write
         self.served = self.cancelled = False
+        self.over = False  # the thread that trains has noticed its end
 
 
 class Server:

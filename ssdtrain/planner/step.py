@@ -109,7 +109,8 @@ class Machine:
     `window` (bytes).
 
     `link` is None where tensors are stored from host memory without a copy (CPU). `buffers`: bytes of the arena that they come
-    back into, where it is of the memory that activations take; it is there all the time.
+    back into, where it is of the memory that activations take; it is there all the time. `together`: bytes of
+    writes that are queued before an idle tier begins them (CPU).
     """
 
     tiers: tuple[Tier, ...] = ()
@@ -118,6 +119,7 @@ class Machine:
     prefetch: int = 1 << 60
     window: int = 1 << 60
     buffers: int = 0
+    together: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,12 @@ What is modelled, after the engine's own rules (`ssdtrain.offload`):
 - A block's saved tensors are on the device from the beginning of its forward. Its store begins when its
   forward ends: a copy over the link to a staging buffer, then a write to the tier, both served in order. At
   most `in_flight` bytes of stores are under way: else forward waits.
-- Without a link (CPU) tensors leave when their write has ended. On a device with a link they leave when the next
-  store begins, those whose write has ended, and at fixed points of the tape: when more than `window` bytes of stores
-  are on the device, the stream that computes waits for the copy of the oldest one.
+- Without a link (CPU) tensors leave when their write has ended, and a tier that is idle begins writes
+  together, when more than `together` bytes of them are queued.
+- On a device with a link the host is ahead of the device: it queues an operator, and later its backward, before the stores
+  of what was queued before have ended. So tensors leave in the order of what is queued: those whose store the host has
+  waited for (`in_flight`), and when more than `window` bytes of stores are on the device the oldest one, for whose copy the
+  stream that computes then waits. What has not left when backward is queued stays.
 - Backward asks in reverse order. Reads are issued ahead, in order, across tapes, while the bytes in staging
   buffers are at most `prefetch`, and so are those of the tape between backward and the region, kept ones
   included; copies to the device while at most `window` bytes are there ahead of their use.
@@ -25,6 +28,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from ssdtrain.planner.queues import Bounded, Job, Server
 from ssdtrain.planner.step import (
@@ -62,11 +66,13 @@ class _Simulation:
         self.store_link_free = self.load_link_free = 0.0
         self.stores: deque[tuple[Job, Server, BlockTimes]] = deque()  # under way
         self.store_bytes = 0
+        self.deferred: list[Job] = []  # writes that begin with others
+        self.deferred_bytes = 0
         self.leaving: deque[tuple[_Saved, BlockTimes]] = deque()  # stores whose tensors are on the device
         self.leaving_bytes = 0
         self.staged = Bounded(machine.prefetch)
         self.ahead = Bounded(machine.window)
-        self.memory: list[tuple[float, int]] = []
+        self.memory: list[tuple[float, bool, int]] = []  # when, after all others of that time, bytes
         self.tapes: dict[tuple[int, int], tuple[list[_Saved], float]] = {}  # and the end of its forward
         self.backward_began: float | None = None  # the latest
         self.blocks = [[BlockTimes() for _ in chunk] for chunk in chunks]
@@ -75,17 +81,16 @@ class _Simulation:
         self.now += seconds
         self.compute += seconds
 
-    def hold(self, when: float, nbytes: int) -> None:
+    def hold(self, when: float, nbytes: int, *, late: bool = False) -> None:
         if nbytes:
-            self.memory.append((when, nbytes))
+            self.memory.append((when, late, nbytes))
 
     # Forward
 
     def forward(self, chunk: int, microbatch: int) -> None:
         tape: list[_Saved] = []
-        for block, choice, times in zip(
-            self.chunks[chunk], self.choices[chunk], self.blocks[chunk], strict=True
-        ):
+        parts = list(zip(self.chunks[chunk], self.choices[chunk], self.blocks[chunk], strict=True))
+        for index, (block, choice, times) in enumerate(parts):
             began = self.now
             self.run(block.forward)
             self.hold(began, block.saved + block.small + block.fixed + block.forward_transient)
@@ -98,30 +103,36 @@ class _Simulation:
             saved = _Saved(round(kept * choice.ratio))
             self.hold(self.now, saved.nbytes - kept)
             if choice.tier != DEVICE and saved.nbytes:
-                self.store(saved, self.servers[choice.tier], times)
+                last = index + 1 == len(parts)
+                self.store(saved, self.servers[choice.tier], times, last=last)
             elif self.machine.link is None:
                 self.depart()
             tape.append(saved)
         self.tapes[chunk, microbatch] = tape, self.now
 
-    def store(self, saved: _Saved, server: Server, times: BlockTimes) -> None:
+    def store(self, saved: _Saved, server: Server, times: BlockTimes, *, last: bool) -> None:
         nbytes, capacity = saved.nbytes, server.tier.capacity
         if capacity is not None and server.used + nbytes > capacity:
             return
+        full = False
         while self.stores:
-            job, its_server, its_times = self.stores[0]
-            its_server.serve(self.now)
-            full = self.store_bytes + nbytes > self.machine.in_flight
-            if not job.cancelled:
-                if not full and (not job.served or job.end > self.now):
-                    break
-                self.wait(its_server.finish(job), its_times)
-            self.store_bytes -= job.nbytes
-            self.stores.popleft()
+            if self.store_bytes + nbytes > self.machine.in_flight:
+                full = True
+                self.flush()
+                self.end_store(wait=True)
+            elif self.machine.link is not None or not self.end_store(wait=False):
+                break
         job = Job(nbytes, self.now)
         if self.machine.link is not None:
             self.store_link_free = max(self.now, self.store_link_free) + nbytes / self.machine.link.to_host
             job.ready = job.left = self.store_link_free
+        elif self.machine.together:
+            job.ready = inf
+            self.deferred.append(job)
+            self.deferred_bytes += nbytes
+            server.serve(self.now)
+            if self.deferred_bytes > self.machine.together or server.write_free > self.now:
+                self.flush()
         server.enqueue(job)
         server.used += nbytes
         server.written += nbytes
@@ -132,22 +143,45 @@ class _Simulation:
         times.stored += nbytes
         self.leaving.append((saved, times))
         self.leaving_bytes += nbytes
-        self.depart()
+        self.depart(late=full and not last)  # the host has queued the next operator before it waits
 
-    def depart(self) -> None:
-        """Let tensors go: those whose write has ended, and past the window on a device with a link the oldest ones."""
+    def end_store(self, *, wait: bool) -> bool:
+        """Take the oldest store off those under way if it has ended, or `wait` for its end. False: it has not ended."""
+        job, server, times = self.stores[0]
+        if not job.cancelled:
+            server.serve(self.now)
+            if not wait and (not job.served or job.end > self.now):
+                return False
+            self.wait(server.finish(job), times)
+        job.over = True
+        self.store_bytes -= job.nbytes
+        self.stores.popleft()
+        return True
+
+    def flush(self) -> None:
+        """Begin the writes that were deferred."""
+        for job in self.deferred:
+            job.ready = self.now
+        self.deferred.clear()
+        self.deferred_bytes = 0
+
+    def depart(self, *, late: bool = False) -> None:
+        """Let the tensors of stores go. `late`: only when the next operator has its memory."""
         while self.leaving:
             saved, times = self.leaving[0]
             job, server = saved.job, saved.server
             if job is not None and server is not None and not job.cancelled:
-                server.serve(self.now)
-                if job.served and job.end <= self.now:
+                if self.machine.link is None:
+                    server.serve(self.now)
+                    if not job.served or job.end > self.now:
+                        return
                     self.hold(job.end, -saved.nbytes)
-                elif self.machine.link is not None and self.leaving_bytes > self.machine.window:
-                    self.wait(job.left, times)
-                    self.hold(self.now, -saved.nbytes)
                 else:
-                    return
+                    if not job.over:
+                        if self.leaving_bytes <= self.machine.window:
+                            return
+                        self.wait(job.left, times)
+                    self.hold(self.now, -saved.nbytes, late=late)
                 saved.departed = True
             self.leaving.popleft()
             self.leaving_bytes -= saved.nbytes
@@ -203,6 +237,9 @@ class _Simulation:
             self.hold(self.now, pooled - alive)
             if self.machine.link is None:
                 self.depart()
+        self.flush()
+        while self.stores and self.end_store(wait=False):
+            pass
 
     def load(self, saved: _Saved, server: Server, job: Job, announced: float, copied: float) -> float:
         """When the bytes are on the device, in memory that is counted from when they may be copied into it.
@@ -259,7 +296,7 @@ class _Simulation:
     def outcome(self) -> StepTimeline:
         live = peak = 0
         when = 0.0
-        for time, change in sorted(self.memory):
+        for time, _, change in sorted(self.memory):
             live += change
             if live > peak:
                 peak, when = live, time
