@@ -1,18 +1,20 @@
 """What the planner predicts against what is measured, and its choice against all others, on this CPU and in virtual time.
 
-    python -m benchmarks.planner --json
+    python -m benchmarks.planner --json --parts errors,choice,simulated
 
-On the CPU, for a GPT, a BERT and a T5: `"plan": "auto"` profiles some steps, then plans of keep, recompute and offload are
+errors: on the CPU, for a GPT, a BERT and a T5: `"plan": "auto"` profiles some steps, then plans of keep, recompute and offload are
 carried out in turn, interleaved, in one process. `peak_error` is the largest difference of the predicted from the measured peak
 of activations, as a part of the measured one; `step_time_error` the same of the time of forward and backward, relative to keeping
-everything. Then a small GPT with a memory limit: `choice_over_best` is the time of the planner's choice over that of the fastest
+everything, and `step_time_noise` how far the measured figures of even and odd rounds are apart, at most.
+
+choice: a small GPT with a memory limit: `choice_over_best` is the time of the planner's choice over that of the fastest
 of all plans that keep to the limit, and `speed_over_recompute` the throughput of the choice over that of recomputing everything.
 
 How the peak is measured: by the engine's meter (every storage that autograd saved, once, from its save to its death, and the
 engine's own buffers), to which hooks in backward add what recomputation saves, with the reentrant checkpoint: the other one hides
 it. Times are those of the other one, which is what plans use.
 
-The same on the simulated device (`benchmarks.planner_simulated`), where figures are exact.
+simulated: the same on the simulated device (`benchmarks.planner_simulated`), where figures are exact.
 """
 
 from __future__ import annotations
@@ -167,6 +169,13 @@ class Errors:
 
     peak: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    noise: list[float] = field(default_factory=list)
+    """Of the measured times: see `_noise`."""
+
+
+def _noise(ratios: Sequence[float]) -> float:
+    """The difference between the medians of even and of odd rounds, relative."""
+    return abs(statistics.median(ratios[::2]) / statistics.median(ratios[1::2]) - 1)
 
 
 def plans_of(count: int) -> list[tuple[str, ...]]:
@@ -193,14 +202,16 @@ def errors_of(trial: Trial, rounds: int, say: Callable[[str], None]) -> Errors:
     times = trial.seconds(plans, rounds)
     found = Errors()
     for plan, now, peak, seconds in zip(plans, predicted, peaks, times, strict=True):
-        ratio = statistics.median(a / b for a, b in zip(seconds, times[0], strict=True))
+        ratios = [a / b for a, b in zip(seconds, times[0], strict=True)]
+        ratio = statistics.median(ratios)
         expected = now.seconds / predicted[0].seconds
         found.peak.append(abs(now.peak_bytes / peak - 1))
         found.seconds.append(abs(expected / ratio - 1))
+        found.noise.append(_noise(ratios))
         counts = ", ".join(f"{plan.count(name)} {name}" for name in dict.fromkeys(plan))
         say(
             f"  {counts}: peak {now.peak_bytes / MiB:.1f} predicted, {peak / MiB:.1f} MiB measured; "
-            f"time x{expected:.3f} predicted, x{ratio:.3f} measured"
+            f"time x{expected:.3f} predicted, x{ratio:.3f} measured (noise {found.noise[-1]:.1%})"
         )
     return found
 
@@ -238,32 +249,49 @@ def against_all(trial: Trial, rounds: int, say: Callable[[str], None]) -> dict[s
     }
 
 
-def on_this_cpu(arguments: Any, directory: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
+def all_errors(arguments: Any, directory: Path) -> dict[str, Any]:
+    """The part "errors"."""
     found = Errors()
     worst: dict[str, Mapping[str, float]] = {}
-    size = {"hidden": arguments.hidden, "sequence": arguments.sequence, "batch": arguments.batch}
-    for kind in ("gpt", "bert", "t5"):
+    for kind in arguments.models.split(","):
         print(kind, flush=True)
-        trial = Trial(kind, directory, layers=arguments.layers, **size)
+        trial = Trial(kind, directory, layers=arguments.layers, **_size(arguments))
         one = errors_of(trial, arguments.rounds, lambda text: print(text, flush=True))
         trial.close()
-        worst[kind] = {"peak": max(one.peak), "seconds": max(one.seconds)}
+        worst[kind] = {"peak": max(one.peak), "seconds": max(one.seconds), "noise": max(one.noise)}
         found.peak += one.peak
         found.seconds += one.seconds
-    print("all plans of a small gpt", flush=True)
-    trial = Trial("gpt", directory, layers=4, **size)
-    small = against_all(trial, 2 * arguments.rounds, lambda text: print(text, flush=True))
-    trial.close()
+        found.noise += one.noise
     return {
         "plans": len(found.peak),
         "peak_error": max(found.peak),
         "peak_error_median": statistics.median(found.peak),
         "step_time_error": max(found.seconds),
         "step_time_error_median": statistics.median(found.seconds),
-        **small,
+        "step_time_noise": max(found.noise),
         "by_model": worst,
     }
+
+
+def choice(arguments: Any, directory: Path) -> dict[str, Any]:
+    """The part "choice"."""
+    trial = Trial("gpt", directory, layers=4, **_size(arguments))
+    try:
+        return against_all(trial, 2 * arguments.rounds, lambda text: print(text, flush=True))
+    finally:
+        trial.close()
+
+
+def _size(arguments: Any) -> dict[str, int]:
+    return {"hidden": arguments.hidden, "sequence": arguments.sequence, "batch": arguments.batch}
+
+
+def on_the_simulated_device(arguments: Any, directory: Path) -> dict[str, Any]:
+    """The part "simulated"."""
+    return {f"simulated_{name}": value for name, value in simulated().items()}
+
+
+PARTS = {"errors": all_errors, "choice": choice, "simulated": on_the_simulated_device}
 
 
 def main() -> None:
@@ -272,18 +300,17 @@ def main() -> None:
     made.add_argument("--hidden", type=int, default=256, help="width, a multiple of 64")
     made.add_argument("--sequence", type=int, default=256, help="tokens")
     made.add_argument("--batch", type=int, default=4, help="sequences")
-    made.add_argument("--rounds", type=int, default=5, help="interleaved timings of each plan")
+    made.add_argument("--rounds", type=int, default=6, help="interleaved timings of each plan")
     made.add_argument("--directory", type=Path, default=None, help="on the drive; default: temporary")
-    made.add_argument("--no-simulation", action="store_true", help="on this CPU only")
-    made.add_argument("--simulation-only", action="store_true", help="in virtual time only")
+    made.add_argument("--models", default="gpt,bert,t5", help="of the part errors")
+    made.add_argument("--parts", default=",".join(PARTS), help="what is run")
     chosen = made.parse_args()
     with tempfile.TemporaryDirectory(prefix="ssdtrain-") as temporary:
         directory = chosen.directory or Path(temporary)
         figures: dict[str, Any] = {"benchmark": "planner"}
-        if not chosen.simulation_only:
-            figures |= on_this_cpu(chosen, directory)
-        if not chosen.no_simulation:
-            figures |= {f"simulated_{name}": value for name, value in simulated().items()}
+        torch.set_num_threads(1)
+        for part in chosen.parts.split(","):
+            figures |= PARTS[part](chosen, directory)
         finish({**figures, **hardware(directory), "torch": torch.__version__}, chosen.json)
 
 
