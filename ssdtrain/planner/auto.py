@@ -66,7 +66,7 @@ class AutoPlan(Feature):
     Args:
         plan: the section of the config.
         offload: whose engine has `policy`, and whose tiers are used if `tiers`.
-        policy: what this object tells which blocks leave.
+        policy: of that engine; follows the plan.
         blocks: by qualified name; each may be recomputed.
         tiers: there is an offload section.
         reports: log the plan.
@@ -107,7 +107,7 @@ class AutoPlan(Feature):
         self._found: dict[int, tuple[list[Span], int]] = {}
         self._impure: dict[str, str] = {}  # why these blocks must not run again; for good
         self._ran_impure = False  # one of them was recomputed
-        self._warned = self._told = False
+        self._warned = self._warned_impure = False
         self._larger = 0  # bytes of a forward that was larger than planned for
         self._forwards = 0  # of the step that runs
         self._key = (0, -1)
@@ -317,8 +317,8 @@ class AutoPlan(Feature):
         if self._config.recompute == "on":
             text = f"can recompute no block: {name}: {why}"
             raise ConfigError([Wrong("ssdtrain.plan.recompute", "on", text, '"auto" or "off"')])
-        if not self._told:
-            self._told = True
+        if not self._warned_impure:
+            self._warned_impure = True
             logger.warning("ssdtrain.plan: no block can be recomputed: %s: %s", name, why)
 
     def _follow(self, measured: Sequence[MeasuredBlock], chosen: Sequence[str]) -> None:

@@ -92,11 +92,11 @@ def _tried(
     problem = Problem(chunks, order, machine, actions, steps=2)
     if device_budget is None:
         limits = Limits(seconds=kept.seconds * (1 + slack), written=rate * kept.seconds)
-        wanted = Objective(0, 1)
+        objective = Objective(0, 1)
     else:
-        limits, wanted = Limits(device=device_budget, written=rate * kept.seconds), Objective()
+        limits, objective = Limits(device=device_budget, written=rate * kept.seconds), Objective()
     try:
-        [best, *_] = search(problem, limits, wanted, exact=1 << 16)
+        [best, *_] = search(problem, limits, objective, exact=1 << 16)
     except NoPlan:
         return None
     flat = iter(best.actions)
@@ -133,8 +133,8 @@ def _within(
 
 
 def _sustained(step: StepTimeline, rate: float) -> bool:
-    """The tier may be written in the time of a step what it is given in one: else each step would begin with more to be
-    written, or the drive would wear faster than its budget."""
+    """The bytes written in a step are at most what `rate` allows in its time. Otherwise each step would begin with a longer
+    queue of writes, or the drive would wear faster than its budget."""
     return sum(step.written.values()) <= rate * step.seconds
 
 

@@ -346,9 +346,9 @@ def plan_job(
             actions_for(machine, recompute=job.recompute),
             head,
         )
-        asked = limits or Limits()
-        per_step = None if asked.written is None else asked.written * simulated
-        plans = search(problem, Limits(budget, per_step, asked.seconds), objective)
+        given = limits or Limits()
+        per_step = None if given.written is None else given.written * simulated
+        plans = search(problem, Limits(budget, per_step, given.seconds), objective)
         stages.append(Stage(last, problem, plans, alive, simulated, budget, state))
     return ClusterPlan(job, microbatch, stages)
 

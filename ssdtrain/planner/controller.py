@@ -67,7 +67,7 @@ class AdaptiveOffload(Feature):
         must_fit: where no choice stays under the budget, raise `NoPlan` from the end of the step.
         slack: of the step's time, what transfers may cost; None: the default of `choose_offloads`.
         most_slowdown: with `must_fit`, the same where the budget asks for more; None: no limit.
-        least_memory: the lowest peak within `slack` is wanted, not the least that stays under the budget.
+        least_memory: minimise the peak within `slack`, instead of the time within the budget.
         reports: log a table of what was decided.
     """
 
@@ -107,13 +107,13 @@ class AdaptiveOffload(Feature):
         self._planned_at = 0  # step of the latest plan
         self._profile_since = WARM_UP  # the next plan is made from a profile of this step, or a later one
         self._reshaped = False  # what is followed was not planned for tapes like these
-        self._wanted = "profiled"  # why the next plan is made; "": none is due
+        self._replan_reason = "profiled"  # why the next plan is made; "": none is due
         self._drifted = self._stalled = 0  # steps in turn
         self._drift = DRIFT
         self._stall_seconds = 0.0
         self._margin = 1.0
         self._outcome_due = False
-        self._said = False
+        self._warned = False
         self._link = engine.device.link_bandwidth()
 
     def on_step_end(self, step: Step) -> None:
@@ -127,14 +127,14 @@ class AdaptiveOffload(Feature):
             self._wear.observe(store, self._engine.metrics.offloaded_bytes, step.seconds)
         self._rates = Rates(latest.write or self._rates.write, latest.read or self._rates.read)
         fresh = self._resolve()
-        if not self._wanted:
+        if not self._replan_reason:
             self._watch(latest, fresh, step)
-        if self._wanted and fresh and self._profile is not None and (self._rates.write or self._link):
+        if self._replan_reason and fresh and self._profile is not None and (self._rates.write or self._link):
             self._plan(self._profile)
         elif self._outcome_due and self._steps >= self._planned_at + 2:
             self._outcome_due = False
-            self._tell(step)
-        calm = not self._wanted and self._steps > self._planned_at + 3
+            self._report_outcome(step)
+        calm = not self._replan_reason and self._steps > self._planned_at + 3
         self._recorder.request("plan", not calm or self._steps % CALM_PERIOD == 0)
 
     def _resolve(self) -> bool:
@@ -154,22 +154,22 @@ class AdaptiveOffload(Feature):
     def _watch(self, latest: Rates, fresh: bool, step: Step) -> None:
         if self._policy.shape_changed():
             self._reshaped = True
-            return self._want("the size of the tapes changed")
+            return self._request_plan("the size of the tapes changed")
         pairs = zip(latest, self._planned_rates, strict=True)
         least = 1 - self._drift
         drifted = any(now and then and not least <= now / then <= 1 / least for now, then in pairs)
         self._drifted = self._drifted + 1 if drifted else 0
         if self._drifted >= 2:
             self._margin = 1.0
-            return self._want("the bandwidth of the tiers changed")
+            return self._request_plan("the bandwidth of the tiers changed")
         if self._offloads_nothing() and self._steps >= self._planned_at + PROBE_PERIOD:
-            return self._want("to see whether the tiers are faster now")
+            return self._request_plan("to see whether the tiers are faster now")
         self._note_stall(fresh, step)
         if self._stalled >= 2:
             self._margin *= MARGIN
-            return self._want("transfers were waited for")
+            return self._request_plan("transfers were waited for")
         if self._wear is not None and self._wear.exceeded():
-            return self._want("the drives wore faster than their budget")
+            return self._request_plan("the drives wore faster than their budget")
 
     def _note_stall(self, fresh: bool, step: Step) -> None:
         """What computation waited for: that of a device is known of steps that were recorded."""
@@ -190,8 +190,8 @@ class AdaptiveOffload(Feature):
             choice == KEEP for one in self.chosen.choices for choice in one
         )
 
-    def _want(self, why: str) -> None:
-        self._wanted = why
+    def _request_plan(self, why: str) -> None:
+        self._replan_reason = why
         self._profile_since = self._steps
         self._drifted = self._stalled = 0
 
@@ -213,7 +213,7 @@ class AdaptiveOffload(Feature):
         except NoPlan as error:
             if self.chosen is None or self._reshaped:
                 raise
-            self._stay(error)
+            self._keep_plan(error)
             return
         self.chosen, self._reshaped = found, False
         if self._wear is not None:
@@ -238,15 +238,15 @@ class AdaptiveOffload(Feature):
         blocks = [block for chunk in profile.blocks for block in chunk]
         choices = [choice for chunk in found.choices for choice in chunk]
         self.metric.update(blocks, choices, found.predicted, found.kept)
-        logger.debug("planned at step %d: %s", self._steps, self._wanted)
-        self._wanted = ""
+        logger.debug("planned at step %d: %s", self._steps, self._replan_reason)
+        self._replan_reason = ""
 
-    def _stay(self, error: NoPlan) -> None:
+    def _keep_plan(self, error: NoPlan) -> None:
         """Only bandwidths have changed: what is followed is no worse than before."""
-        if not self._said:
-            self._said = True
+        if not self._warned:
+            self._warned = True
             logger.warning(STAYS, error)
-        self._planned_rates, self._planned_at, self._wanted = self._rates, self._steps, ""
+        self._planned_rates, self._planned_at, self._replan_reason = self._rates, self._steps, ""
 
     def _choose(self, profile: Profile, machine: Machine, other: int, rate: float | None) -> Chosen:
         budget = None if self._least_memory else self._device_budget
@@ -278,9 +278,9 @@ class AdaptiveOffload(Feature):
         flat = [block for chunk in profile.blocks for block in chunk]
         raise NoPlan(Plan(names, found.predicted), Limits(budget, seconds=seconds), flat)
 
-    # What is said
+    # Reports
 
-    def _tell(self, step: Step) -> None:
+    def _report_outcome(self, step: Step) -> None:
         if self.chosen is None or self._planned_profile is None or self._profile is None:
             return
         now = self._engine.snapshot()

@@ -1,4 +1,4 @@
-"""What was decided and what came of it, for people."""
+"""The log table of a plan: its actions, and predicted and measured figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a real model will take on hardware that is not at hand: its blocks are counted under fake tensors, which take no memory.
+"""Estimates for a real model on hardware that is not available: its blocks are counted under fake tensors, which take no memory.
 
 Bytes are counted (`ssdtrain.profile.blocks`), FLOPs too (torch's counter, attention as matrix products); seconds are FLOPs over
 the part of the peak rate that is expected, backward twice forward.

@@ -1,4 +1,4 @@
-"""Why a plan does what it does: rows for a table, and all figures as plain data."""
+"""Explanation of a plan: table rows with reasons, and all figures as plain data."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def plan_table(blocks: Sequence[Block], plans: Sequence[Plan], kept: StepTimelin
         name = first if first == last else f"{first} .. {last} ({len(places)} blocks)"
         stall = sum(times[number].store_stall + times[number].load_stall for number in places)
         cost = sum(blocks[number].recompute for number in places) if action == "recompute" else stall
-        said = f", costs {duration_text(cost)}" if cost > 1e-9 else ""
-        lines.append(f"  {name}: {action} {size_text(sum(blocks[number].saved for number in places))}{said}")
+        costs = f", costs {duration_text(cost)}" if cost > 1e-9 else ""
+        lines.append(f"  {name}: {action} {size_text(sum(blocks[number].saved for number in places))}{costs}")
     bound = "" if limit is None else f" of {size_text(limit)}"
     for which, plan in zip(["predicted", *["next best"] * 3], plans, strict=False):
         ratio = plan.seconds / kept.seconds if kept.seconds else 1.0

@@ -1,4 +1,4 @@
-"""What is planned, what a plan must keep to, and a plan: the words of the search."""
+"""Types of the search: a problem, limits, an objective, a plan."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["Limits", "NoPlan", "Objective", "Plan", "Problem", "actions_for"]
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be planned.
+    """Input of the search.
 
     Attributes:
         chunks: the blocks of each model chunk, in forward order.
         order: passes of one rank in a step.
         machine: bandwidths, and capacities of the tiers.
         actions: by name, what may be done with a block. Must have "keep". Lossy ones are here only where the config allows them.
-        fixed: blocks, by their number over all chunks, that are always kept.
-        impure: the same, that are never recomputed. Their `recompute` is 0.
+        fixed: numbers (over all chunks) of blocks that are always kept.
+        impure: the same, of blocks that are never recomputed. Their `recompute` is 0.
         steps: that are simulated; the last one is judged, which begins while transfers of those before are under way.
     """
 
@@ -48,7 +48,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan must keep to; None: no limit.
+    """Constraints of a plan; None: no limit.
 
     Attributes:
         device: bytes on the device of what the blocks describe, at most.
@@ -77,7 +77,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Plan:
-    """An action for each block, and what comes of it.
+    """An action for each block, and the simulated step.
 
     Attributes:
         actions: names, one per block over all chunks.
@@ -120,14 +120,14 @@ class NoPlan(ValueError):
     def __init__(self, smallest: Plan, limits: Limits, blocks: Sequence[Block], buffers: int = 0) -> None:
         self.smallest = smallest
         parts = {**_parts(smallest, blocks), "buffers of loads": buffers}
-        wanted = [
+        limited = [
             f"{format_size(limits.device)} on the device" if limits.device is not None else "",
             f"{limits.seconds:.3g} s a step" if limits.seconds is not None else "",
             f"{format_size(limits.written)} written a step" if limits.written is not None else "",
         ]
         listed = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
         super().__init__(
-            f"no plan keeps to {' and '.join(w for w in wanted if w)}: the smallest peak of activations found is "
+            f"no plan keeps to {' and '.join(one for one in limited if one)}: the smallest peak of activations found is "
             f"{format_size(smallest.peak)} ({smallest.summary()}), of which {listed}; use a smaller microbatch or sequence, more "
             "tensor or pipeline parallelism, or a faster or larger tier"
         )

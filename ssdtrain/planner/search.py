@@ -131,8 +131,8 @@ class _Search:
 
     def score(self, plan: Plan) -> Score:
         """Smaller is better."""
-        wanted = self.objective
-        value = wanted.time * plan.seconds + wanted.memory * plan.peak + wanted.wear * plan.written
+        objective = self.objective
+        value = objective.time * plan.seconds + objective.memory * plan.peak + objective.wear * plan.written
         # Memory that is there may be used; without a limit less is better.
         ties = (plan.peak, plan.written) if self.limits.device is None else (plan.written, plan.peak)
         return self.excess(plan), value, *ties, plan.seconds

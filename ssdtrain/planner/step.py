@@ -1,5 +1,4 @@
-"""The words of the cost model: blocks, choices, the machine, the order of passes, and what a simulated step
-comes to."""
+"""Types of the cost model: blocks, choices, the machine, the order of passes, and the outcome of a simulated step."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ DEVICE = "device"
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A piece of the model that is decided about as one: a transformer layer, a module, or a single region.
+    """A part of the model that has one action: a transformer layer, a module, or a single region.
     Seconds and bytes are those of one microbatch on one rank."""
 
     name: str
@@ -41,7 +40,7 @@ class Block:
     inputs: int = 0
     """Bytes of `saved` that stay where the block is recomputed: what its forward runs again from."""
     fixed: int = 0
-    """Bytes alive from its forward to its backward whatever is chosen: outputs somebody holds."""
+    """Bytes alive from its forward to its backward whatever is chosen: outputs that the caller holds."""
     small: int = 0
     """Bytes of saved tensors that are too small to leave: alive until its backward, unless it is recomputed."""
     forward_transient: int = 0
@@ -105,7 +104,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What transfers have to their disposal. See `ssdtrain.planner.timeline` for `in_flight`, `prefetch` and
+    """Bandwidths and buffers available to transfers. See `ssdtrain.planner.timeline` for `in_flight`, `prefetch` and
     `window` (bytes).
 
     `link` is None where tensors are stored from host memory without a copy (CPU). `buffers`: bytes of the arena that they come

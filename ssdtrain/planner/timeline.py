@@ -199,7 +199,7 @@ class _Simulation:
         # A tape is known to be next from the beginning of the backward before it.
         announced = max(ended, self.now if self.backward_began is None else self.backward_began)
         self.backward_began = self.now
-        # Bytes of the tape that backward has asked for, and since when.
+        # Bytes of the tape that backward has requested, and since when.
         passed, since, total = [0], [announced], 0
         for index in range(len(tape) - 1, -1, -1):
             block, choice, times = (
@@ -208,8 +208,8 @@ class _Simulation:
                 self.blocks[chunk][index],
             )
             saved = tape[index]
-            asked = next((part.saved for part in reversed(block.parts) if part.saved), saved.nbytes)
-            passed.append(total + min(asked, saved.nbytes))
+            requested = next((part.saved for part in reversed(block.parts) if part.saved), saved.nbytes)
+            passed.append(total + min(requested, saved.nbytes))
             since.append(self.now)
             if saved.job is not None and saved.server is not None:
                 # Along the tape, what is kept included, reads go so far ahead, and copies to the device.

@@ -12,14 +12,14 @@ __all__ = ["WearLimit"]
 logger = logging.getLogger("ssdtrain")
 
 SLACK = 1.05
-"""Of the rate that the drives bear, in two steps in turn: plan again."""
+"""Of the allowed rate of the drives, in two steps in turn: plan again."""
 
 MARGIN = 0.9
 """By which the rate of the next plan is reduced then."""
 
 
 class WearLimit:
-    """The bytes per second that may be offloaded, from what the drives bear and what reaches them.
+    """The bytes per second that may be offloaded, from the rating of the drives and the bytes that reach them.
 
     Args:
         endurance: of the drives of this rank.
@@ -33,7 +33,7 @@ class WearLimit:
         self._allowed: float | None = None
         self._over = 0  # steps in turn
         self._margin = 1.0
-        self._said = False
+        self._warned = False
 
     def observe(self, store: StoreMetrics, offloaded: int, seconds: float) -> None:
         """A step of `seconds` has ended, after `offloaded` bytes of saved tensors in all."""
@@ -50,7 +50,7 @@ class WearLimit:
         self.rate = self._margin * self._allowed * max(share, 0.1)
 
     def exceeded(self) -> bool:
-        """The drives were written faster than they bear, in two steps in turn: the next plan writes less."""
+        """The drives were written faster than allowed, in two steps in turn: the next plan writes less."""
         if self._over < 2:
             return False
         self._over = 0
@@ -60,10 +60,10 @@ class WearLimit:
         return True
 
     def planned(self, *, bound: bool) -> None:
-        """A plan begins; `bound`: it offloads less than could be hidden, which is said once."""
+        """A plan begins. `bound`: it offloads less than could be hidden, which is logged once."""
         self._over = 0
-        if bound and not self._said and self._allowed is not None:
-            self._said = True
+        if bound and not self._warned and self._allowed is not None:
+            self._warned = True
             logger.warning(
                 "offload.endurance: at most %s/s are written to %s, for a life of %g years: less is offloaded than could be "
                 "hidden",
