@@ -73,6 +73,8 @@ class ActivationMeter:
                 return known
             # A dead storage's key, reused before its death was drained.
             self.drain()
+        elif not self.settled():
+            self.drain()  # what has died is not there together with this one
         seen = self._seen[key] = Seen(storage, self._dead.put)
         seen.key, seen.nbytes = key, storage.nbytes()
         seen.regions, seen.dead, seen.own = 0, False, own

@@ -201,6 +201,7 @@ class _Simulation:
         self.backward_began = self.now
         # Bytes of the tape that backward has requested, and since when.
         passed, since, total = [0], [announced], 0
+        lingering = 0  # bytes that backward has passed, but not the copies of their cancelled stores
         for index in range(len(tape) - 1, -1, -1):
             block, choice, times = (
                 self.chunks[chunk][index],
@@ -208,6 +209,7 @@ class _Simulation:
                 self.blocks[chunk][index],
             )
             saved = tape[index]
+            stayed = False
             requested = next((part.saved for part in reversed(block.parts) if part.saved), saved.nbytes)
             passed.append(total + min(requested, saved.nbytes))
             since.append(self.now)
@@ -223,6 +225,10 @@ class _Simulation:
                 if ready > self.now:
                     times.load_stall += ready - self.now
                     self.now = ready
+                stayed = self.machine.link is not None and saved.job is None
+                if not stayed:  # the host has waited for the read, and notices what has ended
+                    self.hold(self.now, -lingering, late=True)
+                    lingering = 0
             total += saved.nbytes
             began = self.now
             self.hold(began, block.backward_transient)
@@ -234,9 +240,11 @@ class _Simulation:
             self.run(block.backward)
             pooled = saved.nbytes if saved.pooled else 0
             alive = block.saved + block.small + block.fixed + block.backward_transient
-            self.hold(self.now, pooled - alive)
+            lingering += saved.nbytes if stayed else 0
+            self.hold(self.now, pooled - alive + (saved.nbytes if stayed else 0))
             if self.machine.link is None:
                 self.depart()
+        self.hold(self.now, -lingering)
         self.flush()
         while self.stores and self.end_store(wait=False):
             pass
