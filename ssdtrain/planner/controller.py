@@ -236,8 +236,8 @@ class AdaptiveOffload(Feature):
         self._policy.follow(plans)
         self._planned_rates, self._planned_at, self._outcome_due = self._rates, self._steps, True
         blocks = [block for chunk in profile.blocks for block in chunk]
-        choices = [choice for chunk in found.choices for choice in chunk]
-        self.metric.update(blocks, choices, found.predicted, found.kept)
+        every = [choice for chunk in found.choices for choice in chunk]
+        self.metric.update(blocks, every, found.predicted, found.kept)
         logger.debug("planned at step %d: %s", self._steps, self._replan_reason)
         self._replan_reason = ""
 

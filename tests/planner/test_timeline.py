@@ -95,8 +95,8 @@ def test_behind_a_link_tensors_leave_when_more_than_the_window_is_on_the_device(
     link = Link(100, 100)
     found = step([SSD] * 4, machine(1000, 1000, link=link, window=100))
     assert found.stall == 0.0
-    # While b1 runs: b0 and b1; the same for all. When backward queues b2: b3, whose cancelled store is still being copied, b2, and
-    # b1 on its way back.
+    # While b1 runs: b0 and b1; the same for all. When backward queues b2: b3, whose cancelled store is still being copied, b2,
+    # and b1 on its way back.
     assert found.peak_bytes == 300
     # At 4 b3's write has not begun and is cancelled; b2's is under way, so its staging buffer still has the
     # bytes.
@@ -110,8 +110,8 @@ def test_behind_a_link_tensors_leave_when_more_than_the_window_is_on_the_device(
 
 def test_no_more_than_the_window_is_on_the_device_ahead_of_its_use() -> None:
     # Links and drive are so fast that only limits count. When backward begins the last two have not left, because the host
-    # queues backward before their stores end. They are there until it waits for a read: beside the block that was read, and two that
-    # are back ahead of their use.
+    # queues backward before their stores end. They are there until it waits for a read: beside the block that was read,
+    # and two that are back ahead of their use.
     fast = machine(1e6, 1e6, link=Link(1e6, 1e6), window=200)
     found = step([SSD] * 20, fast)
     assert (found.peak_bytes, round(found.stall, 2)) == (500, 0.0)
