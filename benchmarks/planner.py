@@ -4,7 +4,8 @@
 
 errors: on the CPU, for a GPT, a BERT and a T5: `"plan": "auto"` profiles some steps, then plans of keep, recompute and offload
 are carried out in turn, interleaved, in one process. `peak_error` is the largest difference of the predicted from the
-measured peak of activations, as a part of the measured one; `step_time_error` the same of the time of forward and backward, relative to keeping
+measured peak of activations, as a part of the measured one; `step_time_error` the same of the time of forward and backward,
+relative to keeping
 everything, and `step_time_noise` how far the measured figures of even and odd rounds are apart, at most.
 
 choice: a small GPT with a memory limit: `choice_over_best` is the time of the planner's choice over that of the fastest

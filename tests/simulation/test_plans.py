@@ -12,8 +12,10 @@ from ssdtrain.planner.timeline import simulate
 ACTIONS = {"k": "keep", "o": "offload", "r": "recompute"}
 
 
-@pytest.mark.parametrize("in_flight", [1, 4])
-def test_the_predicted_peak_and_time_of_a_plan_are_those_of_the_engine(in_flight: int) -> None:
+@pytest.mark.parametrize(("in_flight", "margin"), [(1, 0.09), (4, 0.01)])
+def test_the_predicted_peak_of_a_plan_is_never_too_low_and_its_time_is_that_of_the_engine(
+    in_flight: int, margin: float
+) -> None:
     load = Load(gpt(BLOCKS, MiB, MiB / (3 * GB)), 25 * GB, 12 * GB, 4 * MiB, in_flight * MiB // 4)
     for plan in ("kkko", "okkk", "oooo", "orok"):
         chosen = [ACTIONS[letter] for letter in plan]
@@ -21,7 +23,7 @@ def test_the_predicted_peak_and_time_of_a_plan_are_those_of_the_engine(in_flight
         problem = problem_of(load, machine)
         choices = [[problem.actions[action] for action in chosen]]
         predicted = simulate(problem.chunks, choices, problem.order, machine, steps=2)
-        assert predicted.peak_bytes == pytest.approx(found.peak, rel=0.04), plan
+        assert 0.99 <= predicted.peak_bytes / found.peak <= 1 + margin, plan
         assert predicted.seconds == pytest.approx(found.seconds, rel=0.02), plan
 
 
