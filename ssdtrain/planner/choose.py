@@ -154,7 +154,9 @@ def _pruned(
             choices[number][index] = KEEP
             tried = simulate(chunks, choices, order, machine, steps=2)
             limit = found.predicted.peak_bytes if device_budget is None else device_budget
-            if tried.peak_bytes <= limit and tried.seconds <= best.seconds * (1 + 1e-9):
+            # Of a store that backward cancels nothing is saved by keeping its block.
+            less = sum(tried.written.values()) < sum(best.written.values())
+            if less and tried.peak_bytes <= limit and tried.seconds <= best.seconds * (1 + 1e-9):
                 best = tried
             else:
                 choices[number][index] = before
