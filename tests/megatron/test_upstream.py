@@ -25,3 +25,4 @@ def test_beside_upstream_more_bytes_move_and_the_peak_is_lower() -> None:
     assert theirs["steps"] == none["steps"]
     assert ours["moved_bytes_per_step"] > theirs["moved_bytes_per_step"] > 0
     assert ours["peak_bytes"] < theirs["peak_bytes"] < none["peak_bytes"]
+    assert found["ssdtrain, defaults"]["peak_bytes"] < 0.9 * none["peak_bytes"]
