@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ssdtrain
@@ -62,6 +63,16 @@ def test_other_sections_and_other_frameworks_are_refused(tmp_path: Path) -> None
         Runtime(load_config({"state": state}))
     with pytest.raises(ConfigError, match="at least one directory, or host above 0"):
         load_config({"state": {}})
+
+
+def test_a_wrapper_that_has_the_parameters_is_refused(tmp_path: Path) -> None:
+    model = make_model()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        assert "reduces or shards the same parameters" in refused(tmp_path, wrapped, adamw(model))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["in-place", "staged"])
