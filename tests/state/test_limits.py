@@ -104,7 +104,7 @@ if limit != "none":
     runtime = ssdtrain.attach(
         model, {"state": {"directories": directory, "device_limit": total // 4}, "report": {"interval": 0}}, optimizer=optimizer
     )
-base = rss() - (total // 4 if runtime is None else runtime.state._metrics.resident_bytes)
+base = rss() - sum(p.untyped_storage().nbytes() for p in model.parameters())
 for layer in model.layers:
     layer.register_forward_hook(look)
     layer.up.weight.register_post_accumulate_grad_hook(look)
