@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -128,7 +129,9 @@ def test_resident_memory_of_the_process_keeps_to_the_limit(tmp_path: Path) -> No
 
     def train(limit: str) -> dict[str, object]:
         command = [sys.executable, "-c", SCRIPT, str(tmp_path / "state"), limit]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+        # glibc would go on holding most of what is freed.
+        env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False, env=env)
         assert done.returncode == 0, done.stderr
         found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
         return found
@@ -141,4 +144,4 @@ def test_resident_memory_of_the_process_keeps_to_the_limit(tmp_path: Path) -> No
     assert isinstance(within["counted"], int) and within["counted"] <= total // 4
     assert isinstance(within["peak"], int) and isinstance(without["peak"], int)
     assert without["peak"] > 0.9 * total
-    assert within["peak"] < 0.40 * total, within["peak"] / total  # activations and workspaces included
+    assert within["peak"] < 0.33 * total, within["peak"] / total  # activations and workspaces included
