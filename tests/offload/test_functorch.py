@@ -155,31 +155,6 @@ def test_compiled_transforms_inside_of_an_offloaded_forward(make_runtime: MakeRu
         assert torch.equal(mine, theirs)
 
 
-@steps_aside
-def test_a_transform_in_a_compiled_function_is_not_compiled_in_pieces(make_runtime: MakeRuntime) -> None:
-    compiled: list[str] = []
-
-    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        compiled.extend(str(node.target) for node in module.graph.nodes)
-        return module.forward
-
-    def inner(z: torch.Tensor) -> torch.Tensor:
-        return z.cosh().sum()
-
-    @torch.compile(backend=backend)
-    def step(y: torch.Tensor) -> torch.Tensor:
-        return y.exp() + torch.func.grad(inner)(y)  # type: ignore[no-any-return]
-
-    torch.compiler.reset()
-    x = torch.randn(SIZE, SIZE, requires_grad=True)
-    with make_runtime().forward():
-        step(x).sum().backward()
-    assert "exp" in compiled and "cosh" not in compiled
-    torch.compiler.reset()
-    step(x)
-    assert "cosh" in compiled, "outside of a forward all is Dynamo's"
-
-
 @pytest.mark.parametrize("variant", VARIANTS[:3], ids=lambda variant: variant.name)
 def test_forward_mode_ad_in_an_offloaded_forward(variant: Any, make_runtime: MakeRuntime) -> None:
     def case(recording: Recording) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ import gc
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -102,8 +102,8 @@ def agree(program: list[Instruction], seed: int, runtime: Runtime, *, keeps: boo
     assert difference is None, difference
 
 
-def any_program(variant: Variant, **how: Any) -> None:
-    """Programs drawn by hypothesis, with `settings(**how)`; between them they must have taken every way a region can go."""
+def any_program(variant: Variant, ways: Sequence[str] = WAYS, **how: Any) -> None:
+    """Programs drawn by hypothesis, with `settings(**how)`; between them they must have taken all of `ways` a region can go."""
     went = Counter[str]()
 
     @settings(deadline=None, suppress_health_check=list(HealthCheck), **how)
@@ -119,7 +119,7 @@ def any_program(variant: Variant, **how: Any) -> None:
                 went[name] += getattr(found.offload, name)
 
     run()
-    assert all(went[name] for name in WAYS), went
+    assert all(went[name] for name in ways), went
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,8 @@ def any_program(variant: Variant, **how: Any) -> None:
     ids=lambda v: v.name,
 )
 def test_any_program_on_any_drive(variant: Variant) -> None:
-    any_program(variant, max_examples=25, derandomize=True)
+    """What is drawn depends on the version of Python: so few programs need not meet a write that fails."""
+    any_program(variant, ("offloaded_bytes", "loaded_bytes"), max_examples=25, derandomize=True)
 
 
 @pytest.mark.long
