@@ -42,7 +42,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
     assert "before the scheduler" in refused(tmp_path, model, scheduled)
     compiled = make_model()
-    compiled.layers[2].compile()
+    compiled.layers[2]._compiled_call_impl = compiled.layers[
+        2
+    ]._call_impl  # what compile() sets; it imports for seconds
     assert "layers.2 in torch.compile" in refused(tmp_path, compiled, adamw(compiled))
     assert "state.blocks" in refused(tmp_path, model, adamw(model), blocks=["nothing.*"])
     small = refused(tmp_path, model, adamw(model), device_limit="1KiB", min_bytes=256)
