@@ -10,22 +10,39 @@ from torch import Tensor, nn
 
 import ssdtrain
 from ssdtrain.runtime import Runtime
+from tests.docs.blocks import block
 
-peft = pytest.importorskip("peft", reason="it is among requirements-dev.txt")
-transformers = pytest.importorskip("transformers", reason="it is among requirements-dev.txt")
+pytestmark = pytest.mark.slow
 
 TOKENS, HIDDEN, LAYERS = 32, 64, 2
 ATTENTION = "ScaledDotProduct"
 
 
-def lora(dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
-    """A Llama with adapters on q and v, whose second matrices are not zero."""
+@pytest.fixture(autouse=True)
+def packages() -> None:
+    """Imported here and not at the top: that takes seconds, also where these tests are not selected."""
+    for name in ("peft", "transformers"):
+        pytest.importorskip(name, reason="it is among requirements-dev.txt")
+
+
+def llama(dtype: torch.dtype = torch.float32) -> nn.Module:
+    import transformers
+
     torch.manual_seed(0)
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": LAYERS, "vocab_size": 64}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, attn_implementation="sdpa")
-    model = transformers.LlamaForCausalLM(config).to(dtype)
+    found: nn.Module = transformers.LlamaForCausalLM(config).to(dtype)
+    return found
+
+
+def lora(dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
+    """A Llama with adapters on q and v, whose second matrices are not zero."""
+    import peft
+
+    model = llama(dtype)
     adapters = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **settings}
-    return peft.get_peft_model(model, peft.LoraConfig(**adapters), autocast_adapter_dtype=False)
+    found: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**adapters), autocast_adapter_dtype=False)
+    return found
 
 
 def loss_of(model: nn.Module) -> Tensor:
@@ -133,3 +150,15 @@ def test_dropout_before_an_adapter() -> None:
         gradients(model)
         assert counted(runtime).input_bytes == 2 * LAYERS * TOKENS * HIDDEN * 4
         assert counted(runtime).shared_inputs == 0
+
+
+def test_the_example_of_the_page() -> None:
+    import peft
+
+    names: dict[str, Any] = {"peft": peft, "ssdtrain": ssdtrain, "model": llama(torch.bfloat16)}
+    exec(compile(block("docs/compact.md", "model = peft").text, "docs/compact.md", "exec"), names)
+    with names["runtime"] as runtime:
+        found = gradients(names["model"])
+        assert counted(runtime).shared_inputs == LAYERS
+    assert all(".lora_" in name for name in found)
+    assert len(found) == 2 * 2 * LAYERS

@@ -89,6 +89,7 @@ RUN_BY = {
     ),
     ("docs/compact.md", "runtime = ssdtrain.attach"): Ran(f"{BLOCKS}::test_compact"),
     ("docs/compact.md", "optimizer ="): Ran(f"{BLOCKS}::test_lowrank", "a group of one rank"),
+    ("docs/compact.md", "model = peft"): Ran("tests/compact/test_adapters.py::test_the_example_of_the_page"),
     ("docs/endurance.md", '"offload"'): IS_A_CONFIG,
     ("docs/state.md", "optimizer ="): Ran(f"{BLOCKS}::test_model_state", "the directory and the limit"),
     ("docs/config.md", "invalid SSDTrain config"): Ran(f"{CONFIG}::test_the_page_is_what_the_schema_says"),
