@@ -18,7 +18,7 @@ def test_transfers_are_hidden_at_the_lowest_peak_there_is(drive: float) -> None:
     found = against_all(5, drive, 25)
     assert found["total_over_keep"] <= 1.02
     assert found["bits_equal"]
-    assert found["peak_over_lowest"] <= 1.06  # at 12 GB/s one small region above the lowest, which is 5.3% of it
+    assert found["peak_over_lowest"] <= 1.06  # at 12 GB/s one small region, 5.3%, above it
 
 
 def test_a_throttled_drive_gets_less_and_everything_again_when_it_recovers() -> None:
