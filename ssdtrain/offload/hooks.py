@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -13,6 +15,11 @@ from ssdtrain.offload.tape import Tape
 __all__ = ["SavedTensorRecorder"]
 
 _disabled_because = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+
+
+def _without_dynamo(hook: Any) -> Any:
+    """`hook`, which Dynamo neither compiles nor looks into: it is also called in functions that a compiled one calls as they are."""
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
 class SavedTensorRecorder:
@@ -26,7 +33,8 @@ class SavedTensorRecorder:
     def __init__(self, engine: OffloadEngine, tape: Tape) -> None:
         self.engine = engine
         self.tape = tape
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(PackHook(engine.pack, tape), engine.unpack)
+        pack, unpack = _without_dynamo(engine.pack), _without_dynamo(engine.unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(PackHook(pack, tape), unpack)
         self._aside = StepAside()
         self._installed = False
 

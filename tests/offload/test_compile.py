@@ -49,3 +49,28 @@ def test_attach_to_a_compiled_model(make_runtime: MakeRuntime) -> None:
 
     assert same(zoo.run(case, nullcontext), zoo.run(case, runtime.forward))
     assert asked_for(runtime) > 0
+
+
+def test_the_hooks_are_not_compiled(make_runtime: MakeRuntime) -> None:
+    """A function that a compiled one calls, and that is left as it is, saves tensors while Dynamo looks at what is called."""
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).exp() * (x + 1).sin()
+
+    inner = torch.compiler.disable(inner, recursive=False)
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x.cos()
+        return inner(y) + y
+
+    runtime = make_runtime()
+    gradients = []
+    for recorded in (runtime.forward(), nullcontext()):
+        x = torch.linspace(-1, 1, 4096, requires_grad=True)
+        with recorded:
+            loss = step(x).sum()
+        loss.backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+    assert runtime.statistics().offload.saved_tensors > 0  # type: ignore[union-attr]
