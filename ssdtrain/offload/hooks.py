@@ -18,7 +18,7 @@ _disabled_because = torch._C._autograd._saved_tensors_hooks_get_disabled_error_m
 
 
 def _without_dynamo(hook: Any) -> Any:
-    """`hook`, which Dynamo neither compiles nor looks into: it is also called in functions that a compiled one calls as they are."""
+    """`hook`, which Dynamo leaves alone; it is also called in functions that a compiled one calls as they are."""
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
