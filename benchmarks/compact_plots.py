@@ -47,11 +47,11 @@ def _bars(axes: Axes, series: dict[str, dict[str, float]], title: str) -> None:
 
 def _gaps(axes: Axes, found: dict[str, Any]) -> None:
     """Each pair of seeds is a point, the mean a line."""
-    plain = {run["seed"]: run["late"] for run in found["runs"] if run["variant"] == "full"}
+    plain = {run["seed"]: run["held_out"] for run in found["runs"] if run["variant"] == "full"}
     names = [name for name in VARIANTS if name in found["loss_gap"]]
     for at, name in enumerate(names):
         pairs = [
-            100 * (run["late"] / plain[run["seed"]] - 1)
+            100 * (run["held_out"] / plain[run["seed"]] - 1)
             for run in found["runs"]
             if run["variant"] == name and run["seed"] in plain
         ]

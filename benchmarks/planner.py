@@ -306,11 +306,16 @@ def main() -> None:
     made.add_argument("--models", default="gpt,bert,t5", help="of the part errors")
     made.add_argument("--parts", default=",".join(PARTS), help="what is run")
     chosen = made.parse_args()
+    if chosen.rounds < 2:
+        made.error("--rounds must be at least 2: noise is the difference of even and odd rounds")
+    parts = chosen.parts.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        made.error(f"--parts: {', '.join(unknown)} is none of {', '.join(PARTS)}")
     with tempfile.TemporaryDirectory(prefix="ssdtrain-") as temporary:
         directory = chosen.directory or Path(temporary)
         figures: dict[str, Any] = {"benchmark": "planner"}
         torch.set_num_threads(1)
-        for part in chosen.parts.split(","):
+        for part in parts:
             figures |= PARTS[part](chosen, directory)
         finish({**figures, **hardware(directory), "torch": torch.__version__}, chosen.json)
 

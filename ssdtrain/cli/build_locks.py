@@ -24,7 +24,9 @@ __all__ = ["build_locks"]
 
 SUBJECT = "torch extension build lock"
 BUILD_SECONDS = 600
-"""A lock that is older, and that no process of this node holds, was left by a killed build: most builds take less."""
+"""A lock that is older, and that no process seen here holds, is suspect: most builds take less."""
+UNSEEN = "nobody that this process can see holds it"
+"""Processes of other nodes, containers and users cannot be seen."""
 
 
 def build_locks() -> Iterator[Finding]:
@@ -45,11 +47,11 @@ def _finding(lock: Path, age: float, holder: int | None) -> Finding:
     since = f"{lock} ({duration_text(age)} old)"
     if holder is not None:
         return Finding(SUBJECT, f"{since}: process {holder} is building", GOOD)
+    remedy = f"if no other node, container or user is building: rm '{lock}'"
     if age < BUILD_SECONDS:
-        remedy = f"if no other node that shares the directory is building, delete it: rm '{lock}'"
-        return Finding(SUBJECT, f"{since}: no process of this node holds it", NOTE, remedy)
-    why = "a build was killed, and every start that uses this extension waits for it for ever"
-    return Finding(SUBJECT, f"{since}: {why}", WARNING, f"delete it, then start again: rm '{lock}'")
+        return Finding(SUBJECT, f"{since}: {UNSEEN}", NOTE, remedy)
+    why = f"{UNSEEN}; if a build was killed, every start that uses this extension waits for ever"
+    return Finding(SUBJECT, f"{since}: {why}", WARNING, remedy)
 
 
 def _locks() -> Iterator[Path]:

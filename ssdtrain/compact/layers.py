@@ -41,11 +41,13 @@ __all__ = ["CODECS", "CompactLayer", "CompactMetrics", "Compression", "Found", "
 
 CODECS = {
     "int8": "int8:block=128,round=stochastic",
-    "int4": "int4:block=32,round=stochastic,asymmetric,hadamard=32",
-    "int2": "int2:block=32,round=stochastic,asymmetric,hadamard=32",
+    "int4": "int4:block=32,round=stochastic,asymmetric",
+    "int2": "int2:block=32,round=stochastic,asymmetric",
+    "int4_rotated": "int4:block=32,round=stochastic,asymmetric,hadamard=32",
+    "int2_rotated": "int2:block=32,round=stochastic,asymmetric,hadamard=32",
 }
-"""Of `compact.codec`: 8.125, 5 and 3 bits for a value. The rotation spreads large values over their block: in a Llama-like model
-it makes the variance of the error of gated activations three to five times smaller. It costs little time."""
+"""Of `compact.codec`: 8.125, 5, 3, 5 and 3 bits for a value. A rotation spreads large values over their block: it makes the error
+of silu(gate) * up smaller, and that of inputs with one sign or little spread much larger (docs/compact.md)."""
 
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 """Prefixes that wrappers for data parallelism, mixed precision and torch.compile add to module names."""

@@ -13,7 +13,12 @@ Note: [Float32 inputs of norms]
 Note: [Written in place]
     A copy that was written to after its operation (under no_grad, through a detached alias) is not the operation's result: its
     version shows that, and it is kept. A write after the save is an error in autograd, which tensors with hooks do not check;
-    the hooks here raise it. Writes through `.data` or NumPy increment no version: neither autograd nor these hooks detect them.
+    the hooks here raise it. Between the save and the linear layer, where hooks are set, torch does not tell the version of the
+    save: a copy that has been written to is one that was written before, as by an activation in place, if the product of what is
+    saved is still the layer's input; else its gradient is the same error. Of a norm's input the square is then left to autograd.
+    Writes through `.data` or NumPy increment no version: neither autograd nor these hooks detect them. Before the save they are
+    legal, and a float32 input with values that its narrow dtype does not have is kept whole; with CUDA, where the host
+    would have to wait for the device, it is an error of the device.
 
 Note: [Inputs saved by their producer]
     Some nodes save their own result (relu, tanh, attention). Compressing it for the next layer would release nothing and add
@@ -82,6 +87,7 @@ def release_copies(x: Tensor) -> int:
     if node is None or node.name() != _PRODUCT:
         return 0
     freed = 0
+    written = []
     for place, (producer, _) in zip(
         ("_raw_saved_self", "_raw_saved_other"), node.next_functions, strict=True
     ):
@@ -92,6 +98,12 @@ def release_copies(x: Tensor) -> int:
         copy = _Copy(again)
         if _hooked(node, place, copy):
             freed += copy.nbytes
+            if copy.version:
+                written.append(copy)
+    if written:
+        unchanged = _still_made(node, x)
+        for copy in written:
+            copy.unchanged = unchanged
     return freed
 
 
@@ -103,9 +115,14 @@ class _SavedTensorHooks:
         """Bytes released."""
         self.dtype = torch.float32
         self.version = 0
+        self.packing = False
+        """`pack` was called."""
+        self.unchanged: Tensor | None = None
+        """A flag on the device: nothing was written between the save and `pack`. None: the version shows it."""
         self._probe: Tensor | None = None
 
     def pack(self, saved: Tensor) -> Tensor | None:
+        self.packing = True
         self.dtype, self.version = saved.dtype, saved._version
         self._probe = saved.detach()  # shares the version counter
         self._probe.data = torch.empty(0, device=saved.device)
@@ -117,6 +134,11 @@ class _SavedTensorHooks:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: it is at "
                 f"version {self._probe._version}; expected version {self.version} instead"
+            )
+        if self.unchanged is not None and not bool(self.unchanged):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: it was "
+                "saved for a product, and written to before a linear layer read the product"
             )
         if kept is not None and self.version:
             return kept
@@ -161,7 +183,7 @@ class _Narrow(_SavedTensorHooks):
     def reduced(self, saved: Tensor) -> Tensor:
         kept = self._kept() if self._kept is not None else None
         if kept is None:
-            kept = saved.detach().to(self.narrow)
+            kept = _narrowed(saved.detach(), self.narrow)
             self._kept = weakref.ref(kept)
         self.nbytes = saved.nbytes - kept.nbytes
         return kept
@@ -176,8 +198,42 @@ def _hooked(node: Any, place: str, hooks: _SavedTensorHooks) -> bool:
     try:
         getattr(node, place).register_hooks(hooks.pack, hooks.unpack)
     except RuntimeError:
+        if hooks.packing:  # lack of memory, for example
+            raise
         return False
     return True
+
+
+def _still_made(product: Any, x: Tensor) -> Tensor:
+    """A flag on the device: `x` is the product of what `product` saved. See Note: [Written in place]."""
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        try:
+            one, other = product._saved_self, product._saved_other
+        except RuntimeError as error:  # autograd's own check of the other factor
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return torch.zeros((), dtype=torch.bool)
+        again = (one * other).to(x.dtype)
+        return _same(again, x.detach()) if again.shape == x.shape else torch.zeros((), dtype=torch.bool)
+
+
+def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`, if that has its values; else `x`. With CUDA, where a look would stall the host, an error of the device."""
+    narrow = x.to(dtype)
+    same = _same(narrow.to(x.dtype), x)
+    if x.device.type != "cuda":
+        return narrow if same else x
+    torch._assert_async(
+        same,
+        "the float32 input of a norm is not the cast of a tensor in half precision (it was written to through .data, or by "
+        "a collective): set ssdtrain.compact.recompute to false",
+    )
+    return narrow
+
+
+def _same(one: Tensor, other: Tensor) -> Tensor:
+    """A flag on the device: equal everywhere; NaN is equal to NaN."""
+    return ((one == other) | (one.isnan() & other.isnan())).all()
 
 
 def _narrow_norm_input(product: Any) -> int:
@@ -201,6 +257,8 @@ def _narrow_norm_input(product: Any) -> int:
         return 0
     first = _Narrow(narrow)
     if not _hooked(product, "_raw_saved_self", first):
+        return 0
+    if first.version:  # autograd checks the version of what the square saved, which is the same tensor and older
         return 0
     return first.nbytes if _hooked(square, "_raw_saved_self", _Narrow(narrow, first)) else 0
 

@@ -366,6 +366,36 @@ def test_a_copy_that_is_written_to_after_it_was_saved_is_an_error(
             loss.backward()
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("write", [Tensor.zero_, under_no_grad], ids=["zeroed", "under no_grad"])
+def test_a_copy_that_is_written_to_before_the_layer_is_an_error(
+    write: Callable[[Tensor], object], recompute: bool
+) -> None:
+    gate, up = (torch.randn(4, 64, requires_grad=True) for _ in range(2))
+    layer = nn.Linear(64, 8)
+    with attach(layer, recompute=recompute):
+        opened = nn.functional.silu(gate)
+        product = opened * up
+        write(opened)
+        out = layer(product)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_an_activation_in_place_is_no_error() -> None:
+    x = torch.randn(4, 64)
+    found = []
+    for recompute in (False, True):
+        gate, up = (x.clone().requires_grad_() for _ in range(2))
+        layer = nn.Linear(64, 8)
+        nn.init.constant_(layer.weight, 0.5)
+        with attach(layer, ratio=0.25, recompute=recompute):
+            layer(nn.functional.silu(gate * 2, inplace=True) * up).square().sum().backward()
+        found.append([gate.grad, up.grad, layer.weight.grad])
+    for kept, again in zip(*found, strict=True):
+        assert kept is not None and again is not None and torch.equal(kept, again)
+
+
 def test_released_copies_come_back_to_the_bit() -> None:
     model = llama(torch.float32)
     with_copies = attach(model, ratio=0.25, recompute=False)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import ssdtrain
 from benchmarks.compact_memory import Alive
+from ssdtrain.compact import recompute as copies
 from ssdtrain.runtime import Runtime
 
 TOKENS, WIDTH = 16, 64
@@ -133,3 +134,34 @@ def test_a_float32_input_that_is_written_to_after_the_norm_is_an_error(recompute
         kept[0].add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_write_between_the_norm_and_the_layer_is_an_error(recompute: bool, frozen: bool) -> None:
+    model = Model(CastBeforeWeight, torch.bfloat16, frozen)
+    model.norm.written_after = lambda x_float32: x_float32.mul_(2)
+    with attach(model, recompute):
+        loss = model().float().square().sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_float32_input_with_values_that_half_precision_lacks_is_kept_whole() -> None:
+    """Writes through .data increment no version."""
+    model = Model(CastBeforeWeight, torch.bfloat16, frozen=False)
+    model.norm.written = lambda x_float32: x_float32.data.mul_(1 + 2**-15)
+    expected, _, _ = run(model, recompute=False)
+    found, _, released = run(model, recompute=True)
+    assert equal(found, expected)
+    assert released == HALF  # the normalised input alone
+
+
+def test_lack_of_memory_in_a_hook_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reduced(self: copies._Narrow, saved: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(copies._Narrow, "reduced", reduced)
+    model = Model(CastBeforeWeight, torch.bfloat16, frozen=True)
+    with attach(model, True), pytest.raises(torch.OutOfMemoryError):
+        model()
