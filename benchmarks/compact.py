@@ -132,8 +132,8 @@ TIMED: dict[str, dict[str, Any]] = {
 def step_times(pairs: int) -> dict[str, Any]:
     """step_time_ratio: the median over pairs of a step with and one without, each in turn.
 
-    Timed are the forward and the backward of a wider model and, with compression, `step_end`; no optimizer. Projections are made for
-    16 steps at once: that is in one of 16 pairs, and so not in the median.
+    Timed are the forward and the backward of a wider model and, with compression, `step_end`; no optimizer. Projections are made
+    for 16 steps at once: that is in one of 16 pairs, and so not in the median.
     """
     torch.manual_seed(0)
     plain = Llama(LlamaConfig(layers=2, hidden=512, heads=8, middle=1376))

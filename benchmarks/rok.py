@@ -8,8 +8,8 @@ peak whose predicted step takes at most 1.02 of the time of keeping everything.
 
 A point is the measured peak of activations (bytes) and the throughput (tokens per second of forward and backward, from the
 median of interleaved steps). `choice_slowdown_median` and `choice_slowdown_max` are of the step time of the choice over
-that of keeping everything, `choice_peak_ratio_median` and `choice_peak_ratio_max` of its peak over that of keeping everything, each
-over all cases: models, depths and batch sizes.
+that of keeping everything, `choice_peak_ratio_median` and `choice_peak_ratio_max` of its peak over that of keeping everything,
+each over all cases: models, depths and batch sizes.
 """
 
 from __future__ import annotations

@@ -258,7 +258,9 @@ def _narrow_norm_input(product: Any) -> int:
     first = _Narrow(narrow)
     if not _hooked(product, "_raw_saved_self", first):
         return 0
-    if first.version:  # autograd checks the version of what the square saved, which is the same tensor and older
+    if (
+        first.version
+    ):  # autograd checks the version of what the square saved, which is the same tensor and older
         return 0
     return first.nbytes if _hooked(square, "_raw_saved_self", _Narrow(narrow, first)) else 0
 

@@ -262,8 +262,8 @@ class CompactConfig(Section):
     of which the first that fits counts; a layer that none fits is not compressed. Not with "quant"."""
 
     codec: Literal["int8", "int4", "int2", "int4_rotated", "int2_rotated"] = "int4"
-    """The bits of a value with "quant". "int4_rotated" and "int2_rotated" multiply by a Hadamard matrix first: less noise for gated
-    MLPs such as Llama's, more for others (docs/compact.md)."""
+    """The bits of a value with "quant". "int4_rotated" and "int2_rotated" multiply by a Hadamard matrix first: less noise for
+    gated MLPs such as Llama's, more for others (docs/compact.md)."""
 
     projection: Literal["orthonormal", "gaussian", "hadamard"] = "orthonormal"
     """How P is drawn: orthonormal columns, the paper's Gaussian numbers (more noise), or columns of a Hadamard matrix with
