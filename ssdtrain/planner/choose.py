@@ -48,9 +48,9 @@ def choose_offloads(
 
     Few blocks are tried in every combination. Of many, each is tried in forward order, since what is saved first has the most
     time: it is offloaded if the step then takes at most 1 + `slack` of keeping everything. So where a tier is slower than the
-    model saves, the offloaded blocks spread over forward at the pace of the tier. After that those stay after
-    all, the last first, whose offload writes bytes and does not lower the peak. A store that backward cancels writes none: it is
-    left as it is.
+    model saves, the offloaded blocks spread over forward at the pace of the tier. After that those stay
+    after all, the last first, whose offload writes bytes and does not lower the peak. A store that backward cancels writes none:
+    it is left as it is.
 
     Args:
         device_budget: bytes that the peak should stay under, at the least slack that allows it; what is not
