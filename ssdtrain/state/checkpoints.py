@@ -16,53 +16,106 @@ __all__ = ["StateDicts"]
 
 
 class StateDicts:
-    """Hooks on the blocks: `state_dict` gives copies in host memory, `load_state_dict` writes what it changes to the tier.
+    """Hooks on the model, its blocks, and the modules in them that have parameters of chunks: `state_dict` gives copies in host
+    memory, `load_state_dict` writes what it changes to the tier.
 
     Args:
+        model: whose blocks the chunks are.
         residency: of the chunks.
         prefixes: by chunk, that of its block in the names of the model's parameters.
     """
 
-    def __init__(self, residency: Residency, prefixes: Mapping[Chunk, str]) -> None:
+    def __init__(self, model: nn.Module, residency: Residency, prefixes: Mapping[Chunk, str]) -> None:
         self._residency = residency
         self._handles: list[RemovableHandle] = []
         for chunk in residency.chunks:
             local = {name.removeprefix(prefixes[chunk]): parameter for parameter, name in chunk.names.items()}
-            self._watch(chunk, local)
+            within: list[nn.Module] = []  # modules whose state dict is being made or loaded
+            for prefix, module in chunk.module.named_modules():
+                start = f"{prefix}." if prefix else ""
+                of_module = {
+                    name[len(start) :]: one for name, one in local.items() if name.startswith(start)
+                }
+                if of_module:
+                    self._watch(chunk, module, of_module, within)
+        self._handles.append(model.register_state_dict_post_hook(_copier()))
 
-    def _watch(self, chunk: Chunk, local: dict[str, nn.Parameter]) -> None:
-        def load(*_: Any) -> None:
+    def _watch(
+        self, chunk: Chunk, module: nn.Module, local: dict[str, nn.Parameter], within: list[nn.Module]
+    ) -> None:
+        def begin(one: nn.Module) -> None:
+            if one is chunk.module:
+                within.clear()  # also of one that raised
+            within.append(one)
             self._residency.load(chunk, chunk.values)
 
-        def copy(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-            for name in local:
+        def end() -> None:
+            if within:
+                within.pop()
+            if not within:
+                self._residency.release(chunk.values)
+
+        def load(one: nn.Module, *_: Any) -> None:
+            begin(one)
+
+        def copy(one: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+            for name, parameter in local.items():
                 value = state_dict.get(f"{prefix}{name}")
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and _share(value, parameter):
                     state_dict[f"{prefix}{name}"] = value.detach().to("cpu", copy=True)
-            self._residency.release(chunk.values)
+            end()
 
-        def load_to_change(*_: Any) -> None:
-            self._residency.load(chunk, chunk.values)
+        def load_to_change(one: nn.Module, *_: Any) -> None:
+            begin(one)
             self._residency.settle(chunk.values)
 
-        def store(module: nn.Module, _: Any) -> None:
+        def store(one: nn.Module, _: Any) -> None:
             for name, parameter in local.items():
-                if module.get_parameter(name) is not parameter:
+                if one.get_parameter(name) is not parameter:
                     raise RuntimeError(
                         f"load_state_dict put another tensor in the place of {chunk.names[parameter]} (config section "
                         "state): load without assign=True, or before ssdtrain.attach"
                     )
-            self._residency.release(chunk.values)
+            end()
 
-        block = chunk.module
         self._handles += [
-            block.register_state_dict_pre_hook(load),
-            block.register_state_dict_post_hook(copy),
-            block.register_load_state_dict_pre_hook(load_to_change),
-            block.register_load_state_dict_post_hook(store),
+            module.register_state_dict_pre_hook(load),
+            module.register_state_dict_post_hook(copy),
+            module.register_load_state_dict_pre_hook(load_to_change),
+            module.register_load_state_dict_post_hook(store),
         ]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _copier() -> Any:
+    """A hook that copies what stays in memory as well, so that a state dict is of one moment."""
+
+    def copy(one: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        owned = {
+            tensor.untyped_storage()._cdata
+            for tensor in (*one.parameters(), *one.buffers())
+            if _is_plain(tensor)
+        }
+        copies: dict[tuple[Any, ...], torch.Tensor] = {}  # tied parameters stay tied in a file
+        for name, value in state_dict.items():
+            if not (name.startswith(prefix) and isinstance(value, torch.Tensor) and _is_plain(value)):
+                continue
+            if value.untyped_storage()._cdata in owned:
+                key = value.data_ptr(), value.dtype, value.shape, value.stride()
+                if key not in copies:
+                    copies[key] = value.detach().to("cpu", copy=True)
+                state_dict[name] = copies[key]
+
+    return copy
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata

@@ -32,6 +32,7 @@ class Part:
 
     Attributes:
         tensors: those that exist.
+        failed: a store of it has failed, which was raised; its memory has the only copy and is not freed.
     """
 
     def __init__(self, name: str, nbytes: int) -> None:
@@ -39,6 +40,7 @@ class Part:
         self.nbytes = nbytes
         self.tensors: list[StoredTensor] = []
         self.where = Where.AWAY
+        self.failed = False
 
     @property
     def counts(self) -> bool:
@@ -115,6 +117,7 @@ class Chunk:
         graph_task: of autograd, whose backward through the block is running; None: none is.
         missing: parameters without their gradient in this backward.
         stepping: the optimizer works on it.
+        ahead: loads have begun before it is needed.
     """
 
     def __init__(
@@ -138,6 +141,7 @@ class Chunk:
         self.graph_task: int | None = None
         self.missing: set[nn.Parameter] = set()
         self.stepping = False
+        self.ahead = False
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:

@@ -126,7 +126,7 @@ class ModelState(Feature):
         self._residency = Residency(moving, self.plan.limit, self.plan.fixed, self._metrics)
         transfers = self._transfers(moving)
         self._hooks = BlockHooks(self._residency, transfers)
-        self._state_dicts = StateDicts(self._residency, prefixes)
+        self._state_dicts = StateDicts(model, self._residency, prefixes)
         self._chunked = ChunkedOptimizer(optimizer, self._residency, self._hooks, transfers, self._store)
         for chunk in moving:
             self._take(chunk, transfers)
@@ -139,7 +139,7 @@ class ModelState(Feature):
             chunk.gradient_slots[parameter] = self._store.reserve(parameter.nbytes)
         self._residency.load(chunk, *chunk.parts)  # there is nothing yet: they are counted
         chunk.values.tensors = [
-            StoredTensor(name, parameter, self._store.reserve(parameter.nbytes), transfers)
+            StoredTensor(name, parameter, self._store.reserve(parameter.nbytes), transfers, watched=True)
             for parameter, name in chunk.names.items()
         ]
         self._storages |= {parameter.untyped_storage()._cdata for parameter in chunk.parameters}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import torch
 from torch import nn
 
-from ssdtrain.config import ConfigError, Problem, StateConfig
+from ssdtrain.config import ConfigError, Problem, StateConfig, exact_size
 from ssdtrain.profile.blocks import find_blocks
 from ssdtrain.state.chunk import Chunk
 from ssdtrain.state.sizes import state_bytes
-from ssdtrain.state.stored import is_movable
+from ssdtrain.state.stored import MOVABLE, is_movable
 
 __all__ = ["check", "find_chunks"]
 
@@ -65,7 +65,7 @@ def find_chunks(
     own, and are not small.
 
     Raises:
-        ConfigError: the model has no blocks.
+        ConfigError: the model has no blocks, or none with a parameter that may leave; names why each stays.
     """
     try:
         blocks = find_blocks(model, config.blocks)
@@ -87,25 +87,53 @@ def find_chunks(
         for parameter in model.parameters()
     )
     alone = set(_not_shared(model))
+    staying: Counter[str] = Counter()
     chunks: list[Chunk] = []
     prefixes: dict[Chunk, str] = {}
     for name, block in _once(blocks):
-        found = {
-            f"{name}.{local}": parameter
-            for local, parameter in block.named_parameters()
-            if parameter in alone
-            and parameter in needed
-            and parameter.requires_grad
-            and parameter.device == device
-            and is_movable(parameter, config.min_bytes)
-        }
+        found = {}
+        for local, parameter in block.named_parameters():
+            why = _why_it_stays(parameter, alone, needed, device, config.min_bytes)
+            if why is None:
+                found[f"{name}.{local}"] = parameter
+            else:
+                staying[why] += 1
         if found:
             chunk = Chunk(
                 len(chunks), name, block, found, sum(needed[parameter] for parameter in found.values())
             )
             chunks.append(chunk)
             prefixes[chunk] = f"{name}."
+    if not chunks:
+        counts = "; ".join(f"{count} {why}" for why, count in staying.most_common())
+        found_none = f"finds no parameter that could leave memory in {len(blocks)} blocks: {counts or 'they have none'}"
+        remedy = "blocks with such parameters, or no section state"
+        raise ConfigError([Problem("ssdtrain.state", list(blocks)[:4], found_none, remedy)])
     return chunks, prefixes, total - sum(chunk.nbytes for chunk in chunks)
+
+
+def _why_it_stays(
+    parameter: nn.Parameter,
+    alone: Container[nn.Parameter],
+    needed: Container[nn.Parameter],
+    device: torch.device,
+    min_bytes: int,
+) -> str | None:
+    if not parameter.requires_grad:
+        return "frozen"
+    if parameter not in needed:
+        return "not in the optimizer that was given"
+    if parameter not in alone:
+        return "shared by several modules, or in memory that others share"
+    if parameter.device != device:
+        return f"on {parameter.device}, while the device of this runtime is {device}"
+    if is_movable(parameter, min_bytes):
+        return None
+    if parameter.nbytes < min_bytes:
+        return f"of less than state.min_bytes ({exact_size(min_bytes)})"
+    if parameter.dtype not in MOVABLE:
+        return f"of {parameter.dtype}"
+    return "in memory that torch cannot free and allocate (load_state_dict with assign=True, or part of a larger tensor)"
 
 
 def _once(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ssdtrain.state.chunk import Chunk, StoredGradient, Where
 from ssdtrain.state.residency import Residency
+from ssdtrain.state.stored import users
 from ssdtrain.state.transfers import Transfers
 
 __all__ = ["BlockHooks", "Order"]
@@ -76,6 +77,7 @@ class BlockHooks:
         self.order = Order(list(residency.chunks))
         self._tasks: set[int] = set()  # of autograd, whose end is awaited
         self._handles: list[RemovableHandle] = []
+        self.keeper: object = None  # lives as long as the hooks
         for chunk in residency.chunks:
             self._watch(chunk)
 
@@ -169,6 +171,11 @@ class BlockHooks:
         task = torch._C._current_graph_task_id()
         if chunk.graph_task == task:
             return
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"backward with create_graph=True meets {chunk.name}, whose gradients would be part of a graph and could not leave "
+                "memory (config section state): leave create_graph out, or train without the section"
+            )
         self._expect(BACKWARD, chunk)
         self._residency.load(chunk, chunk.values, chunk.gradients)
         self._residency.settle(chunk.gradients)
@@ -189,15 +196,15 @@ class BlockHooks:
                 )
             chunk.missing.discard(parameter)
             if chunk.graph_task is not None and not chunk.missing:
-                self._end_backward(chunk)
+                self._end_backward(chunk, parameter)
             self.prefetch()
 
         return accumulated
 
-    def _end_backward(self, chunk: Chunk) -> None:
+    def _end_backward(self, chunk: Chunk, accumulated: nn.Parameter | None = None) -> None:
         chunk.graph_task = None
         chunk.missing.clear()
-        self.adopt_gradients(chunk)
+        self.adopt_gradients(chunk, accumulated)
         self._residency.release(chunk.gradients)
 
     def _task_is_over(self, task: int) -> None:
@@ -214,8 +221,12 @@ class BlockHooks:
                     self._end_backward(chunk)
             self._tasks.clear()
 
-    def adopt_gradients(self, chunk: Chunk) -> None:
-        """Let gradients that autograd has made come and go."""
+    def adopt_gradients(self, chunk: Chunk, accumulated: nn.Parameter | None = None) -> None:
+        """Let gradients that autograd has made come and go.
+
+        Args:
+            accumulated: whose gradient autograd has made just now and holds for itself as well.
+        """
         if chunk.gradients.where is not Where.HERE:
             self._residency.load(chunk, chunk.gradients)
         known = {gradient.parameter for gradient in chunk.stored_gradients()}
@@ -223,8 +234,9 @@ class BlockHooks:
             gradient = parameter.grad
             if gradient is None or parameter in known:
                 continue
-            if gradient.untyped_storage().nbytes() != gradient.nbytes or gradient.storage_offset():
-                parameter.grad = gradient.clone()  # a part of a larger storage
+            part_of_one = gradient.untyped_storage().nbytes() != gradient.nbytes or gradient.storage_offset()
+            if part_of_one or users(gradient) > 1 + (parameter is accumulated):
+                parameter.grad = gradient.clone()  # others go on to use the storage: autograd gives away views
             slot = chunk.gradient_slots[parameter]
             stored = StoredGradient(f"the gradient of {name}", parameter, slot, self._transfers)
             chunk.gradients.tensors.append(stored)

@@ -9,6 +9,7 @@ Note: [One chunk at a time]
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -19,18 +20,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_iter, tree_map
 
 from ssdtrain.state.chunk import Chunk, Part, Where
 from ssdtrain.state.hooks import BlockHooks
+from ssdtrain.state.methods import METHODS, method_of, without_owner
+from ssdtrain.state.options import Options
 from ssdtrain.state.residency import Residency
 from ssdtrain.state.sizes import plain_step
-from ssdtrain.state.stored import StoredTensor, is_movable
+from ssdtrain.state.stored import MOVABLE, StoredTensor, is_movable
 from ssdtrain.state.transfers import Transfers
 from ssdtrain.storage import SpillStore
+from ssdtrain.telemetry.text import size_text
 
 __all__ = ["ChunkedOptimizer"]
 
-_METHODS = ("step", "state_dict", "load_state_dict")
+logger = logging.getLogger("ssdtrain")
 
 
 class ChunkedOptimizer:
@@ -56,17 +61,19 @@ class ChunkedOptimizer:
         self._transfers = transfers
         self._store = store
         self._owner = {parameter: chunk for chunk in residency.chunks for parameter in chunk.parameters}
-        self._plain = {name: getattr(type(optimizer), name) for name in _METHODS} | {
+        self._plain = {name: getattr(type(optimizer), name) for name in METHODS} | {
             "step": plain_step(type(optimizer))
         }
-        self._installed = {
-            "step": MethodType(Optimizer.profile_hook_step(_method(self, "step")), optimizer),
-            "state_dict": MethodType(_method(self, "state_dict"), optimizer),
-            "load_state_dict": MethodType(_method(self, "load_state_dict"), optimizer),
-        }
+        self._fixed: dict[Chunk, int] = {}  # bytes of state that stays
+        self._warned: set[str] = set()  # kinds of state that stay
+        self._torn: BaseException | None = None  # what ended a load of optimizer state half way
+        functions = {name: method_of(self, name) for name in METHODS}
+        functions["step"] = Optimizer.profile_hook_step(functions["step"])
+        self._installed = {name: MethodType(function, optimizer) for name, function in functions.items()}
+        hooks.keeper = self  # for as long as parameters come and go, whether or not the runtime is kept
         for name, method in self._installed.items():
             optimizer.__dict__[name] = method
-        self._others = register_optimizer_step_pre_hook(_without_owner(self._check_other))
+        self._others = register_optimizer_step_pre_hook(without_owner(self._check_other))
         weakref.finalize(self, self._others.remove)
 
     def remove(self) -> None:
@@ -76,11 +83,26 @@ class ChunkedOptimizer:
             if self.optimizer.__dict__.get(name) is method:
                 del self.optimizer.__dict__[name]
         self._installed = {}
+        self._hooks.keeper = None
         state = self.optimizer.state
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in state:  # in the order of parameters, as without chunks
                     state[parameter] = state.pop(parameter)
+
+    def refuse_to_be_copied(self) -> Any:
+        """Raises RuntimeError."""
+        raise RuntimeError(
+            f"{type(self.optimizer).__name__} cannot be copied or saved as an object, because its tensors are not all in memory "
+            "(config section state): use its state_dict()"
+        )
+
+    def _check_not_torn(self) -> None:
+        if self._torn is not None:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__} has the state of two checkpoints in part, because a load_state_dict has failed "
+                "(config section state): load a state dict"
+            ) from self._torn
 
     def _check_other(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer is self.optimizer or not self._installed:
@@ -103,17 +125,26 @@ class ChunkedOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_not_torn()
         self._hooks.end_abandoned()
+        for chunk in self._residency.chunks:
+            chunk.forwards = 0  # of one that an interrupt has ended
         groups = self._groups()
-        with self._only(groups[None]):
-            self._plain["step"](self.optimizer)
+        options = Options(self.optimizer)
+        self._step_of(groups[None], options)
         for chunk in self._residency.chunks:
             if any(parameter.grad is not None for parameter in chunk.parameters):
-                self._step(chunk, groups[chunk])
+                self._step(chunk, groups[chunk], options)
+        options.finish()
         self._hooks.prefetch()
         return loss
 
-    def _step(self, chunk: Chunk, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+    def _step_of(self, parameters: Sequence[Sequence[nn.Parameter]], options: Options) -> None:
+        with self._only(parameters):
+            self._plain["step"](self.optimizer)
+        options.end_part([bool(few) for few in parameters])
+
+    def _step(self, chunk: Chunk, parameters: Sequence[Sequence[nn.Parameter]], options: Options) -> None:
         chunk.stepping = True
         try:
             self._forget_replaced(chunk)
@@ -123,8 +154,7 @@ class ChunkedOptimizer:
             self._hooks.prefetch(patient=True)
             for part in chunk.parts:
                 self._residency.settle(part)
-            with self._only(parameters):
-                self._plain["step"](self.optimizer)
+            self._step_of(parameters, options)
             for tensor in (*chunk.values.tensors, *chunk.state.tensors):
                 tensor.in_slot = False
             self.adopt_state(chunk)
@@ -165,17 +195,33 @@ class ChunkedOptimizer:
         """Let tensors that the optimizer has made for `chunk`, which are in memory, come and go."""
         known = {id(stored.tensor): stored for stored in chunk.state.tensors}
         kept: list[StoredTensor] = []
+        fixed = 0
+        taken = {
+            stored._storage._cdata: stored.name
+            for part in chunk.parts
+            for stored in part.tensors
+            if id(stored.tensor) not in known
+        }
         for parameter, name in chunk.names.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
+            state = self.optimizer.state.get(parameter, {})
+            for key, value in list(state.items()):
+                if isinstance(value, list | tuple | dict):
+                    fixed += self._stays(key, value, parameter)
                 if not isinstance(value, torch.Tensor):
                     continue
                 stored = known.pop(id(value), None)
-                if (
-                    stored is None
-                    and value.numel() > 1
-                    and value.device == parameter.device
-                    and is_movable(value)
-                ):
+                if stored is None and value.numel() > 1 and value.device == parameter.device:
+                    if _is_a_loaded_one(value):  # its memory is not torch's to free
+                        value = state[key] = value.clone()
+                    if not is_movable(value):
+                        fixed += self._stays(key, value, parameter)
+                        continue
+                    other = taken.setdefault(value.untyped_storage()._cdata, f"{key} of {name}")
+                    if other != f"{key} of {name}":
+                        raise RuntimeError(
+                            f"the optimizer's {key} of {name} has the memory of {other}, and both could not leave it (config "
+                            "section state): use an optimizer whose state has memory of its own"
+                        )
                     slot = self._store.reserve(value.nbytes)
                     stored = StoredTensor(f"the optimizer's {key} of {name}", value, slot, self._transfers)
                 if stored is not None:
@@ -185,6 +231,25 @@ class ChunkedOptimizer:
             self._store.free(gone.slot)
         chunk.state.tensors = kept
         self._residency.resize(chunk.state, sum(stored.nbytes for stored in kept))
+        self._residency.count_fixed(fixed - self._fixed.get(chunk, 0))
+        self._fixed[chunk] = fixed
+
+    def _stays(self, key: str, value: Any, parameter: nn.Parameter) -> int:
+        """Bytes on the device of what cannot leave it."""
+        found = sum(
+            one.nbytes
+            for one in tree_iter(value)
+            if isinstance(one, torch.Tensor) and one.numel() > 1 and one.device == parameter.device
+        )
+        if found and key not in self._warned:
+            self._warned.add(key)
+            logger.warning(
+                "the optimizer's %s (%s for one parameter) stays on the device, because it is no plain tensor of floating point "
+                "with memory of its own (config section state): it counts in state.device_limit",
+                key,
+                size_text(found),
+            )
+        return found
 
     def _forget_replaced(self, chunk: Chunk) -> None:
         """Tensors that are the optimizer's no more (`optimizer.state.clear()`) are not loaded."""
@@ -203,42 +268,70 @@ class ChunkedOptimizer:
     # State dicts
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with copies in host memory of what comes and goes."""
+        """As torch's, with copies in host memory, so that it is of one moment."""
+        self._check_not_torn()
         found: dict[str, Any] = self._plain["state_dict"](self.optimizer)
         numbers = self._numbers([group["params"] for group in found["param_groups"]])
-        for chunk in self._residency.chunks:
-            if not chunk.state.tensors:
-                continue
-            self._residency.load(chunk, chunk.state)
-            for parameter in chunk.parameters:
+        found["param_groups"] = [tree_map(_copied, group) for group in found["param_groups"]]
+        for chunk, groups in self._groups().items():
+            if chunk is not None and chunk.state.tensors:
+                self._residency.load(chunk, chunk.state)
+            for parameter in (parameter for few in groups for parameter in few):
                 number = numbers[parameter]
-                found["state"][number] = {
-                    key: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-                    for key, value in self.optimizer.state.get(parameter, {}).items()
-                }
-            self._residency.release(chunk.state)
+                if number in found["state"]:
+                    found["state"][number] = tree_map(_in_host_memory, dict(self.optimizer.state[parameter]))
+            if chunk is not None and chunk.state.tensors:
+                self._residency.release(chunk.state)
         # In the order of parameters, as without chunks.
         order = [number for number in numbers.values() if number in found["state"]]
         found["state"] = {number: found["state"][number] for number in order} | found["state"]
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, chunk by chunk."""
+        """As torch's, chunk by chunk. Where it raises, the groups are as before; the state is, unless a chunk has lost it already:
+        then the optimizer is not used before another state dict is loaded."""
         optimizer = self.optimizer
         groups, saved = optimizer.param_groups, state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
             self._plain["load_state_dict"](optimizer, state_dict)  # raises
             raise AssertionError("a state dict of other parameters was loaded")
         full = [group["params"] for group in groups]
+        before, attributes = optimizer.state, dict(vars(optimizer))
+        dropped: set[nn.Parameter] = set()
+        loaded: defaultdict[Any, Any] = defaultdict(dict)
+        try:
+            self._load_parts(state_dict, groups, loaded, dropped)
+        except BaseException as error:
+            vars(optimizer).update(attributes)
+            for parameter in dropped:
+                before.pop(parameter, None)
+                if parameter in loaded:
+                    before[parameter] = loaded[parameter]
+            self._torn = error if dropped else self._torn
+            raise
+        self._torn = None
+        for group, params in zip(optimizer.param_groups, full, strict=True):
+            group["params"] = params
+
+    def _load_parts(
+        self,
+        state_dict: dict[str, Any],
+        groups: list[dict[str, Any]],
+        loaded: defaultdict[Any, Any],
+        dropped: set[nn.Parameter],
+    ) -> None:
+        """Fills `loaded`, and `dropped` by parameters whose state of before is lost."""
+        optimizer, saved = self.optimizer, state_dict["param_groups"]
         numbers = self._numbers([group["params"] for group in saved])
         others = {key: value for key, value in state_dict["state"].items() if key not in numbers.values()}
-        loaded: defaultdict[Any, Any] = defaultdict(dict)
+        theirs = {id(value) for value in tree_iter(state_dict["state"]) if isinstance(value, torch.Tensor)}
         for chunk, parameters in self._groups().items():
-            if chunk is not None:
-                self._drop_state(chunk)
-                self._residency.load(chunk, chunk.state)
             held = [numbers[parameter] for few in parameters for parameter in few]
             part = {number: state_dict["state"][number] for number in held if number in state_dict["state"]}
+            if chunk is not None:
+                dropped.update(chunk.parameters)
+                self._drop_state(chunk)
+                self._residency.load(chunk, chunk.state)
             optimizer.param_groups = [
                 {**group, "params": few} for group, few in zip(groups, parameters, strict=True)
             ]
@@ -254,13 +347,16 @@ class ChunkedOptimizer:
                     ],
                 },
             )
+            for parameter in chunk.parameters if chunk is not None else ():
+                state = optimizer.state.get(parameter, {})
+                for key, value in state.items():
+                    if id(value) in theirs:
+                        state[key] = value.clone()  # the caller's tensor does not come and go
             loaded.update(optimizer.state)
             optimizer.state = loaded
             if chunk is not None:
                 self.adopt_state(chunk)
                 self._residency.release(chunk.state)
-        for group, params in zip(optimizer.param_groups, full, strict=True):
-            group["params"] = params
 
     def _numbers(self, saved: Sequence[Sequence[Any]]) -> dict[nn.Parameter, Any]:
         """The numbers of a state dict by parameter."""
@@ -279,29 +375,20 @@ class ChunkedOptimizer:
         part.tensors = []
 
 
-def _method(chunked: ChunkedOptimizer, name: str) -> Callable[..., Any]:
-    """A function for the optimizer, which calls `chunked`, or the class's own method where that is gone or removed."""
-    reference = weakref.ref(chunked)
-    kind = type(chunked.optimizer)
-
-    def call(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        found = reference()
-        if found is None or not found._installed:
-            plain = plain_step(kind) if name == "step" else getattr(kind, name)
-            return plain(optimizer, *args, **kwargs)
-        return getattr(found, name)(*args, **kwargs)
-
-    call.__name__ = name
-    return call
+def _is_a_loaded_one(value: torch.Tensor) -> bool:
+    """True for a plain tensor in memory of its own that is not torch's to free and allocate, such as one of `torch.load`."""
+    return (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and value.dtype in MOVABLE
+        and value.untyped_storage().nbytes() == value.nbytes
+        and not value.untyped_storage().resizable()
+    )
 
 
-def _without_owner(method: Callable[..., None]) -> Callable[..., None]:
-    """The same for a table that is global, which would keep the owner and its model alive."""
-    reference = weakref.WeakMethod(method)
+def _in_host_memory(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
-    def call(*args: Any) -> None:
-        found = reference()
-        if found is not None:
-            found(*args)
 
-    return call
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

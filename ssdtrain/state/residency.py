@@ -80,7 +80,6 @@ class Residency:
             part.where = Where.AWAY
             self._count(-part.nbytes)
             raise
-        self.metrics.prefetched_chunks += not required and bool(part.tensors)
         return True
 
     def finish(self, part: Part) -> None:
@@ -115,6 +114,7 @@ class Residency:
     def load(self, chunk: Chunk, *parts: Part) -> None:
         """Have `parts` of `chunk` in memory; it is the chunk used last."""
         self._recent[chunk] = self._recent.pop(chunk)
+        chunk.ahead = False
         for part in parts:
             self.begin(part, chunk)
         for part in parts:
@@ -123,7 +123,12 @@ class Residency:
     def prefetch(self, chunk: Chunk, *parts: Part, patient: bool = False) -> bool:
         """Begin to load `parts` as far as there is room. Returns whether all have begun."""
         self._recent[chunk] = self._recent.pop(chunk)
-        return all(self.begin(part, chunk, required=False, patient=patient) for part in parts)
+        away = [part for part in parts if part.where is Where.AWAY]
+        begun = all(self.begin(part, chunk, required=False, patient=patient) for part in parts)
+        if not chunk.ahead and any(part.tensors and part.where is Where.LOADING for part in away):
+            chunk.ahead = True
+            self.metrics.prefetched_chunks += 1
+        return begun
 
     def write(self, part: Part) -> None:
         """Begin to store what has changed in `part`, which stays in memory."""
@@ -172,12 +177,21 @@ class Residency:
         self.finish(part)
         self.metrics.resident_peak_bytes = peak
 
+    def count_fixed(self, nbytes: int) -> None:
+        """`nbytes` more stay in memory."""
+        if nbytes:
+            self._count(nbytes)
+
     def reset_peak(self) -> None:
         self.metrics.resident_peak_bytes = self.metrics.resident_bytes
 
     def wait(self) -> None:
-        """Wait for all stores."""
-        while self._leaving:
+        """Wait for all stores.
+
+        Raises:
+            IOFailure: one failed; a further call does not wait for it again.
+        """
+        while self._waiting():
             self._wait_for_oldest()
 
     # Room
@@ -191,12 +205,12 @@ class Residency:
         while (excess := self.metrics.resident_bytes + nbytes - self._limit) > 0:
             if self._free_what_has_left():
                 continue
-            if sum(part.nbytes for part in self._leaving) < excess:
+            if sum(part.nbytes for part in self._waiting()) < excess:
                 victim = next((one for one in self._recent if one is not chunk and _may_leave(one)), None)
                 if victim is not None:
                     self._evict(victim)
                     continue
-            if self._leaving and patient:
+            if patient and self._waiting():
                 self._wait_for_oldest()
                 continue
             if not required:
@@ -210,21 +224,30 @@ class Residency:
             self.release(part)
 
     def _free_what_has_left(self) -> bool:
-        left = [part for part in self._leaving if all(tensor.may_be_freed() for tensor in part.tensors)]
+        left = [part for part in self._waiting() if all(tensor.may_be_freed() for tensor in part.tensors)]
         for part in left:
             self._free(part)
         return bool(left)
 
+    def _waiting(self) -> list[Part]:
+        """Parts whose memory is free when their stores have ended. One that failed was raised and is passed over from then on:
+        it can be shown again, so that a state dict can be made of all that is left."""
+        return [part for part in self._leaving if not part.failed]
+
     def _wait_for_oldest(self) -> None:
         began = time.perf_counter()
         try:
-            self._free(self._leaving[0])
+            self._free(self._waiting()[0])
         finally:
             self.metrics.store_wait_seconds += time.perf_counter() - began
 
     def _free(self, part: Part) -> None:
-        for tensor in part.tensors:
-            tensor.wait_to_free()
+        try:
+            for tensor in part.tensors:
+                tensor.wait_to_free()
+        except Exception:
+            part.failed = True
+            raise
         for tensor in part.tensors:  # all or none: a part whose store failed can be shown again
             tensor.free()
         self._leaving.remove(part)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ssdtrain.state.options import Options
+
 __all__ = ["plain_step", "state_bytes"]
 
 _SIDE = 4  # of the parameter that is tried
@@ -29,7 +31,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
     of the group, whose traces are removed.
 
     Raises:
-        RuntimeError: it cannot make a step on the small parameter.
+        RuntimeError: it cannot make a step on the small parameter, or counts its steps where a step in parts would count the parts.
     """
     found: dict[nn.Parameter, int] = {}
     for group in optimizer.param_groups:
@@ -57,15 +59,20 @@ def _try(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.
     alone = {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
     alone["params"] = [small]
     optimizer.param_groups = [alone]
+    options, attributes = Options(optimizer), dict(vars(optimizer))
     try:
         plain_step(type(optimizer))(optimizer)
         state = optimizer.state.pop(small, {})
     except Exception as error:
         why = f"{type(optimizer).__name__} cannot be used with the config section state: it fails on a parameter alone"
         raise RuntimeError(f"{why}: {error}") from error
+    else:
+        options.end_part([True])
     finally:
-        optimizer.param_groups = groups
         optimizer.state.pop(small, None)
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        optimizer.param_groups = groups
     fixed = per_element = 0
     for value in state.values():
         if isinstance(value, torch.Tensor):

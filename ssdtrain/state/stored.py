@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from ssdtrain.state.checksum import checksum
 from ssdtrain.state.transfers import Transfer, Transfers
 from ssdtrain.storage import Slot
 
-__all__ = ["MOVABLE", "GradientInTier", "StoredTensor", "is_movable"]
+__all__ = ["MOVABLE", "GradientInTier", "StoredTensor", "is_movable", "users"]
 
 MOVABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Types of tensors that may leave: those with a NaN to show meanwhile."""
@@ -31,6 +32,17 @@ def is_movable(tensor: torch.Tensor, min_bytes: int = 1) -> bool:
     )
 
 
+def users(tensor: torch.Tensor) -> int:
+    """How many tensors have the storage of a plain one, which is among them."""
+    alone = torch.empty(0, device=tensor.device)
+    return 1 + _count(tensor) - _count(alone)
+
+
+def _count(tensor: torch.Tensor) -> int:
+    found: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return found
+
+
 class StoredTensor:
     """A tensor that comes and goes. While it is away, it has its shape, and every element reads as NaN.
 
@@ -39,6 +51,8 @@ class StoredTensor:
         tensor: in memory, see `is_movable`. It stays the same object, and so does its storage.
         slot: of its size.
         transfers: of its device.
+        watched: bytes may be changed past the version counter (through `.data`): they are compared by a checksum before they are
+            taken to be those of the slot.
 
     Attributes:
         in_slot: the slot has the bytes of the tensor, or a store of them is in flight.
@@ -50,8 +64,10 @@ class StoredTensor:
         "_load",
         "_storage",
         "_store",
+        "_sum",
         "_transfers",
         "_version",
+        "_watched",
         "in_slot",
         "name",
         "nbytes",
@@ -59,7 +75,9 @@ class StoredTensor:
         "tensor",
     )
 
-    def __init__(self, name: str, tensor: torch.Tensor, slot: Slot, transfers: Transfers) -> None:
+    def __init__(
+        self, name: str, tensor: torch.Tensor, slot: Slot, transfers: Transfers, *, watched: bool = False
+    ) -> None:
         self.name = name
         self.tensor = tensor
         self.slot = slot
@@ -73,6 +91,8 @@ class StoredTensor:
         self._store: Transfer | None = None
         self._load: Transfer | None = None
         self._version = tensor._version
+        self._watched = watched
+        self._sum: torch.Tensor | None = None  # of the bytes in the slot, while they are in memory
 
     @property
     def in_memory(self) -> bool:
@@ -93,16 +113,20 @@ class StoredTensor:
         if not self._is_hidden() and self.tensor.data_ptr() != self._storage.data_ptr():
             raise self._other_data()
         self._note_changes()
-        if self.in_slot:
+        if self.in_slot and not self._changed_unseen():
             return 0
         self.wait_for_store()
+        if self._watched:
+            with torch.inference_mode(False):
+                self._sum = checksum(self._storage)
         self._store = self._transfers.store(self.slot, self._storage)
         self.in_slot = True
         return self.nbytes
 
     def hide(self) -> None:
         """Show NaN. The memory stays until `free`."""
-        self.tensor.data = self._hidden
+        with torch.inference_mode(False):  # else the parameter would become an inference tensor
+            self.tensor.data = self._hidden
 
     def may_be_freed(self) -> bool:
         """True if `wait_to_free` does not wait."""
@@ -120,6 +144,7 @@ class StoredTensor:
     def free(self) -> None:
         """Free the memory; `wait_to_free` has returned."""
         self._storage.resize_(0)
+        self._sum = None
 
     def wait_for_store(self) -> None:
         """Raises IOFailure: the store failed."""
@@ -180,9 +205,19 @@ class StoredTensor:
     def show(self) -> None:
         """Show the bytes, which are in memory."""
         assert self.in_memory, self.name
-        shown = torch.empty(0, dtype=self._hidden.dtype, device=self._hidden.device)
-        self.tensor.data = shown.set_(self._storage, 0, *self._geometry)
-        self._version = self.tensor._version
+        with torch.inference_mode(False):  # what is evaluated now is trained later
+            shown = torch.empty(0, dtype=self._hidden.dtype, device=self._hidden.device)
+            self.tensor.data = shown.set_(self._storage, 0, *self._geometry)
+            self._version = self.tensor._version
+            if self._watched and self._sum is None:
+                self._sum = checksum(self._storage)
+
+    def _changed_unseen(self) -> bool:
+        """True if the bytes are others than those of the slot, though no version counter has moved."""
+        if self._sum is None or self._is_hidden():
+            return False
+        with torch.inference_mode(False):
+            return bool(checksum(self._storage) != self._sum)
 
     def _note_changes(self) -> None:
         if self.tensor._version != self._version:
@@ -213,7 +248,8 @@ class GradientInTier(torch.Tensor):
 
     @classmethod
     def standing_for(cls, gradient: StoredTensor) -> GradientInTier:
-        found: GradientInTier = torch.Tensor._make_subclass(cls, gradient._hidden)
+        with torch.inference_mode(False):
+            found: GradientInTier = torch.Tensor._make_subclass(cls, gradient._hidden)
         return found
 
     @classmethod

@@ -61,15 +61,13 @@ def test_a_state_dict_holds_what_it_was_when_training_goes_on(attach: Attach) ->
     optimizer = adamw(model.parameters())
     attach(model, optimizer)
     run(Recipe(steps=1), model, optimizer)
-    found = {name: value for name, value in model.state_dict().items() if name.startswith("layers.")}
+    found = dict(model.state_dict())
     kept = {name: value.clone() for name, value in found.items()}
     state = optimizer.state_dict()["state"]
     kept_state = {number: {k: v.clone() for k, v in one.items()} for number, one in state.items()}
     run(Recipe(steps=1), model, optimizer, first=1)
-    moved = [f"layers.{index}.up.weight" for index in range(8)]
-    assert same({name: found[name] for name in moved}, {name: kept[name] for name in moved})
-    moving = [number for number, one in state.items() if one["exp_avg"].numel() > 64]
-    assert all(same(state[n]["exp_avg"], kept_state[n]["exp_avg"]) for n in moving[1:-1])
+    assert same(found, kept)
+    assert same(state, kept_state)
 
 
 def test_a_part_of_a_state_dict_is_loaded(attach: Attach) -> None:

@@ -1,0 +1,138 @@
+"""What the step of an optimizer changes beside parameters and their state: counters in its groups, and its own attributes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+__all__ = ["Options", "check_own", "own_numbers"]
+
+_ABSENT = object()
+
+
+class Options:
+    """Lets every part of a step see the options of the groups as they were before the step, and merges what the parts leave.
+
+    An optimizer that counts its steps in `group["step"]` would count the parts otherwise.
+
+    Args:
+        optimizer: before the step.
+
+    Raises:
+        RuntimeError: in `end_part` and `finish`, two parts leave different values, or one was changed where it cannot be put back.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._name = type(optimizer).__name__
+        self._groups = list(optimizer.param_groups)
+        self._before = [_options(group) for group in self._groups]
+        self._tensors = [_tensors(group) for group in self._groups]
+        self._left: list[dict[str, Any] | None] = [None] * len(self._groups)
+        self._optimizer = optimizer
+        self._numbers = own_numbers(optimizer)
+
+    def end_part(self, took_part: Sequence[bool]) -> None:
+        """A part of the step is over, in which these groups had parameters: the next one sees the options of before."""
+        check_own(self._optimizer, self._numbers)
+        for group, before in zip(self._groups, self._tensors, strict=True):
+            changed = _tensors(group) ^ before
+            if changed:
+                raise RuntimeError(self._why(min(changed)[0], "is a tensor that a step changes"))
+        for at, group in enumerate(self._groups):
+            if not took_part[at]:
+                continue
+            now = _options(group)
+            left = self._left[at]
+            for key in () if left is None else left.keys() | now.keys():
+                if not _equal(left.get(key, _ABSENT), now.get(key, _ABSENT)):  # type: ignore[union-attr]
+                    raise RuntimeError(
+                        self._why(key, "comes out of a step differently for different parameters")
+                    )
+            self._left[at] = now
+            _put(group, self._before[at])
+
+    def finish(self) -> None:
+        """All parts are over: the groups have what the parts have left."""
+        changed = {
+            key
+            for before, left in zip(self._before, self._left, strict=True)
+            for key in (() if left is None else left.keys() | before.keys())
+            if not _equal(before.get(key, _ABSENT), left.get(key, _ABSENT))  # type: ignore[union-attr]
+        }
+        for group, left in zip(self._groups, self._left, strict=True):
+            if left is not None:
+                _put(group, left)
+            elif changed and group["params"]:
+                raise RuntimeError(
+                    self._why(min(changed), "is changed by a step, and one group has no gradient")
+                )
+
+    def _why(self, key: str, what: str) -> str:
+        return (
+            f"{self._name} cannot be used with the config section state: the option {key} of its groups {what}, and the step "
+            "comes to one chunk after the other: use an optimizer that updates each parameter alone"
+        )
+
+
+def own_numbers(optimizer: Optimizer) -> dict[str, int | float]:
+    """Counters of the optimizer itself: numbers among its attributes, and those of its state that belong to no parameter."""
+    found = {name: value for name, value in vars(optimizer).items() if _is_number(value)}
+    for key, value in optimizer.state.items():
+        if not isinstance(key, torch.Tensor):
+            inner = value if isinstance(value, Mapping) else {"": value}
+            found |= {f"state[{key!r}] {name}".strip(): one for name, one in inner.items() if _is_number(one)}
+    return found
+
+
+def check_own(optimizer: Optimizer, before: Mapping[str, int | float]) -> None:
+    """Raises RuntimeError: a counter of the optimizer itself has moved."""
+    now = own_numbers(optimizer)
+    for name in now.keys() | before.keys():
+        if not _equal(now.get(name, _ABSENT), before.get(name, _ABSENT)):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} cannot be used with the config section state: a step changes its attribute {name}, "
+                "and would change it once for every chunk: use an optimizer that counts in the state of its parameters"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: copy.deepcopy(value) if isinstance(value, list | dict | set) else value
+        for key, value in group.items()
+        if key != "params" and not isinstance(value, torch.Tensor)
+    }
+
+
+def _put(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    now = _options(group)
+    for key in now.keys() - options.keys():
+        del group[key]
+    for key, value in options.items():
+        if key not in now or not _equal(now[key], value):
+            group[key] = copy.deepcopy(value) if isinstance(value, list | dict | set) else value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    try:
+        return type(one) is type(other) and (bool(one == other) or (one != one and other != other))
+    except (RuntimeError, TypeError, ValueError):  # what has no single answer, such as an array
+        return False
+
+
+def _tensors(group: Mapping[str, Any]) -> set[tuple[str, int, int]]:
+    """Names, identities and versions of the options that are tensors."""
+    return {
+        (key, id(value), -1 if value.is_inference() else value._version)
+        for key, value in group.items()
+        if isinstance(value, torch.Tensor)
+    }
