@@ -66,7 +66,7 @@ class ChunkedOptimizer:
         }
         self._fixed: dict[Chunk, int] = {}  # bytes of state that stays
         self._warned: set[str] = set()  # kinds of state that stay
-        self._torn: BaseException | None = None  # what ended a load of optimizer state half way
+        self._torn: str | None = None  # what ended a load of optimizer state half way
         functions = {name: method_of(self, name) for name in METHODS}
         functions["step"] = Optimizer.profile_hook_step(functions["step"])
         self._installed = {name: MethodType(function, optimizer) for name, function in functions.items()}
@@ -101,8 +101,8 @@ class ChunkedOptimizer:
         if self._torn is not None:
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} has the state of two checkpoints in part, because a load_state_dict has failed "
-                "(config section state): load a state dict"
-            ) from self._torn
+                f"({self._torn}; config section state): load a state dict"
+            )
 
     def _check_other(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer is self.optimizer or not self._installed:
@@ -307,7 +307,7 @@ class ChunkedOptimizer:
                 before.pop(parameter, None)
                 if parameter in loaded:
                     before[parameter] = loaded[parameter]
-            self._torn = error if dropped else self._torn
+            self._torn = f"{type(error).__name__}: {error}" if dropped else self._torn
             raise
         self._torn = None
         for group, params in zip(optimizer.param_groups, full, strict=True):
