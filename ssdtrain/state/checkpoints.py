@@ -33,9 +33,7 @@ class StateDicts:
             within: list[nn.Module] = []  # modules whose state dict is being made or loaded
             for prefix, module in chunk.module.named_modules():
                 start = f"{prefix}." if prefix else ""
-                of_module = {
-                    name[len(start) :]: one for name, one in local.items() if name.startswith(start)
-                }
+                of_module = {name[len(start) :]: one for name, one in local.items() if name.startswith(start)}
                 if of_module:
                     self._watch(chunk, module, of_module, within)
         self._handles.append(model.register_state_dict_post_hook(_copier()))

@@ -91,13 +91,13 @@ def find_chunks(
     chunks: list[Chunk] = []
     prefixes: dict[Chunk, str] = {}
     for name, block in _once(blocks):
-        found = {}
+        found: dict[str, nn.Parameter] = {}
         for local, parameter in block.named_parameters():
-            why = _why_it_stays(parameter, alone, needed, device, config.min_bytes)
-            if why is None:
+            reason = _why_it_stays(parameter, alone, needed, device, config.min_bytes)
+            if reason is None:
                 found[f"{name}.{local}"] = parameter
             else:
-                staying[why] += 1
+                staying[reason] += 1
         if found:
             chunk = Chunk(
                 len(chunks), name, block, found, sum(needed[parameter] for parameter in found.values())
@@ -105,7 +105,7 @@ def find_chunks(
             chunks.append(chunk)
             prefixes[chunk] = f"{name}."
     if not chunks:
-        counts = "; ".join(f"{count} {why}" for why, count in staying.most_common())
+        counts = "; ".join(f"{count} {reason}" for reason, count in staying.most_common())
         found_none = f"finds no parameter that could leave memory in {len(blocks)} blocks: {counts or 'they have none'}"
         remedy = "blocks with such parameters, or no section state"
         raise ConfigError([Problem("ssdtrain.state", list(blocks)[:4], found_none, remedy)])

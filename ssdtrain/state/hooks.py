@@ -173,8 +173,8 @@ class BlockHooks:
             return
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"backward with create_graph=True meets {chunk.name}, whose gradients would be part of a graph and could not leave "
-                "memory (config section state): leave create_graph out, or train without the section"
+                f"backward with create_graph=True meets {chunk.name}, whose gradients would be part of a graph and could not "
+                "leave memory (config section state): leave create_graph out, or train without the section"
             )
         self._expect(BACKWARD, chunk)
         self._residency.load(chunk, chunk.values, chunk.gradients)
@@ -236,7 +236,9 @@ class BlockHooks:
                 continue
             part_of_one = gradient.untyped_storage().nbytes() != gradient.nbytes or gradient.storage_offset()
             if part_of_one or users(gradient) > 1 + (parameter is accumulated):
-                parameter.grad = gradient.clone()  # others go on to use the storage: autograd gives away views
+                parameter.grad = (
+                    gradient.clone()
+                )  # others go on to use the storage: autograd gives away views
             slot = chunk.gradient_slots[parameter]
             stored = StoredGradient(f"the gradient of {name}", parameter, slot, self._transfers)
             chunk.gradients.tensors.append(stored)

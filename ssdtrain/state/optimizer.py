@@ -288,7 +288,7 @@ class ChunkedOptimizer:
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, chunk by chunk. Where it raises, the groups are as before; the state is, unless a chunk has lost it already:
+        """As torch's, chunk by chunk. Where it raises, the groups are as before; so is the state, unless a chunk has lost it:
         then the optimizer is not used before another state dict is loaded."""
         optimizer = self.optimizer
         groups, saved = optimizer.param_groups, state_dict["param_groups"]

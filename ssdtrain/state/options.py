@@ -23,7 +23,7 @@ class Options:
         optimizer: before the step.
 
     Raises:
-        RuntimeError: in `end_part` and `finish`, two parts leave different values, or one was changed where it cannot be put back.
+        RuntimeError: in `end_part` and `finish`, two parts leave different values, or one cannot be put back.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

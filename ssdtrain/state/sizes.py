@@ -31,7 +31,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
     of the group, whose traces are removed.
 
     Raises:
-        RuntimeError: it cannot make a step on the small parameter, or counts its steps where a step in parts would count the parts.
+        RuntimeError: it cannot make a step on the small parameter, or would count the parts of a step as steps.
     """
     found: dict[nn.Parameter, int] = {}
     for group in optimizer.param_groups:
