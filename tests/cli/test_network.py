@@ -190,7 +190,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_a_drive_takes_its_time_and_a_broken_driver_is_told(tmp_path: Path) -> None:
     """Two ranks of a node: one of them looks at the drive for longer than a message may take, and neither can use its GPU."""

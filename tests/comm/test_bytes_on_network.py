@@ -26,6 +26,13 @@ def nodes() -> Iterator[Network]:
         yield made
 
 
+def _sent(nodes: Network, ranks: Ranks, command: str) -> list[int]:
+    """Bytes that each node sends; a busy machine also sends some packets again."""
+    before = nodes.counters()
+    ranks.tell(command)
+    return [b["sent"] - a["sent"] for a, b in zip(before, nodes.counters(), strict=True)]
+
+
 @pytest.mark.slow
 def test_no_compressed_call_puts_more_on_the_wire_than_the_plain_one(nodes: Network) -> None:
     ratios = {}
@@ -36,10 +43,10 @@ def test_no_compressed_call_puts_more_on_the_wire_than_the_plain_one(nodes: Netw
             for way in ("plain", "compressed"):
                 command = f"{kind} {dtype} {excluded} {way}"
                 ranks.tell(command)  # the first gather of weights is in full
-                before = nodes.counters()
-                ranks.tell(command)
-                after = nodes.counters()
-                sent[way] = [b["sent"] - a["sent"] for a, b in zip(before, after, strict=True)]
+                sent[way] = [
+                    min(found)
+                    for found in zip(*(_sent(nodes, ranks, command) for _ in range(3)), strict=True)
+                ]
             ratios[kind, dtype, excluded] = [
                 one / other for one, other in zip(sent["compressed"], sent["plain"], strict=True)
             ]

@@ -54,9 +54,9 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
         pytest.param("one resumed", 1, "one", 1e-12, marks=pytest.mark.long),
         pytest.param("tp2", 2, "one", 1e-12, marks=pytest.mark.long),
         ("tp2 sp", 2, "one", 1e-12),
-        ("pp2", 2, "one", 1e-12),
+        pytest.param("pp2", 2, "one", 1e-12, marks=pytest.mark.long),
         pytest.param("dp2", 2, "one", 1e-12, marks=pytest.mark.long),
-        ("dp2 distributed", 2, "one fp32", 1e-5),
+        pytest.param("dp2 distributed", 2, "one fp32", 1e-5, marks=pytest.mark.long),
     ],
 )
 def test_a_layout_trains_what_one_process_trains(

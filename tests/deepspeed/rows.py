@@ -207,6 +207,13 @@ QUICK = (
 """One row of each kind of layout: these are trained by `make test`, the others by `make test-all`."""
 
 THOROUGH = (
+    "zero1-bf16",
+    "zero2-fp32",
+    "checkpoint-deepspeed-cpu_checkpointing",
+    "checkpoint-deepspeed-partition_activations",
+    "checkpoint-deepspeed-non-reentrant-cpu_checkpointing",
+    "checkpoint-profiled",
+    "checkpoint-contiguous",
     "zero2-overlap",
     "zero3-init",
     "pipeline2-tied",

@@ -270,7 +270,7 @@ def poisoned(rank: int) -> Any:
     return [losses, wanted]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_uneven_partitions_of_zero_3_meet_no_garbage() -> None:
     for losses, wanted in on_ranks(3, poisoned):
         assert losses == pytest.approx(wanted, rel=0.02)

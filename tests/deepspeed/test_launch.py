@@ -166,7 +166,7 @@ def test_torchrun_m_runs_a_script_on_every_rank(config: Path) -> None:
     assert all(result["saved_bytes"] > 0 and result["ranks"] == 2 for result in found)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_deepspeeds_launcher_runs_the_module_and_its_local_rank_reaches_the_script(config: Path) -> None:
     launcher = [
@@ -227,7 +227,7 @@ def test_an_interpreter_starts_without_torch(interpreter: Path) -> None:
     assert said(interpreter, "-c", look, SSDTRAIN_DS="0").strip() == "[]"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_with_the_variable_importing_deepspeed_is_enough(interpreter: Path, config: Path) -> None:
     """Also after somebody asked whether deepspeed exists, as accelerate does."""

@@ -360,7 +360,7 @@ def pasted(command: list[str], directory: Path) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_page_for_the_trainer(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(block("docs/index.md", "import ssdtrain, torch").text)
     told = pasted(["train.py"], tmp_path)

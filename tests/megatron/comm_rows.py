@@ -31,6 +31,7 @@ the ways that would make the quick row of the same layout a slow one."""
 
 
 THOROUGH = (
+    "dp2, distributed optimizer, overlap both, bf16, more ways",
     "dp2 pp2, distributed optimizer, bf16",
     "dp2, distributed optimizer, overlap, fp32 accumulation, bf16",
     "tp2 sp, more ways",
@@ -139,7 +140,18 @@ ROWS = [
             bf16=True,
             ddp={**OVERLAP, "bucket_size": 20_000},
         ),
-        ("raw", "raw, offload", "balanced", "paper-zhybrid"),
+        ("raw, offload", "balanced"),
+        ("dp", "zero_gather"),
+        steps=5,
+    ),
+    CommRow(
+        Row(
+            "dp2, distributed optimizer, overlap both, bf16, more ways",
+            2,
+            bf16=True,
+            ddp={**OVERLAP, "bucket_size": 20_000},
+        ),
+        ("raw", "paper-zhybrid"),
         ("dp", "zero_gather"),
         steps=5,
     ),

@@ -178,7 +178,7 @@ def test_memory_that_is_not_there_ahead_of_need_is_no_error(
     assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(program=INSTRUCTIONS, seed=st.integers(0, 5), options=OPTIONS, faults=FAULTS)
 @pytest.mark.slow
 def test_any_program(

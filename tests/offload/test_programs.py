@@ -129,7 +129,7 @@ def any_program(variant: Variant, ways: Sequence[str] = WAYS, **how: Any) -> Non
 )
 def test_any_program_on_any_drive(variant: Variant) -> None:
     """What is drawn depends on the version of Python: so few programs need not meet a write that fails."""
-    any_program(variant, ("offloaded_bytes", "loaded_bytes"), max_examples=25, derandomize=True)
+    any_program(variant, ("offloaded_bytes", "loaded_bytes"), max_examples=16, derandomize=True)
 
 
 @pytest.mark.long
@@ -181,7 +181,7 @@ def three_at_once(programs: list[list[Instruction]], options: dict[str, Any], fa
         holds_nothing(runtime)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(program=INSTRUCTIONS, seed=st.integers(0, 5))
 def test_the_synchronous_reference_agrees_where_nothing_is_written(
     program: list[Instruction], seed: int

@@ -130,7 +130,7 @@ print(json.dumps({"losses": losses, "sums": sums, "peak": peak[0] - base, "total
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_resident_memory_of_the_process_keeps_to_the_limit(tmp_path: Path) -> None:
     """400 MB of state in 100 MB: what the kernel says of the process, beside what it had before training."""
 

@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "ssdtrain.comm", "ssdtrain.runtime"])
+# What an optimizer and the wrappers import at their first use takes each rank seconds.
+_context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.fsdp", "ssdtrain.comm", "ssdtrain.runtime"]
+)
 
 
 def _join(rank: int, count: int, port: int, nodes: list[str] | None) -> None:
