@@ -31,7 +31,7 @@ from ssdtrain.offload.region import Handle, Kept, Region, Releases, modified
 from ssdtrain.offload.restore import Restorer
 from ssdtrain.offload.sharing import Extent, Regions
 from ssdtrain.offload.staged import StagedTransfer
-from ssdtrain.offload.starter import StoreStarter
+from ssdtrain.offload.starter import StoreStarter, operator_number
 from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer import DirectTransfer, Transfer
 from ssdtrain.offload.transfer_state import State
@@ -175,7 +175,7 @@ class OffloadEngine:
         region.seen = seen
         seen.regions += 1
         self.prefetcher.largest = max(self.prefetcher.largest, region.nbytes)
-        tape.append(region)
+        tape.append(region, operator_number())
         if action.offload:
             self._starter.add(tape, region)
         else:

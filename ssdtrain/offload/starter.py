@@ -32,14 +32,15 @@ from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.offload.warn_once import BUFFER_FULL, STORE_TIMEOUT, TOO_LARGE, WarnOnce
 
-__all__ = ["StoreStarter"]
+__all__ = ["StoreStarter", "operator_number"]
 
 TOGETHER = 16 * MiB  # stores of the CPU that begin together, at most
 
 DEVICE_SHARE = 1 / 16
 """Of what a forward saves: what may be on a GPU while it is copied off it, and again while it comes back."""
 
-_sequence_number = torch.autograd._get_sequence_nr
+operator_number = torch.autograd._get_sequence_nr
+"""Sequence number of the operator that this thread is in."""
 
 
 class StoreStarter:
@@ -83,7 +84,7 @@ class StoreStarter:
             self._largest = region.nbytes
             self._mover.batch_bytes = min(TOGETHER, self._options.in_flight // 4, region.nbytes)
         tape.unstored.append(region)
-        tape.operator = region.operator = _sequence_number()
+        tape.operator = region.operator
         tape.stream = region.stream = self._device.current_stream()
 
     def begin(self, tape: Tape, *, ended: bool = False) -> list[Region]:
@@ -92,7 +93,7 @@ class StoreStarter:
         Raises:
             StoreFull: no tier has room, and the config says to raise.
         """
-        if not tape.unstored or (not ended and tape.operator == _sequence_number()):
+        if not tape.unstored or (not ended and tape.operator == operator_number()):
             return []
         if self._device.capturing():
             return []  # nothing may be queued or asked of other streams meanwhile

@@ -53,8 +53,10 @@ class Tape:
         self.operator = -1  # sequence number of that operator
         self.stream: Any | None = None  # of the device, on which it runs
 
-    def append(self, region: Region) -> None:
+    def append(self, region: Region, operator: int) -> None:
+        """Add a region that the operator of this sequence number saved, to be stored or kept."""
         region.index = len(self.regions)
+        region.operator = operator
         self.regions.append(region)
         self.nbytes += region.nbytes
         self.live += 1

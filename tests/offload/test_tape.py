@@ -6,16 +6,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
 from ssdtrain.offload.tape import Tape
+from tests.offload.conftest import MakeRuntime
+from tests.offload.test_races import engine_of
 
 
 def tape_of(*operators: int) -> Tape:
     """Regions of these operators, in the order in which they were saved."""
     tape = Tape()
     for operator in operators:
-        region: Any = SimpleNamespace(nbytes=1, operator=operator, last_pass=-1, pending_unpacks=1)
-        tape.append(region)
+        region: Any = SimpleNamespace(nbytes=1, last_pass=-1, pending_unpacks=1)
+        tape.append(region, operator)
     return tape
 
 
@@ -58,3 +62,43 @@ def test_what_was_released_is_left_out(removed: int) -> None:
     region: Any = tape.regions[removed]
     tape.remove(region)
     assert coming(tape) == [index for index in (1, 2, 3, 0) if index != removed]
+
+
+class KeepsTheSecond:
+    """Of what each operator saves."""
+
+    needs_modules = False
+
+    def decide(self, saved: SavedTensorInfo) -> Action:
+        return KEEP if saved.position % 3 == 1 else OFFLOAD
+
+    def observe(self, forward: ForwardProfile) -> None:
+        pass
+
+
+class SavesThree(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x + 1, x + 2, x + 3)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> torch.Tensor:
+        a, b, c = ctx.saved_tensors
+        return grads[0] * a * b * c  # type: ignore[no-any-return]
+
+
+def test_what_an_operator_saved_and_stays_belongs_to_it_too(make_runtime: MakeRuntime) -> None:
+    """Else what lies before it on the tape would count as passed once backward is there."""
+    runtime = make_runtime()
+    engine_of(runtime).policy = KeepsTheSecond()
+    x = torch.ones(512, requires_grad=True)
+    with runtime.forward():
+        loss = SavesThree.apply(SavesThree.apply(x)).sum()  # type: ignore[no-untyped-call]
+    tape = runtime.offload.tape(0, -1)  # type: ignore[union-attr]
+    assert tape is not None and len(tape.regions) == 6
+    assert coming(tape) == [3, 4, 5, 0, 1, 2]
+    tape.reached(3, again=False)
+    assert tape.end == 6
+    loss.backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full((512,), 576.0))
