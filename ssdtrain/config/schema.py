@@ -133,6 +133,9 @@ class OffloadConfig(Section):
             if not self.directories and getattr(self, key) == "on":
                 why = "concerns drives, but directories is empty"
                 yield key, "on", why, "leaving it out, or at least one directory"
+        if self.gpudirect == "on" and self.verify == "all":
+            why = 'keeps tensors out of host memory, where verify "all" compares them'
+            yield "gpudirect", "on", why, '"auto" or "off", or "verify": "sample"'
         if self.device_budget is not None and self.amount.kind != "auto":
             why = f'needs amount: "auto", but amount is {self.amount}'
             yield "device_budget", exact_size(self.device_budget), why, 'leaving it out, or "amount": "auto"'

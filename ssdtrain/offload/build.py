@@ -55,9 +55,8 @@ def build_engine(
     in_flight, prefetch = offload.in_flight, offload.prefetch
     in_place = layer.kind == "cpu" and not staged
     if not in_place:
-        # All transfers pass through the pinned arena, which is made at start: half of it for each direction.
+        # Transfers pass through the pinned arena, which is made at start: half of it for each direction.
         buffer = buffer or max(4 * in_flight, 1024 * MiB)
-        in_flight = min(in_flight, buffer // 2)
     elif offload.gpudirect == "on":
         raise gpudirect_refused("activations are on the CPU")
     check_host_budget(offload.host + (buffer or 0), local_world_size)
@@ -77,8 +76,9 @@ def build_engine(
     )
     try:
         direct = not in_place and attach_gpudirect(offload, layer, store)
-        if prefetch is None and buffer is not None and not (in_place or direct):
-            prefetch = buffer // 2
+        if buffer is not None and not (in_place or direct):
+            in_flight = min(in_flight, buffer // 2)
+            prefetch = buffer // 2 if prefetch is None else prefetch
         options = EngineOptions.of(
             offload,
             in_flight=in_flight,

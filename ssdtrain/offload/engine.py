@@ -96,9 +96,7 @@ class OffloadEngine:
         self._regions = Regions()
         self._released = Releases()
         self._lock = make_signal_safe_lock()
-        self._starter = StoreStarter(
-            self.mover, self.metrics, self.meter, self.buffers if staged else None, device, options
-        )
+        self._starter = StoreStarter(self.mover, self.metrics, self.meter, device, options)
         self._closed = False
         self.prover: Prover | None = None  # `offload.prove_steps`
         self.recorder = PassRecorder()

@@ -6,7 +6,8 @@ peak depends on the drive. A load fills the memory that backward gets: what is r
 of the CPU (`Prefetcher.size`). A write begins when the event of the stream that made the tensor has passed, a read when all work
 has that used its memory before (`ssdtrain.offload.targets`) and what is queued on the load stream.
 
-Regions whose bytes are to be compared (`offload.verify`) and slots of the host tier go through staging buffers.
+Regions whose bytes are to be compared (`offload.verify`) and slots of the host tier go through staging buffers. After an error of
+cuFile everything does, also what was written without: its bytes are at the same place. Whether the drive is faulty shows then.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import torch
 
 from ssdtrain.config import OffloadConfig
 from ssdtrain.config.units import MiB
-from ssdtrain.device import Device, Event
+from ssdtrain.device import Device
+from ssdtrain.offload.mover import wait_quietly
 from ssdtrain.offload.region import Region
-from ssdtrain.offload.staged import StagedTransfer, bytes_of_slot, source_of
+from ssdtrain.offload.staged import StagedTransfer, source_of
 from ssdtrain.offload.transfer_state import Arrival, Read, Write
 from ssdtrain.storage import Arena, Operation, Slot, SpillStore, StoreFull, gpudirect
 
@@ -36,30 +38,35 @@ TIMEOUT = 30.0  # seconds for the transfers of a probe
 class GpuDirectTransfer(StagedTransfer):
     """Device tensors, to the drives and back without host memory. See Note: [Device memory of transfers]."""
 
+    _works = True
+
+    @property
+    def largest(self) -> int | None:
+        return None if self._works else super().largest
+
+    def stop_in_place(self, error: OSError) -> None:
+        if self._works:
+            self._works = False
+            logger.warning(
+                "GPUDirect Storage is not used any more after an error, but host memory: %s", error
+            )
+
     def begin_store(self, region: Region, *, defer: bool) -> Write | None:
         if not self._is_direct(region):
             return super().begin_store(region, defer=defer)
+        slot = region.transfer.slot
+        assert slot is not None
         event = self.device.record(self.device.current_stream())
-        return Write(self._write_device(region, event), event=event, in_place=True)
+        handle = self.device.event_handle(event)
+        address = source_of(region).data_ptr()
+        operation = self.store.transfer_device(slot, address, into=True, after_event=handle)
+        return Write(operation, event=event, in_place=True)
 
     def _is_direct(self, region: Region) -> bool:
         transfer = region.transfer
-        return transfer.slot is not None and transfer.slot.tier == "ssd" and not transfer.verify
-
-    def _write_device(self, region: Region, event: Event | None) -> Operation:
-        slot = region.transfer.slot
-        assert slot is not None
-        handle = self.device.event_handle(event)
-        return self.store.transfer_device(slot, source_of(region).data_ptr(), into=True, after_event=handle)
-
-    def rewrite(self, region: Region) -> Operation:
-        slot, event = region.transfer.slot, region.transfer.event
-        if not region.transfer.in_place:
-            return super().rewrite(region)
-        assert slot is not None
-        if slot.tier == "ssd":
-            return self._write_device(region, event)
-        return self._copied(slot, self.device.copy_to_host(source_of(region), bytes_of_slot(slot)), into=True)
+        if not self._works or transfer.slot is None or transfer.slot.tier != "ssd":
+            return False
+        return not transfer.verify or transfer.stored_bytes > self.buffers.capacity  # no buffer can hold it
 
     def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
         transfer = region.transfer
@@ -98,7 +105,11 @@ def attach_gpudirect(offload: OffloadConfig, device: Device, store: SpillStore) 
     """
     if offload.gpudirect == "off" or not offload.directories:
         return False
-    reason = gpudirect.unavailable() or _attach(offload, device, store)
+    if offload.verify == "all":
+        reason = 'offload.verify is "all", and no thread of the host sees what it transfers'
+    else:
+        reason = gpudirect.unavailable() or _attach(offload, device, store)
+        store.counted_from = store.pool.counters()  # not the probe
     if not reason:
         logger.info("GPUDirect Storage is used for %s", ", ".join(offload.directories))
         return True
@@ -115,6 +126,7 @@ def gpudirect_refused(reason: str) -> ValueError:
 
 def _attach(offload: OffloadConfig, device: Device, store: SpillStore) -> str:
     """Returns why not; then the store is as before."""
+    buffers: list[torch.Tensor | Arena] = []
     try:
         gpudirect.attach(
             store, threads=offload.threads, new_stream=device.new_stream, **device.event_functions()
@@ -122,47 +134,60 @@ def _attach(offload: OffloadConfig, device: Device, store: SpillStore) -> str:
     except OSError as error:
         return f"{error}"
     try:
-        reason = probe(device, store, wins=offload.gpudirect == "auto")
+        reason = probe(device, store, buffers, wins=offload.gpudirect == "auto")
+    except TimeoutError as error:
+        gpudirect.abandon(store, buffers)
+        return f"a transfer of the probe has not ended: {error}"
+    except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+        reason = f"the probe failed: {error}"
     except BaseException:
-        gpudirect.detach(store)
+        gpudirect.abandon(store, buffers)  # Ctrl-C does not wait for what may never end
         raise
+    for buffer in buffers:
+        if isinstance(buffer, Arena):
+            buffer.close()
     if reason:
         gpudirect.detach(store)
     return reason
 
 
-def probe(device: Device, store: SpillStore, *, wins: bool) -> str:
+def probe(device: Device, store: SpillStore, buffers: list[torch.Tensor | Arena], *, wins: bool) -> str:
     """Write and read some device memory. Returns what is wrong with it: "" if nothing is.
 
     Args:
+        buffers: gets the memory of its transfers.
         wins: being slower than staging buffers is wrong too.
+
+    Raises:
+        TimeoutError: a transfer has not ended, and may still use that memory.
+        OSError: one failed; all have ended.
+        MemoryError, torch.OutOfMemoryError: there is no memory for it.
     """
     slots: list[Slot] = []
-    arena = Arena(TRANSFERS * PROBE, register=device.host_register(), node=device.numa_node())
     try:
         try:
-            slots += [store.reserve(PROBE, "ssd") for _ in range(TRANSFERS)]
+            for _ in range(TRANSFERS):
+                slots.append(store.reserve(PROBE, "ssd"))
         except StoreFull as error:
             return f"there is no room for its probe: {error}"
         if any(slot.tier != "ssd" for slot in slots):
             return "the drives have no room for its probe"
         source, target = device.load_target(TRANSFERS * PROBE), device.load_target(TRANSFERS * PROBE)
+        buffers += [source, target]
         source.view(torch.int32).copy_(torch.arange(source.numel() // 4, dtype=torch.int32))
         target.zero_()
-        try:
-            direct = min(_seconds(device, store, slots, source, target) for _ in range(2))
-        except OSError as error:
-            return f"a transfer of the probe failed: {error}"
+        direct = min(_seconds(device, store, slots, source, target) for _ in range(2))
         if not torch.equal(source, target):
             return "the bytes that the probe read back differ from those it wrote: update the driver and nvidia-fs"
         if not wins:
             return ""
+        arena = Arena(TRANSFERS * PROBE, register=device.host_register(), node=device.numa_node())
+        buffers.append(arena)
         staged = min(_staged_seconds(device, store, slots, source, target, arena) for _ in range(2))
         return "" if direct < staged else slower(direct, staged)
     finally:
         for slot in slots:
             store.free(slot)
-        arena.close()
 
 
 def slower(direct: float, staged: float) -> str:
@@ -227,11 +252,14 @@ def _staged_seconds(
 
 
 def _finish(operations: list[Operation]) -> None:
-    """Wait for operations of the probe.
+    """Wait for operations of the probe, for all of them also where one fails.
 
     Raises:
-        OSError: one failed, or has not ended in `TIMEOUT` seconds.
+        TimeoutError: one has not ended in `TIMEOUT` seconds.
+        OSError: one failed.
     """
     for operation in operations:
-        if not operation.wait(TIMEOUT):
+        if not wait_quietly(operation, TIMEOUT):
             raise TimeoutError(f"{operation.nbytes} bytes have taken more than {TIMEOUT:g} seconds")
+    for operation in operations:
+        operation.wait()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 
+import torch
+
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.region import Region, after_close, overwritten
 from ssdtrain.offload.transfer import Transfer
-from ssdtrain.offload.transfer_state import State
+from ssdtrain.offload.transfer_state import Read, State
 from ssdtrain.storage import IOCancelled, SourceChanged
 
 __all__ = ["Loads"]
@@ -37,7 +39,7 @@ class Loads:
         the last needed first, and where that is not enough it allocates outside of the arena. It waits (False) for a buffer
         that comes back by itself: `Transfer.returning`.
         """
-        read = self.transfer.begin_load(region, on_demand=on_demand)
+        read = self._begin(region, on_demand)
         if read is None:
             if not on_demand or self.transfer.returning() is not None:
                 return False
@@ -56,6 +58,14 @@ class Loads:
             self._prefetched.append(region)
         return True
 
+    def _begin(self, region: Region, on_demand: bool) -> Read | None:
+        while True:
+            try:
+                return self.transfer.begin_load(region, on_demand=on_demand)
+            except torch.OutOfMemoryError:
+                if not self._evict(in_place=True):
+                    raise
+
     def furthest_prefetched(self) -> Region | None:
         """What was prefetched last, and not asked for since."""
         return self._prefetched[-1] if self._prefetched else None
@@ -68,8 +78,9 @@ class Loads:
         if transfer.target is None or transfer.target.tensor is None:  # none yet, or that of an earlier load
             transfer.target = self.transfer.reserve_target(transfer.stored_bytes)
 
-    def end(self, region: Region) -> None:
-        """LOADING -> LOADED: the read has ended.
+    def end(self, region: Region) -> bool:
+        """LOADING -> LOADED: the read has ended. False: it failed to fill device memory itself, and the region, which is STORED
+        again, can be read through host memory.
 
         Raises:
             IOFailure: it failed; the region goes back to STORED, and nothing is handed out.
@@ -88,6 +99,9 @@ class Loads:
                 raise after_close() from error
             if isinstance(error, SourceChanged):
                 raise overwritten(region.dtype, region.nbytes) from error
+            if transfer.in_place:
+                self.transfer.stop_in_place(error)
+                return False
             raise error
         self.metrics.count_transfer("loads", region.name, transfer.operation)
         if transfer.operation.digest:
@@ -96,6 +110,7 @@ class Loads:
         transfer.operation = transfer.lease = None
         transfer.state = State.LOADED
         self.metrics.loaded_bytes += region.nbytes
+        return True
 
     def hand_out(self, region: Region) -> None:
         """Backward gets the region now: what it does is ordered after the load."""
@@ -128,10 +143,13 @@ class Loads:
             self.prefetched_bytes -= region.nbytes
             self._prefetched.remove(region)
 
-    def _evict(self) -> bool:
-        """Drop the prefetched region that is needed last. False: there is none that can be dropped."""
+    def _evict(self, *, in_place: bool = False) -> bool:
+        """Drop the prefetched region that is needed last, for its buffer, or where `in_place` for the device memory that it fills
+        itself. False: there is none that can be dropped."""
         for region in reversed(self._prefetched):
-            if self.transfer.copies and region.transfer.lease is None:
+            if in_place != region.transfer.in_place:
+                continue
+            if not in_place and self.transfer.copies and region.transfer.lease is None:
                 continue  # on the device, or on the way there without a buffer; or its buffer comes back with its copy
             if region.transfer.state is State.LOADING:
                 operation = region.transfer.operation

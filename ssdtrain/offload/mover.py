@@ -250,31 +250,42 @@ class Mover:
             self.metrics.forwarded_bytes += region.nbytes
 
     def _store_failed(self, region: Region, error: OSError) -> None:
-        """A failing drive gets no more data; the bytes, which are still in memory, go to the next tier or stay."""
+        """A failing drive gets no more data; the bytes, which are still in memory, go to the next tier or stay. After a failed
+        write of device memory itself they stay."""
         transfer = region.transfer
         assert transfer.slot is not None
         self.metrics.failed_stores += 1
+        if transfer.in_place:
+            self.transfer.stop_in_place(error)  # the drive may be well: a store through host memory shows it
         # At EFAULT the memory is at fault, and no drive. See Note: [Freed under the engine].
-        if error.errno != errno.EFAULT:
+        elif error.errno != errno.EFAULT:
             self.store.retire(transfer.slot, error)
         if region.freed():
             self.in_flight -= region.nbytes
             self._leave_to_owner(region)
             return
         self._free_slot(region)
+        if transfer.in_place:
+            self._undo_store(region)
+            self.keep(region)
+            return
         try:
             transfer.slot = self.store.reserve(transfer.stored_bytes, transfer.tier)
         except (StoreFull, StoreClosed) as none:
-            self.in_flight -= region.nbytes
-            self.metrics.offloaded_bytes -= region.nbytes
-            recalled = transfer.loaded is not None or self.bring_back(region)
-            self._close_write(region)
-            transfer.state = State.RESIDENT
-            assert recalled or region.in_tensor, "a failed store had let its bytes go"
+            self._undo_store(region)
             self._keep_for_want_of_room(region, none)
             return
         transfer.operation = self.transfer.rewrite(region)
         self._stores.append(region)
+
+    def _undo_store(self, region: Region) -> None:
+        """STORING -> RESIDENT: the store has failed, and the bytes are in memory."""
+        self.in_flight -= region.nbytes
+        self.metrics.offloaded_bytes -= region.nbytes
+        recalled = region.transfer.loaded is not None or self.bring_back(region)
+        self._close_write(region)
+        region.transfer.state = State.RESIDENT
+        assert recalled or region.in_tensor, "a failed store had let its bytes go"
 
     def stop_store(self, region: Region) -> bool:
         """STORING -> RESIDENT or STAGED if not a byte of it has been written yet: a write avoided. False: too late."""

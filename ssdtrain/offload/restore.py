@@ -68,7 +68,8 @@ class Restorer:
             assert transfer.operation is not None
             if not transfer.operation.done():
                 return None
-            mover.loads.end(region)
+            if not mover.loads.end(region):
+                return self._restore(handle)
         loaded = transfer.loaded
         if loaded is not None and loaded._version != transfer.loaded_version:
             # Backward wrote into the buffer: those are not the bytes that were saved. See Note: [Buffers belong to the tensor].

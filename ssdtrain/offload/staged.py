@@ -73,6 +73,10 @@ class StagedTransfer:
         # Copies by direction, those without a staging buffer apart. See Note: [Buffers in passing].
         self._passing: tuple[deque[_Passing], ...] = (deque(), deque(), deque(), deque())
 
+    @property
+    def largest(self) -> int | None:
+        return self.buffers.capacity
+
     def encode(self, region: Region) -> torch.Tensor | None:
         payload = self._encoding.encode(region)
         # The tensor is released next: what reuses its memory comes after the encoding.
@@ -145,6 +149,9 @@ class StagedTransfer:
         lease = region.transfer.lease
         assert lease is not None
         return self._write(region, lease, region.transfer.event)
+
+    def stop_in_place(self, error: OSError) -> None:
+        raise AssertionError("every transfer passes through host memory")
 
     def recall(self, region: Region) -> Arrival | None:
         transfer = region.transfer

@@ -22,7 +22,6 @@ import torch
 
 from ssdtrain.config.units import MiB
 from ssdtrain.device import Device
-from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.mover import Mover, wait_quietly
@@ -50,7 +49,6 @@ class StoreStarter:
         mover: begins them.
         metrics: counters to keep.
         meter: sees the copies of thin views.
-        staging: the buffers that stores pass through; None where tensors are stored without.
         device: whose streams run the operators.
         options: bytes in flight, deadline.
     """
@@ -60,7 +58,6 @@ class StoreStarter:
         mover: Mover,
         metrics: OffloadMetrics,
         meter: ActivationMeter,
-        staging: Buffers | None,
         device: Device,
         options: EngineOptions,
     ) -> None:
@@ -68,7 +65,6 @@ class StoreStarter:
         self._mover = mover
         self._metrics = metrics
         self._meter = meter
-        self._staging = staging
         self._device = device
         self._options = options
         self._warn_once = WarnOnce()
@@ -143,15 +139,13 @@ class StoreStarter:
                 if not (full and oldest is not None) and self._begin(region):
                     return
                 full = full or self._mover.admits(region)
-                size, limit = (
-                    region.transfer.stored_bytes,
-                    self._staging.capacity if self._staging is not None else 0,
-                )
+                transfer = self._mover.transfer
+                size, limit = region.transfer.stored_bytes, transfer.largest
                 # How large an encoded one is is known when its store was tried.
-                large = self._staging is not None and size > limit and (full or not region.transfer.codec)
-                passing = self._mover.transfer.returning()
+                large = limit is not None and size > limit and (full or not region.transfer.codec)
+                passing = transfer.returning()
                 if large or (full and oldest is None and passing is None):
-                    self._keep(region, TOO_LARGE if large else BUFFER_FULL, size, limit)
+                    self._keep(region, TOO_LARGE if large else BUFFER_FULL, size, transfer.buffers.capacity)
                     return
             now = self._options.clock()
             deadline = now + self._options.deadline if deadline is None else deadline

@@ -32,6 +32,10 @@ class Transfer(Protocol):
     copies: bool
     """Tensors are copied to a buffer first, so that one may be emptied (`depart`) before its write has ended."""
 
+    @property
+    def largest(self) -> int | None:
+        """Bytes of the largest region that it can store; None: of any."""
+
     def encode(self, region: Region) -> torch.Tensor | None:
         """The payload of a region that has a codec; None: the codec does not fit its bytes."""
 
@@ -50,6 +54,9 @@ class Transfer(Protocol):
 
     def rewrite(self, region: Region) -> Operation:
         """Write again, to a new slot, what a failed write left in memory."""
+
+    def stop_in_place(self, error: OSError) -> None:
+        """A transfer of device memory itself has failed (`Write.in_place`, `Read.in_place`): make no more of them."""
 
     def recall(self, region: Region) -> Arrival | None:
         """Bring back the bytes of a region being stored from its payload or its buffer. None: they are still in the tensor."""
@@ -112,6 +119,7 @@ class DirectTransfer:
     """CPU tensors, read and written in place by the I/O pool."""
 
     copies = False
+    largest: int | None = None
 
     def __init__(
         self,
@@ -149,6 +157,9 @@ class DirectTransfer:
         return self.store.write(
             slot, _address(region), checksum=operation.checksum, verify=region.transfer.verify
         )
+
+    def stop_in_place(self, error: OSError) -> None:
+        raise AssertionError("a tensor of the CPU is no device memory")
 
     def recall(self, region: Region) -> Arrival | None:
         payload = region.transfer.payload

@@ -10,7 +10,8 @@ that they are given alone. So each worker has a stream of its own, which nothing
 the operation has passed. kvikio does so only where cuFile has a configuration file; else it waits for the default stream.
 
 Note: [Files of kvikio]
-kvikio opens the spill file again through /proc, since it has no name. In a forked child these descriptors are closed, like
+kvikio opens the spill file again through /proc, since it has no name. By default it uses the page cache, and says nothing, where
+cuFile cannot use the file; in compatibility mode OFF it fails instead. In a forked child these descriptors are closed, like
 the slab's: they would keep its space allocated. The objects of kvikio must then never be destroyed there.
 """
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from ssdtrain.storage.slab import Slab
     from ssdtrain.storage.store import SpillStore
 
-__all__ = ["GpuDirectPool", "attach", "detach", "unavailable"]
+__all__ = ["GpuDirectPool", "abandon", "attach", "detach", "unavailable"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,15 @@ PIECE = 32 << 20
 
 CUFILE_CONFIG = Path("/etc/cufile.json")
 
-INSTALL = "pip install 'ssdtrain[gpudirect]', or 'ssdtrain[gpudirect-cu12]' for CUDA 12"
+OLDEST = (25, 10)
+"""Version of kvikio: older ones hold the GIL while they transfer."""
+
+INSTALL = (
+    "pip install 'ssdtrain[gpudirect]', or 'ssdtrain[gpudirect-cu12]' for CUDA 12 (Python 3.11 or newer)"
+)
+
+_HUNG: list[object] = []
+"""Pools whose transfers may never end, and the memory that these use. See `abandon`."""
 
 _PARENTS: list[GpuDirectPool] = []
 """In a forked child, the pools of its parent. See Note: [Files of kvikio]."""
@@ -57,14 +66,16 @@ def unavailable() -> str:
         kvikio = importlib.import_module("kvikio")
         defaults = importlib.import_module("kvikio.defaults")
         driver = importlib.import_module("kvikio.cufile_driver")
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # or a library that it loads
         return f"kvikio cannot be imported ({error}): {INSTALL}"
     try:
+        if tuple(int(part) for part in kvikio.__version__.split(".")[:2]) < OLDEST:
+            return f"kvikio {kvikio.__version__} holds the GIL while it transfers, 25.10 does not: {INSTALL}"
         if defaults.get("compat_mode") == kvikio.CompatMode.ON:
             return "kvikio is in its compatibility mode, without cuFile: set KVIKIO_COMPAT_MODE=AUTO"
         if not driver.get("is_gds_available"):
             return "cuFile finds no GPUDirect driver: load nvidia-fs (`gdscheck -p` of CUDA shows what is missing)"
-    except (AttributeError, KeyError, RuntimeError) as error:
+    except (AttributeError, KeyError, OSError, RuntimeError, ValueError) as error:
         return f"kvikio or cuFile does not work here ({error}): see `gdscheck -p` of CUDA"
     config = Path(os.environ.get("CUFILE_ENV_PATH_JSON") or CUFILE_CONFIG)
     if not config.exists():
@@ -106,9 +117,11 @@ class GpuDirectPool:
         self._inodes = {_inode(slab.fd) for slab in slabs}
         self._files: list[Any] = []
         try:
-            cufile = importlib.import_module("kvikio").CuFile
-            for slab in slabs:
-                self._files.append(cufile(f"/proc/self/fd/{slab.fd}", "r+"))
+            kvikio = importlib.import_module("kvikio")
+            # See Note: [Files of kvikio].
+            with importlib.import_module("kvikio.defaults").set("compat_mode", kvikio.CompatMode.OFF):
+                for slab in slabs:
+                    self._files.append(kvikio.CuFile(f"/proc/self/fd/{slab.fd}", "r+"))
         except (OSError, RuntimeError) as error:
             for file in self._files:
                 file.close()
@@ -184,6 +197,8 @@ class GpuDirectPool:
 
     def after_fork(self) -> None:
         """In a forked child: see Note: [Files of kvikio]."""
+        if not self._files:
+            return  # closed: files of others may have these inodes by now
         _PARENTS.append(self)
         of_slabs = {slab.fd for slab in self._slabs}
         for fd in map(int, os.listdir("/proc/self/fd")):
@@ -213,6 +228,18 @@ def detach(store: SpillStore) -> None:
     assert isinstance(pool, GpuDirectPool)
     store.use_pool(pool.host_pool)
     pool.close_device()
+
+
+def abandon(store: SpillStore, memory: Sequence[object]) -> None:
+    """Undo `attach` without waiting for what is under way, which may never end.
+
+    Args:
+        memory: what the transfers use; it is kept as long as the process lives.
+    """
+    pool = store.pool
+    assert isinstance(pool, GpuDirectPool)
+    _HUNG.append((pool, memory))
+    store.use_pool(pool.host_pool)
 
 
 class _DeviceBytes:

@@ -16,6 +16,15 @@ Transfers = tuple[list[tuple[int, int, float, float]], int]
 """Result of `Pool.counters`."""
 
 
+def transfers_since(now: Transfers, before: Transfers) -> Transfers:
+    """What was transferred between two calls of `Pool.counters`."""
+    queues = [
+        (new[0] - old[0], new[1] - old[1], new[2] - old[2], new[3] - old[3])
+        for new, old in zip(now[0], before[0], strict=True)
+    ]
+    return queues, now[1] - before[1]
+
+
 @dataclass(frozen=True)
 class EnduranceMetrics(MetricSet):
     """Of the drives behind the tiers."""

@@ -1,7 +1,7 @@
 """The pure Python I/O engine: the reference implementation, used where the C engine was not built. Same interface.
 
-Threads: each drive has its own workers, and one thread polls events. They share `PythonPool._lock`, which is held for changes
-of queues and counters only, never during a transfer.
+Threads: each drive has its own workers, and one thread polls events (of device memory two, one for each direction). They
+share `PythonPool._lock`, which is held for changes of queues and counters only, never during a transfer.
 """
 
 import errno
@@ -117,11 +117,11 @@ class PythonPool:
         ]
         for thread in self._threads:
             thread.start()
-        self._events = (
+        # Of writes and of reads: a read must not wait for the events of writes. Reads of host memory have none.
+        self._events = [
             EventWaiter(event_query, set_device, exchange_capture_mode, device, self._event_completed)
-            if event_query
-            else None
-        )
+            for _ in range(0 if not event_query else 1 if self._in_host_memory else 2)
+        ]
 
     def submit(
         self,
@@ -149,7 +149,7 @@ class PythonPool:
                 0: none.
         """
         forks.check(self._generation, "this I/O pool")
-        if event and self._events is None:
+        if event and not self._events:
             raise ValueError("an operation with an event needs a pool with event_query")
         if (
             self._in_host_memory and not (checksum or kind & 1 or event) and nbytes
@@ -166,9 +166,8 @@ class PythonPool:
             if self._faults is not None and self._faults.torn:
                 self._shuffle(operation, pieces)
             if event and pieces:
-                assert self._events is not None
                 operation._pending_pieces = pieces
-                self._events.submit(operation)
+                self._waiter(kind).submit(operation)
             else:
                 self._append(operation, pieces)
                 if not defer:
@@ -200,8 +199,11 @@ class PythonPool:
 
     def wait_for_event_query(self, operation: PythonOperation) -> None:
         """Block until the event of a cancelled operation is no longer queried."""
-        if self._events is not None:
-            self._events.wait_for_query(operation)
+        if self._events:
+            self._waiter(operation.kind).wait_for_query(operation)
+
+    def _waiter(self, kind: int) -> EventWaiter:
+        return self._events[(kind & 1) % len(self._events)]
 
     def hold(self, *, begun: bool = False, writes: bool = True, reads: bool = True) -> None:
         """Tests: prevent operations from starting; with `begun`, let them start (so that they can no longer be cancelled)
@@ -250,8 +252,8 @@ class PythonPool:
             self._release()
             for queue in self._queues:
                 queue.ready.notify_all()
-        if self._events is not None:
-            self._events.close()
+        for waiter in self._events:
+            waiter.close()
         for thread in self._threads:
             thread.join()
 

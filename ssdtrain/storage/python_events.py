@@ -1,4 +1,4 @@
-"""Writes that wait for a CUDA event in the Python engine: one thread polls the events in order. `_iopool_events.h` is the C
+"""Operations that wait for a CUDA event in the Python engine: a thread polls the events in order. `_iopool_events.h` is the C
 version and explains the design.
 """
 

@@ -18,7 +18,7 @@ from ssdtrain.storage.arena import Arena, Register
 from ssdtrain.storage.errors import StoreClosed
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
-from ssdtrain.storage.metrics import StoreMetrics
+from ssdtrain.storage.metrics import StoreMetrics, transfers_since
 from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, DEVICE_READ, DEVICE_WRITE, READ, WRITE, image_bytes
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
 from ssdtrain.storage.signal_safe_lock import make_signal_safe_lock
@@ -121,7 +121,7 @@ class SpillStore:
             if self._host is not None:
                 self._host.close()
             raise
-        self._transfers = self.pool.counters()
+        self.counted_from = self._transfers = self.pool.counters()  # the metrics count what comes later
         if memory.poison_enabled():
             self._pattern = memory.Map(1 << 20, huge_pages=False)
             memory.fill(self._pattern.address, 0xFF, self._pattern.nbytes)
@@ -250,7 +250,7 @@ class SpillStore:
         with self._lock:
             if not self._closed:
                 self._drain()
-            self._transfers = self.pool.counters()
+            self._transfers = transfers_since(self.pool.counters(), self.counted_from)
             return self._collect()
 
     def _collect(self) -> StoreMetrics:

@@ -14,10 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ssdtrain.config import ConfigError, load_config
-from ssdtrain.offload import gpudirect
+from ssdtrain.offload import build, gpudirect
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults, IOFailure
+from ssdtrain.storage import gpudirect as storage
 from tests.offload.conftest import MakeRuntime, Variant, holds_nothing, settled
 from tests.offload.test_programs import FAULTS, INSTRUCTIONS, OPTIONS, agree, make
 from tests.offload.test_races import chain, engine_of, expected, pool_of, until
@@ -113,10 +114,11 @@ def test_memory_that_is_being_filled_is_not_reserved_again(
 
 
 def test_what_is_verified_goes_through_host_memory(
-    stand_in: KvikioStandIn, make_runtime: MakeRuntime
+    stand_in: KvikioStandIn, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No thread of the host sees the other bytes, so it cannot compare them."""
-    runtime = make_runtime(ON, verify="all")
+    monkeypatch.setattr(build, "SAMPLED", 1)
+    runtime = make_runtime(ON, verify="sample")
     moved = grown(stand_in)
     x, loss = chain(runtime)
     settled(runtime)
@@ -126,22 +128,66 @@ def test_what_is_verified_goes_through_host_memory(
     assert moved() == (0, 0) and found.verified_bytes == found.loaded_bytes > 0
 
 
-def test_a_failed_write_goes_to_the_next_tier(stand_in: KvikioStandIn, make_runtime: MakeRuntime) -> None:
-    runtime = make_runtime(ON, host="4MiB", amount="all")
-    store = runtime.offload.store  # type: ignore[union-attr]
-    reserve = store.reserve
-    store.reserve = lambda nbytes, tier=None: reserve(nbytes, "ssd")  # type: ignore[union-attr,method-assign]
+@pytest.mark.parametrize("verify", ["off", "sample"])
+def test_what_is_larger_than_the_arena_is_stored_however_busy_the_drive_is(
+    stand_in: KvikioStandIn, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch, verify: str
+) -> None:
+    monkeypatch.setattr(build, "SAMPLED", 1)
+    stand_in.delay = 0.005
+    runtime = make_runtime(ON, buffer="2MiB", in_flight="1MiB", verify=verify)
+    x = torch.randn(1 << 20, requires_grad=True)
+    with runtime.forward():
+        loss = x.sin().sin().sin().sum()
+    settled(runtime)
+    found = runtime.statistics().offload  # type: ignore[union-attr]
+    assert found.offloaded_bytes == found.saved_bytes > 0 == found.kept_late_bytes
+    (grad,) = torch.autograd.grad(loss, x)
+    assert torch.equal(grad, torch.autograd.grad(x.sin().sin().sin().sum(), x)[0])
+
+
+def once(caplog: pytest.LogCaptureFixture, runtime: Runtime) -> None:
+    """An error of cuFile was logged once, and the drives are still used."""
+    assert caplog.text.count("GPUDirect Storage is not used any more") == 1
+    assert not any(drive.retired for drive in runtime.statistics().store.drives)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("codec", [None, "lossless"])
+def test_after_a_failed_write_stores_go_through_host_memory(
+    stand_in: KvikioStandIn, make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture, codec: str | None
+) -> None:
+    runtime = make_runtime(ON, codec=codec)
     stand_in.fails.add("write")
     x, loss = chain(runtime)
     settled(runtime)
-    assert runtime.statistics().offload.failed_stores > 0  # type: ignore[union-attr]
+    before = runtime.statistics().offload  # type: ignore[union-attr]
+    assert before.failed_stores > 0 < before.kept_bytes
     loss.backward()
     assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
-    del store.reserve  # type: ignore[union-attr]
+    x, loss = chain(runtime)
+    settled(runtime)
+    after = runtime.statistics().offload  # type: ignore[union-attr]
+    assert after.failed_stores == before.failed_stores
+    assert after.offloaded_bytes - before.offloaded_bytes == after.saved_bytes - before.saved_bytes > 0
+    loss.backward()
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    once(caplog, runtime)
 
 
-def test_a_failed_read_raises(stand_in: KvikioStandIn, make_runtime: MakeRuntime) -> None:
-    runtime = make_runtime(ON)
+@pytest.mark.parametrize("prefetch", [0, "512KiB"])
+def test_after_a_failed_read_what_was_written_comes_through_host_memory(
+    stand_in: KvikioStandIn, make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture, prefetch: Any
+) -> None:
+    runtime = make_runtime(ON, prefetch=prefetch)
+    x, loss = chain(runtime)
+    settled(runtime)
+    stand_in.fails.add("read")
+    loss.backward()
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    once(caplog, runtime)
+
+
+def test_a_read_that_fails_both_ways_raises(stand_in: KvikioStandIn, make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(ON, faults=Faults(read_failure=1.0))
     x, loss = chain(runtime)
     settled(runtime)
     stand_in.fails.add("read")
@@ -174,6 +220,32 @@ def test_memory_that_is_not_there_ahead_of_need_is_no_error(
 
     engine.mover.transfer.begin_load = begin_load
     engine.prefetcher._advance = lambda tape: None
+    loss.backward()
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+
+
+def test_where_memory_is_out_what_was_read_ahead_is_dropped(
+    stand_in: KvikioStandIn, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = make_runtime(ON, prefetch=0)
+    engine = engine_of(runtime)
+    x, loss = chain(runtime)
+    settled(runtime)
+    regions = list(runtime.offload.tape(0, -1).regions)  # type: ignore[union-attr]
+    load_target = engine.device.load_target
+
+    def full(nbytes: int) -> torch.Tensor:
+        if not engine.metrics.evicted_bytes:
+            raise torch.OutOfMemoryError("none left")
+        return load_target(nbytes)
+
+    with engine._lock:
+        assert engine.mover.loads.begin(regions[-1], on_demand=False)  # type: ignore[arg-type]
+    until(lambda: regions[-1].transfer.operation.done(), "the read")  # type: ignore[union-attr]
+    monkeypatch.setattr(engine.device, "load_target", full)
+    with engine._lock:
+        assert engine.mover.loads.begin(regions[0], on_demand=True)  # type: ignore[arg-type]
+        assert regions[-1].transfer.state is State.STORED  # type: ignore[union-attr]
     loss.backward()
     assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
 
@@ -248,7 +320,59 @@ def test_a_probe_that_fails_says_no(
 ) -> None:
     stand_in.fails.add(kind)
     used, line = chosen(tmp_path, caplog)
-    assert not used and "a transfer of the probe failed" in line
+    assert not used and "the probe failed" in line
+
+
+@pytest.mark.parametrize("error", [OSError("a faulty drive"), torch.OutOfMemoryError("none left")])
+def test_any_other_failure_of_the_probe_says_no(
+    stand_in: KvikioStandIn,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    def failing(*how: Any) -> float:
+        raise error
+
+    monkeypatch.setattr(gpudirect, "_staged_seconds", failing)
+    used, line = chosen(tmp_path, caplog)
+    assert not used and f"the probe failed: {error}" in line and stand_in.open_files == 0
+
+
+def test_a_probe_that_hangs_says_no_and_nothing_waits_for_it(
+    stand_in: KvikioStandIn,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpudirect, "TIMEOUT", 0.05)
+    hung: list[Any] = []
+    monkeypatch.setattr(storage, "_HUNG", hung)
+    stand_in.gate.clear()
+    used, line = chosen(tmp_path, caplog)
+    assert not used and "has not ended" in line
+    ((pool, memory),) = hung
+    assert all(isinstance(tensor, torch.Tensor) for tensor in memory) and len(memory) == 2
+    stand_in.gate.set()
+    pool.close_device()
+
+
+def test_what_is_verified_as_a_whole_is_not_tried(
+    stand_in: KvikioStandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    used, line = chosen(tmp_path, caplog, verify="all")
+    assert not used and 'offload.verify is "all"' in line and not stand_in.written
+
+
+@pytest.mark.parametrize("choice", ["on", "auto"])
+def test_the_probe_is_not_counted(stand_in: KvikioStandIn, tmp_path: Path, choice: str) -> None:
+    with Runtime(config(tmp_path, gpudirect=choice), staged=True) as runtime:
+        found = runtime.statistics().store  # type: ignore[union-attr]
+    assert stand_in.written and (found.ssd_bytes_written, found.write_seconds, found.read_seconds) == (
+        0,
+        0,
+        0,
+    )
 
 
 def test_a_drive_without_room_for_the_probe_says_no(
@@ -271,9 +395,10 @@ def test_demanded_on_the_cpu_is_an_error(tmp_path: Path) -> None:
         Runtime(config(tmp_path, gpudirect="on"))
 
 
-def test_demanded_without_a_drive_is_an_error_of_the_config() -> None:
+@pytest.mark.parametrize("section", [{"host": "1MiB"}, {"directories": "/a", "verify": "all"}])
+def test_demanded_where_it_can_move_nothing_is_an_error_of_the_config(section: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="gpudirect"):
-        load_config({"offload": {"host": "1MiB", "gpudirect": "on"}})
+        load_config({"offload": {**section, "gpudirect": "on"}})
 
 
 def test_on_the_cpu_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -36,6 +36,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> KvikioStandIn:
 
 def made(tmp_path: Path, *, drives: int = 1, stripe: int = 8 << 20, **settings: Any) -> SpillStore:
     """A store that transfers device memory too."""
+    store = made_without(tmp_path, drives=drives, stripe=stripe)
+    gpudirect.attach(store, threads=2, new_stream=iter(range(1, 99)).__next__, **settings)
+    return store
+
+
+def made_without(tmp_path: Path, *, drives: int = 1, stripe: int = 8 << 20) -> SpillStore:
     directories = [tmp_path / f"drive-{index}" for index in range(drives)]
     for directory in directories:
         directory.mkdir()
@@ -43,7 +49,6 @@ def made(tmp_path: Path, *, drives: int = 1, stripe: int = 8 << 20, **settings: 
     if not all(slab.direct for slab in store._slabs):
         store.close()
         pytest.skip("needs a file system with O_DIRECT")
-    gpudirect.attach(store, threads=2, new_stream=iter(range(1, 99)).__next__, **settings)
     return store
 
 
@@ -145,6 +150,21 @@ def test_a_write_begins_when_its_event_has_passed(stand_in: KvikioStandIn, tmp_p
         source.close()
 
 
+def test_a_read_does_not_wait_for_the_events_of_writes(stand_in: KvikioStandIn, tmp_path: Path) -> None:
+    """Backward waits for it, and a write may wait for all that is computed until its tensor is there."""
+    with made(tmp_path, event_query=_atoi) as store:
+        source, pending, passed = filled(ALIGNMENT), Digits(), Digits()
+        slot, other = store.reserve(ALIGNMENT), store.reserve(ALIGNMENT)
+        assert store.transfer_device(slot, source.address, into=True).wait(30)
+        write = store.transfer_device(other, source.address, into=True, after_event=pending.handle)
+        passed.complete()
+        read = store.transfer_device(slot, source.address, into=False, after_event=passed.handle)
+        assert read.wait(30) and not write.done()
+        pending.complete()
+        assert write.wait(30)
+        source.close()
+
+
 def test_a_transfer_can_be_cancelled_while_its_event_has_not_passed(
     stand_in: KvikioStandIn, tmp_path: Path
 ) -> None:
@@ -203,6 +223,32 @@ def test_a_forked_child_holds_no_descriptor_of_a_spill_file(stand_in: KvikioStan
         assert len(of_inode(inode)) == 3
 
 
+def test_a_closed_pool_closes_nothing_in_a_forked_child(stand_in: KvikioStandIn, tmp_path: Path) -> None:
+    """The inodes of its files may be those of others by then."""
+    with made(tmp_path) as store:
+        pool = store.pool
+        gpudirect.detach(store)
+        others = os.open(f"/proc/self/fd/{store._slabs[0].fd}", os.O_RDWR)
+        pid = os.fork()
+        if not pid:
+            os._exit(0 if os.path.exists(f"/proc/self/fd/{others}") else 1)
+        _, status = os.waitpid(pid, 0)
+        os.close(others)
+        assert os.waitstatus_to_exitcode(status) == 0
+        del pool
+
+
+def test_a_file_that_cufile_cannot_use_is_an_error(stand_in: KvikioStandIn, tmp_path: Path) -> None:
+    """By default kvikio would use the page cache, and win a probe by that."""
+    stand_in.registers = False
+    with made_without(tmp_path) as store:
+        pool = store.pool
+        with pytest.raises(OSError, match="cannot be registered"):
+            gpudirect.attach(store, threads=2, new_stream=lambda: 1)
+        assert store.pool is pool and stand_in.open_files == 0
+    assert stand_in.compat_mode is CompatMode.AUTO
+
+
 def of_inode(inode: int) -> list[str]:
     found = []
     for fd in os.listdir("/proc/self/fd"):
@@ -217,6 +263,7 @@ def of_inode(inode: int) -> list[str]:
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "compatibility mode": ({"compat_mode": CompatMode.ON}, "KVIKIO_COMPAT_MODE=AUTO"),
     "no driver": ({"is_gds_available": False}, "nvidia-fs"),
+    "old": ({"version": "25.08.00"}, "25.10"),
 }
 
 
@@ -230,6 +277,16 @@ def test_why_not_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_without_kvikio_the_reason_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvikio", None)
     assert "ssdtrain[gpudirect]" in gpudirect.unavailable()
+
+
+@pytest.mark.parametrize("error", ["OSError", "RuntimeError"])
+def test_a_library_that_cannot_be_loaded_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str
+) -> None:
+    (tmp_path / "kvikio.py").write_text(f"raise {error}('libcufile.so.0: cannot open')")
+    monkeypatch.delitem(sys.modules, "kvikio", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "libcufile.so.0: cannot open" in gpudirect.unavailable()
 
 
 def test_without_a_configuration_of_cufile_it_is_not_used(

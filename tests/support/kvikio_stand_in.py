@@ -8,7 +8,10 @@ from __future__ import annotations
 import enum
 import os
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -27,12 +30,23 @@ class CompatMode(enum.Enum):
     AUTO = 2
 
 
+def _open_gate() -> threading.Event:
+    gate = threading.Event()
+    gate.set()
+    return gate
+
+
 @dataclass
 class KvikioStandIn:
     """What the stand-in does, and what was done with it."""
 
     compat_mode: CompatMode = CompatMode.AUTO
     is_gds_available: bool = True
+    version: str = "25.10.00"
+    registers: bool = True
+    """cuFile can use the files. Else kvikio uses the page cache, unless compatibility mode is OFF."""
+    gate: threading.Event = field(default_factory=_open_gate)
+    """Each transfer waits until it is set."""
     shortest: int | None = None
     """Bytes that one call transfers at most."""
     delay: float = 0.0
@@ -57,6 +71,7 @@ class _Future:
     def check_bytes_done(self) -> int:
         stand_in = self._stand_in
         time.sleep(stand_in.delay)
+        stand_in.gate.wait()
         if self._kind in stand_in.fails:
             raise RuntimeError(f"cuFile error: {self._kind} failed")
         size = min(self._size, stand_in.shortest or self._size)
@@ -95,6 +110,8 @@ def install(monkeypatch: pytest.MonkeyPatch, directory: Path, **settings: Any) -
     class CuFile:
         def __init__(self, file: str, flags: str = "r") -> None:
             assert flags == "r+", "a spill file must not be truncated"
+            if not stand_in.registers and stand_in.compat_mode is CompatMode.OFF:
+                raise RuntimeError("cuFile error: the file cannot be registered")
             self._fds = [os.open(file, os.O_RDWR | os.O_CLOEXEC | more) for more in (0, os.O_DIRECT)]
             stand_in.open_files += 1
 
@@ -122,13 +139,22 @@ def install(monkeypatch: pytest.MonkeyPatch, directory: Path, **settings: Any) -
         ) -> _Future:
             return self._transfer("read", buf, raw_stream, size, file_offset)
 
+    @contextmanager
+    def set_default(name: str, value: CompatMode) -> Iterator[None]:
+        assert name == "compat_mode"
+        before, stand_in.compat_mode = stand_in.compat_mode, value
+        try:
+            yield
+        finally:
+            stand_in.compat_mode = before
+
     kvikio, defaults, driver = (
         ModuleType(name) for name in ("kvikio", "kvikio.defaults", "kvikio.cufile_driver")
     )
     kvikio.CuFile, kvikio.CompatMode = CuFile, CompatMode  # type: ignore[attr-defined]
-    defaults.get = {"compat_mode": lambda: stand_in.compat_mode}.__getitem__  # type: ignore[attr-defined]
-    get_default = defaults.get  # type: ignore[attr-defined]
-    defaults.get = lambda name: get_default(name)()  # type: ignore[attr-defined]
+    kvikio.__version__ = stand_in.version  # type: ignore[attr-defined]
+    defaults.get = lambda name: {"compat_mode": stand_in.compat_mode}[name]  # type: ignore[attr-defined]
+    defaults.set = set_default  # type: ignore[attr-defined]
     driver.get = lambda name: getattr(stand_in, name)  # type: ignore[attr-defined]
     for module in (kvikio, defaults, driver):
         monkeypatch.setitem(sys.modules, module.__name__, module)
