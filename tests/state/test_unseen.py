@@ -91,7 +91,7 @@ def test_values_changed_through_data_in_a_forward_are_kept(attach: Attach) -> No
     def evaluate(chunks: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Module()
-        model.layers = nn.ModuleList([Turning(32, 32) for _ in range(6)])
+        model.layers = nn.ModuleList([Turning(32, 32) for _ in range(12)])  # more than fit
         if chunks:
             attach(model, adamw(model.parameters()))
         found = []
