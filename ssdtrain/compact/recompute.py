@@ -81,8 +81,11 @@ def kept_by_producer(x: Tensor) -> bool:
 def release_copies(x: Tensor) -> int:
     """Release saved copies behind `x` that backward recomputes; returns their bytes.
 
-    Does nothing under other saved-tensor hooks, which have packed the copies already.
+    Does nothing under other saved-tensor hooks, which have packed the copies already, nor for tensors of other classes and
+    without memory, whose values the checks cannot compare.
     """
+    if type(x) is not Tensor or x.is_meta:
+        return 0
     node = _before_cast(_producer(x))
     if node is None or node.name() != _PRODUCT:
         return 0
