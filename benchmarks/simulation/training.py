@@ -97,6 +97,7 @@ class Machine:
         )
         store.pool.close()
         store.pool = self.pool
+        store.counted_from = self.pool.counters()
         self.store = store
         policy = AmountPolicy(Amount("all")) if policy is None else policy
         options = replace(options, clock=lambda: self.timeline.now)
