@@ -14,7 +14,7 @@ import torch
 import ssdtrain
 from ssdtrain.config import ConfigError
 from ssdtrain.runtime import Runtime
-from ssdtrain.storage import StoreMetrics
+from ssdtrain.storage import ALIGNMENT, StoreMetrics
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
 from tests.support.filesystems import free_bytes
 
@@ -216,3 +216,33 @@ def test_the_file_never_grows_beyond_the_capacity(way: Variant, make_runtime: Ma
     assert os.fstat(slab.fd).st_size <= 5 * MiB
     # A file system that notes where pieces of the file lie counts the block of its notes too.
     assert os.fstat(slab.fd).st_blocks * 512 <= 5 * MiB + 16 * 1024
+
+
+def kernel_written() -> int:
+    """Bytes that this process has had written to drives, as the kernel counts them; skips where it does not say."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError as error:
+        pytest.skip(f"the kernel does not say what this process writes: {error}")
+    return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))
+
+
+def test_the_bytes_that_wear_is_computed_from_are_those_that_the_kernel_counts(
+    way: Variant, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`offload.endurance` and the projected life of the drives go by `bytes_written` of the drives."""
+    monkeypatch.delenv("SSDTRAIN_POISON", raising=False)  # which overwrites freed slots
+    runtime = make_runtime(way)
+    if not figures(runtime)[2].drives[0].direct:
+        pytest.skip(
+            "the directory for temporary files does not support O_DIRECT, so the kernel counts when it flushes"
+        )
+    gradient(runtime, 24)  # the file is grown, which the file system notes on the drive too
+    before, began = kernel_written(), figures(runtime)[2].drives[0].bytes_written
+    for _ in range(4):
+        gradient(runtime, 24)
+    counted = figures(runtime)[2].drives[0].bytes_written - began
+    written = kernel_written() - before
+    assert counted == 4 * 24 * MiB
+    # Whole blocks are written: the first and the last one of each store are not full.
+    assert counted <= written <= counted + 4 * 24 * 2 * ALIGNMENT + 64 * 1024
