@@ -40,8 +40,8 @@ class OffloadConfig(Section):
     """Offloading of activations to SSD or host memory in forward, and prefetching before backward needs them."""
 
     directories: Directories = ()
-    """Directories on the drives, each with one spill file per rank; several are striped. {rank}, {local_rank}, {host}, {user}
-    and ~ are expanded on each rank. Optional only with `host`, which then is the only tier."""
+    """Directories on the drives, each with one spill file per rank; several share the bytes by measured speed. {rank},
+    {local_rank}, {host}, {user} and ~ are expanded on each rank. Optional only with `host`, which then is the only tier."""
 
     capacity: Capacity | None = None
     """Maximum bytes per rank on each drive. Default: 90% of the free space, divided among the ranks of the node."""

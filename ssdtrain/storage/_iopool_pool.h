@@ -195,6 +195,8 @@ static PyObject *pool_counters(PyObject *self, PyObject *unused) {
         pthread_mutex_lock(&q->lock);
         unsigned long long bytes[2] = {q->bytes[0], q->bytes[1]};
         double seconds[2] = {q->seconds[0], q->seconds[1]};
+        for (int direction = 0; direction < 2; direction++)
+            if (q->active[direction]) seconds[direction] += now() - q->since[direction];
         pthread_mutex_unlock(&q->lock);
         PyObject *figures = Py_BuildValue("KKdd", bytes[0], bytes[1], seconds[0], seconds[1]);
         if (!figures || PyList_SetItem(queues, i, figures)) {

@@ -50,6 +50,15 @@ class _Queue:
         self.since = [0.0, 0.0]
         self.deferred = 0  # pieces queued without waking a worker
 
+    def figures(self) -> tuple[int, int, float, float]:
+        """Bytes written and read, and seconds with at least one such transfer under way, up to now."""
+        now = time.perf_counter()
+        write, read = (
+            seconds + (now - since if active else 0.0)
+            for seconds, active, since in zip(self.seconds, self.active, self.since, strict=True)
+        )
+        return self.bytes[0], self.bytes[1], write, read
+
     def wake(self) -> None:
         if self.deferred:
             self.ready.notify(self.deferred)
@@ -236,7 +245,7 @@ class PythonPool:
         with self._lock:
             while self._cancelled:
                 self._cancelled_bytes += self._cancelled.popleft()[1]
-            queues = [(q.bytes[0], q.bytes[1], q.seconds[0], q.seconds[1]) for q in self._queues]
+            queues = [queue.figures() for queue in self._queues]
         return queues, self._cancelled_bytes
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ Note: [Free never blocks]
     after they have ended.
 """
 
-import logging
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -19,13 +18,12 @@ from ssdtrain.storage.errors import StoreClosed
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.metrics import StoreMetrics, transfers_since
-from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, DEVICE_READ, DEVICE_WRITE, READ, WRITE, image_bytes
+from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, DEVICE_READ, DEVICE_WRITE, READ, WRITE
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
 from ssdtrain.storage.signal_safe_lock import make_signal_safe_lock
 from ssdtrain.storage.slab import Slab, default_capacity, no_room
 from ssdtrain.storage.slot import Slot
-
-logger = logging.getLogger(__name__)
+from ssdtrain.storage.striping import StripedDrives
 
 FREE_BATCH = 32
 """Freed slots that `free` collects before it drains them: one by one they cost backward more."""
@@ -35,8 +33,8 @@ class SpillStore:
     """Slots in host memory and on drives, and transfers to and from them. Thread-safe.
 
     Args:
-        directories: one per drive. With several, each slot goes to the least used drive, and slots larger than `stripe` are
-            spread over all of them.
+        directories: one per drive. With several, slots are divided among them by measured speed, and those larger than
+            `stripe` are spread over all of them; see `ssdtrain.storage.striping`.
         capacity: bytes per directory for this rank. None: 90% of the free space, divided by `local_world_size`.
         host_bytes: size of the host tier in front of the drives, bytes. 0: no host tier.
         threads: concurrent writes per drive, see `make_pool`.
@@ -88,7 +86,6 @@ class SpillStore:
         self._freed: deque[Slot] = deque()
         self._ending: list[Slot] = []
         self._live_slots = self._live_bytes = 0
-        self._stripe = stripe
         self._closed = False
         self._generation = forks.generation()
         self._slabs: list[Slab] = []
@@ -125,13 +122,14 @@ class SpillStore:
         if memory.poison_enabled():
             self._pattern = memory.Map(1 << 20, huge_pages=False)
             memory.fill(self._pattern.address, 0xFF, self._pattern.nbytes)
+        self._drives = StripedDrives(self._slabs, stripe, self._pattern)
         forks.track(self)
         self._shutdown = weakref.finalize(
             self, _close_parts, self.pool, self._slabs, self._host, self._pattern
         )
 
     def reserve(self, nbytes: int, tier: str | None = None) -> Slot:
-        """Reserve a slot of `nbytes`: in the host tier if it has room, else on the least used drive.
+        """Reserve a slot of `nbytes`: in the host tier if it has room, else on drives.
 
         Args:
             tier: "ssd": prefer a drive, and use the host tier only if no drive has room.
@@ -239,7 +237,7 @@ class SpillStore:
             drives = [self._slabs[queue] for queue in slot._extents[::3]]
             named = [slab for slab in drives if str(slab.directory) == getattr(error, "filename", None)]
             for slab in named or drives:
-                self._retire(slab, error)
+                self._drives.retire(slab, error)
 
     @property
     def metrics(self) -> StoreMetrics:
@@ -321,53 +319,15 @@ class SpillStore:
         slot.record(operation, 0 if into else None)
         self._copied[0 if into else 1] += slot.nbytes
 
-    def _retire(self, slab: Slab, error: BaseException) -> None:
-        if slab.retired:
-            return
-        slab.retired = True
-        left = sum(not other.retired for other in self._slabs)
-        text = "the drive behind %s is not used any more after an error: %s; %d of %d drives remain"
-        logger.warning(text, slab.directory, error, left, len(self._slabs))
-
-    def _take(self, slab: Slab, nbytes: int) -> int | None:
-        """Allocate space on a drive, which is retired if growing its file fails."""
-        try:
-            return slab.allocate(nbytes)
-        except OSError as error:
-            self._retire(slab, error)
-            return None
-
     def _reserve_host(self, nbytes: int) -> Slot | None:
         lease = self._host.acquire(nbytes) if self._host is not None else None
         return None if lease is None else Slot(nbytes, (len(self._slabs), lease.address, nbytes), lease)
 
     def _reserve_drives(self, nbytes: int) -> Slot | None:
-        """Use one drive per stripe, the least used first; fewer if some are full."""
-        image = image_bytes(nbytes)
-        if len(self._slabs) == 1:
-            offset = self._take(self._slabs[0], image)
-            return None if offset is None else Slot(nbytes, (0, offset, image), None)
-        drives = [slab for slab in self._slabs if not slab.retired]
-        drives.sort(key=lambda slab: slab.used)
-        for parts in range(min(len(drives), max(1, -(-nbytes // self._stripe))), 0, -1):
-            share = -(-image // parts // ALIGNMENT) * ALIGNMENT
-            extents: list[int] = []
-            for slab in drives:
-                length = min(share, image - share * (len(extents) // 3))
-                offset = self._take(slab, length)
-                if offset is not None:
-                    extents += (slab.index, offset, length)
-                    if len(extents) == 3 * parts:
-                        return Slot(nbytes, tuple(extents), None)
-            self._give(extents)
-        return None
-
-    def _give(self, extents: Sequence[int]) -> None:
-        for at in range(0, len(extents), 3):
-            slab = self._slabs[extents[at]]
-            length = slab.release(extents[at + 1])
-            if self._pattern is not None:
-                slab.poison(extents[at + 1], length, memory.view(self._pattern.address, self._pattern.nbytes))
+        if self._drives.window_over:
+            self._drives.observe(self.pool.counters()[0])
+        extents = self._drives.reserve(nbytes)
+        return None if extents is None else Slot(nbytes, extents, None)
 
     def _drain(self) -> None:
         while self._freed:
@@ -382,7 +342,7 @@ class SpillStore:
             if slot._lease is not None:
                 slot._lease.release()
             else:
-                self._give(slot._extents)
+                self._drives.release(slot._extents)
             self._live_slots -= 1
             self._live_bytes -= slot.nbytes
 
