@@ -37,17 +37,17 @@ class CommMetrics(MetricSet):
 
     def count_codec(self, began: float) -> None:
         """Something was encoded or decoded, from `began` (`time.perf_counter`) until now."""
-        seconds = time.perf_counter() - began
-        self.codec_seconds += seconds
+        ended = time.perf_counter()
+        self.codec_seconds += ended - began
         if self.spans is not None:
-            self.spans.add("codec", self.dimension, began)
+            self.spans.add("codec", self.dimension, began, ended)
 
     def count_wait(self, began: float) -> None:
         """A message was waited for, from `began` until now."""
-        seconds = time.perf_counter() - began
-        self.wait_seconds += seconds
+        ended = time.perf_counter()
+        self.wait_seconds += ended - began
         if self.spans is not None:
-            self.spans.add("collective", self.dimension, began)
+            self.spans.add("collective", self.dimension, began, ended)
 
     @property
     def ratio(self) -> float:

@@ -93,10 +93,10 @@ class OffloadMetrics(MetricSet):
 
     def count_codec(self, name: str, began: float) -> None:
         """A region of this name was encoded or decoded, from `began` (`time.perf_counter`) until now."""
-        seconds = time.perf_counter() - began
-        self.codec_seconds += seconds
+        ended = time.perf_counter()
+        self.codec_seconds += ended - began
         if self.spans is not None:
-            self.spans.add("codec", name, began)
+            self.spans.add("codec", name, began, ended)
 
     def count_transfer(self, track: str, name: str, operation: Operation) -> None:
         """A store or a load of a region of this name has ended well. `track` is "stores" or "loads". A copy of the device

@@ -48,13 +48,14 @@ class Spans:
         self.dropped = 0
         self._nvtx = nvtx
 
-    def add(self, kind: str, name: str, began: float) -> None:
-        """A span of this thread that ends now."""
-        self._append(Span(threading.get_ident(), kind, name, began, time.perf_counter()))
+    def add(self, kind: str, name: str, began: float, ended: float) -> None:
+        """A span of this thread."""
+        self._append(Span(threading.get_ident(), kind, name, began, ended))
 
     def waited(self, cause: str, name: str, seconds: float) -> None:
         """This thread has waited for so long until now, for a region of the module `name`."""
-        self.add("wait", f"{cause} wait: {name}", time.perf_counter() - seconds)
+        now = time.perf_counter()
+        self.add("wait", f"{cause} wait: {name}", now - seconds, now)
 
     def moved(self, track: str, name: str, nbytes: int, began: float, seconds: float) -> None:
         """A transfer of the I/O pool is over.
@@ -80,7 +81,7 @@ class Spans:
 
     def closed(self, kind: str, name: str, began: float) -> None:
         """What `opened` gave the begin of is over."""
-        self.add(kind, name, began)
+        self.add(kind, name, began, time.perf_counter())
         if self._nvtx:
             torch.cuda.nvtx.range_pop()
 

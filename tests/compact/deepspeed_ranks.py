@@ -1,7 +1,6 @@
 """One rank that trains with DeepSpeed and compressed inputs: `python -m tests.compact.deepspeed_ranks FILE STAGE ...`.
 
-STAGE is a ZeRO stage, or "pipeline". Without any, one process trains all batches in plain PyTorch. What is written are losses
-and weights by the stage.
+STAGE is a ZeRO stage, or "pipeline". What is written are losses and weights by the stage.
 """
 
 from __future__ import annotations
@@ -98,11 +97,8 @@ def train(stage: str) -> dict[str, Any]:
     return found
 
 
-def main(file: str, stages: list[str]) -> None:
+def main(file: str, *stages: str) -> None:
     torch.set_num_threads(1)
-    if not stages:
-        torch.save(train_plainly(), f"{file}.plain")
-        return
     import deepspeed
 
     import ssdtrain_ds
@@ -118,4 +114,4 @@ def main(file: str, stages: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(*sys.argv[1:])

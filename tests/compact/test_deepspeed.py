@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ssdtrain.config import ConfigError
-from tests.support.processes import start
+from tests.support.processes import forked
 
 pytestmark = [
     pytest.mark.distributed,
@@ -30,7 +30,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     made = tmp_path_factory.mktemp("deepspeed")
     torch.save(train_plainly(), made / "w.plain")
-    start(2, ["-m", "tests.compact.deepspeed_ranks", str(made / "w"), *STAGES])
+    forked(2, "tests.compact.deepspeed_ranks", str(made / "w"), *STAGES, imports=["deepspeed", "ssdtrain_ds"])
     return made
 
 

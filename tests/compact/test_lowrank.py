@@ -19,7 +19,7 @@ from ssdtrain.compact.projection import Projections, layer_key, layout_of
 from ssdtrain.config import ConfigError
 from ssdtrain.runtime import Runtime
 from tests.compact.test_attach import Conv1D
-from tests.support.processes import start
+from tests.support.processes import forked
 
 EVERY = 3
 LIKE = torch.zeros(0, dtype=torch.float64)
@@ -474,7 +474,7 @@ def test_autocast_trains_in_float32() -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_data_parallel_ranks_train_what_one_process_trains(tmp_path: Any) -> None:
-    start(2, ["-m", "tests.compact.lowrank_ranks", str(tmp_path / "w")])
+    forked(2, "tests.compact.lowrank_ranks", str(tmp_path / "w"))
     expected = torch.load(tmp_path / "w.0.plain")
     first = torch.load(tmp_path / "w.0")["weights"]
     for rank in range(2):

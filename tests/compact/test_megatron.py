@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdtrain.config import ConfigError
-from tests.support.processes import start
+from tests.support.processes import forked
 
 pytestmark = [
     pytest.mark.distributed,
@@ -29,7 +29,7 @@ pytestmark = [
 def trained(layout: str, world: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "rank")
-        start(world, ["-m", "tests.compact.megatron_ranks", layout, str(file)])
+        forked(world, "tests.compact.megatron_ranks", layout, str(file))
         return [torch.load(f"{file}.{rank}", weights_only=False) for rank in range(world)]
 
 

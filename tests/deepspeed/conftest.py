@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,72 +11,18 @@ from typing import Any
 import pytest
 
 from tests.deepspeed.rows import Row, rows_for
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.support import processes
 
 Results = Callable[[Row], list[dict[str, Any]]]
 
 
-def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    return {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": str(ROOT),
-        "HF_HUB_OFFLINE": "1",
-    }
+CPU = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+"""For every process that imports DeepSpeed."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def start(arguments: list[str], ranks: int, directory: Path, timeout: float) -> str:
-    """Run `python arguments` on `ranks` ranks until all end; returns what rank 0 printed, or the output of one that failed.
-
-    Raises:
-        AssertionError: a rank failed or took longer than `timeout` seconds; with the end of its output.
-    """
-    port = free_port()
-    outputs = [directory / f"{Path(arguments[-1]).name[:40]}.{rank}.log" for rank in range(ranks)]
-    processes = []
-    try:
-        for rank in range(ranks):
-            with outputs[rank].open("w") as output:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *arguments],
-                        cwd=ROOT,
-                        env=environment(rank, ranks, port),
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        deadline = time.monotonic() + timeout
-        while any(process.poll() is None for process in processes):
-            failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
-            if failed or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-    finally:
-        codes = [process.poll() for process in processes]
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-    bad = next((rank for rank, code in enumerate(codes) if code not in (None, 0)), None)
-    if bad is None and None in codes:
-        bad = codes.index(None)
-    assert bad is None, f"rank {bad} ended with {codes[bad]}:\n{outputs[bad].read_text()[-6000:]}"
-    return outputs[0].read_text()
+def environment() -> dict[str, str]:
+    """Of the only rank."""
+    return {**processes.environment(1), "RANK": "0", "LOCAL_RANK": "0", **CPU}
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +45,15 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
             names = [other.name for other in rows_for(row.ranks) if other.name in wanted]
             failure = None
             try:
-                start(["-m", "tests.deepspeed.worker", str(directory), *names], row.ranks, directory, 850)
+                processes.forked(
+                    row.ranks,
+                    "tests.deepspeed.worker",
+                    str(directory),
+                    *names,
+                    imports=["deepspeed", "ssdtrain_ds", "tests.deepspeed.training"],
+                    timeout=850,
+                    **CPU,
+                )
             except AssertionError as error:
                 failure = str(error)
             done[row.ranks] = (directory, failure)

@@ -11,7 +11,8 @@ import pytest
 
 import ssdtrain_ds
 from ssdtrain.config import load_config
-from tests.deepspeed.conftest import ROOT, environment
+from tests.deepspeed.conftest import environment
+from tests.support.processes import ROOT
 
 dataclasses = pytest.importorskip("accelerate.utils.dataclasses", reason="it is among requirements-dev.txt")
 
@@ -59,7 +60,7 @@ def test_accelerate_may_be_imported_after_install() -> None:
     done = subprocess.run(
         [sys.executable, "-c", look],
         cwd=ROOT,
-        env=environment(0, 1, 1),
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=200,

@@ -12,7 +12,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ssdtrain.config import load_config
 from ssdtrain_ds.launch import parse
-from tests.deepspeed.conftest import ROOT
+from tests.support.processes import ROOT
 
 DIRECTORY = ROOT / "configs" / "deepspeed"
 CONFIGS = sorted(DIRECTORY.glob("*.json"))

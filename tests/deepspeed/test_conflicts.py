@@ -13,7 +13,8 @@ from ssdtrain.integration.compatibility import check_conflicts, conflict_table
 from ssdtrain_ds import _compat_comm
 from ssdtrain_ds.conflicts import CONFLICTS
 from tests.deepspeed import models
-from tests.deepspeed.conftest import ROOT, MakeEngine
+from tests.deepspeed.conftest import MakeEngine
+from tests.support.processes import ROOT
 
 COMM = {"comm": {"preset": "safe"}}
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.deepspeed.conftest import start
+from tests.deepspeed.conftest import CPU
+from tests.support.processes import forked
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -19,7 +20,7 @@ NAMES = ("gpt2", "bert", "t5", "llama", "llama-gradient-checkpointing")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("transformers", reason="Hugging Face's packages are among requirements-dev.txt")
     directory: Path = tmp_path_factory.mktemp("hugging-face")
-    output = start(["-m", "tests.deepspeed.hugging_face", str(directory)], 1, directory, 550)
+    output = forked(1, "tests.deepspeed.hugging_face", str(directory), timeout=550, **CPU)
     line = next(line for line in output.splitlines() if line.startswith("RESULT "))
     results: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     assert set(results) == set(NAMES)

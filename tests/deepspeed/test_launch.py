@@ -15,7 +15,8 @@ import pytest
 from ssdtrain_ds.autoload import FILE, VARIABLE
 from ssdtrain_ds.launch import Command, UsageError, main, parse, set_single_process
 from tests.deepspeed import models
-from tests.deepspeed.conftest import ROOT, environment, free_port
+from tests.deepspeed.conftest import environment
+from tests.support.processes import ROOT, free_port
 
 SCRIPT = ROOT / "tests" / "deepspeed" / "script.py"
 
@@ -77,7 +78,7 @@ def test_one_process_without_a_launcher_gets_its_rank() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_python_m_needs_no_launcher_and_no_mpi4py(config: Path) -> None:
-    base = {key: value for key, value in environment(0, 1, 1).items() if key not in OF_A_LAUNCHER}
+    base = {key: value for key, value in environment().items() if key not in OF_A_LAUNCHER}
     done = subprocess.run(
         [sys.executable, "-m", "ssdtrain_ds", str(SCRIPT), str(config)],
         cwd=ROOT,
@@ -103,7 +104,7 @@ OF_A_LAUNCHER = (
 
 
 def results_of(command: list[str], env: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    base = {key: value for key, value in environment(0, 1, free_port()).items() if key != VARIABLE}
+    base = {key: value for key, value in environment().items() if key != VARIABLE}
     done = subprocess.run(
         command,
         cwd=ROOT,

@@ -1,6 +1,6 @@
 """One rank: trains every row that it is given, in every mode, and writes what came out.
 
-python -m tests.deepspeed.worker RANKS DIRECTORY ROW [ROW ...] with RANK, WORLD_SIZE and MASTER_* in the environment.
+python -m tests.deepspeed.worker DIRECTORY ROW [ROW ...] with RANK, WORLD_SIZE and MASTER_* in the environment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RESUMED = ("resumed-without", "resumed-with")
 COMM = ("identity", "compressed")
 
 
-def main(directory: Path, names: list[str]) -> None:
+def main(directory: str, *names: str) -> None:
     import deepspeed
     from deepspeed import comm as dist
 
@@ -34,6 +34,7 @@ def main(directory: Path, names: list[str]) -> None:
     deepspeed.init_distributed(dist_backend="gloo", timeout=datetime.timedelta(seconds=60), verbose=False)
     rows = {row.name: row for row in ROWS}
     rank = int(os.environ["RANK"])
+    into = Path(directory)
     for name in names:
         row = rows[name]
         modes = [mode for mode in MODES if row.counted or mode != "counted"]
@@ -42,10 +43,10 @@ def main(directory: Path, names: list[str]) -> None:
         found: dict[str, object] = {}
         try:
             for mode in modes:
-                found[mode] = run(row, mode, directory / f"{name}-{mode}")
+                found[mode] = run(row, mode, into / f"{name}-{mode}")
         except Exception:  # noqa: BLE001 - written down: the test of this row fails with it
             found = {"error": traceback.format_exc()}
-        (directory / f"{name}.{rank}.json").write_text(json.dumps(found))
+        (into / f"{name}.{rank}.json").write_text(json.dumps(found))
         if "error" in found and row.ranks > 1:
             sys.stdout.flush()
             os._exit(1)  # the others wait in a collective that will not come
@@ -54,4 +55,4 @@ def main(directory: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(*sys.argv[1:])

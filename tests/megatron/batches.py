@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.megatron.rows import Row
-from tests.support.processes import start
+from tests.support.processes import forked
 
 Results = dict[str, list[Any]]
 
@@ -28,7 +28,7 @@ class Matrix:
     """What the ranks found in the rows whose tests were selected. A batch of rows is trained when the first of them is read.
 
     Args:
-        module: ranks run `python -m MODULE DIRECTORY NAME ...` and write their results by name to `WORLD-RANK.json`.
+        module: ranks call its `main(DIRECTORY, NAME ...)` and write their results by name to `WORLD-RANK.json`.
         worlds: how many ranks a row or case has, by its name, in the order in which they are to run.
         batch: the most rows that one start of ranks trains, few enough for the time limit of a test on a busy machine.
     """
@@ -58,7 +58,7 @@ class Matrix:
         """The batch by name, or why there is nothing: a failure is not tried again for each test."""
         with tempfile.TemporaryDirectory(prefix="ssdtrain-matrix-") as directory:
             try:
-                start(world, ["-m", self._module, directory, *names])
+                forked(world, self._module, directory, *names)
             except AssertionError as error:
                 return str(error)
             ranks = [json.loads(Path(directory, f"{world}-{rank}.json").read_text()) for rank in range(world)]

@@ -1,8 +1,10 @@
-"""Starts the ranks of a test, each an ordinary process, and waits for all of them."""
+"""Starts the ranks of a test, each a process of its own, and waits for all of them."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,13 +22,9 @@ def free_port() -> int:
         return port
 
 
-def start(world: int, command: Sequence[str], timeout: float = 280, **environment: str) -> str:
-    """Run `python COMMAND` as `world` ranks, as torchrun would; what they printed, rank by rank.
-
-    Raises:
-        AssertionError: a rank failed or did not end in time; the others are ended, and the message has what all printed.
-    """
-    common = {
+def environment(world: int) -> dict[str, str]:
+    """What torchrun would tell `world` ranks on this node, but for their number."""
+    return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -34,8 +32,52 @@ def start(world: int, command: Sequence[str], timeout: float = 280, **environmen
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
-        **environment,
     }
+
+
+def forked(
+    world: int, module: str, *arguments: str, imports: Sequence[str] = (), timeout: float = 280, **more: str
+) -> str:
+    """Call `MODULE.main(*ARGUMENTS)` in `world` ranks, forked from a process that has imported MODULE and `imports`; what they
+    printed, rank by rank.
+
+    Raises:
+        AssertionError: a rank failed or did not end in time; the others are ended, and the message has what all printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="ssdtrain-ranks-") as directory:
+        command = ["-m", "tests.support.forked", directory, ",".join(imports), module, *arguments]
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env={**environment(world), **more},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        statuses: list[int | None] = [None] * world
+        try:
+            said, _ = process.communicate(timeout=timeout)
+            if not process.returncode:
+                statuses = json.loads(Path(directory, "statuses").read_text())
+        except subprocess.TimeoutExpired:
+            said = f"did not end in {timeout:g} seconds"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        outputs = [Path(directory, str(rank)) for rank in range(world)]
+        texts = [output.read_text(errors="replace") if output.exists() else "" for output in outputs]
+    return _checked(f"{module} {' '.join(arguments)}", statuses, texts, said)
+
+
+def start(world: int, command: Sequence[str], timeout: float = 280, **more: str) -> str:
+    """Run `python COMMAND` as `world` ranks, as torchrun would; what they printed, rank by rank.
+
+    Raises:
+        AssertionError: a rank failed or did not end in time; the others are ended, and the message has what all printed.
+    """
+    common = {**environment(world), **more}
     ranks = []
     for rank in range(world):
         output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed below, when it has been read)
@@ -65,10 +107,20 @@ def start(world: int, command: Sequence[str], timeout: float = 280, **environmen
             process.kill()
             process.wait()
     texts = []
-    for rank, (process, output) in enumerate(ranks):
+    for _, output in ranks:
         output.seek(0)
-        texts.append(f"--- rank {rank}, exit status {process.returncode}\n{output.read()}")
+        texts.append(output.read())
         output.close()
-    text = "\n".join(texts)
-    assert not failed, f"{' '.join(command)}: a rank failed or did not end in time\n{text[-20000:]}"
+    return _checked(" ".join(command), [process.returncode for process, _ in ranks], texts, "")
+
+
+def _checked(what: str, statuses: Sequence[int | None], texts: Sequence[str], said: str) -> str:
+    parts = [
+        f"--- rank {rank}, exit status {status}\n{text}"
+        for rank, (status, text) in enumerate(zip(statuses, texts, strict=True))
+    ]
+    text = "\n".join(parts)
+    assert not any(status != 0 for status in statuses), (
+        f"{what}: a rank failed or did not end in time. {said}\n{text[-20000:]}"
+    )
     return text

@@ -133,10 +133,10 @@ def test_waits_are_those_of_the_metrics(tmp_path: Path) -> None:
     runtime.close()
     events = spans(tmp_path / "out" / "trace-rank-0.json")
     waited = sum(event["dur"] for event in of_kind(events, "wait")) / 1e6
-    assert waited == pytest.approx(found.stall_seconds, rel=1e-3, abs=1e-4)
+    assert waited == pytest.approx(found.stall_seconds, rel=1e-3)
     codec = sum(event["dur"] for event in of_kind(events, "codec")) / 1e6
-    assert codec == pytest.approx(found.codec_seconds, rel=0.2, abs=1e-3)
-    assert found.codec_seconds > 0
+    assert codec == pytest.approx(found.codec_seconds, rel=1e-3)
+    assert found.codec_seconds > 0 < found.stall_seconds
 
 
 def test_steps_that_are_not_traced_leave_no_hook_and_record_nothing(tmp_path: Path) -> None:
