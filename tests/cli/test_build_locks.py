@@ -63,6 +63,7 @@ def test_a_recent_lock_that_nobody_holds_may_be_a_build_of_another_node(lock: Pa
     assert finding.verdict == NOTE and str(lock) in finding.remedy and "other node" in finding.remedy
 
 
+@pytest.mark.slow
 def test_a_build_that_goes_on_is_sound_and_a_killed_one_is_not(lock: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", BUILDER, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

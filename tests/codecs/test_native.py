@@ -11,6 +11,7 @@ from torch import Tensor
 from ssdtrain.codecs import Codec, make_codec, payload_finite
 from ssdtrain.codecs import native as native_module
 from tests.codecs.common import FLOATS, payload, randn
+from tests.support.tiers import tiered
 
 SPECS = [
     "fp8",
@@ -89,7 +90,7 @@ def _body(codec: Codec, buf: Tensor, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", tiered(FLOATS, quick=[torch.bfloat16]), ids=str)
 def test_the_same_bytes_for_every_length_and_scale(spec: str, dtype: torch.dtype) -> None:
     for numel in (1, 2, 3, 31, 64, 65, 127, 1000, 4099):
         for scale in (1.0, 1e-4, 3e-7):

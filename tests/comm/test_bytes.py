@@ -15,6 +15,7 @@ from ssdtrain.comm import Bucket, CommMetrics, Communicator, algorithms
 from ssdtrain.comm.collectives import AllGather
 from tests.comm.test_collectives import make, values
 from tests.support.ranks import on_ranks
+from tests.support.tiers import tiered
 
 CASES = 30
 SPECS = ("int8", "int4:hadamard", "bf16", "off/int8", "int8/int4", "zfp:rate=16", "raw", "int8/off")
@@ -122,7 +123,7 @@ def cases(rank: int, seed: int) -> int:
 
 @pytest.mark.parametrize(
     ("ranks", "nodes"),
-    [(2, ["a", "b"]), (3, None), (4, ["a", "a", "b", "b"])],
+    tiered([(2, ["a", "b"]), (3, None), (4, ["a", "a", "b", "b"])], quick=[(2, ["a", "b"])]),
     ids=["two nodes", "three ranks", "two hops"],
 )
 def test_no_call_sends_more_than_a_ring(ranks: int, nodes: list[str] | None) -> None:
@@ -151,7 +152,7 @@ def large_vocabulary(rank: int, dtype: torch.dtype) -> Any:
     return [found.raw_bytes - plain, found.wire_bytes - plain, found.compressed]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", tiered([2, 4], quick=[2]))
 @pytest.mark.parametrize(("dtype", "saved"), [(torch.bfloat16, 0.15), (torch.float32, 0.25)], ids=str)
 def test_a_large_vocabulary_is_sent_in_its_own_dtype(ranks: int, dtype: torch.dtype, saved: float) -> None:
     found = on_ranks(ranks, large_vocabulary, dtype)

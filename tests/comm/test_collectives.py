@@ -13,6 +13,7 @@ from ssdtrain.comm import Bucket, Communicator, Policy
 from ssdtrain.comm.collectives import AllReduce
 from ssdtrain.config import load_config
 from tests.support.ranks import on_ranks
+from tests.support.tiers import tiered
 
 SIZES = (1, 255, 1000, 70_003, 300_000)
 
@@ -49,17 +50,29 @@ def summed(
 
 @pytest.mark.parametrize(
     ("ranks", "nodes"),
-    [(2, None), (3, None), (4, ["a", "a", "b", "b"]), (4, ["a", "b", "a", "b"]), (4, ["a", "a", "a", "b"])],
+    tiered(
+        [
+            (2, None),
+            (3, None),
+            (4, ["a", "a", "b", "b"]),
+            (4, ["a", "b", "a", "b"]),
+            (4, ["a", "a", "a", "b"]),
+        ],
+        quick=[(2, None), (4, ["a", "a", "b", "b"])],
+    ),
     ids=["two", "three", "two nodes", "two nodes interleaved", "uneven nodes"],
 )
 @pytest.mark.parametrize(
     ("codec", "gather", "error"),
-    [
-        ("int8", "int8", 0.02),
-        ("bf16", "bf16", 0.006),
-        ("int8/int4:hadamard", "int8", 0.2),
-        ("off", "bf16", 0.004),
-    ],
+    tiered(
+        [
+            ("int8", "int8", 0.02),
+            ("bf16", "bf16", 0.006),
+            ("int8/int4:hadamard", "int8", 0.2),
+            ("off", "bf16", 0.004),
+        ],
+        quick=[("int8", "int8", 0.02), ("off", "bf16", 0.004)],
+    ),
 )
 def test_an_all_reduce_is_close_and_the_same_on_all_ranks(
     ranks: int, nodes: list[str] | None, codec: str, gather: str, error: float

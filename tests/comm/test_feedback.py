@@ -14,6 +14,7 @@ from ssdtrain.comm.coding import Coder, Piece
 from ssdtrain.comm.feedback import Feedback
 from tests.comm.test_collectives import make, values
 from tests.support.ranks import on_ranks
+from tests.support.tiers import tiered
 
 STEPS = 30
 
@@ -57,7 +58,7 @@ def summed(rank: int, feedback: str, gather: str) -> float:
     return float((sent - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("gather", ["int8", "int4:hadamard"])
+@pytest.mark.parametrize("gather", tiered(["int8", "int4:hadamard"], quick=["int8"]))
 def test_feedback_makes_a_sum_over_steps_several_times_better(gather: str) -> None:
     without = on_ranks(2, summed, "off", gather)[0]
     with_it = on_ranks(2, summed, "int8", gather)[0]

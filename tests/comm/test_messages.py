@@ -122,6 +122,7 @@ def slow(rank: int) -> Any:
     return [records, dict(found.fallbacks)]
 
 
+@pytest.mark.slow
 def test_a_codec_that_costs_more_than_it_saves_steps_back_loudly() -> None:
     said = []
     for records, fallbacks in on_ranks(2, slow):

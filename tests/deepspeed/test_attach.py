@@ -23,6 +23,7 @@ from tests.deepspeed import models
 from tests.deepspeed.conftest import MakeEngine, train
 from tests.deepspeed.upstream import LACKS
 from tests.support.tensors import all_equal
+from tests.support.tiers import tiered
 
 METHODS = (
     "forward",
@@ -237,7 +238,7 @@ def test_evaluation_offloads_nothing_and_changes_nothing(make_engine: MakeEngine
     assert all_equal(*found)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", tiered([1, 3], quick=[3]))
 def test_a_run_resumes_exactly_with_or_without_the_block(
     stage: int, make_engine: MakeEngine, tmp_path: Path
 ) -> None:

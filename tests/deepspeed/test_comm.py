@@ -13,6 +13,7 @@ import torch
 
 from tests.support.ranks import StandingRanks, on_ranks
 from tests.support.tensors import all_equal
+from tests.support.tiers import tiered
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -89,7 +90,7 @@ def resumed(rank: int, stage: int, directory: str) -> Any:
     return [on, again, *found]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", tiered([0, 2, 3], quick=[2]))
 def test_residuals_are_in_the_checkpoint_and_a_resumed_run_goes_on_to_the_bit(
     stage: int, two_ranks: StandingRanks, tmp_path: Path
 ) -> None:

@@ -254,6 +254,7 @@ def test_accelerate_launch_needs_only_the_variable(interpreter: Path, config: Pa
     assert found["saved_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_the_loader_is_deepspeeds_own_after_the_import(interpreter: Path) -> None:
     said(interpreter, "-m", "ssdtrain_ds.autoload", "install")
     look = (

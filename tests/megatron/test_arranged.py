@@ -11,24 +11,16 @@ from tests.support.processes import ROOT, start
 
 FILES = sorted((Path(__file__).parent / "arranged").glob("test_*.py"))
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed"
+    ),
+]
 
 
-QUICK = "test_attach_errors.py"
-"""The file of `make test`; the others are slow, and share a process."""
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        pytest.param([file for file in FILES if file.name == QUICK], id="quick"),
-        pytest.param([file for file in FILES if file.name != QUICK], id="others", marks=pytest.mark.slow),
-    ],
-)
-def test_arranged(files: list[Path]) -> None:
-    names = [str(file.relative_to(ROOT)) for file in files]
+def test_arranged() -> None:
+    names = [str(file.relative_to(ROOT)) for file in FILES]
     command = ["-m", "tests.megatron.cpu", "-m", "pytest", "-q", "-p", "no:cacheprovider", *names]
     output = start(1, command, SSDTRAIN_TESTS_ARRANGED="1")
     assert " passed" in output

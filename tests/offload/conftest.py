@@ -18,6 +18,7 @@ import torch
 from ssdtrain.config import load_config
 from ssdtrain.runtime import Runtime
 from tests.support.filesystems import small_filesystem as small_filesystem  # a fixture
+from tests.support.tiers import tiered
 
 MIN_BYTES = 1024
 
@@ -168,7 +169,10 @@ def stored_forward(runtime: Runtime) -> Iterator[Any]:
     settled(runtime)
 
 
-@pytest.fixture(params=VARIANTS, ids=lambda variant: variant.name)
+@pytest.fixture(
+    params=tiered(VARIANTS, quick=[v for v in VARIANTS if v.name in ("c", "staged", "staged-two-slots")]),
+    ids=lambda variant: variant.name,
+)
 def variant(request: pytest.FixtureRequest) -> Variant:
     return request.param  # type: ignore[no-any-return]
 

@@ -19,6 +19,7 @@ from ssdtrain.pytorch.attached import attach_model
 from tests.offload import zoo
 from tests.offload.conftest import MakeRuntime, holds_nothing
 from tests.offload.test_equality import asked_for
+from tests.support.tiers import tiered
 
 
 class Scaled(nn.Module):
@@ -133,7 +134,9 @@ def test_what_somebody_puts_in_front_stays(x: torch.Tensor, make_runtime: MakeRu
     assert runtime.statistics().offload.saved_tensors == seen  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["compiled before", "compiled after"])
+@pytest.mark.parametrize(
+    "after", tiered([False, True], quick=[True]), ids=["compiled before", "compiled after"]
+)
 def test_a_model_compiled_in_place_is_compiled_whole(
     after: bool, x: torch.Tensor, make_runtime: MakeRuntime
 ) -> None:

@@ -17,6 +17,7 @@ from ssdtrain.runtime import Runtime
 from tests.offload import zoo
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
 from tests.offload.test_equality import same
+from tests.support.tiers import tiered
 
 STEPS = 3
 
@@ -81,7 +82,7 @@ def train(runtime: Runtime | None, directory: Path) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("way", [VARIANTS[0], VARIANTS[1], VARIANTS[2]], ids=lambda v: v.name)
+@pytest.mark.parametrize("way", tiered(VARIANTS[:3], quick=VARIANTS[:1]), ids=lambda v: v.name)
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_forks_with_stores_in_flight_change_no_bit_and_hold_no_space(
     way: Variant, make_runtime: MakeRuntime, tmp_path: Path

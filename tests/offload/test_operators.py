@@ -25,6 +25,7 @@ def sweep(*arguments: str, timeout: float) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_operators_shows_the_same_bits() -> None:
     names = [
         "sin",

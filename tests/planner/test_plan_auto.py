@@ -19,6 +19,7 @@ from ssdtrain.planner.auto import RECORDED, WARM_UP, AutoPlan
 from ssdtrain.planner.plans import NoPlan
 from ssdtrain.runtime import Runtime
 from tests.support.ranks import on_ranks
+from tests.support.tiers import tiered
 
 LAYERS = 6
 STEPS = WARM_UP + RECORDED + 3
@@ -55,7 +56,9 @@ def auto_of(runtime: Runtime) -> AutoPlan:
     return found
 
 
-@pytest.mark.parametrize("tiers", [False, True], ids=["recompute", "offload and recompute"])
+@pytest.mark.parametrize(
+    "tiers", tiered([False, True], quick=[False]), ids=["recompute", "offload and recompute"]
+)
 def test_a_limit_is_kept_to_and_no_bit_changes(tiers: bool, tmp_path: Path) -> None:
     expected = train(gpt())
     model = gpt()
@@ -148,6 +151,7 @@ def test_a_block_with_side_effects_is_never_recomputed(kind: type[nn.Module]) ->
         assert model.cache is not None and model.cache.ran == 4 * ran
 
 
+@pytest.mark.slow
 def test_copies_of_a_planned_model_are_plain() -> None:
     model = gpt()
     with ssdtrain.attach(model, {"plan": {"device_limit": "4MiB"}, **QUIET}):
@@ -165,6 +169,7 @@ def test_copies_of_a_planned_model_are_plain() -> None:
                 )
 
 
+@pytest.mark.slow
 def test_a_longer_sequence_is_planned_for_again() -> None:
     model, plain = gpt(), gpt()
 

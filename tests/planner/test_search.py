@@ -17,6 +17,7 @@ from ssdtrain.planner.step import (
     one_forward_one_backward,
 )
 from ssdtrain.planner.timeline import simulate
+from tests.support.tiers import tiered
 
 
 def blocks(count: int, **more: int) -> list[Block]:
@@ -67,7 +68,7 @@ def all_plans(given: Problem) -> list[Plan]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", tiered(range(12), quick=range(4)))
 def test_the_pruned_search_is_as_good_as_trying_everything(seed: int) -> None:
     given = random_problem(seed)
     plans = all_plans(given)

@@ -17,6 +17,7 @@ import pytest
 from ssdtrain.storage import Arena, Lease, SpillStore
 from tests.support.filesystems import eventually
 from tests.support.filesystems import small_filesystem as small_filesystem  # a fixture
+from tests.support.tiers import tiered
 
 
 def counts() -> tuple[int, int]:
@@ -39,7 +40,7 @@ def nothing_is_left() -> Iterator[None]:
     assert after[1] <= before[1], "the test left threads"
 
 
-@pytest.fixture(params=["c", "python"])
+@pytest.fixture(params=tiered(["c", "python"], quick=["c"]))
 def engine(request: pytest.FixtureRequest) -> str:
     if request.param == "c" and not list(
         Path(sys.modules[SpillStore.__module__].__file__ or "").parent.glob("_iopool*.so")

@@ -15,6 +15,7 @@ import ssdtrain
 from ssdtrain.storage import Arena, Faults, SpillStore, StoreClosed, forks
 from tests.storage.conftest import blank, contents, filled, payload
 from tests.support.filesystems import eventually, free_bytes
+from tests.support.tiers import tiered
 
 MiB = 1 << 20
 Spawn = Callable[..., "subprocess.Popen[str]"]
@@ -40,7 +41,7 @@ WORKING = f"""
 """
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.01, 0.03, 0.07])
+@pytest.mark.parametrize("moment", tiered([0.0, 0.01, 0.03, 0.07], quick=[0.03]))
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 def test_a_killed_process_leaves_no_space_and_no_name(
     small_filesystem: Callable[..., Path], spawn: Spawn, engine: str, end: signal.Signals, moment: float

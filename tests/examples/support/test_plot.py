@@ -13,6 +13,7 @@ def pixels(path: Path) -> np.ndarray:
     return np.asarray(Image.open(path).convert("RGB"))
 
 
+@pytest.mark.slow
 def test_the_plot_is_a_png_with_a_line_per_run(tmp_path: Path) -> None:
     one = plot_activation_memory([result()], tmp_path / "made" / "one.png")
     two = plot_activation_memory(

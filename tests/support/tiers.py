@@ -1,0 +1,11 @@
+"""Which rows of a parametrised test `make test` runs."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def tiered(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """`values` for `pytest.mark.parametrize` or a fixture's `params`; those that are not in `quick` are slow."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
