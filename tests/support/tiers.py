@@ -7,5 +7,11 @@ import pytest
 
 
 def tiered(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """`values` for `pytest.mark.parametrize` or a fixture's `params`; those that are not in `quick` are slow."""
-    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    """`values` for `pytest.mark.parametrize` or a fixture's `params`; those that are not in `quick` are slow. A tuple has the values
+    of several arguments."""
+    return [
+        value
+        if value in quick
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+        for value in values
+    ]
