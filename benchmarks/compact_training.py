@@ -24,7 +24,7 @@ LATE_CHECKPOINTS = 11
 """Evaluations, evenly spaced from half of the steps to the last one. Between two runs of one variant the loss of the last weights
 differs by some tenths of a percent; the mean over the second half differs several times less."""
 LATE_BATCHES, FINAL_BATCHES = 2, 16
-"""Of 64 held-out windows: of each of these evaluations, and of the last weights."""
+"""Of held-out windows: of each of these evaluations, and of the last weights."""
 
 
 @dataclass(frozen=True)
@@ -151,18 +151,21 @@ def train(
     batch: int = BATCH,
     sequence: int = SEQUENCE,
     learning_rate: float = 2e-3,
+    config: LlamaConfig = TRAINED,
+    windows: int = 64,
 ) -> dict[str, Any]:
     """One run. The same seed gives the same start and the same batches whatever `compact` is.
 
     Args:
         compact: the `compact` section; None trains without SSDTrain.
+        windows: held-out sequences that are evaluated at once.
 
     Returns:
         `held_out`: nats per byte of the last weights; `late`: the same at each of LATE_CHECKPOINTS; both on the same windows in
         every run. `seconds`; `curve`: losses of the steps.
     """
     torch.manual_seed(seed)
-    model = Llama(TRAINED)
+    model = Llama(config)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
@@ -186,7 +189,7 @@ def train(
     began = time.perf_counter()
     losses, late = [], []
     at_late = {steps - i * (steps // 2) // (LATE_CHECKPOINTS - 1) for i in range(LATE_CHECKPOINTS)}
-    late_windows = batches(text[cut:], microbatch=64, sequence=sequence, seed=-2)
+    late_windows = batches(text[cut:], microbatch=windows, sequence=sequence, seed=-2)
     for step in range(1, steps + 1):
         loss = model(*next(data))
         loss.backward()
@@ -204,7 +207,7 @@ def train(
     if runtime is not None:
         runtime.close()
     held_out = _evaluated(
-        model, batches(text[cut:], microbatch=64, sequence=sequence, seed=-1), FINAL_BATCHES
+        model, batches(text[cut:], microbatch=windows, sequence=sequence, seed=-1), FINAL_BATCHES
     )
     size = max(1, steps // 50)
     curve = [sum(losses[at : at + size]) / len(losses[at : at + size]) for at in range(0, steps, size)]
