@@ -7,8 +7,8 @@ import pytest
 
 
 def tiered(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """`values` for `pytest.mark.parametrize` or a fixture's `params`; those that are not in `quick` are slow. A tuple has the values
-    of several arguments."""
+    """`values` for `pytest.mark.parametrize` or a fixture's `params`; those that are not in `quick` are slow. A tuple has the
+    values of several arguments."""
     return [
         value
         if value in quick
