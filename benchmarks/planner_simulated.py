@@ -66,7 +66,7 @@ def run(load: Load, plan: Sequence[str]) -> tuple[Run, step.Machine]:
         seen = step.Machine(
             (tier,),
             step.Link(load.pcie, load.pcie),
-            load.in_flight,
+            engine.mover.in_flight_limit,
             max(engine.prefetcher.limit, 1),
             max(engine.mover.departures.limit, 1),
         )

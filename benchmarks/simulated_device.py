@@ -60,7 +60,8 @@ class Load:
     pcie: float
     drive: float
     buffer: int = 16 * MiB
-    in_flight: int = 4 * MiB
+    in_flight: int | None = None
+    buffer_limit: int | None = None
     host_bytes: int = 0
     microbatches: int = 1
 
@@ -119,6 +120,9 @@ LOADS: dict[str, Callable[[float], Load]] = {
     "gpt 24 layers, host tier": lambda pcie: Load(
         gpt(24, 2 * MiB, 2 * MiB / (10 * GB)), pcie, 15 * GB, 32 * MiB, host_bytes=64 * MiB
     ),
+    "uniform 8 layers of 1 GiB": lambda pcie: Load(
+        uniform(8, 16 * MiB, 16 * MiB / (0.8 * pcie)), pcie, pcie, buffer_limit=128 * MiB
+    ),
     "uniform 24 layers, one SSD of 6.4 GB/s": lambda pcie: Load(uniform(24, MiB, 0.004), pcie, 6.4 * GB),
     "gpt 24 layers, one SSD of 6.4 GB/s": lambda pcie: Load(
         gpt(24, 4 * MiB, 4 * MiB / (12 * GB)), pcie, 6.4 * GB, 32 * MiB
@@ -136,7 +140,8 @@ def measure(load: Load) -> dict[str, Any]:
             min_bytes=1024,
             in_flight=load.in_flight,
             buffer=load.buffer,
-            prefetch=load.buffer // 2,
+            buffer_limit=load.buffer_limit,
+            prefetch=load.buffer // 2 if load.buffer_limit is None else None,
             staged=True,
         ),
         host_bytes=load.host_bytes,
@@ -147,13 +152,14 @@ def measure(load: Load) -> dict[str, Any]:
         engine.reset_peak()
         record = train(machine, engine, load.layers, order=load.order, seed=1)
         after = engine.snapshot()
+        in_flight = engine.mover.in_flight_limit
     finally:
         engine.close()
         machine.close()
     moved = (after.offloaded_bytes - before.offloaded_bytes) / load.microbatches
     loaded = (after.loaded_bytes - before.loaded_bytes) / load.microbatches
     # What is in flight when forward ends was not waited for.
-    stored = max(0.0, moved - load.in_flight)
+    stored = max(0.0, moved - in_flight)
     forward, backward = bound(load.layers, stored, loaded, load.drive, load.pcie)
     total = record.ended - record.began
     return {

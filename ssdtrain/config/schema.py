@@ -33,7 +33,7 @@ from ssdtrain.config.kinds import (
 from ssdtrain.config.plan import PlanConfig
 from ssdtrain.config.section import Conflict, Section
 from ssdtrain.config.state import StateConfig
-from ssdtrain.config.units import KiB, MiB, exact_size
+from ssdtrain.config.units import KiB, exact_size
 
 
 class OffloadConfig(Section):
@@ -74,10 +74,13 @@ class OffloadConfig(Section):
 
     buffer: PositiveSize | None = None
     """Bytes of the rank's arena of reusable transfer buffers (pinned host memory with a GPU). Default: sized by the tensors that
-    the engine sees. A larger arena allows more transfers in flight; a smaller one saves host memory."""
+    the engine sees; on a GPU 1GiB at least, and at most this rank's share of half of the node's free memory. A larger arena
+    allows more transfers in flight; a smaller one saves host memory."""
 
-    in_flight: PositiveSize = 256 * MiB
-    """Maximum bytes of stores in flight: saving another tensor waits (at most `deadline`). They also have to fit in `buffer`."""
+    in_flight: PositiveSize | None = None
+    """Maximum bytes of stores in flight: saving another tensor waits (at most `deadline`). They also have to fit in `buffer`.
+    Default: on a GPU half of the arena; on the CPU 256MiB, which is a part of the peak there; with GPUDirect Storage that or what
+    two operators save, whichever is more."""
 
     prefetch: Size | None = None
     """Bytes of loads issued ahead of backward; 0: load on demand. Default: a fixed rule that does not depend on the measured
@@ -144,8 +147,7 @@ class OffloadConfig(Section):
         if self.host:
             yield from self._too_large("min_bytes", "host", "so nothing would fit in it")
         yield from self._too_large("prefetch", "buffer", "which loads pass through")
-        if "in_flight" in self.model_fields_set:
-            yield from self._too_large("in_flight", "buffer", "which stores pass through")
+        yield from self._too_large("in_flight", "buffer", "which stores pass through")
 
     def _too_large(self, key: str, bound: str, consequence: str) -> Iterator[Conflict]:
         value, limit = getattr(self, key), getattr(self, bound)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.storage import Arena, Lease
 
 __all__ = ["Buffers"]
+
+logger = logging.getLogger("ssdtrain")
 
 
 class Buffers:
@@ -35,6 +40,8 @@ class Buffers:
         self._meter = meter
         self._arena: Arena | None = None
         self._outgrown: list[Arena] = []
+        self._smaller: list[Arena] = []  # pinned, and in use beside a larger one
+        self._cannot_grow = False
         if nbytes is not None:
             self._make(nbytes)
 
@@ -46,14 +53,15 @@ class Buffers:
     @property
     def counted_bytes(self) -> int:
         """Bytes of all arenas, where they are of the memory that activations take; else 0."""
-        arenas = [*self._outgrown, *([self._arena] if self._arena is not None else [])]
-        return sum(arena.capacity for arena in arenas) if self._meter is not None else 0
+        return sum(arena.capacity for arena in self._arenas()) if self._meter is not None else 0
+
+    def _arenas(self) -> list[Arena]:
+        return [*self._outgrown, *self._smaller, *([self._arena] if self._arena is not None else [])]
 
     @property
     def allocated(self) -> int:
         """Bytes handed out and not yet returned, outgrown arenas included."""
-        arenas = [*self._outgrown, *([self._arena] if self._arena is not None else [])]
-        return sum(arena.allocated for arena in arenas)
+        return sum(arena.allocated for arena in self._arenas())
 
     @property
     def peak(self) -> int:
@@ -79,9 +87,37 @@ class Buffers:
             self._close_returned()
         self._make(-(-wanted // (2 * MiB)) * 2 * MiB)
 
+    def grow(self, wanted: int, limit: int) -> None:
+        """Have a pinned arena of `wanted` bytes, but no more than `limit` bytes in all. Doubles at least, so that it settles.
+
+        The one before stays in use: to unpin memory waits for the device, where a collective may wait for another rank. Where the
+        host has no memory to pin, there is no new one, with a warning.
+        """
+        wanted = min(max(wanted, 2 * self.capacity), limit - sum(arena.capacity for arena in self._arenas()))
+        if wanted <= self.capacity or self._cannot_grow:
+            return
+        smaller = self._arena
+        try:
+            self._make(-(-wanted // (2 * MiB)) * 2 * MiB)
+        except (OSError, torch.cuda.CudaError) as error:
+            self._cannot_grow = True
+            logger.warning(
+                "the arena stays at %d bytes: %d could not be pinned (%s); fewer ranks on this node, or offload.buffer, help",
+                self.capacity, wanted, str(error),
+            )  # fmt: skip
+            return
+        if smaller is not None:
+            self._smaller.append(smaller)
+
     def acquire(self, nbytes: int, lead: int = 0) -> Lease | None:
         """A buffer of `nbytes` whose address is `lead` modulo the I/O alignment, or None: full, or none made yet."""
-        return self._arena.acquire(nbytes, page_offset=lead) if self._arena is not None else None
+        if self._arena is None:
+            return None
+        lease = self._arena.acquire(nbytes, page_offset=lead)
+        if lease is None:
+            smaller = (arena.acquire(nbytes, page_offset=lead) for arena in self._smaller)
+            lease = next((found for found in smaller if found is not None), None)
+        return lease
 
     def _close_returned(self) -> None:
         still = []
@@ -95,7 +131,7 @@ class Buffers:
 
     def close(self) -> None:
         """Close what is not in use any more. Buffers that a tensor still owns keep their arena mapped."""
-        if self._arena is not None:
-            self._outgrown.append(self._arena)
-            self._arena = None
+        self._outgrown = self._arenas()
+        self._smaller.clear()
+        self._arena = None
         self._close_returned()

@@ -53,13 +53,14 @@ def build_engine(
     layer = device_for(device)
     buffer = offload.buffer
     in_flight, prefetch = offload.in_flight, offload.prefetch
+    buffer_limit = None
     in_place = layer.kind == "cpu" and not staged
     if not in_place:
         # Transfers pass through the pinned arena, which is made at start: half of it for each direction.
-        buffer = buffer or max(4 * in_flight, 1024 * MiB)
+        buffer = buffer or max(4 * (in_flight or 0), 1024 * MiB)
     elif offload.gpudirect == "on":
         raise gpudirect_refused("activations are on the CPU")
-    check_host_budget(offload.host + (buffer or 0), local_world_size)
+    budget = check_host_budget(offload.host + (buffer or 0), local_world_size)
     store = SpillStore(
         directories,
         capacity=offload.capacity,
@@ -77,13 +78,18 @@ def build_engine(
     try:
         direct = not in_place and attach_gpudirect(offload, layer, store)
         if buffer is not None and not (in_place or direct):
-            in_flight = min(in_flight, buffer // 2)
-            prefetch = buffer // 2 if prefetch is None else prefetch
+            if in_flight is not None:
+                in_flight = min(in_flight, buffer // 2)
+            if offload.buffer is None:
+                buffer_limit = max(buffer, budget.share(local_world_size) - offload.host)
+            elif prefetch is None:
+                prefetch = buffer // 2
         options = EngineOptions.of(
             offload,
             in_flight=in_flight,
             prefetch=prefetch,
             buffer=buffer,
+            buffer_limit=buffer_limit,
             raise_when_full=offload.on_full == "raise",
             staged=staged,
             by_cufile=direct,

@@ -87,7 +87,6 @@ class OffloadEngine:
             store,
             transfer,
             self.metrics,
-            in_flight_limit=options.in_flight,
             raise_when_full=options.raise_when_full,
             verified=options.verified,
         )

@@ -56,7 +56,6 @@ class Mover:
         store: the tiers.
         transfer: how bytes leave and enter tensors.
         metrics: counters to keep.
-        in_flight_limit: bytes of stores in flight, see `admits`.
         raise_when_full: raise `StoreFull` when no tier has room, instead of keeping the region in memory.
         verified: of so many stores one has a checksum of all its bytes, which is compared when they come back; 0: none has.
     """
@@ -67,7 +66,6 @@ class Mover:
         transfer: Transfer,
         metrics: OffloadMetrics,
         *,
-        in_flight_limit: int,
         raise_when_full: bool = False,
         verified: int = 0,
     ) -> None:
@@ -79,7 +77,8 @@ class Mover:
         self.in_flight = 0  # bytes of stores whose operation has not ended
         self.batch_bytes = 0  # of stores that may wake the pool together: see `SpillStore.write`
         self._deferred = 0  # bytes of stores queued since the pool was woken
-        self._in_flight_limit = in_flight_limit
+        self.in_flight_limit = 0
+        """Bytes of stores in flight, see `admits`; set by `TransferLimits`."""
         self._raise_when_full = raise_when_full
         self._verified = verified
         self._begun = 0  # stores
@@ -95,7 +94,7 @@ class Mover:
 
     def admits(self, region: Region) -> bool:
         """True if the stores in flight leave room for one more. A single store always has room."""
-        return not self._stores or self.in_flight + region.nbytes <= self._in_flight_limit
+        return not self._stores or self.in_flight + region.nbytes <= self.in_flight_limit
 
     def begin_store(self, region: Region) -> bool:
         """RESIDENT -> STORING, or kept where no tier has room. False: no staging buffer now; try after a store has ended.

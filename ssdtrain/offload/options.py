@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ssdtrain.config import OffloadConfig
-from ssdtrain.config.units import MiB
 
 __all__ = ["EngineOptions"]
 
@@ -21,9 +20,10 @@ class EngineOptions:
     """
 
     min_bytes: int = 256 << 10
-    in_flight: int = 256 * MiB
+    in_flight: int | None = None
     prefetch: int | None = None
     buffer: int | None = None
+    buffer_limit: int | None = None  # up to which a pinned arena grows; None: `buffer` is its size
     deadline: float = 10.0
     raise_when_full: bool = False
     staged: bool | None = None  # None: staged through pinned buffers on a GPU, in place on the CPU

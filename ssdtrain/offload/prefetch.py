@@ -47,9 +47,11 @@ class Prefetcher:
         """Choose how far to read ahead of the backward of `tape`, unless the config does.
 
         Three of the largest regions or 24 MiB, which keep a drive busy, but no more than a quarter of what `tape` has in the
-        tiers: larger buffers would take the memory that offloading it saves.
+        tiers: larger buffers would take the memory that offloading it saves. Half of a pinned arena, which takes none.
         """
-        if self._options.prefetch is None:
+        if self._options.prefetch is None and self._options.buffer_limit is not None:
+            self.limit = self._buffers.capacity // 2
+        elif self._options.prefetch is None:
             free = self._buffers.capacity // 2 if self._options.buffer is not None else 1024 * MiB
             away = sum(
                 region.nbytes

@@ -22,6 +22,7 @@ import torch
 
 from ssdtrain.config.units import MiB
 from ssdtrain.device import Device
+from ssdtrain.offload.limits import TransferLimits
 from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.mover import Mover, wait_quietly
@@ -34,9 +35,6 @@ from ssdtrain.offload.warn_once import BUFFER_FULL, STORE_TIMEOUT, TOO_LARGE, Wa
 __all__ = ["StoreStarter", "operator_number"]
 
 TOGETHER = 16 * MiB  # stores of the CPU that begin together, at most
-
-DEVICE_SHARE = 1 / 16
-"""Of what a forward saves: what may be on a GPU while it is copied off it, and again while it comes back."""
 
 operator_number = torch.autograd._get_sequence_nr
 """Sequence number of the operator that this thread is in."""
@@ -68,9 +66,8 @@ class StoreStarter:
         self._device = device
         self._options = options
         self._warn_once = WarnOnce()
+        self._limits = TransferLimits(mover, options)
         self._largest = 0
-        self._largest_operator = 0
-        self._largest_tape = 0
 
     # With the lock held
 
@@ -78,7 +75,7 @@ class StoreStarter:
         """Store `region`, which was saved just now, once its operator has ended."""
         if region.nbytes > self._largest:
             self._largest = region.nbytes
-            self._mover.batch_bytes = min(TOGETHER, self._options.in_flight // 4, region.nbytes)
+            self._mover.batch_bytes = min(TOGETHER, self._mover.in_flight_limit // 4, region.nbytes)
         tape.unstored.append(region)
         tape.operator = region.operator
         tape.stream = region.stream = self._device.current_stream()
@@ -94,7 +91,7 @@ class StoreStarter:
         if self._device.capturing():
             return []  # nothing may be queued or asked of other streams meanwhile
         regions, tape.unstored = tape.unstored, []
-        self._size(tape, sum(region.nbytes for region in regions))
+        self._limits.saw(tape, sum(region.nbytes for region in regions), self._largest)
         self._device.wait_stream(tape.stream)
         return [region for region in regions if not self._begin(region)]
 
@@ -104,12 +101,6 @@ class StoreStarter:
             if region.transfer.state is State.RESIDENT:
                 self._mover.keep(region)
         tape.unstored.clear()
-
-    def _size(self, tape: Tape, operator_bytes: int) -> None:
-        """How much may be on the device that is on its way out of it, or back: what two operators save, at least."""
-        self._largest_operator = max(self._largest_operator, operator_bytes)
-        self._largest_tape = max(self._largest_tape, tape.nbytes)
-        self._mover.departures.limit = max(2 * self._largest_operator, int(DEVICE_SHARE * self._largest_tape))
 
     def _begin(self, region: Region) -> bool:
         if region.transfer.state is not State.RESIDENT:

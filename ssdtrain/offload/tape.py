@@ -27,12 +27,14 @@ class Tape:
         "chunk",
         "cursor",
         "keep",
+        "largest_operator",
         "live",
         "microbatch",
         "nbytes",
         "operator",
         "pass_number",
         "regions",
+        "second_operator",
         "stream",
         "unproven",
         "unstored",
@@ -44,6 +46,7 @@ class Tape:
         self.keep = keep
         self.nbytes = 0  # bytes of all its regions, kept ones included
         self.live = 0  # regions not released
+        self.largest_operator = self.second_operator = 0  # bytes: of those that save most, what they stored
         self.cursor: int | None = None  # backward has come down to this index; None: not begun
         self.pass_number = 0  # backward passes begun: retain_graph makes more than one
         self.regions: list[Region | None] = []

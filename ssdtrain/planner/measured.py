@@ -140,7 +140,7 @@ def measured_machine(
     return Machine(
         (Tier("ssd", margin * write, margin * read, depth=ALL_BEGUN),),
         Link(*(margin * rate for rate in link)) if link is not None else None,
-        engine.options.in_flight,
+        engine.mover.in_flight_limit,
         max(engine.prefetcher.limit, 1),
         max(engine.mover.departures.limit, 1),
         engine.buffers.counted_bytes,

@@ -22,6 +22,11 @@ class HostBudget:
     memlock: int | None
     """RLIMIT_MEMLOCK of this process."""
 
+    def share(self, local_world_size: int) -> int:
+        """Bytes of one rank, where all ranks of the node take half of what is available."""
+        limits = [limit for limit in (self.available, self.cgroup) if limit is not None]
+        return min(limits) // (2 * local_world_size)
+
 
 def check_host_budget(
     per_rank_bytes: int,

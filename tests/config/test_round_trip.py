@@ -162,6 +162,6 @@ def test_sizes_reach_the_engine_as_plain_ints() -> None:
     offload = load_config({"offload": {"directories": "/a", "host": "1GiB", "capacity": "0.5TB"}}).offload
     assert offload is not None
     assert offload.directories == ("/a",)
-    for value in (offload.host, offload.capacity, offload.min_bytes, offload.in_flight):
+    for value in (offload.host, offload.capacity, offload.min_bytes):
         assert type(value) is int
     assert (offload.host, offload.capacity) == (GiB, 500 * 10**9)

@@ -99,7 +99,7 @@ def test_a_step_that_keeps_takes_the_sum_of_its_layers() -> None:
 
 def test_figures_are_exactly_repeatable() -> None:
     load = LOADS["gpt 24 layers, 4 microbatches"](25 * GB)
-    small = dataclasses.replace(load, layers=load.layers[:48], microbatches=2)
+    small = dataclasses.replace(load, layers=load.layers[:48], microbatches=2, in_flight=4 * MiB)
     timed = ("store_wait_seconds", "load_wait_seconds")  # of the real clock
     first, second = (
         {name: value for name, value in measure(small).items() if name not in timed} for _ in range(2)

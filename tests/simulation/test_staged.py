@@ -34,7 +34,7 @@ SUFFICIENT = {
 def test_where_bandwidth_suffices_nothing_is_seen_of_offloading_but_memory(name: str) -> None:
     found = measure(SUFFICIENT[name])
     assert found["sufficient"] and found["bits_equal"]
-    assert found["offloaded_share"] > 0.7
+    assert found["offloaded_share"] > 0.6
     assert found["forward_over_ideal"] <= 1.03 and found["backward_over_ideal"] <= 1.03
     assert found["d2h_overlap"] >= 0.95 and found["h2d_overlap"] >= 0.95
     assert found["host_syncs"] == 0 and found["outside_bytes"] == 0

@@ -1,0 +1,126 @@
+"""Bytes under way where nobody has set them: by what operators save."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.simulated_device import GB, Load, measure, uniform
+from benchmarks.simulation.training import LayerTimes, Machine, train
+from ssdtrain.offload.buffers import Buffers
+from ssdtrain.offload.limits import TransferLimits
+from ssdtrain.offload.options import EngineOptions
+from ssdtrain.offload.tape import Tape
+
+MiB = 1 << 20
+
+LARGE = Load(uniform(8, 4 * MiB, 4 * MiB / (0.8 * 50 * GB)), 50 * GB, 50 * GB, 4 * MiB, buffer_limit=64 * MiB)
+"""As in the benchmark, tensors of the size of the whole arena; the link and the drive have a fifth to spare."""
+
+
+def test_tensors_as_large_as_the_arena_leave_while_forward_runs() -> None:
+    """The arena grows until a tensor is copied into it while another is written from it, and another is read."""
+    found = measure(LARGE)
+    assert found["sufficient"] and found["bits_equal"] and found["offloaded_share"] >= 0.6
+    assert found["forward_over_ideal"] <= 1.03 and found["backward_over_ideal"] <= 1.03
+    assert found["d2h_overlap"] >= 0.8 and found["h2d_overlap"] >= 0.95
+    assert found["host_syncs"] == 0 and found["outside_bytes"] == 0
+
+
+def test_a_limit_that_is_set_stays() -> None:
+    """One tensor at a time, as asked for: forward waits for the drive."""
+    found = measure(dataclasses.replace(LARGE, in_flight=4 * MiB))
+    assert found["bits_equal"]
+    assert found["forward_over_ideal"] > 1.2
+
+
+def engine_after(layers: tuple[LayerTimes, ...], **options: Any) -> Any:
+    machine = Machine(400e6, [(400e6, 400e6)])
+    given = {"min_bytes": 1024, "buffer": 4 * MiB, "staged": True}
+    engine = machine.engine(EngineOptions(**{**given, **options}))
+    try:
+        assert not train(machine, engine, layers).wrong
+        return engine
+    finally:
+        engine.close()
+        machine.close()
+
+
+LAYERS = (LayerTimes(0.02, 0.04, (MiB, MiB)),) * 6
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "arena", "in_flight"),
+    [
+        (LAYERS, {"buffer_limit": 64 * MiB}, 8 * MiB, 4 * MiB),  # four operators of two tensors
+        (LAYERS, {}, 4 * MiB, 2 * MiB),  # the size is set
+        (LAYERS, {"buffer_limit": 6 * MiB}, 4 * MiB, 2 * MiB),  # another arena of 8 MiB would be too much
+        (LAYERS, {"buffer_limit": 64 * MiB, "in_flight": MiB}, 8 * MiB, MiB),
+        ((*LAYERS, LayerTimes(0.1, 0.1, (10 * MiB,))), {"buffer_limit": 64 * MiB}, 16 * MiB, 8 * MiB),
+    ],
+    ids=["grows", "set", "bounded", "set-in-flight", "outlier"],
+)
+def test_limits_follow_what_operators_save(
+    monkeypatch: pytest.MonkeyPatch,
+    layers: tuple[LayerTimes, ...],
+    options: dict[str, Any],
+    arena: int,
+    in_flight: int,
+) -> None:
+    seen: list[int] = []
+    close = Buffers.close
+    monkeypatch.setattr(Buffers, "close", lambda self: (seen.append(self.capacity), close(self)))
+    engine = engine_after(layers, **options)
+    assert (seen[0], engine.mover.in_flight_limit) == (arena, in_flight)
+    assert engine.metrics.kept_late_bytes == 0, "a tensor found no room"
+
+
+@pytest.mark.parametrize(
+    ("copies", "saved", "limit"), [(False, 300, 256), (True, 100, 256), (True, 300, 600)]
+)
+def test_where_tensors_are_written_from_their_own_memory_the_limit_is_a_part_of_the_peak(
+    copies: bool, saved: int, limit: int
+) -> None:
+    """On the CPU that of before; with GPUDirect Storage what two operators save, so that one is written while the next runs."""
+    transfer = SimpleNamespace(copies=copies, buffers=SimpleNamespace(capacity=1024 * MiB))
+    mover = SimpleNamespace(transfer=transfer, departures=SimpleNamespace(limit=0), in_flight_limit=0)
+    limits = TransferLimits(mover, EngineOptions(by_cufile=copies))  # type: ignore[arg-type]
+    assert mover.in_flight_limit == 256 * MiB
+    limits.saw(Tape(), saved * MiB, saved * MiB)
+    assert mover.in_flight_limit == limit * MiB
+
+
+def test_without_memory_to_pin_the_arena_stays_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    pinned: list[int] = []
+
+    def register(address: int, nbytes: int) -> Any:
+        if pinned:
+            raise OSError("no memory")
+        pinned.append(nbytes)
+        return lambda: None
+
+    buffers = Buffers(4 * MiB, register, None)
+    with caplog.at_level(logging.WARNING, logger="ssdtrain"):
+        for _ in range(2):
+            buffers.grow(8 * MiB, 64 * MiB)
+    assert buffers.capacity == 4 * MiB
+    (record,) = caplog.records
+    assert "offload.buffer" in record.getMessage() and str(8 * MiB) in record.getMessage()
+    buffers.close()
+
+
+def test_the_arena_before_stays_in_use() -> None:
+    """To unpin it would wait for the device: its buffers serve beside those of the larger one."""
+    unpinned: list[int] = []
+    buffers = Buffers(2 * MiB, lambda address, nbytes: lambda: unpinned.append(nbytes), None)
+    held = buffers.acquire(MiB)
+    buffers.grow(4 * MiB, 64 * MiB)
+    assert buffers.capacity == 4 * MiB and buffers.acquire(4 * MiB) is not None
+    again = buffers.acquire(MiB)
+    assert held is not None and again is not None and buffers.allocated == 6 * MiB
+    assert not unpinned
+    buffers.close()
