@@ -140,7 +140,7 @@ class CpuDevice:
         return None
 
     def load_target(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return uninitialised(nbytes, torch.device("cpu"))
 
     def record(self, stream: Any | None) -> None:
         return None
@@ -221,7 +221,7 @@ class CudaDevice:
 
     def link_bandwidth(self) -> tuple[float, float]:
         if self._link is None:
-            host = torch.empty(LINK_PROBE, dtype=torch.uint8, pin_memory=True)
+            host = torch.empty(LINK_PROBE, dtype=torch.uint8, device="cpu", pin_memory=True)
             device = torch.empty(LINK_PROBE, dtype=torch.uint8, device=self.device)
             self._link = self._copy_rate(device, host), self._copy_rate(host, device)
         return self._link
@@ -238,7 +238,7 @@ class CudaDevice:
 
     def load_target(self, nbytes: int) -> torch.Tensor:
         with torch.cuda.stream(self._load_stream):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            return uninitialised(nbytes, self.device)
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
         stream = self._store_stream
@@ -349,6 +349,16 @@ def numa_node_of(properties: Any, sysfs: Path = Path("/sys")) -> int | None:
     path = sysfs / "bus/pci/devices" / name / "numa_node"
     node = int(path.read_text()) if path.exists() else -1
     return node if node >= 0 else None
+
+
+def uninitialised(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of the current stream (uint8) that nothing is written to.
+
+    `torch.empty` fills it where deterministic algorithms are on (`torch.utils.deterministic.fill_uninitialized_memory`): on the
+    load stream at once, although the stream that used the memory before may still read it (`ssdtrain.offload.targets`).
+    """
+    storage = torch.UntypedStorage(nbytes, device=device)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def _address_of(function: Any) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdtrain import device
 
@@ -29,6 +31,28 @@ def test_an_untested_torch_is_said_once(
 def test_other_devices_are_rejected_by_name() -> None:
     with pytest.raises(ValueError, match="'cpu' and 'cuda'"):
         device.device_for(torch.device("meta"))
+
+
+def test_load_targets_are_not_filled_where_algorithms_are_deterministic() -> None:
+    """The fill would run on the load stream at once, over memory that the compute stream may still read."""
+    filled: list[str] = []
+
+    class Fills(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if "fill" in str(func) or ("empty" in str(func) and found.numel()):
+                filled.append(str(func))
+            return found
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with Fills():
+            target = device.CpuDevice().load_target(1 << 20)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert target.dtype == torch.uint8 and target.shape == (1 << 20,)
+    assert not filled
 
 
 @pytest.mark.gpu
