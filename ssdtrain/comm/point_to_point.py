@@ -67,7 +67,7 @@ class PointToPoint:
         if isinstance(codec, FixedSizeCodec):
             metrics.wire_bytes += size
             return ChainedWork(issue(payload), held=(payload,))
-        message, frame = payload[:size], torch.tensor([size], dtype=torch.int64)
+        message, frame = payload[:size], torch.tensor([size], dtype=torch.int64, device="cpu")
         if size >= tensor.nbytes:
             message, frame = tensor.detach().clone().contiguous(), torch.zeros_like(frame)
         metrics.wire_bytes += frame.nbytes + message.nbytes
@@ -90,7 +90,7 @@ class PointToPoint:
             return ChainedWork(
                 issue(payload), lambda: self._decode(codec, payload, target, dimension), held=(payload,)
             )
-        frame = torch.zeros(1, dtype=torch.int64)
+        frame = torch.zeros(1, dtype=torch.int64, device="cpu")
 
         def rest() -> None:
             found = int(frame.item())
@@ -99,11 +99,11 @@ class PointToPoint:
                     f"comm.{dimension}: a message from rank {peer} says it has {found} bytes of at most {size}"
                 )
             if found == _AS_IT_IS:
-                values = torch.empty(target.shape, dtype=target.dtype)
+                values = torch.empty(target.shape, dtype=target.dtype, device="cpu")
                 ChainedWork(issue(values)).wait()
                 target.copy_(values)
                 return
-            payload = torch.empty(found, dtype=torch.uint8)
+            payload = torch.empty(found, dtype=torch.uint8, device="cpu")
             ChainedWork(issue(payload)).wait()
             self._decode(codec, payload, target, dimension)
 

@@ -81,7 +81,7 @@ class _Buffer:
         self.tensor = (
             torch.frombuffer(lease.view(), dtype=torch.uint8)
             if lease is not None
-            else torch.empty(nbytes, dtype=torch.uint8)
+            else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         )
 
     def release(self) -> None:

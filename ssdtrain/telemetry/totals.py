@@ -130,10 +130,11 @@ def reduce_over_ranks(
     compared = [metric for metric in metrics if metric.ranks is not Reduce.SUM]
     signs = {metric.name: -1.0 if metric.ranks is Reduce.MIN else 1.0 for metric in compared}
     unknown = float("-inf")
-    sums = torch.tensor([values.get(metric.name, 0.0) for metric in added], dtype=torch.float64)
+    sums = torch.tensor([values.get(metric.name, 0.0) for metric in added], dtype=torch.float64, device="cpu")
     mosts = torch.tensor(
         [sign * values[name] if name in values else unknown for name, sign in signs.items()],
         dtype=torch.float64,
+        device="cpu",
     )
     if dist.is_available() and dist.is_initialized():
         sums, mosts = sums.to(device), mosts.to(device)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ssdtrain.codecs import Key, make_codec
+from ssdtrain.codecs import Key, hadamard, make_codec
 from ssdtrain.codecs.hadamard import SIZES, rotate, signs
 from tests.codecs.common import randn, relative_error
 
@@ -31,6 +31,21 @@ def test_signs_are_fixed_and_balanced(size: int) -> None:
     assert torch.equal(signs(size, CPU).abs(), torch.ones(size))
     assert abs(float(signs(size, CPU).sum())) <= 4 * size**0.5
     assert torch.equal(signs(size, CPU), signs(256, CPU)[:size])
+
+
+def test_signs_are_copied_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a copy makes the host wait: after the first use neither way makes or copies them again."""
+    assert signs(128, CPU) is signs(128, CPU)
+    assert signs(128, torch.device("meta")) is signs(128, torch.device("meta"))
+    codec = make_codec("int8:hadamard", backend="torch")
+    x = randn(1 << 12)
+    expected = codec.roundtrip(x)
+
+    def made_again(size: int) -> torch.Tensor:
+        raise AssertionError(f"{size} signs are made again")
+
+    monkeypatch.setattr(hadamard, "_signs", made_again)
+    assert torch.equal(codec.roundtrip(x), expected)
 
 
 def test_heavy_tails_quantise_better_and_gaussians_no_worse() -> None:

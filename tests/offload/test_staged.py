@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from ssdtrain.config import load_config
+from ssdtrain.offload.departures import Departures
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults
@@ -67,6 +69,47 @@ def test_what_is_on_the_device_already_is_not_dropped_for_a_buffer(make_runtime:
     del first, last, _
     loss.backward()
     assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+
+
+def test_a_buffer_outside_of_the_arena_is_host_memory_whatever_the_default_device_is(
+    make_runtime: MakeRuntime,
+) -> None:
+    """The drive is read into it: with `torch.set_default_device("cuda")` it would be memory that no system call fills."""
+    runtime = make_runtime(STAGED, prefetch=0)
+    engine = engine_of(runtime)
+    x, loss = chain(runtime)
+    settled(runtime)
+    stored = [
+        region for region in runtime.offload.tape(0, -1).regions if region.transfer.state is State.STORED
+    ]  # type: ignore[union-attr]
+    with engine._lock, torch.device("meta"), patch.object(engine.buffers, "acquire", lambda nbytes: None):
+        assert engine.mover.loads.begin(stored[-1], on_demand=True)
+    loaded = stored[-1].transfer.loaded
+    assert loaded is not None and loaded.device.type == "cpu" and engine.mover.metrics.outside_bytes
+    del stored, loaded
+    loss.backward()
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+
+
+def test_a_released_head_delays_no_departure() -> None:
+    """1. backward drops the oldest tensor while it is stored; 2. the next two are stored; 3. the older one of these leaves."""
+    left: list[Any] = []
+    departures = Departures(left.append)
+    departures.limit = 100
+    regions = [
+        SimpleNamespace(
+            nbytes=100,
+            emptied=False,
+            freed=lambda: False,
+            transfer=SimpleNamespace(state=State.STORING, keep_resident=False),
+        )
+        for _ in range(3)
+    ]
+    departures.add(regions[0])  # type: ignore[arg-type]
+    regions[0].transfer.state = State.RELEASED
+    departures.add(regions[1])  # type: ignore[arg-type]
+    departures.add(regions[2])  # type: ignore[arg-type]
+    assert left == [regions[1]]
 
 
 def test_no_device_memory_ahead_of_need_is_no_error(
