@@ -92,8 +92,8 @@ class StoredGradient(StoredTensor):
             self._applied = len(self.scales)
             self._version = self.tensor._version  # nothing to store: the slot and `scales` say the same
 
-    def begin_store(self) -> int:
-        stored = super().begin_store()
+    def begin_store(self, changed_unseen: bool = False) -> int:
+        stored = super().begin_store(changed_unseen)
         if stored:
             self.scales.clear()
             self._applied = 0

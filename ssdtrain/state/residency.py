@@ -132,8 +132,12 @@ class Residency:
 
     def write(self, part: Part) -> None:
         """Begin to store what has changed in `part`, which stays in memory."""
-        for tensor in part.tensors:
-            self.metrics.stored_bytes += tensor.begin_store()
+        flags = [tensor.differs() for tensor in part.tensors]
+        found = [flag for flag in flags if flag is not None]
+        # The host waits for the device once for all tensors.
+        changed = iter(torch.stack(found).tolist() if found else [])
+        for tensor, flag in zip(part.tensors, flags, strict=True):
+            self.metrics.stored_bytes += tensor.begin_store(flag is not None and next(changed))
 
     def release(self, part: Part) -> None:
         """`part` is not needed now: its memory is freed when what has changed is stored."""

@@ -101,8 +101,11 @@ class StoredTensor:
 
     # Out
 
-    def begin_store(self) -> int:
+    def begin_store(self, changed_unseen: bool = False) -> int:
         """Write the bytes to the slot, unless it has them.
+
+        Args:
+            changed_unseen: the bytes are others than those of the slot, see `differs`.
 
         Returns:
             Bytes that are written.
@@ -113,7 +116,7 @@ class StoredTensor:
         if not self._is_hidden() and self.tensor.data_ptr() != self._storage.data_ptr():
             raise self._other_data()
         self._note_changes()
-        if self.in_slot and not self._changed_unseen():
+        if self.in_slot and not changed_unseen:
             return 0
         self.wait_for_store()
         if self._watched:
@@ -212,12 +215,14 @@ class StoredTensor:
             if self._watched and self._sum is None:
                 self._sum = checksum(self._storage)
 
-    def _changed_unseen(self) -> bool:
-        """True if the bytes are others than those of the slot, though no version counter has moved."""
-        if self._sum is None or self._is_hidden():
-            return False
+    def differs(self) -> torch.Tensor | None:
+        """A flag on the device: the bytes are others than those of the slot, though no version counter has moved. None: a counter
+        has, or they are not watched."""
+        self._note_changes()
+        if not self.in_slot or self._sum is None or self._is_hidden():
+            return None
         with torch.inference_mode(False):
-            return bool(checksum(self._storage) != self._sum)
+            return checksum(self._storage) != self._sum
 
     def _note_changes(self) -> None:
         if self.tensor._version != self._version:

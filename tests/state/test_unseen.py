@@ -16,6 +16,8 @@ from torch import nn
 import ssdtrain
 from ssdtrain.config import ConfigError
 from ssdtrain.state.checksum import checksum
+from ssdtrain.state.chunk import Part
+from ssdtrain.state.residency import Residency
 from ssdtrain.storage import Faults
 from ssdtrain.storage.errors import IOFailure
 from tests.state.conftest import Attach
@@ -104,6 +106,37 @@ def test_values_changed_through_data_in_a_forward_are_kept(attach: Attach) -> No
         return found
 
     assert same(evaluate(True), evaluate(False))
+
+
+def test_an_eviction_reads_one_flag_of_the_device(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading of a flag makes the host wait for all that is queued on the device: one for a part, not one for a tensor."""
+    reads: list[int] = []
+    compared: list[int] = []
+    write = Residency.write
+
+    def counted(self: Residency, part: Part) -> None:
+        reads.append(0)
+        compared.append(sum(tensor.differs() is not None for tensor in part.tensors))
+        with monkeypatch.context() as patched:
+            for name in ("__bool__", "item", "tolist", "__int__", "__float__"):
+                read = getattr(torch.Tensor, name)
+
+                def one_more(tensor: torch.Tensor, read: Any = read) -> Any:
+                    reads[-1] += 1
+                    return read(tensor)
+
+                patched.setattr(torch.Tensor, name, one_more)
+            write(self, part)
+
+    monkeypatch.setattr(Residency, "write", counted)
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(128, 128) for _ in range(12)])  # more than fit
+    attach(model, adamw(model.parameters()))
+    with torch.no_grad():
+        for layer in (*model.layers, *model.layers):
+            layer(torch.ones(1, 128))
+    assert max(compared) > 1, "weight and bias"
+    assert max(reads) == 1
 
 
 def test_the_checksum_sees_places_signs_and_the_last_bytes() -> None:
