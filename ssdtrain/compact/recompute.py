@@ -15,7 +15,8 @@ Note: [Written in place]
     version shows that, and it is kept. A write after the save is an error in autograd, which tensors with hooks do not check;
     the hooks here raise it. Between the save and the linear layer, where hooks are set, torch does not tell the version of the
     save: a copy that has been written to is one that was written before, as by an activation in place, if the product of what is
-    saved is still the layer's input; else its gradient is the same error. Of a norm's input the square is then left to autograd.
+    saved is still the layer's input; else its gradient is the same error, with CUDA one of the device, which comes before any
+    work that is queued later, such as the optimizer's. Of a norm's input the square is then left to autograd.
     Writes through `.data` or NumPy increment no version: neither autograd nor these hooks detect them. Before the save they are
     legal, and a float32 input with values that its narrow dtype does not have is kept whole; with CUDA, where the host
     would have to wait for the device, it is an error of the device.
@@ -48,6 +49,8 @@ _MEAN_SQUARE = ("RsqrtBackward0", "AddBackward0", "MeanBackward1", "PowBackward0
 _VIEWS = frozenset({"ViewBackward0", "TransposeBackward0", "PermuteBackward0", "ReshapeAliasBackward0"})
 _RESULTS = ("_raw_saved_result", "_raw_saved_output", "_raw_saved_out")
 _LONGEST = 8
+_MODIFIED = "modified by an inplace operation"
+"""Of the error of autograd."""
 _HALVES = (torch.bfloat16, torch.float16)
 _passing: set[str] = set()
 
@@ -138,10 +141,11 @@ class _SavedTensorHooks:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: it is at "
                 f"version {self._probe._version}; expected version {self.version} instead"
             )
-        if self.unchanged is not None and not bool(self.unchanged):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: it was "
-                "saved for a product, and written to before a linear layer read the product"
+        if self.unchanged is not None:
+            torch._assert_async(
+                self.unchanged,
+                f"one of the variables needed for gradient computation has been {_MODIFIED}: it was "
+                "saved for a product, and written to before a linear layer read the product",
             )
         if kept is not None and self.version:
             return kept
@@ -213,11 +217,15 @@ def _still_made(product: Any, x: Tensor) -> Tensor:
         try:
             one, other = product._saved_self, product._saved_other
         except RuntimeError as error:  # autograd's own check of the other factor
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            return torch.zeros((), dtype=torch.bool)
+            if _MODIFIED not in str(error):
+                raise  # lack of memory, for example
+            return torch.zeros((), dtype=torch.bool, device="cpu")
         again = (one * other).to(x.dtype)
-        return _same(again, x.detach()) if again.shape == x.shape else torch.zeros((), dtype=torch.bool)
+        return (
+            _same(again, x.detach())
+            if again.shape == x.shape
+            else torch.zeros((), dtype=torch.bool, device="cpu")
+        )
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:

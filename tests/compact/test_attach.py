@@ -20,6 +20,7 @@ from benchmarks.compact_training import Llama, LlamaConfig
 from ssdtrain.compact import register_passing
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.compact.projection import Projections, layer_key, layout_of
+from ssdtrain.compact.recompute import _still_made
 from ssdtrain.compact.saved import Projected
 from ssdtrain.config import CompactConfig, ConfigError
 from ssdtrain.features import Placement
@@ -394,6 +395,40 @@ def test_an_activation_in_place_is_no_error() -> None:
         found.append([gate.grad, up.grad, layer.weight.grad])
     for kept, again in zip(*found, strict=True):
         assert kept is not None and again is not None and torch.equal(kept, again)
+
+
+def test_the_check_of_an_activation_in_place_does_not_make_the_host_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Reading a flag of the device waits for all that is queued there: the device checks it."""
+    gate, up = (torch.randn(4, 64, requires_grad=True) for _ in range(2))
+    layer = nn.Linear(64, 8)
+    checked = []
+    check = torch._assert_async
+    monkeypatch.setattr(torch, "_assert_async", lambda *given: (checked.append(given), check(*given)))
+    with attach(layer, ratio=0.25):
+        out = layer(nn.functional.silu(gate * 2, inplace=True) * up).sum()
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "__bool__", lambda flag: pytest.fail("the host waits"))
+            out.backward()
+    assert checked and gate.grad is not None
+
+
+def test_lack_of_memory_is_not_taken_for_a_write_in_place() -> None:
+    """On the CPU it is a RuntimeError, as autograd's check is."""
+
+    class Product:
+        def __init__(self, error: str) -> None:
+            self.error = error
+
+        @property
+        def _saved_self(self) -> torch.Tensor:
+            raise RuntimeError(self.error)
+
+    x = torch.ones(3)
+    assert not _still_made(Product("x has been modified by an inplace operation"), x)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        _still_made(Product("DefaultCPUAllocator: can't allocate memory"), x)
 
 
 def test_released_copies_come_back_to_the_bit() -> None:
