@@ -262,10 +262,24 @@ def config_file(file: Path) -> Iterator[Finding]:
             subject, "switches nothing on", WARNING, "give it an offload, a comm or a compact section"
         )
         return
+    if config.offload is not None and config.offload.gpudirect == "on" and (why := no_gpudirect()):
+        yield Finding(
+            subject, f'offload.gpudirect is "on", but {why}', BROKEN, 'or set it to "auto" or "off"'
+        )
+        return
     yield Finding(subject, f"can be used: {on}", GOOD)
     if config.offload is not None:
         for directory in config.offload.expand(rank=ranks.global_rank(), local_rank=ranks.local_rank()):
             yield from drive(directory)
+
+
+def no_gpudirect() -> str:
+    """Why tensors cannot pass between a GPU and the drives here; "" if the probe at start decides."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "there is no CUDA device here: run this where training runs"
+    return gpudirect.unavailable()
 
 
 def drive(directory: Path, measured_bytes: int = 0) -> Iterator[Finding]:

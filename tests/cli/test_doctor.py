@@ -143,6 +143,7 @@ def test_a_config_is_checked_on_this_machine(tmp_path: Path, capsys: pytest.Capt
     for block, status, verdict in (
         ({"offload": {"directories": str(tmp_path / "spill")}}, 0, "ok"),
         ({"offload": {"directories": "/proc/spill"}}, 1, "broken"),
+        ({"offload": {"directories": str(tmp_path / "spill"), "gpudirect": "on"}}, 1, "broken"),
         ({"offload": {"directory": str(tmp_path)}}, 1, "broken"),
         ({}, 0, "warning"),
     ):
