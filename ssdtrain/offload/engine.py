@@ -10,12 +10,12 @@ nothing of Python.
 from __future__ import annotations
 
 import logging
-import time
 
 import torch
 
 from ssdtrain.device import Device, Timestamp
 from ssdtrain.offload.buffers import Buffers
+from ssdtrain.offload.closing import busy_regions, wait_for_ends
 from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.eligible import Eligibility
 from ssdtrain.offload.functorch import modes, tracing, without_modes
@@ -34,7 +34,6 @@ from ssdtrain.offload.staged import StagedTransfer
 from ssdtrain.offload.starter import StoreStarter, operator_number
 from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer import DirectTransfer, Transfer
-from ssdtrain.offload.transfer_state import State
 from ssdtrain.profile.modules import ModuleNames
 from ssdtrain.profile.passes import PassRecorder
 from ssdtrain.storage import SpillStore, forks, make_signal_safe_lock
@@ -366,6 +365,9 @@ class OffloadEngine:
         stays in memory), for loads as long as they take, with a warning each minute.
 
         Handles still alive become inert: what is in memory can be unpacked, what is in a tier raises.
+
+        Raises:
+            TimeoutError: transfers of GPUDirect Storage have not ended in a minute. Everything else is closed.
         """
         if self.forked:
             self._closed = True
@@ -376,22 +378,18 @@ class OffloadEngine:
             self._closed = True
             self.prefetcher.closed = self._starter.closed = self._restorer.closed = True
             self._drain()
-            busy = [
-                (region.transfer.operation, region.transfer.state is State.LOADING)
-                for region in self.mover.busy()
-            ]
-        deadline = time.monotonic() + self.options.deadline
-        for operation, loading in busy:
-            if operation is not None and not loading:
-                wait_quietly(operation, max(0.0, deadline - time.monotonic()))
-        for operation, loading in busy:
-            while operation is not None and loading and not wait_quietly(operation, PATIENCE):
-                logger.warning("close has waited %g s for %d bytes to come back", PATIENCE, operation.nbytes)
+            busy = busy_regions(self.mover.busy())
+        hung = wait_for_ends(busy, self.options.deadline, PATIENCE)
         while True:
             with self._lock:
                 self._drain()
                 passing = self.mover.transfer.passing()
                 if passing is None:
                     self.buffers.close()
-                    return
+                    break
             self.device.block(passing)  # a copy still uses a buffer of the arena
+        if hung:
+            raise TimeoutError(
+                f"GPUDirect transfers of {hung} bytes have not ended in {PATIENCE:g} s: their memory stays until the process "
+                'ends; see dmesg, and set offload.gpudirect to "off"'
+            )

@@ -245,5 +245,7 @@ class ActivationOffload(Feature):
 
     def close(self) -> None:
         self.detach()
-        self.engine.close()
-        self._close_store()
+        try:
+            self.engine.close()
+        finally:
+            self._close_store()

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 PIECE = 32 << 20
 """Bytes that one worker transfers at a time: each call costs the workers the GIL."""
 
+CLOSE_TIMEOUT = 30.0
+"""Seconds that close waits for transfers under way, which may hang in a driver."""
+
 CUFILE_CONFIG = Path("/etc/cufile.json")
 
 OLDEST = (25, 10)
@@ -183,17 +186,35 @@ class GpuDirectPool:
         return added, cancelled + device_cancelled
 
     def close_device(self) -> None:
-        """Close the pool of device memory and the files of kvikio. Idempotent; does nothing in a forked child."""
-        self._device_pool.close()
+        """Close the pool of device memory and the files of kvikio. Idempotent; does nothing in a forked child.
+
+        Raises:
+            TimeoutError: a transfer has not ended in `CLOSE_TIMEOUT` seconds; the pool and its files stay open.
+        """
+        if self in _HUNG:
+            return
+        if not self._device_pool.close_within(CLOSE_TIMEOUT):
+            _HUNG.append(self)
+            directories = ", ".join(str(slab.directory) for slab in self._slabs)
+            raise TimeoutError(
+                f"a transfer of cuFile to {directories} has not ended in {CLOSE_TIMEOUT:g} s: its threads stay until the process "
+                'ends; see dmesg and cufile.log, and set offload.gpudirect to "off"'
+            )
         if self not in _PARENTS:
             files, self._files[:] = list(self._files), []
             for file in files:
                 file.close()
 
     def close(self) -> None:
-        """Close both pools. Idempotent; does nothing in a forked child."""
-        self.close_device()
-        self.host_pool.close()
+        """Close both pools. Idempotent; does nothing in a forked child.
+
+        Raises:
+            TimeoutError: as `close_device`.
+        """
+        try:
+            self.close_device()
+        finally:
+            self.host_pool.close()
 
     def after_fork(self) -> None:
         """In a forked child: see Note: [Files of kvikio]."""

@@ -250,8 +250,13 @@ class PythonPool:
 
     def close(self) -> None:
         """Cancel what has not started, wait for the rest, end the workers. Idempotent; does nothing in a forked child."""
+        self.close_within(None)
+
+    def close_within(self, timeout: float | None) -> bool:
+        """`close`, but wait at most `timeout` seconds. Returns False if a worker is still in a transfer."""
         if self._generation != forks.generation():
-            return
+            return True
+        until = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             self._closed = True
             for queue in self._queues:
@@ -264,7 +269,8 @@ class PythonPool:
         for waiter in self._events:
             waiter.close()
         for thread in self._threads:
-            thread.join()
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _release(self) -> None:
         self._held[:] = self._held_begun[:] = [False, False]

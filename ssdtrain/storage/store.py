@@ -349,10 +349,12 @@ class SpillStore:
 
 def _close_parts(pool: Pool, slabs: list[Slab], host: Arena | None, pattern: memory.Map | None) -> None:
     """Release the parts of a store: on close, garbage collection or interpreter exit."""
-    pool.close()
-    for slab in slabs:
-        slab.close()
-    if host is not None:
-        host.close(force=True)
-    if pattern is not None:
-        pattern.close()
+    try:
+        pool.close()
+    finally:
+        for slab in slabs:
+            slab.close()
+        if host is not None:
+            host.close(force=True)
+        if pattern is not None:
+            pattern.close()

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ssdtrain.config import ConfigError, load_config
-from ssdtrain.offload import build, gpudirect
+from ssdtrain.offload import build, closing, gpudirect
+from ssdtrain.offload import engine as engine_module
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults, IOFailure
@@ -355,6 +356,40 @@ def test_a_probe_that_hangs_says_no_and_nothing_waits_for_it(
     assert all(isinstance(tensor, torch.Tensor) for tensor in memory) and len(memory) == 2
     stand_in.gate.set()
     pool.close_device()
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_transfer_that_hangs_in_training_is_not_waited_for_for_ever(
+    stand_in: KvikioStandIn, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """1. a transfer hangs; 2. close ends by an error that names it, and what it uses stays; 3. everything else is closed."""
+    monkeypatch.setattr(engine_module, "PATIENCE", 0.05)
+    monkeypatch.setattr(storage, "CLOSE_TIMEOUT", 0.05)
+    pools: list[Any] = []
+    regions: list[Any] = []
+    monkeypatch.setattr(storage, "_HUNG", pools)
+    monkeypatch.setattr(closing, "_HUNG", regions)
+    runtime = make_runtime(ON, deadline="50ms", prefetch="512KiB")
+    engine, store = engine_of(runtime), runtime.offload.store  # type: ignore[union-attr]
+    if kind == "write":
+        stand_in.gate.clear()
+    x, loss = chain(runtime)
+    if kind == "read":
+        settled(runtime)
+        stand_in.gate.clear()
+        engine.prefetch(runtime.offload.tape(0, -1))  # type: ignore[union-attr]
+    until(lambda: any(region.transfer.operation.begun() for region in engine.mover.busy()), kind)
+    with pytest.raises(TimeoutError, match=r"offload\.gpudirect"):
+        runtime.close()
+    ((pool, region),) = zip(pools, regions[:1], strict=True)
+    assert region.transfer.in_place and not region.transfer.operation.done()
+    assert store.closed and not engine.buffers.capacity
+    stand_in.gate.set()
+    assert pool._device_pool.close_within(10)
+    pools.clear()
+    pool.close_device()
+    runtime.close()
+    del x, loss
 
 
 def test_what_is_verified_as_a_whole_is_not_tried(
