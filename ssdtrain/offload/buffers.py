@@ -78,7 +78,8 @@ class Buffers:
 
     def fit(self, wanted: int) -> None:
         """Have at least `wanted` bytes, unless the size is fixed. Grows by a quarter at least, so that it settles."""
-        self._close_returned()
+        if self._outgrown:
+            self._close_returned()
         if self._fixed is not None or wanted <= self.capacity:
             return
         if self._arena is not None:

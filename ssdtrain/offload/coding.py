@@ -22,6 +22,8 @@ __all__ = ["Coding", "check_codec"]
 
 MASK = "mask"
 
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
 
 class Coding:
     """Chooses the codec of a region, encodes and decodes.
@@ -51,13 +53,13 @@ class Coding:
         Raises:
             ValueError: the policy's does not exist, or cannot encode on this device.
         """
-        if tensor.dtype is torch.bool:
+        if region.dtype is torch.bool:
             codec: Codec | None = self._masks
-        elif tensor.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        elif region.dtype in FLOATS:
             codec = self._floats if named is None else _made(named, tensor.device.type)
         else:
             codec = None
-        if codec is None or extent.own != region.nbytes:
+        if codec is None or extent[2] != region.nbytes:
             return None
         return codec if tensor.is_contiguous() or no_overlap(tensor) else None
 

@@ -29,7 +29,7 @@ from ssdtrain.offload.prefetch import Prefetcher
 from ssdtrain.offload.proof import Prover, provable
 from ssdtrain.offload.region import Handle, Kept, Region, Releases, modified
 from ssdtrain.offload.restore import Restorer
-from ssdtrain.offload.sharing import Extent, Regions
+from ssdtrain.offload.sharing import Extent, extent_of, find_region, make_region
 from ssdtrain.offload.staged import StagedTransfer
 from ssdtrain.offload.starter import StoreStarter, operator_number
 from ssdtrain.offload.tape import Tape
@@ -91,7 +91,6 @@ class OffloadEngine:
         )
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
         self._restorer = Restorer(self.mover, self.prefetcher, self.eligible.modules)
-        self._regions = Regions()
         self._released = Releases()
         self._lock = make_signal_safe_lock()
         self._starter = StoreStarter(self.mover, self.metrics, self.meter, device, options)
@@ -105,7 +104,7 @@ class OffloadEngine:
 
     def after_fork(self) -> None:
         """In a forked child: do nothing any more."""
-        self.forked = True
+        self.forked = self._closed = True
 
     # Forward
 
@@ -115,24 +114,35 @@ class OffloadEngine:
         Raises:
             StoreFull: no tier has room, and the config says to raise.
         """
-        if self._closed or self.forked or (modes() and tracing()):
+        if self._closed:
+            return Kept(tensor)
+        other_modes = modes()
+        if other_modes and tracing():
             return Kept(tensor)
         if self.eligible.is_fixed(tensor) or not self.eligible.is_plain(tensor):
             return Kept(tensor)
-        if modes():
+        if other_modes:
             with without_modes():  # what the engine does with the tensor is not the program's
                 return self._pack(tape, tensor)
         return self._pack(tape, tensor)
 
     def _pack(self, tape: Tape, tensor: torch.Tensor) -> Handle | Kept:
         storage = tensor.untyped_storage()
-        began = self._timestamp()
+        began = self._timestamp() if self.recorder.active else None
+        postponed = None
         with self._lock:
             if self._closed:  # meanwhile, by another thread
                 return Kept(tensor)
-            self._drain()
-            postponed = self._starter.begin(tape) if tape.unstored else None
-            held = self._save(tape, tensor, storage)
+            if self.device.capturing():
+                held: Handle | Kept = self._save_captured(tensor, storage)
+            else:
+                if not self._released.empty():
+                    self._drain_released()
+                self.mover.reap()
+                operator = operator_number()
+                if tape.unstored and tape.unstored[-1].operator != operator:
+                    postponed = self._starter.begin(tape)
+                held = self._save(tape, tensor, storage, operator)
         if postponed:
             for region in postponed:
                 self._starter.wait(region, self._lock)
@@ -142,59 +152,68 @@ class OffloadEngine:
             self.recorder.packed(tape, began, self.device.timestamp())
         return held
 
-    def _save(self, tape: Tape, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Handle | Kept:
+    def _save_captured(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept:
+        """Asking an event, or a copy on another stream, would break the capture: the next call does it."""
         self.metrics.saved_tensors += 1
+        self.meter.see(storage)
+        return Kept(tensor)
+
+    def _save(
+        self, tape: Tape, tensor: torch.Tensor, storage: torch.UntypedStorage, operator: int
+    ) -> Handle | Kept:
+        metrics, eligible = self.metrics, self.eligible
+        metrics.saved_tensors += 1
         seen = self.meter.see(storage)
-        if tensor.nbytes < self.eligible.min_bytes or self._must_stay(tensor, storage):
+        # What is saved while a backward runs (recomputation, double backward) is needed at once.
+        if tensor.nbytes < eligible.min_bytes or _graph_task() != -1 or eligible.is_excluded(tensor, storage):
             return Kept(tensor)
-        extent = Extent.of(tensor, storage)
-        if extent.end - extent.start < self.eligible.min_bytes:
+        extent = extent_of(tensor)
+        if extent[1] - extent[0] < eligible.min_bytes:
             return Kept(tensor)  # an expanded tensor looks larger than it is
         self.device.record_use(tensor)  # see Note: [Memory of another stream] in `starter`
-        region = self._regions.find(tensor, storage, extent, tape)
+        region = find_region(seen, tensor, extent, tape) if seen.regions else None
         if region is not None:
-            self.metrics.shared_tensors += 1
+            metrics.shared_tensors += 1
             region.shared = True
             return self._handle(region, tensor, extent)
-        region = self._regions.make(tensor, storage, extent, tape, self._released)
+        region = make_region(seen, tensor, storage, extent, tape, operator)
         try:
-            action = STAY if tape.keep else self._decide(tape, tensor, region)
-            region.stays = action.stays
+            action = STAY if tape.keep else self._decide(tape, region)
+            if action.stays:
+                region.stays = True
             if action.offload:
                 codec = self.coding.choose(tensor, extent, region, action.codec)
-                self.mover.plan(region, codec, action.tier)
+                if codec is not None or action.tier is not None:
+                    self.mover.plan(region, codec, action.tier)
         except BaseException:
-            self._regions.forget(region)  # the policy has failed
+            seen.regions.remove(region)  # the policy has failed
             raise
-        self.metrics.saved_bytes += region.nbytes
-        self.metrics.live_regions += 1
-        region.seen = seen
-        seen.regions += 1
-        self.prefetcher.largest = max(self.prefetcher.largest, region.nbytes)
-        tape.append(region, operator_number())
+        metrics.saved_bytes += region.nbytes
+        metrics.live_regions += 1
+        if region.nbytes > self.prefetcher.largest:
+            self.prefetcher.largest = region.nbytes
+        tape.append(region)
         if action.offload:
             self._starter.add(tape, region)
         else:
             self.mover.keep(region)
         return self._handle(region, tensor, extent)
 
-    def _decide(self, tape: Tape, tensor: torch.Tensor, region: Region) -> Action:
+    def _decide(self, tape: Tape, region: Region) -> Action:
         modules = self.modules.stack
         if modules:
             region.module = modules[-1].name
-        place = tape.chunk, tape.microbatch, len(tape.regions), tape.nbytes
-        return self.policy.decide(SavedTensorInfo(*place, region.nbytes, tensor.dtype, modules))
-
-    def _must_stay(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        # What is saved while a backward runs (recomputation, double backward) is needed at once.
-        in_backward = _graph_task() != -1
-        return in_backward or self.eligible.is_excluded(tensor, storage) or self.device.capturing()
+        return self.policy.decide(
+            SavedTensorInfo(
+                tape.chunk, tape.microbatch, region.index, tape.nbytes, region.nbytes, region.dtype, modules
+            )
+        )
 
     def _handle(self, region: Region, tensor: torch.Tensor, extent: Extent) -> Handle:
         region.handles += 1
         region.pending_unpacks += 1
-        offset = 0 if region.origin is not None else (extent.start - region.start) // tensor.itemsize
-        return Handle(region, (tensor.dtype, tensor.shape, tensor.stride(), offset))
+        offset = 0 if region.origin is not None else (extent[0] - region.start) // tensor.itemsize
+        return Handle(region, (tensor.dtype, tensor.shape, tensor.stride(), offset), self._released)
 
     # Backward
 
@@ -221,7 +240,7 @@ class OffloadEngine:
 
     def _unpack(self, held: Handle) -> torch.Tensor:
         region = held.region
-        entered = self._timestamp()
+        entered = self._timestamp() if self.recorder.active else None
         waited, cause = 0.0, ""
         while True:
             with self._lock:
@@ -255,7 +274,7 @@ class OffloadEngine:
             tape.cursor = region.index + 1  # backward begins here, which need not be the end
             self.prefetcher.begin(tape)
         self._note_ends()
-        tape.reached(region.index, again=handle.unpacked)
+        tape.reached(region.index, again=handle.ref.unpacked)
         return self._restorer.restore(handle)
 
     # Between the two
@@ -280,9 +299,9 @@ class OffloadEngine:
             if complete:
                 waits = self.metrics.store_wait_seconds, self.metrics.load_wait_seconds
                 self.policy.observe(ForwardProfile(tape.chunk, tape.microbatch, tape.nbytes, *waits))
-                postponed = self._starter.begin(tape, ended=True)
+                if tape.unstored and not self.device.capturing():
+                    postponed = self._starter.begin(tape)
             self._starter.abandon(tape)
-            self._regions.forget_dead()
         for region in postponed:
             self._starter.wait(region, self._lock)
 
@@ -320,18 +339,14 @@ class OffloadEngine:
         self._note_ends()
 
     def _drain_released(self) -> None:
-        if self._released.empty():
-            return
-        while (released := self._released.next()) is not None:
+        while not self._released.empty() and (released := self._released.next()) is not None:
             region = released.region
             region.handles -= 1
             if not released.unpacked:
                 region.pending_unpacks -= 1
             if region.handles == 0:
-                self._regions.forget(region)
+                self.meter.release(region)
                 self.mover.release(region)
-                assert region.seen is not None
-                self.meter.release(region.seen)
                 self.metrics.live_regions -= 1
 
     def _note_ends(self) -> None:

@@ -30,7 +30,8 @@ class Loads:
         self.prefetched_bytes = 0  # loaded, or being loaded, that backward has not asked for yet
         self._prefetched: deque[Region] = deque()  # in the order in which backward will ask
         self._needed: set[Region] = set()  # being loaded, while backward waits for them
-        self._leaving: list[Region] = []  # released, but an operation still uses their memory
+        self.leaving: list[Region] = []
+        """Released, but an operation still uses their memory."""
 
     def begin(self, region: Region, *, on_demand: bool) -> bool:
         """STORED -> LOADING. False: no buffer now.
@@ -88,9 +89,10 @@ class Loads:
                 that were saved.
         """
         transfer = region.transfer
-        assert transfer.operation is not None
+        operation = transfer.operation
+        assert operation is not None
         self._needed.discard(region)
-        error = transfer.operation.failed()
+        error = operation.failed()
         if error is not None:
             self._not_prefetched(region)
             self._abandon(region)
@@ -103,10 +105,12 @@ class Loads:
                 self.transfer.stop_in_place(error)
                 return False
             raise error
-        self.metrics.count_transfer("loads", region.name, transfer.operation)
-        if transfer.operation.digest:
+        self.metrics.count_transfer("loads", region, operation)
+        if operation.digest:
             self.metrics.verified_bytes += region.nbytes
-        transfer.arrived(self.transfer.advance_load(region))
+        arrival = self.transfer.advance_load(region)
+        if arrival is not None:
+            transfer.arrived(arrival)
         transfer.operation = transfer.lease = None
         transfer.state = State.LOADED
         self.metrics.loaded_bytes += region.nbytes
@@ -115,7 +119,7 @@ class Loads:
     def hand_out(self, region: Region) -> None:
         """Backward gets the region now: what it does is ordered after the load."""
         transfer = region.transfer
-        if transfer.state is State.LOADED or transfer.loaded is not None:
+        if transfer.loaded is not None or transfer.state is State.LOADED:
             began = time.perf_counter()
             decoded = self.transfer.end_load(region)
             if decoded is not None:
@@ -126,16 +130,19 @@ class Loads:
 
     def let_go(self, region: Region) -> None:
         """What was handed out owns the loaded bytes, or has changed them: they are not handed out again."""
-        if region.transfer.state is State.LOADED:
+        transfer = region.transfer
+        if transfer.state is State.LOADED:
             self._drop(region)
         else:
-            region.transfer.loaded = None
+            transfer.loaded = None
 
     def _drop(self, region: Region) -> None:
         """LOADED -> STORED."""
-        self._not_prefetched(region)
-        region.transfer.drop_loaded()
-        region.transfer.state = State.STORED
+        transfer = region.transfer
+        if transfer.prefetched:
+            self._not_prefetched(region)
+        transfer.drop_loaded()
+        transfer.state = State.STORED
 
     def _not_prefetched(self, region: Region) -> None:
         if region.transfer.prefetched:
@@ -182,12 +189,11 @@ class Loads:
         if operation.cancel():
             self._abandon(region)
         else:
-            self._leaving.append(region)
+            self.leaving.append(region)
 
     def reap(self) -> None:
-        """Let go of released regions whose reads have ended. Cheap when nothing has."""
-        if self._leaving:
-            self._leaving = [region for region in self._leaving if not self._gone(region)]
+        """Let go of released regions whose reads have ended."""
+        self.leaving = [region for region in self.leaving if not self._gone(region)]
 
     def _gone(self, region: Region) -> bool:
         if region.transfer.operation is not None and not region.transfer.operation.done():
@@ -198,4 +204,4 @@ class Loads:
     def busy(self) -> list[Region]:
         """Regions whose memory a read uses."""
         loading = [region for region in self._prefetched if region.transfer.state is State.LOADING]
-        return [*self._leaving, *self._needed, *loading]
+        return [*self.leaving, *self._needed, *loading]

@@ -17,22 +17,26 @@ from __future__ import annotations
 import time
 import weakref
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 import torch
 
 from ssdtrain.offload.metrics import OffloadMetrics
 
+if TYPE_CHECKING:
+    from ssdtrain.offload.region import Region
+
 __all__ = ["ActivationMeter", "Seen"]
 
 
 class Seen(weakref.ref[torch.UntypedStorage]):
-    """A storage that is counted: under which key, with how many bytes, and how many regions over it autograd still needs."""
+    """A storage that is counted: under which key, with how many bytes, and the regions over it that autograd still needs."""
 
     __slots__ = ("dead", "key", "nbytes", "own", "regions")
 
     key: int
     nbytes: int
-    regions: int
+    regions: list[Region]
     dead: bool
     own: bool
     """A buffer of the engine, which would not be there if nothing left memory."""
@@ -50,15 +54,20 @@ class ActivationMeter:
         self.peak_bytes = 0
         self.unoffloaded_bytes = 0
         """Bytes that would be alive for backward now if nothing had left memory."""
-        self.unoffloaded_peak_bytes = 0
         self.unoffloaded_recent_bytes = 0
         """The most of these since `begin_recent`."""
+        self._unoffloaded_peak_before = 0  # the most until then, since `reset_peak`
         self.record = timeline
         self.timeline: list[tuple[float, int]] = []
         self._seen: dict[int, Seen] = {}
         self._dead: SimpleQueue[Seen] = SimpleQueue()
         self.settled = self._dead.empty
         """`settled()`: nothing has died that `drain` would take off."""
+
+    @property
+    def unoffloaded_peak_bytes(self) -> int:
+        """The most of `unoffloaded_bytes` since `reset_peak`."""
+        return max(self._unoffloaded_peak_before, self.unoffloaded_recent_bytes)
 
     def see(self, storage: torch.UntypedStorage, *, own: bool = False) -> Seen:
         """Count `storage` from now until it dies, if it is not counted already.
@@ -76,25 +85,26 @@ class ActivationMeter:
         elif not self.settled():
             self.drain()  # what has died is not there together with this one
         seen = self._seen[key] = Seen(storage, self._dead.put)
-        seen.key, seen.nbytes = key, storage.nbytes()
-        seen.regions, seen.dead, seen.own = 0, False, own
+        seen.key = key
+        seen.nbytes = nbytes = storage.nbytes()
+        seen.regions = []
+        seen.dead, seen.own = False, own
         if not own:
-            self.unoffloaded_bytes = without = self.unoffloaded_bytes + seen.nbytes
+            self.unoffloaded_bytes = without = self.unoffloaded_bytes + nbytes
             if without > self.unoffloaded_recent_bytes:
                 self.unoffloaded_recent_bytes = without
-                if without > self.unoffloaded_peak_bytes:
-                    self.unoffloaded_peak_bytes = without
-        self.adjust(seen.nbytes)
+        self.adjust(nbytes)
         return seen
 
     def see_own(self, storage: torch.UntypedStorage) -> None:
         """Count a buffer of the engine until it dies."""
         self.see(storage, own=True)
 
-    def release(self, seen: Seen) -> None:
-        """Autograd needs a region over this storage no more."""
-        seen.regions -= 1
-        if seen.dead and seen.regions == 0 and not seen.own:
+    def release(self, region: Region) -> None:
+        """Autograd needs this region no more."""
+        seen = region.seen
+        seen.regions.remove(region)
+        if seen.dead and not seen.regions and not seen.own:
             self.unoffloaded_bytes -= seen.nbytes
 
     def adjust(self, nbytes: int) -> None:
@@ -117,11 +127,12 @@ class ActivationMeter:
                 del self._seen[seen.key]
                 self.adjust(-seen.nbytes)
                 seen.dead = True
-                if seen.regions == 0 and not seen.own:
+                if not seen.regions and not seen.own:
                     self.unoffloaded_bytes -= seen.nbytes
 
     def begin_recent(self) -> int:
         """The most that would have been alive since the last call; the next one counts from now."""
+        self._unoffloaded_peak_before = self.unoffloaded_peak_bytes
         found, self.unoffloaded_recent_bytes = self.unoffloaded_recent_bytes, self.unoffloaded_bytes
         return found
 
@@ -129,7 +140,7 @@ class ActivationMeter:
         """Start a new peak and a new timeline from what is alive now."""
         self.drain()
         self.peak_bytes = self.live_bytes
-        self.unoffloaded_peak_bytes = self.unoffloaded_recent_bytes = self.unoffloaded_bytes
+        self._unoffloaded_peak_before = self.unoffloaded_recent_bytes = self.unoffloaded_bytes
         self.timeline = [(time.perf_counter(), self.live_bytes)] if self.record else []
 
     def write_to(self, metrics: OffloadMetrics) -> None:

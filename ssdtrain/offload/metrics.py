@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 from ssdtrain.profile.time_spans import Spans
 from ssdtrain.storage import Operation
 from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
+
+if TYPE_CHECKING:
+    from ssdtrain.offload.region import Region
 
 __all__ = ["OffloadMetrics"]
 
@@ -98,11 +102,11 @@ class OffloadMetrics(MetricSet):
         if self.spans is not None:
             self.spans.add("codec", name, began, ended)
 
-    def count_transfer(self, track: str, name: str, operation: Operation) -> None:
-        """A store or a load of a region of this name has ended well. `track` is "stores" or "loads". A copy of the device
-        between host memory and itself has no times of its own."""
+    def count_transfer(self, track: str, region: Region, operation: Operation) -> None:
+        """A store or a load of the region has ended well. `track` is "stores" or "loads". A copy of the device between host
+        memory and itself has no times of its own."""
         if self.spans is not None and operation.began:
-            self.spans.moved(track, name, operation.nbytes, operation.began, operation.seconds)
+            self.spans.moved(track, region.name, operation.nbytes, operation.began, operation.seconds)
 
     def copy(self) -> OffloadMetrics:
         """A snapshot."""

@@ -81,7 +81,8 @@ class Mover:
         """Bytes of stores in flight, see `admits`; set by `TransferLimits`."""
         self._raise_when_full = raise_when_full
         self._verified = verified
-        self._begun = 0  # stores
+        self._draws = 0
+        self._next_verified = self._draw() if verified else 0  # in so many stores; 0 or less: none
         self._stores: deque[Region] = deque()  # in the order in which they began
         self._warned_full = False
 
@@ -110,28 +111,37 @@ class Mover:
         except StoreFull as error:
             self._keep_for_want_of_room(region, error)
             return True
-        self._begun += 1
-        # Spread over the regions of a tape, however many there are. No thread of the host sees the bytes of a pinned slot.
-        verifies = self._verified and not self.store.is_pinned(transfer.slot)
-        transfer.verify = bool(verifies) and mix(self._begun) % self._verified == 0
-        defer = self._deferred + region.nbytes <= self.batch_bytes
+        self._next_verified -= 1
+        if self._next_verified == 0:
+            self._next_verified = self._draw()
+            # No thread of the host sees the bytes of a pinned slot.
+            transfer.verify = not self.store.is_pinned(transfer.slot)
+        nbytes = region.nbytes
+        deferred = self._deferred + nbytes
+        defer = deferred <= self.batch_bytes
         write = self.transfer.begin_store(region, defer=defer)
         if write is None:
             self._free_slot(region)
             return False
-        self._deferred = self._deferred + region.nbytes if defer else 0
+        self._deferred = deferred if defer else 0
         encoded = transfer.payload is not None
         if encoded:
             # What backward gets must not depend on how far the store has come: from here on it is the decoded payload.
             region.empty_()
-            self.metrics.encoded_bytes += region.nbytes
+            self.metrics.encoded_bytes += nbytes
         transfer.write_began(write)
-        self.in_flight += region.nbytes
+        self.in_flight += nbytes
         self._stores.append(region)
-        self.metrics.offloaded_bytes += region.nbytes
+        self.metrics.offloaded_bytes += nbytes
         if self.transfer.copies and not encoded and not transfer.in_place:
             self.departures.add(region)
         return True
+
+    def _draw(self) -> int:
+        """In how many stores the next one is verified: `verified` on average, and spread over the regions of a tape, however many
+        there are."""
+        self._draws += 1
+        return 1 + mix(self._draws) % (2 * self._verified - 1)
 
     def _encode(self, region: Region) -> None:
         began = time.perf_counter()
@@ -184,19 +194,21 @@ class Mover:
             self.transfer.poll()
         while stores and (operation := stores[0].transfer.operation) is not None and operation.done():
             self._end_store(stores.popleft())
-        self.loads.reap()
+        if self.loads.leaving:
+            self.loads.reap()
 
     def _end_store(self, region: Region) -> None:
         transfer = region.transfer
-        assert transfer.operation is not None
-        error = transfer.operation.failed()
-        if transfer.state is not State.RELEASED and error is not None:
+        operation = transfer.operation
+        assert operation is not None
+        error = operation.failed()
+        if error is not None and transfer.state is not State.RELEASED:
             if isinstance(error, IOFailure):
                 self._store_failed(region, error)
             else:
                 self._store_cancelled(region)
             return
-        self.metrics.count_transfer("stores", region.name, transfer.operation)
+        self.metrics.count_transfer("stores", region, operation)
         self.in_flight -= region.nbytes
         if transfer.state is State.RELEASED:
             self._close_write(region)
@@ -324,9 +336,11 @@ class Mover:
         state, operation = transfer.state, transfer.operation
         if state is State.RELEASED:
             return
-        self.loads.forget(region)
+        if state is State.LOADING or state is State.LOADED:
+            self.loads.forget(region)
         transfer.state = State.RELEASED
-        transfer.drop_target()
+        if transfer.target is not None:
+            transfer.drop_target()
         if state is State.STORING:
             assert operation is not None
             if operation.cancel():
@@ -345,7 +359,8 @@ class Mover:
             if state is State.STAGED:
                 self._close_write(region)
             transfer.loaded = transfer.payload = None
-            region.empty_()
+            if not region.emptied:
+                region.empty_()
         self._free_slot(region)
         region.tape.remove(region)
 

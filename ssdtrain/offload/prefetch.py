@@ -132,8 +132,9 @@ class Prefetcher:
 
     def _enough(self, tape: Tape) -> bool:
         """Whether half of the limit is ahead of backward. What it has passed without asking (the loss of another head) is not."""
-        furthest = self._mover.loads.furthest_prefetched()
-        if furthest is None or 2 * self._mover.loads.prefetched_bytes <= self.limit:
+        loads = self._mover.loads
+        furthest = loads.furthest_prefetched()
+        if furthest is None or 2 * loads.prefetched_bytes <= self.limit:
             return False
         if furthest.tape is tape:
             return furthest.index < tape.end
@@ -141,15 +142,16 @@ class Prefetcher:
 
     def _along(self, tape: Tape, near: int) -> int:
         """Go down `tape` for `near` bytes; returns the bytes of that distance that are left."""
-        mover = self._mover
+        mover, loads = self._mover, self._mover.loads
         for region in tape.coming():
-            if region.transfer.state is State.STORED:
-                if mover.loads.prefetched_bytes and mover.loads.prefetched_bytes + region.nbytes > self.limit:
+            state = region.transfer.state
+            if state is State.STORED:
+                if loads.prefetched_bytes and loads.prefetched_bytes + region.nbytes > self.limit:
                     return 0
                 self.fit()
-                if not mover.loads.begin(region, on_demand=False):
+                if not loads.begin(region, on_demand=False):
                     return 0
-            elif region.transfer.state is State.STORING and not mover.stop_store(region):
+            elif state is State.STORING and not mover.stop_store(region):
                 mover.keep_resident(region)
             near -= region.nbytes
             if near <= 0:

@@ -51,7 +51,7 @@ class Region:
     Note: [Freed under the engine]
     `storage.resize_` frees memory that a store may still read, and leaves no trace on the version counter. A region whose
     storage has another address or too few bytes when its store is over (`freed`) is not read back from the tier: which bytes
-    went there is unknown. It stays as its owner leaves it: backward raises while the storage is too small for it (`lost`),
+    went there is unknown. It stays as its owner leaves it: backward raises while the storage is too small for it (`changed`),
     and gets what its owner filled in again otherwise, as autograd would give it. Storage of the same address and size at the
     end may have been freed and used by others in between: then the store took other bytes, as the sample of the write shows
     when they are read (`overwritten`). Storages that are known to be freed do not come this far: see `eligible`.
@@ -62,7 +62,6 @@ class Region:
         "dtype",
         "handles",
         "index",
-        "key",
         "last_pass",
         "module",
         "nbytes",
@@ -73,7 +72,6 @@ class Region:
         "pending_unpacks",
         "pointer",
         "probe",
-        "releases",
         "seen",
         "shared",
         "start",
@@ -88,24 +86,22 @@ class Region:
     def __init__(
         self,
         tensor: torch.Tensor,
-        probe: torch.Tensor,
         start: int,
         nbytes: int,
         tape: Tape,
-        releases: Releases,
+        operator: int,
+        seen: Seen,
+        pointer: int,
         owner: weakref.ref[torch.Tensor],
     ) -> None:
-        self.tensor = tensor
-        self.probe = probe
+        self.tensor = self.probe = tensor
         self.start = start
         self.nbytes = nbytes
         self.tape = tape
-        self.releases = releases
-        self.version = probe._version
-        self.seen: Seen | None = None  # its storage, as the meter counts it
-        self.index = -1  # place on the tape
-        self.operator = -1  # sequence number of the one that saved it
-        self.key = 0  # of its storage, among the regions that can be joined
+        self.version = tensor._version
+        self.seen = seen  # its storage, as the meter counts it
+        self.index = len(tape.regions)  # place on the tape
+        self.operator = operator  # sequence number of the one that saved it
         self.owner = owner  # see Note: [Owners of version counters]
         # Where a thin view lies in its storage, whose bytes are copied together.
         self.origin: Geometry | None = None
@@ -118,7 +114,7 @@ class Region:
         self.dtype = tensor.dtype
         self.module = ""  # qualified name of the module that saved it; "": unknown
         self.stream: Any | None = None  # of the device, on which it was saved
-        self.pointer = tensor.untyped_storage().data_ptr()  # 0: `tensor` was emptied
+        self.pointer = pointer  # of the storage of `tensor`; 0: that was emptied
         self.transfer = TransferState(nbytes)  # the mover's
 
     @property
@@ -128,14 +124,8 @@ class Region:
 
     @property
     def address(self) -> int:
-        """Host or device address of the first byte, while the bytes are in `tensor`.
-
-        Raises:
-            RuntimeError: their owner has freed them.
-        """
-        if self.lost():
-            raise lost(self.dtype, self.tensor.shape)
-        return self.tensor.untyped_storage().data_ptr() + self.start
+        """Host or device address of the first byte, as it was when the region was seen to be unchanged (`capture`)."""
+        return self.pointer + self.start
 
     @property
     def in_tensor(self) -> bool:
@@ -162,19 +152,16 @@ class Region:
 
     def changed(self) -> bool:
         """True if the original was modified in place since it was saved, or is lost."""
-        return self.probe._version != self.version or self.lost()
-
-    def lost(self) -> bool:
-        """True while the bytes should be in the tensor and its owner has freed them. See Note: [Freed under the engine]."""
-        return self.pointer != 0 and self._too_small()
+        return self.probe._version != self.version or (
+            self.pointer != 0 and self.tensor.untyped_storage().nbytes() < self.start + self.nbytes
+        )
 
     def freed(self) -> bool:
         """True if the bytes should be in the tensor, and its owner has freed that memory, filled again or not."""
+        if self.pointer == 0:
+            return False
         storage = self.tensor.untyped_storage()
-        return self.pointer != 0 and (self._too_small() or storage.data_ptr() != self.pointer)
-
-    def _too_small(self) -> bool:
-        return self.tensor.untyped_storage().nbytes() < self.start + self.nbytes
+        return storage.data_ptr() != self.pointer or storage.nbytes() < self.start + self.nbytes
 
     def capture(self) -> bool:
         """The operator that saved the tensor has ended: its bytes are what will be stored. True if they were copied together."""
@@ -204,22 +191,13 @@ def _nothing(device: torch.device) -> torch.Tensor:
 class Handle:
     """What the pack hook returns for a tensor that may move. Its life is autograd's own reference; see `Releases`."""
 
-    __slots__ = ("__weakref__", "_ref", "geometry", "proof", "region")
+    __slots__ = ("__weakref__", "geometry", "proof", "ref", "region")
 
-    def __init__(self, region: Region, geometry: Geometry) -> None:
+    def __init__(self, region: Region, geometry: Geometry, releases: Releases) -> None:
         self.region = region
         self.geometry = geometry
         self.proof: Proof | None = None  # what backward gets is compared with
-        self._ref = region.releases.watch(self, region)
-
-    @property
-    def unpacked(self) -> bool:
-        """True if backward has had it."""
-        return self._ref.unpacked
-
-    @unpacked.setter
-    def unpacked(self, value: bool) -> None:
-        self._ref.unpacked = value
+        self.ref = releases.watch(self, region)
 
 
 class HandleRef(weakref.ref[Handle]):

@@ -90,17 +90,18 @@ class Restorer:
         return self._hand_out(handle)
 
     def _hand_out(self, handle: Handle) -> torch.Tensor:
-        region = handle.region
-        self._mover.loads.hand_out(region)
-        if not handle.unpacked:
-            handle.unpacked = True
+        region, ref, loads = handle.region, handle.ref, self._mover.loads
+        transfer = region.transfer
+        loads.hand_out(region)
+        if not ref.unpacked:
+            ref.unpacked = True
             region.pending_unpacks -= 1
         region.last_pass = region.tape.pass_number
-        base, start = region.transfer.loaded, 0
+        base, start = transfer.loaded, 0
         # It can come from its tier again: then whoever was handed it owns the buffer.
-        last = region.pending_unpacks <= 0 and base is not None and region.transfer.slot is not None
+        last = base is not None and region.pending_unpacks <= 0 and transfer.slot is not None
         if last:
-            self._mover.loads.let_go(region)
+            loads.let_go(region)
         elif base is None:
             base, start = region.tensor, region.start
         assert base is not None

@@ -1,8 +1,8 @@
 """Which saved tensors share a region.
 
 Note: [Regions by storage]
-Storages are known by weak reference, never by address: an address is used again as soon as its storage dies. A saved tensor
-joins a region of the same tape that contains its bytes and watches the same version counter.
+Storages are known by weak reference (the meter's), never by address: an address is used again as soon as its storage dies. A
+saved tensor joins a region of the same tape that contains its bytes and watches the same version counter.
 
 Note: [Regions of one tape]
 A version counter does not see writes by NumPy, a loader in C++, another owner of a DLPack capsule or a kernel that does
@@ -33,117 +33,81 @@ together when they leave.
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
 
 import torch
 
 from ssdtrain.offload.counters import same_counter
 from ssdtrain.offload.geometry import Geometry
-from ssdtrain.offload.region import Region, Releases
+from ssdtrain.offload.meter import Seen
+from ssdtrain.offload.region import Region
 from ssdtrain.offload.tape import Tape
-from ssdtrain.offload.transfer_state import State
 
-__all__ = ["Extent", "Regions", "no_overlap"]
+__all__ = ["Extent", "extent_of", "find_region", "make_region", "no_overlap"]
 
 # A view with gaps takes the whole storage along if at least this part of the storage is its own.
 WHOLE_STORAGE = 0.2
 
 
-class Extent(NamedTuple):
-    """Bytes [start, end) of its storage that a tensor spans, and how many of them are its own."""
-
-    start: int
-    end: int
-    own: int
-
-    @staticmethod
-    def of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> Extent:
-        itemsize = tensor.itemsize
-        start = int(tensor.storage_offset()) * itemsize
-        if tensor.is_contiguous():
-            nbytes = tensor.numel() * itemsize
-            return Extent(start, start + nbytes, nbytes)
-        last = 0
-        own = itemsize
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            last += (int(size) - 1) * int(stride)
-            if stride:  # an expanded dimension has no bytes of its own
-                own *= int(size)
-        end = start + (last + 1) * itemsize
-        return Extent(start, end, min(own, end - start))
+Extent = tuple[int, int, int]
+"""Bytes [start, end) of its storage that a tensor spans, and how many of them are its own."""
 
 
-class Regions:
-    """The live regions by storage. Called with the engine's lock held."""
+def extent_of(tensor: torch.Tensor) -> Extent:
+    itemsize = tensor.itemsize
+    start = int(tensor.storage_offset()) * itemsize
+    if tensor.is_contiguous():
+        nbytes = tensor.nbytes
+        return start, start + nbytes, nbytes
+    last = 0
+    own = itemsize
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (int(size) - 1) * int(stride)
+        if stride:  # an expanded dimension has no bytes of its own
+            own *= int(size)
+    end = start + (last + 1) * itemsize
+    return start, end, min(own, end - start)
 
-    def __init__(self) -> None:
-        self._by_storage: dict[int, tuple[weakref.ref[torch.UntypedStorage], list[Region]]] = {}
 
-    def find(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, extent: Extent, tape: Tape
-    ) -> Region | None:
-        """A region of `tape` whose bytes contain those of `tensor`, as they are now."""
-        known = self._by_storage.get(id(storage))
-        if known is None:
-            return None
-        if known[0]() is not storage:
-            del self._by_storage[id(storage)]
-            return None
-        for region in known[1]:
-            if (
-                region.tape is tape
-                and _contains(region, tensor, extent)
-                and region.transfer.state is not State.RELEASED
-                and not region.changed()
-                and (
-                    region.owner() is _owner(tensor)
-                    # See Note: [Detached inside of an operator].
-                    or (tensor.requires_grad and same_counter(region.probe, tensor))
-                )
-            ):
-                return region
-        return None
+def find_region(seen: Seen, tensor: torch.Tensor, extent: Extent, tape: Tape) -> Region | None:
+    """A region of `tape`, over the storage of `tensor`, whose bytes contain those of `tensor` as they are now."""
+    for region in seen.regions:
+        if (
+            region.tape is tape
+            and _contains(region, tensor, extent)
+            and not region.changed()
+            and (
+                region.owner() is _owner(tensor)
+                # See Note: [Detached inside of an operator].
+                or (tensor.requires_grad and same_counter(region.probe, tensor))
+            )
+        ):
+            return region
+    return None
 
-    def make(
-        self,
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-        extent: Extent,
-        tape: Tape,
-        released: Releases,
-    ) -> Region:
-        """A new region for `tensor`: its extent, the whole storage, or its bytes alone. See Note: [Strided views]."""
-        alias = tensor.detach()
-        start, nbytes = extent.start, extent.end - extent.start
-        thin = False
-        if extent.own < nbytes:
-            if extent.own >= WHOLE_STORAGE * storage.nbytes():
-                start, nbytes = 0, storage.nbytes()
-            elif extent.own < nbytes // 2 and no_overlap(tensor):
-                start, nbytes, thin = 0, extent.own, True
-        region = Region(alias, alias, start, nbytes, tape, released, weakref.ref(_owner(tensor)))
-        if thin:
-            region.origin = _origin(tensor)
-        region.key = key = id(storage)
-        known = self._by_storage.get(key)
-        if known is None or known[0]() is not storage:
-            known = self._by_storage[key] = (weakref.ref(storage), [])
-        known[1].append(region)
-        return region
 
-    def forget(self, region: Region) -> None:
-        """The region is released."""
-        known = self._by_storage.get(region.key)
-        if known is not None and region in known[1]:
-            known[1].remove(region)
-            if not known[1]:
-                del self._by_storage[region.key]
-
-    def forget_dead(self) -> None:
-        """Drop the entries of storages that have died: their regions cannot be joined any more."""
-        dead = [key for key, (storage, _) in self._by_storage.items() if storage() is None]
-        for key in dead:
-            del self._by_storage[key]
+def make_region(
+    seen: Seen,
+    tensor: torch.Tensor,
+    storage: torch.UntypedStorage,
+    extent: Extent,
+    tape: Tape,
+    operator: int,
+) -> Region:
+    """A new region for `tensor`: its extent, the whole storage, or its bytes alone. See Note: [Strided views]."""
+    start, end, own = extent
+    nbytes = end - start
+    thin = False
+    if own < nbytes:
+        if own >= WHOLE_STORAGE * storage.nbytes():
+            start, nbytes = 0, storage.nbytes()
+        elif own < nbytes // 2 and no_overlap(tensor):
+            start, nbytes, thin = 0, own, True
+    owner = weakref.ref(_owner(tensor))
+    region = Region(tensor.detach(), start, nbytes, tape, operator, seen, storage.data_ptr(), owner)
+    if thin:
+        region.origin = _origin(tensor)
+    seen.regions.append(region)
+    return region
 
 
 def _owner(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,12 +125,11 @@ def _contains(region: Region, tensor: torch.Tensor, extent: Extent) -> bool:
         return region.origin == _origin(tensor)
     if region.transfer.codec is not None and region.dtype is not tensor.dtype:
         return False  # see Note: [Codecs and views]
-    itemsize = tensor.itemsize
+    start, end, _ = extent
     return (
-        region.start <= extent.start
-        and extent.end <= region.start + region.nbytes
-        and region.start % itemsize == 0
-        and extent.start % itemsize == 0
+        region.start <= start
+        and end <= region.start + region.nbytes
+        and region.start % tensor.itemsize == 0  # as `start` is
     )
 
 

@@ -76,23 +76,20 @@ class StoreStarter:
         if region.nbytes > self._largest:
             self._largest = region.nbytes
             self._mover.batch_bytes = min(TOGETHER, self._mover.in_flight_limit // 4, region.nbytes)
+        region.stream = self._device.current_stream()
         tape.unstored.append(region)
-        tape.operator = region.operator
-        tape.stream = region.stream = self._device.current_stream()
 
-    def begin(self, tape: Tape, *, ended: bool = False) -> list[Region]:
-        """Begin the stores of `tape` whose operators have ended (`ended`: all have). Returns those that find no room now.
+    def begin(self, tape: Tape) -> list[Region]:
+        """Begin the stores of `tape`, whose operator has ended. Returns those that find no room now. While the current stream is
+        captured this must not be called: nothing may be queued or asked of other streams meanwhile.
 
         Raises:
             StoreFull: no tier has room, and the config says to raise.
         """
-        if not tape.unstored or (not ended and tape.operator == operator_number()):
-            return []
-        if self._device.capturing():
-            return []  # nothing may be queued or asked of other streams meanwhile
         regions, tape.unstored = tape.unstored, []
-        self._limits.saw(tape, sum(region.nbytes for region in regions), self._largest)
-        self._device.wait_stream(tape.stream)
+        if self._mover.transfer.copies:
+            self._limits.saw(tape, sum(region.nbytes for region in regions), self._largest)
+        self._device.wait_stream(regions[-1].stream)
         return [region for region in regions if not self._begin(region)]
 
     def abandon(self, tape: Tape) -> None:
@@ -105,7 +102,7 @@ class StoreStarter:
     def _begin(self, region: Region) -> bool:
         if region.transfer.state is not State.RESIDENT:
             return True  # released
-        if self.closed or region.last_pass >= 0 or region.changed() or self._device.capturing():
+        if self.closed or region.last_pass >= 0 or region.changed():
             self._mover.keep(region)
             return True
         if region.origin is not None:

@@ -28,14 +28,11 @@ class Tape:
         "cursor",
         "keep",
         "largest_operator",
-        "live",
         "microbatch",
         "nbytes",
-        "operator",
         "pass_number",
         "regions",
         "second_operator",
-        "stream",
         "unproven",
         "unstored",
     )
@@ -45,29 +42,22 @@ class Tape:
         self.microbatch = microbatch
         self.keep = keep
         self.nbytes = 0  # bytes of all its regions, kept ones included
-        self.live = 0  # regions not released
         self.largest_operator = self.second_operator = 0  # bytes: of those that save most, what they stored
         self.cursor: int | None = None  # backward has come down to this index; None: not begun
         self.pass_number = 0  # backward passes begun: retain_graph makes more than one
         self.regions: list[Region | None] = []
-        # See Note: [After the operator]
-        self.unstored: list[Region] = []  # saved, and to be stored when their operator has ended
+        # Saved by one operator, and to be stored when that has ended. See Note: [After the operator]
+        self.unstored: list[Region] = []
         self.unproven: list[tuple[int, Any, Proof]] = []  # see `Prover.saved`
-        self.operator = -1  # sequence number of that operator
-        self.stream: Any | None = None  # of the device, on which it runs
 
-    def append(self, region: Region, operator: int) -> None:
-        """Add a region that the operator of this sequence number saved, to be stored or kept."""
-        region.index = len(self.regions)
-        region.operator = operator
+    def append(self, region: Region) -> None:
+        """Add a region that was saved just now, to be stored or kept."""
         self.regions.append(region)
         self.nbytes += region.nbytes
-        self.live += 1
 
     def remove(self, region: Region) -> None:
         """Forget a released region: the tape must not keep its last reference."""
         self.regions[region.index] = None
-        self.live -= 1
 
     def begin(self) -> None:
         """A backward is about to begin; after an earlier one (retain_graph) it is a new pass from the end."""
@@ -88,15 +78,14 @@ class Tape:
     def end(self) -> int:
         """Regions from this index on are passed: backward has had them, or will not ask for them. What the operator at the
         cursor saved is not: backward asks for it in the order in which it was saved."""
-        if self.cursor is None:
-            return len(self.regions)
-        end = self.cursor
-        here = self.regions[end] if end < len(self.regions) else None
-        while here is not None and end < len(self.regions):
-            other = self.regions[end]
-            if other is None or other.operator != here.operator:
-                break
+        regions, end = self.regions, self.cursor
+        count = len(regions)
+        if end is None or end >= count:
+            return count
+        here = other = regions[end]
+        while here is not None and other is not None and other.operator == here.operator:
             end += 1
+            other = regions[end] if end < count else None
         return end
 
     def coming(self) -> Iterator[Region]:
@@ -114,6 +103,5 @@ class Tape:
         yield from reversed(operator)
 
     def __repr__(self) -> str:
-        return (
-            f"Tape(chunk={self.chunk}, microbatch={self.microbatch}, regions={self.live}/{len(self.regions)})"
-        )
+        live = sum(region is not None for region in self.regions)
+        return f"Tape(chunk={self.chunk}, microbatch={self.microbatch}, regions={live}/{len(self.regions)})"

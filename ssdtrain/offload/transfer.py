@@ -69,8 +69,8 @@ class Transfer(Protocol):
             allow_unpooled: allocate outside of the arena where that is full.
         """
 
-    def advance_load(self, region: Region) -> Arrival:
-        """The read has ended: begin what follows it."""
+    def advance_load(self, region: Region) -> Arrival | None:
+        """The read has ended: begin what follows it. None: nothing does."""
 
     def end_load(self, region: Region) -> Arrival | None:
         """Order what follows on the current stream after the load. Returns the values of what came back encoded."""
@@ -181,8 +181,8 @@ class DirectTransfer:
             return Read(operation, loaded=buffer)
         return Read(operation, payload=buffer)
 
-    def advance_load(self, region: Region) -> Arrival:
-        return Arrival(region.transfer.loaded, region.transfer.payload)
+    def advance_load(self, region: Region) -> None:
+        return None
 
     def end_load(self, region: Region) -> Arrival | None:
         if region.transfer.payload is None or region.transfer.loaded is not None:

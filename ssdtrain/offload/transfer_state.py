@@ -132,7 +132,6 @@ class TransferState:
         """RESIDENT -> STORING."""
         self.operation, self.page_offset, self.lease, self.event, self.in_place = write
         self.state = State.STORING
-        self.keep_resident = self.forwarded = False
 
     def write_over(self) -> None:
         """Let go of what the write needed; its staging buffer has been given back."""
@@ -141,6 +140,8 @@ class TransferState:
     def read_began(self, read: Read) -> None:
         """STORED -> LOADING."""
         self.operation, self.lease, self.loaded, self.payload, target, event, self.in_place = read
+        if self.loaded is not None:
+            self.loaded_version = self.loaded._version
         if target is not None:
             self.target, self.load_event = target, event
         self.state = State.LOADING
@@ -162,7 +163,8 @@ class TransferState:
     def drop_loaded(self) -> None:
         """Let go of what came back; tensors that were handed out own its memory."""
         self.loaded = self.payload = self.load_event = self.decoding = None
-        self.drop_target()
+        if self.target is not None:
+            self.drop_target()
 
     def drop_target(self) -> None:
         """Give up the device memory that was reserved, if nothing has been copied there yet."""

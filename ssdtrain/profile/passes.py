@@ -69,7 +69,7 @@ class PassTimes(NamedTuple):
 class _Pass:
     def __init__(self, serial: int, chunk: int) -> None:
         self.serial, self.chunk = serial, chunk
-        # Regions and bytes of the tape so far, name of the latest region and whether it stays, begin and end of the hook.
+        # Regions and bytes of the tape so far, name of the region that was made and whether it stays, begin and end of the hook.
         self.hooks: list[tuple[int, int, str, bool, _Timestamp, _Timestamp]] = []
         self.uses: list[tuple[int, _Timestamp, _Timestamp]] = []
         self.began: _Timestamp | None = None
@@ -207,10 +207,10 @@ class PassRecorder:
         """A tensor was saved, in a region of its own or not."""
         found = self._passes.get(tape)
         if found is not None:
-            region = tape.regions[-1] if tape.regions else None
-            name = region.name if region is not None else ""
-            stays = region is not None and region.stays
-            found.hooks.append((len(tape.regions), tape.nbytes, name, stays, began, ended))
+            count, name, stays = len(tape.regions), "", False
+            if count > (found.hooks[-1][0] if found.hooks else 0):
+                name, stays = tape.regions[-1].name, tape.regions[-1].stays
+            found.hooks.append((count, tape.nbytes, name, stays, began, ended))
             self._reached(ended)
 
     def unpacked(self, tape: _Tape, index: int, began: _Timestamp, ended: _Timestamp) -> None:

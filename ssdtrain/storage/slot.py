@@ -21,17 +21,11 @@ class Slot:
         "_lease",
         "_operations",
         "_writes",
-        "address",
-        "drive",
         "nbytes",
-        "tier",
     )
 
     def __init__(self, nbytes: int, extents: tuple[int, ...], lease: Lease | None) -> None:
         self.nbytes = nbytes
-        self.tier = "ssd" if lease is None else "host"
-        self.drive = extents[0] if lease is None else -1
-        self.address = 0 if lease is None else lease.address
         self._extents = extents  # flat: queue, offset, length, ...
         self._lease = lease
         self._writes: tuple[
@@ -39,6 +33,18 @@ class Slot:
         ] = ()  # (write, its page offset), those not known to be cancelled
         self._held = [True]
         self._operations: tuple[Operation, ...] = ()
+
+    @property
+    def tier(self) -> str:
+        return "ssd" if self._lease is None else "host"
+
+    @property
+    def drive(self) -> int:
+        return self._extents[0] if self._lease is None else -1
+
+    @property
+    def address(self) -> int:
+        return 0 if self._lease is None else self._lease.address
 
     def __repr__(self) -> str:
         return f"Slot({self.nbytes} bytes, {self.tier}{'' if self.drive < 0 else f' {self.drive}'})"

@@ -142,12 +142,14 @@ class SpillStore:
             raise ValueError(f"nbytes must not be negative, got {nbytes}")
         forks.check(self._generation, "this store")
         with self._lock:
-            self._check_open()
+            if self._closed:
+                self._check_open()
             if self._freed or self._ending:
                 self._drain()
-            tiers = (self._reserve_host, self._reserve_drives)
-            found = (reserve(nbytes) for reserve in (reversed(tiers) if tier == "ssd" else tiers))
-            slot = next((slot for slot in found if slot is not None), None)
+            if tier == "ssd":
+                slot = self._reserve_drives(nbytes) or self._reserve_host(nbytes)
+            else:
+                slot = self._reserve_host(nbytes) or self._reserve_drives(nbytes)
             if slot is None:
                 raise no_room(nbytes, self._slabs, self._host)
             self._live_slots += 1
@@ -320,7 +322,9 @@ class SpillStore:
         self._copied[0 if into else 1] += slot.nbytes
 
     def _reserve_host(self, nbytes: int) -> Slot | None:
-        lease = self._host.acquire(nbytes) if self._host is not None else None
+        if self._host is None:
+            return None
+        lease = self._host.acquire(nbytes)
         return None if lease is None else Slot(nbytes, (len(self._slabs), lease.address, nbytes), lease)
 
     def _reserve_drives(self, nbytes: int) -> Slot | None:

@@ -63,7 +63,7 @@ def test_two_thousand_steps_of_changing_shapes_grow_nothing(
                 (resident, resident_bytes()),
                 (descriptors, len(os.listdir("/proc/self/fd"))),
                 (slots, found.live_slots),
-                (entries, len(engine._regions._by_storage) + len(engine.meter._seen)),
+                (entries, sum(1 + len(storage.regions) for storage in engine.meter._seen.values())),
                 (capacity, engine.buffers.capacity),
                 (file_bytes, found.drives[0].allocated),
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,9 @@ from torch import nn
 import ssdtrain
 from ssdtrain.config import ConfigError
 from ssdtrain.offload.coding import Coding
+from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
-from ssdtrain.offload.region import Region, Releases
-from ssdtrain.offload.sharing import Extent
+from ssdtrain.offload.sharing import extent_of, make_region
 from ssdtrain.offload.tape import Tape
 
 BYTES = 64 * 64 * 4  # of what one activation function saves
@@ -124,8 +123,9 @@ def test_patterns_are_checked() -> None:
 
 def test_a_codec_that_cannot_encode_on_the_device_is_an_error_of_the_policy() -> None:
     saved = torch.empty(64, device="meta")
-    extent = Extent.of(saved, saved.untyped_storage())
-    region = Region(saved, saved, 0, saved.nbytes, Tape(), Releases(), weakref.ref(saved))
+    extent = extent_of(saved)
+    storage = saved.untyped_storage()
+    region = make_region(ActivationMeter().see(storage), saved, storage, extent, Tape(), 0)
     with pytest.raises(ValueError, match=r"policy asks for the codec 'lossless'.*meta device"):
         Coding().choose(saved, extent, region, "lossless")
     assert Coding().choose(saved, extent, region, "int8") is not None

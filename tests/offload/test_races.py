@@ -253,7 +253,8 @@ def test_a_pool_exhausted_by_prefetches_gives_way(way: Variant, make_runtime: Ma
     first = next(
         region for region in tape.regions if region is not None and region.transfer.state is State.STORED
     )
-    handle = Handle(first, (torch.float32, torch.Size((SIZE, SIZE)), (SIZE, 1), 0))
+    geometry = (torch.float32, torch.Size((SIZE, SIZE)), (SIZE, 1), 0)
+    handle = Handle(first, geometry, engine_of(runtime)._released)
     first.handles += 1
     first.pending_unpacks += 1
     assert torch.equal(engine_of(runtime).unpack(handle), x.detach())

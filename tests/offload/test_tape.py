@@ -17,9 +17,11 @@ from tests.offload.test_races import engine_of
 def tape_of(*operators: int) -> Tape:
     """Regions of these operators, in the order in which they were saved."""
     tape = Tape()
-    for operator in operators:
-        region: Any = SimpleNamespace(nbytes=1, last_pass=-1, pending_unpacks=1)
-        tape.append(region, operator)
+    for index, operator in enumerate(operators):
+        region: Any = SimpleNamespace(
+            index=index, operator=operator, nbytes=1, last_pass=-1, pending_unpacks=1
+        )
+        tape.append(region)
     return tape
 
 

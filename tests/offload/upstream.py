@@ -38,6 +38,7 @@ from typing import Any
 import pytest
 import torch
 
+import ssdtrain.offload.engine
 from ssdtrain.config import load_config
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.region import Handle, Kept
@@ -93,7 +94,7 @@ class Around:
             )
             assert self._runtime.engine is not None
             if way == UNSHARED:
-                self._runtime.engine._regions.find = lambda *_: None  # type: ignore[method-assign]
+                ssdtrain.offload.engine.find_region = lambda *_: None
 
     def _hooks(self) -> AbstractContextManager[Any]:
         if self.way == COPYING:

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import random
 import ssdtrain_megatron
 from ssdtrain.config import ConfigError
 from ssdtrain.integration.compatibility import conflict_table
+from ssdtrain.offload import engine
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.attachment import attach
 from ssdtrain_megatron.conflicts import CONFLICTS, flag
@@ -240,14 +241,15 @@ def test_outputs_that_megatron_empties_stay(config: Config) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random.CheckpointWithoutOutput, "discard_output_and_register_recompute", noting)
         with attach(trainer.chunks, config) as attachment:
-            engine = attachment.runtime.engine
-            assert engine is not None
+            assert attachment.runtime.engine is not None
             seen = []
-            make = engine._regions.make
+            make = engine.make_region
             patch.setattr(
-                engine._regions,
-                "make",
-                lambda tensor, storage, *args: seen.append(storage) or make(tensor, storage, *args),
+                engine,
+                "make_region",
+                lambda known, tensor, storage, *args: (
+                    seen.append(storage) or make(known, tensor, storage, *args)
+                ),
             )
             assert [trainer.step(0)] == expected
     assert emptied and seen
