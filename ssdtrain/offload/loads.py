@@ -105,7 +105,8 @@ class Loads:
                 self.transfer.stop_in_place(error)
                 return False
             raise error
-        self.metrics.count_transfer("loads", region, operation)
+        if self.metrics.spans is not None:
+            self.metrics.count_transfer("loads", region, operation)
         if operation.digest:
             self.metrics.verified_bytes += region.nbytes
         arrival = self.transfer.advance_load(region)

@@ -49,6 +49,12 @@ def wait_quietly(operation: Operation, timeout: float) -> bool:
         return True
 
 
+def next_verified(draw: int, verified: int) -> int:
+    """In how many stores the next one is verified: in `verified` on average, and spread over the regions of a tape, however
+    many there are."""
+    return 1 + mix(draw + 1) % (2 * verified - 1)
+
+
 class Mover:
     """Starts, finishes and cancels stores, and releases regions; `loads` does the way back. Together they own `Region.transfer`.
 
@@ -81,8 +87,10 @@ class Mover:
         """Bytes of stores in flight, see `admits`; set by `TransferLimits`."""
         self._raise_when_full = raise_when_full
         self._verified = verified
-        self._draws = 0
-        self._next_verified = self._draw() if verified else 0  # in so many stores; 0 or less: none
+        self._draws = 0  # of `next_verified`
+        self._next_verified = (
+            next_verified(0, verified) if verified else 0
+        )  # in so many stores; 0 or less: none
         self._stores: deque[Region] = deque()  # in the order in which they began
         self._warned_full = False
 
@@ -113,7 +121,8 @@ class Mover:
             return True
         self._next_verified -= 1
         if self._next_verified == 0:
-            self._next_verified = self._draw()
+            self._draws += 1
+            self._next_verified = next_verified(self._draws, self._verified)
             # No thread of the host sees the bytes of a pinned slot.
             transfer.verify = not self.store.is_pinned(transfer.slot)
         nbytes = region.nbytes
@@ -136,12 +145,6 @@ class Mover:
         if self.transfer.copies and not encoded and not transfer.in_place:
             self.departures.add(region)
         return True
-
-    def _draw(self) -> int:
-        """In how many stores the next one is verified: `verified` on average, and spread over the regions of a tape, however many
-        there are."""
-        self._draws += 1
-        return 1 + mix(self._draws) % (2 * self._verified - 1)
 
     def _encode(self, region: Region) -> None:
         began = time.perf_counter()
@@ -208,7 +211,8 @@ class Mover:
             else:
                 self._store_cancelled(region)
             return
-        self.metrics.count_transfer("stores", region, operation)
+        if self.metrics.spans is not None:
+            self.metrics.count_transfer("stores", region, operation)
         self.in_flight -= region.nbytes
         if transfer.state is State.RELEASED:
             self._close_write(region)

@@ -28,7 +28,15 @@ __all__ = [
     "overwritten",
 ]
 
-_NOTHING: dict[torch.device, torch.Tensor] = {}
+
+class _Nothing(dict[torch.device, torch.Tensor]):
+    """Empty tensors by device."""
+
+    def __missing__(self, device: torch.device) -> torch.Tensor:
+        return self.setdefault(device, torch.empty(0, device=device))
+
+
+_NOTHING = _Nothing()
 
 
 class Region:
@@ -171,21 +179,15 @@ class Region:
             self.tensor = densest(self.probe)
             self.pointer = self.tensor.untyped_storage().data_ptr()
             self.packed = tuple(self.tensor.shape)
-            self.probe.data = _nothing(self.probe.device)  # it only watches the version
+            self.probe.data = _NOTHING[self.probe.device]  # it only watches the version
             return True
         return False
 
     def empty_(self) -> None:
         """Let go of the bytes and keep the version counter. See Note: [The probe]."""
         self.pointer = 0
-        self.tensor.data = _nothing(self.tensor.device)
-
-
-def _nothing(device: torch.device) -> torch.Tensor:
-    found = _NOTHING.get(device)
-    if found is None:
-        found = _NOTHING.setdefault(device, torch.empty(0, device=device))
-    return found
+        tensor = self.tensor
+        tensor.data = _NOTHING[tensor.device]
 
 
 class Handle:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from ssdtrain.config import ConfigError, load_config
+from ssdtrain.offload.build import SAMPLED
+from ssdtrain.offload.mover import next_verified
 from ssdtrain.offload.proof import ProofFailed
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
@@ -100,6 +102,20 @@ def test_what_comes_back_is_verified_as_the_config_says(
     assert found is not None and found.offload.loaded_bytes
     share = found.offload.verified_bytes / found.offload.loaded_bytes
     assert {"off": share == 0, "sample": 0 < share < 0.3, "all": share == 1}[verify]
+
+
+@pytest.mark.parametrize("regions", [1, 2, 31, 32, 63, 64, 200])
+def test_a_sample_reaches_every_region_of_a_tape(regions: int) -> None:
+    store, places = 0, []
+    for draw in range(200 * regions):
+        store += next_verified(draw, SAMPLED)
+        places.append(store % regions)
+    assert set(places) == set(range(regions))
+    assert 0.9 < len(places) * SAMPLED / store < 1.1
+
+
+def test_a_sample_of_one_is_all() -> None:
+    assert {next_verified(draw, 1) for draw in range(100)} == {1}
 
 
 def test_a_sample_is_the_default() -> None:
