@@ -53,6 +53,7 @@ Extent = tuple[int, int, int]
 
 
 def extent_of(tensor: torch.Tensor) -> Extent:
+    """What `tensor` spans of its storage."""
     itemsize = tensor.itemsize
     start = int(tensor.storage_offset()) * itemsize
     if tensor.is_contiguous():
