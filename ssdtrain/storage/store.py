@@ -328,7 +328,7 @@ class SpillStore:
         return None if lease is None else Slot(nbytes, (len(self._slabs), lease.address, nbytes), lease)
 
     def _reserve_drives(self, nbytes: int) -> Slot | None:
-        if self._drives.window_over:
+        if len(self._slabs) > 1 and self._drives.window_over:
             self._drives.observe(self.pool.counters()[0])
         extents = self._drives.reserve(nbytes)
         return None if extents is None else Slot(nbytes, extents, None)

@@ -80,6 +80,9 @@ class StripedDrives:
     def reserve(self, nbytes: int) -> tuple[int, ...] | None:
         """Extents for a slot of `nbytes`, on one drive per stripe; on fewer if some are full. None: there is no room."""
         image = image_bytes(nbytes)
+        if len(self.slabs) == 1:
+            offset = self._take(self.slabs[0], image)
+            return None if offset is None else (0, offset, image)
         self._slots += 1
         self._bytes += nbytes
         most = max(1, -(-nbytes // self._stripe))
@@ -109,7 +112,7 @@ class StripedDrives:
     @property
     def window_over(self) -> bool:
         """`observe` is to be called."""
-        return self._slots >= WINDOW * len(self.slabs) > WINDOW
+        return self._slots >= WINDOW * len(self.slabs)
 
     def observe(self, queues: Sequence[tuple[int, int, float, float]]) -> None:
         """A window is over. See Note: [Divided by speed].
