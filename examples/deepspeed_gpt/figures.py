@@ -84,7 +84,7 @@ class RuntimeFigures(Figures):
             **super().fields(),
             "bytes_written": after.store.ssd_bytes_written - before.store.ssd_bytes_written,
             "bytes_read": after.store.ssd_bytes_read - before.store.ssd_bytes_read,
-            "bytes_cancelled": after.offload.cancelled_bytes - before.offload.cancelled_bytes,
+            "bytes_cancelled": after.offload.avoided_write_bytes - before.offload.avoided_write_bytes,
             "stall_seconds": after.offload.stall_seconds - before.offload.stall_seconds,
         }
 

@@ -114,7 +114,7 @@ class Mode:
         return {
             "bytes_written": found.store.ssd_bytes_written,
             "bytes_read": found.store.ssd_bytes_read,
-            "bytes_cancelled": found.offload.cancelled_bytes,
+            "bytes_cancelled": found.offload.avoided_write_bytes,
             "stall_seconds": found.offload.stall_seconds,
         }
 

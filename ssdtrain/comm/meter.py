@@ -16,12 +16,13 @@ class CommMetrics(MetricSet):
     """One dimension's traffic, on this rank, since the start."""
 
     calls: int = counter(Unit.COUNT)
+    """Collectives and sends, compressed or not."""
     wire_bytes: int = counter(Unit.BYTES, "sent")
     """What was sent from this rank, fallbacks included; protocol headers below the tensors are not."""
     raw_bytes: int = counter(Unit.BYTES, "without compression")
     """What the framework's own algorithm sends from this rank, in the dtype that it sends: for a ring of N ranks and S bytes
     2(N-1)/N S for an all-reduce and (N-1)/N S for each half of one."""
-    codec_seconds: float = counter(Unit.SECONDS, "codec", ranks=Reduce.MAX)
+    codec_seconds: float = counter(Unit.SECONDS, "codec time", ranks=Reduce.MAX)
     """Encoding, decoding and summing, on the host; on a GPU `device_seconds` holds all."""
     wait_seconds: float = counter(Unit.SECONDS, "waited", ranks=Reduce.MAX)
     """Waiting for messages that were under way."""

@@ -203,7 +203,12 @@ class ActivationOffload(Feature):
 
     def _warn_if_inactive(self) -> None:
         found = self.engine.snapshot()
-        if found.offloaded_bytes or found.cancelled_bytes or found.kept_full_bytes or found.kept_late_bytes:
+        if (
+            found.offloaded_bytes
+            or found.avoided_write_bytes
+            or found.kept_full_bytes
+            or found.kept_late_bytes
+        ):
             return
         if self._only_keeps:
             return  # the last stage of a pipeline

@@ -38,8 +38,8 @@ class OffloadMetrics(MetricSet):
     """Bytes of small strided views that were copied together before they left."""
     encoded_bytes: int = counter(Unit.BYTES)
     """Bytes of regions that left through a codec; what was written of them is in the store's metrics."""
-    cancelled_bytes: int = counter(Unit.BYTES, "writes avoided")
-    """Bytes whose store was cancelled before it began: SSD writes avoided."""
+    avoided_write_bytes: int = counter(Unit.BYTES, "writes avoided")
+    """Bytes whose store was cancelled before it began, because backward came first. They are not among `offloaded_bytes`."""
     forwarded_bytes: int = counter(Unit.BYTES)
     """Bytes handed back from memory while their store was still in flight."""
     loaded_bytes: int = counter(Unit.BYTES)
@@ -56,10 +56,10 @@ class OffloadMetrics(MetricSet):
     """Time that forward waited for stores in flight."""
     load_wait_seconds: float = counter(Unit.SECONDS, "waited for loads", ranks=Reduce.MAX)
     """Time that backward waited for loads."""
-    codec_seconds: float = counter(Unit.SECONDS, "codec", ranks=Reduce.MAX)
-    """Time that training spent encoding and decoding on the host; on a GPU, launching these kernels."""
     load_waits: dict[str, float] = field(default_factory=dict)
     """The same by the module that saved the tensor, or by its chunk and region where no module names are known."""
+    codec_seconds: float = counter(Unit.SECONDS, "codec time", ranks=Reduce.MAX)
+    """Time that training spent encoding and decoding on the host; on a GPU, launching these kernels."""
     in_flight_bytes: int = gauge(Unit.BYTES, ranks=Reduce.SUM)
     """Bytes of stores in flight now."""
     live_regions: int = gauge(Unit.COUNT, ranks=Reduce.SUM)

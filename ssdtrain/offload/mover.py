@@ -248,7 +248,7 @@ class Mover:
     def _store_cancelled(self, region: Region) -> None:
         """STORING -> RESIDENT, or STAGED where the tensor was released: none of its bytes are in the tier."""
         self.in_flight -= region.nbytes
-        self.metrics.cancelled_bytes += region.nbytes
+        self.metrics.avoided_write_bytes += region.nbytes
         self.metrics.offloaded_bytes -= region.nbytes
         self._free_slot(region)
         if region.transfer.loaded is None and region.emptied:
@@ -350,7 +350,7 @@ class Mover:
             if operation.cancel():
                 self._stores.remove(region)
                 self.in_flight -= region.nbytes
-                self.metrics.cancelled_bytes += region.nbytes
+                self.metrics.avoided_write_bytes += region.nbytes
                 self.metrics.offloaded_bytes -= region.nbytes
                 self._close_write(region)
                 region.empty_()

@@ -174,7 +174,7 @@ def _bytes(run: Run, against: Run | None) -> str:
         "ssd_bytes_written": "written to SSD",
         "ssd_bytes_read": "read from SSD",
         "host_bytes_written": "written to host memory",
-        "cancelled_bytes": "writes avoided",
+        "avoided_write_bytes": "writes avoided",
         "kept_bytes": "kept in memory",
     }
     names = {name: label for name, label in names.items() if run.has(name)}

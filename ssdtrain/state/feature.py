@@ -158,7 +158,7 @@ class ModelState(Feature):
             for chunk in moving
             for part in chunk.parts
         )
-        capacity = self._store.metrics.capacity
+        capacity = self._store.metrics.capacity_bytes
         if needed > capacity:
             key = "capacity" if self._config.directories else "host"
             why = f"gives {exact_size(capacity)} in all tiers, and the chunks that leave the device take {exact_size(needed)}"

@@ -17,10 +17,10 @@ class StateMetrics(MetricSet):
     """Read from the tiers."""
     stored_bytes: int = counter(Unit.BYTES, "stored")
     """Written to the tiers."""
-    load_wait_seconds: float = counter(Unit.SECONDS, "load wait", ranks=Reduce.MAX)
-    """Forwards, backwards and steps waited for loads."""
-    store_wait_seconds: float = counter(Unit.SECONDS, "store wait", ranks=Reduce.MAX)
-    """They waited for stores to make room."""
+    load_wait_seconds: float = counter(Unit.SECONDS, "waited for loads", ranks=Reduce.MAX)
+    """Time that forwards, backwards and steps waited for loads."""
+    store_wait_seconds: float = counter(Unit.SECONDS, "waited for stores", ranks=Reduce.MAX)
+    """Time that they waited for stores to make room."""
     prefetched_chunks: int = counter(Unit.COUNT)
     """Loads of a chunk that began before it was needed."""
     resident_bytes: int = gauge(Unit.BYTES, "on the device")
@@ -30,5 +30,6 @@ class StateMetrics(MetricSet):
     limit_bytes: int = gauge(Unit.BYTES)
     """`state.device_limit`, or what it is by default."""
     chunks: int = gauge(Unit.COUNT)
+    """Of the model."""
     persistent_chunks: int = gauge(Unit.COUNT)
     """Chunks that stay on the device."""

@@ -62,18 +62,21 @@ class StoreMetrics(MetricSet):
     ssd_bytes_written: int = counter(Unit.BYTES, "to SSD")
     host_bytes_read: int = counter(Unit.BYTES, "from host memory")
     ssd_bytes_read: int = counter(Unit.BYTES, "from SSD")
-    bytes_cancelled: int = counter(Unit.BYTES)
-    """Bytes of reads and writes that were cancelled before they started."""
+    cancelled_io_bytes: int = counter(Unit.BYTES)
+    """Bytes of transfers, reads too, that were queued and cancelled before they started."""
     write_seconds: float = counter(Unit.SECONDS, ranks=Reduce.MAX)
     """Summed over tiers, with at least one write in flight. Copies that a device makes to the host tier are not in it."""
     read_seconds: float = counter(Unit.SECONDS, ranks=Reduce.MAX)
-    host_bytes: int = gauge(Unit.BYTES, "in host memory", ranks=Reduce.SUM)
+    """The same of reads."""
+    host_tier_bytes: int = gauge(Unit.BYTES, "in host memory", ranks=Reduce.SUM)
     """Bytes of the host tier currently in use."""
-    ssd_bytes: int = gauge(Unit.BYTES, "on drives", ranks=Reduce.SUM)
+    spill_file_bytes: int = gauge(Unit.BYTES, "on drives", ranks=Reduce.SUM)
     """Size of the spill files, whose space is reused and never shrinks."""
     live_slots: int = gauge(Unit.COUNT, ranks=Reduce.SUM)
+    """Slots in use now."""
     live_bytes: int = gauge(Unit.BYTES, ranks=Reduce.SUM)
-    capacity: int = gauge(Unit.BYTES, ranks=Reduce.SUM)
+    """Bytes that were reserved in them."""
+    capacity_bytes: int = gauge(Unit.BYTES, ranks=Reduce.SUM)
     """Maximum bytes of all tiers."""
     drives: tuple[TierMetrics, ...] = ()
     host: TierMetrics | None = None
@@ -111,14 +114,14 @@ class StoreMetrics(MetricSet):
             ssd_bytes_written=sum(drive.bytes_written for drive in drives),
             host_bytes_read=host.bytes_read + copied[1] if host else 0,
             ssd_bytes_read=sum(drive.bytes_read for drive in drives),
-            bytes_cancelled=cancelled,
+            cancelled_io_bytes=cancelled,
             write_seconds=sum(tier.write_seconds for tier in tiers),
             read_seconds=sum(tier.read_seconds for tier in tiers),
-            host_bytes=host.used if host else 0,
-            ssd_bytes=sum(drive.allocated for drive in drives),
+            host_tier_bytes=host.used if host else 0,
+            spill_file_bytes=sum(drive.allocated for drive in drives),
             live_slots=live_slots,
             live_bytes=live_bytes,
-            capacity=sum(tier.capacity for tier in tiers),
+            capacity_bytes=sum(tier.capacity for tier in tiers),
             drives=drives,
             host=host,
         )

@@ -30,7 +30,8 @@ class StepMetrics(MetricSet):
 
 
 class RuntimeMetrics:
-    """Metrics since the runtime was created. `print` shows a table.
+    """Metrics since the runtime was created. `print` shows a table: names are the metrics' own, with spaces for underscores, in
+    the order of `declared`; counters have a total and a mean per step, gauges a value of the moment; zeros are left out.
 
     Args:
         steps: optimizer steps.
@@ -48,7 +49,7 @@ class RuntimeMetrics:
         self.step_seconds = run.step_seconds
         self.offload, self.store = OffloadMetrics(), StoreMetrics()
         self.comm: dict[str, CommMetrics] = {}
-        self._sets = [*sets, ("", run)]
+        self._sets = [("", run), *sets]
         for prefix, found in self._sets:
             if isinstance(found, OffloadMetrics):
                 self.offload = found
@@ -73,23 +74,27 @@ class RuntimeMetrics:
         every: list[tuple[str, MetricSet]] = [
             (f"comm/{dimension}", self.comm.get(dimension, CommMetrics())) for dimension in DIMENSIONS
         ]
-        others = [(prefix, found) for prefix, found in self._sets[:-1] if not isinstance(found, CommMetrics)]
-        return RuntimeMetrics(self.steps, self._run, every + others)
+        others = [(prefix, found) for prefix, found in self._sets[1:] if not isinstance(found, CommMetrics)]
+        return RuntimeMetrics(self.steps, self._run, others + every)
 
     def __str__(self) -> str:
         values = self.values()
-        steps = "step" if self.steps == 1 else "steps"
-        total = f"in {self.steps} {steps}" if self.steps else "total"
-        table = Table("metric", total, "per step", box=box.SIMPLE_HEAD, title_justify="left")
+        total = f"in {self.steps} {'step' if self.steps == 1 else 'steps'}"
+        heads = [total, "per step", "now"] if self.steps else ["total", "now"]
+        table = Table("metric", *heads, box=box.SIMPLE_HEAD)
         for column in table.columns[1:]:
             column.justify = "right"
         for metric in self.declared():
             value = values.get(metric.name)
             if not value:
                 continue
-            name = metric.name.replace("_seconds", "_time").replace("_", " ")
-            mean = metric.unit.text(value / self.steps) if metric.cumulative and self.steps else ""
-            table.add_row(name, metric.unit.text(value), mean)
+            name = metric.name.replace("_seconds", "_time").replace("_", " ").replace("ssd", "SSD")
+            if not metric.cumulative:
+                table.add_row(name, *[""] * (len(heads) - 1), metric.unit.text(value))
+            elif self.steps:
+                table.add_row(name, metric.unit.text(value), metric.unit.text(value / self.steps))
+            else:
+                table.add_row(name, metric.unit.text(value))
         stream = io.StringIO()
         Console(file=stream, width=100, no_color=True).print(table)
         return "\n".join(line.rstrip() for line in stream.getvalue().strip("\n").splitlines())

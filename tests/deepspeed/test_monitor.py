@@ -43,7 +43,7 @@ def test_the_csv_monitor_has_a_line_for_every_step(make_engine: MakeEngine, tmp_
     assert runtime is not None
     found = runtime.statistics()
     assert found is not None
-    for name in ("offloaded_bytes", "cancelled_bytes", "kept_bytes"):
+    for name in ("offloaded_bytes", "avoided_write_bytes", "kept_bytes"):
         assert sum(float(row[1]) for row in steps[name]) == getattr(found.offload, name)
     assert float(steps["activation_peak_bytes"][-1][1]) > 0
 

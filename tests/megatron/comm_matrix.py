@@ -98,7 +98,7 @@ def run(row: CommRow, way: str, directory: str) -> dict[str, Any]:
             }
             found["residual_bytes"] = comm.feedback.nbytes if comm.feedback is not None else 0
             found["counted_steps"] = [statistics.steps, comm.steps]
-            found["spilled"] = statistics.offload.offloaded_bytes + statistics.offload.cancelled_bytes
+            found["spilled"] = statistics.offload.offloaded_bytes + statistics.offload.avoided_write_bytes
         found["replaced"] = sum(a != b for a, b in zip(before, replaced, strict=True))
         found["put_back"] = functions() == before and "step" not in vars(trainer.optimizer)
     found["seconds"] = time.perf_counter() - began

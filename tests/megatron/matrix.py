@@ -108,7 +108,7 @@ def offloaded_run(row: Row, directory: str) -> dict[str, Any]:
             "auxiliary": auxiliary_losses(),
             "replaced": replaced,
             "counted_steps": found.steps,
-            "spilled": offload.offloaded_bytes + offload.cancelled_bytes,
+            "spilled": offload.offloaded_bytes + offload.avoided_write_bytes,
             "kept": offload.kept_bytes,
             "kept_for_want": offload.kept_full_bytes + offload.kept_late_bytes,
             "saved": offload.saved_bytes,
@@ -117,7 +117,7 @@ def offloaded_run(row: Row, directory: str) -> dict[str, Any]:
             "live_slots": found.store.live_slots,
             "loaded": offload.loaded_bytes,
             "forwarded": offload.forwarded_bytes,
-            "cancelled": offload.cancelled_bytes,
+            "cancelled": offload.avoided_write_bytes,
         }
 
 

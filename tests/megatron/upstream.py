@@ -156,8 +156,8 @@ def ours(directory: str, settings: dict[str, Any]) -> Found:
             losses.append(clock.step(trainer, number))
             after = attachment.statistics()
             assert before is not None and after is not None
-        moved = after.offload.offloaded_bytes + after.offload.cancelled_bytes
-        moved -= before.offload.offloaded_bytes + before.offload.cancelled_bytes
+        moved = after.offload.offloaded_bytes + after.offload.avoided_write_bytes
+        moved -= before.offload.offloaded_bytes + before.offload.avoided_write_bytes
         return {
             "steps": losses,
             "peak_bytes": after.offload.activation_peak_bytes,

@@ -71,7 +71,9 @@ def test_a_policy_of_ones_own_decides_by_module_with_codec_and_tier(tmp_path: Pa
     assert found is not None
     offloaded = [saved for saved in policy.seen if not any("attention" in m.name for m in saved.modules)]
     assert 0 < len(offloaded) < len(policy.seen)
-    assert found.offload.offloaded_bytes + found.offload.cancelled_bytes == sum(s.nbytes for s in offloaded)
+    assert found.offload.offloaded_bytes + found.offload.avoided_write_bytes == sum(
+        s.nbytes for s in offloaded
+    )
     assert found.offload.encoded_bytes == sum(s.nbytes for s in offloaded)
     assert found.store.host is not None and found.store.host.bytes_written == 0
     assert [forward.saved_bytes for forward in policy.forwards] == [sum(s.nbytes for s in policy.seen)]
@@ -102,7 +104,7 @@ def test_the_config_chooses_modules_by_pattern(
     found = runtime.statistics()
     assert found is not None
     # What a block's activation function saves is its output, which the next layer saves too.
-    assert (found.offload.offloaded_bytes + found.offload.cancelled_bytes) // BYTES == blocks
+    assert (found.offload.offloaded_bytes + found.offload.avoided_write_bytes) // BYTES == blocks
     runtime.close()
 
 

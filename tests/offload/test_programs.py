@@ -52,7 +52,7 @@ OPTIONS = st.fixed_dictionaries(
 WAYS = (
     "offloaded_bytes",
     "loaded_bytes",
-    "cancelled_bytes",
+    "avoided_write_bytes",
     "kept_full_bytes",
     "failed_stores",
 )

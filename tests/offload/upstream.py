@@ -120,7 +120,7 @@ class Around:
     def _left(self) -> int:
         """Bytes that have left, or would have if backward had not come first."""
         found = self._runtime.statistics() if self._runtime is not None else None
-        return 0 if found is None else found.offload.offloaded_bytes + found.offload.cancelled_bytes
+        return 0 if found is None else found.offload.offloaded_bytes + found.offload.avoided_write_bytes
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if (report.when != "call" and report.passed) or self.outcomes.get(report.nodeid) == "failed":
@@ -142,7 +142,7 @@ class Around:
         statistics = runtime.statistics()
         assert statistics is not None
         runtime.close()
-        names = ("saved_tensors", "shared_tensors", "packed_bytes", "offloaded_bytes", "cancelled_bytes")
+        names = ("saved_tensors", "shared_tensors", "packed_bytes", "offloaded_bytes", "avoided_write_bytes")
         names += ("forwarded_bytes", "loaded_bytes", "kept_bytes")
         figures = {name: getattr(statistics.offload, name) for name in names}
         return {**figures, "left": statistics.offload.live_regions}

@@ -98,7 +98,7 @@ def test_bytes_that_are_still_being_written_come_back_from_the_staging_buffer() 
     """The drive is so slow that backward begins long before the writes end: nothing is read from it, and nobody waits."""
     layers = (LayerTimes(0.002, 0.004, (MiB // 4,)),) * 12
     record, (_, after), _ = step(layers, 4e6, 16 * MiB, steps=1)
-    assert after.forwarded_bytes + after.cancelled_bytes == keep_peak(layers)
+    assert after.forwarded_bytes + after.avoided_write_bytes == keep_peak(layers)
     assert after.loaded_bytes == 0
     assert record.host_syncs == 0
     assert record.ended - record.began <= 12 * 0.006 * 1.03
@@ -109,7 +109,7 @@ def test_what_backward_is_about_to_need_stays_on_the_device() -> None:
     layers = (LayerTimes(0.002, 0.004, (MiB // 4,)),) * 2
     record, (_, after), _ = step(layers, 4e6, 16 * MiB, steps=1)
     assert not record.to_device
-    assert after.forwarded_bytes + after.cancelled_bytes == keep_peak(layers)
+    assert after.forwarded_bytes + after.avoided_write_bytes == keep_peak(layers)
 
 
 def test_memory_that_a_kernel_still_reads_is_not_loaded_into(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def test_a_write_whose_event_has_not_passed_can_be_cancelled(
     assert writes[1].wait(30), "the event of the one that was cancelled holds nobody back"
     with pytest.raises(ValueError, match="never written"):
         store.read(slots[0], sources[0].address)
-    assert store.metrics.bytes_cancelled == MiB
+    assert store.metrics.cancelled_io_bytes == MiB
     for slot, source in zip(slots, sources, strict=True):
         store.free(slot)
         source.release()

@@ -54,7 +54,7 @@ def test_a_cancelled_write_writes_nothing(make_store: Make, arena: Arena, tier: 
     marker, later = filled(arena, 1), store.reserve(1)
     assert later.tier == tier and store.write(later, marker.address).wait(30)
     assert contents(store, slot, arena) == payload(nbytes, 1)
-    assert store.metrics.bytes_cancelled == nbytes and store.metrics.bytes_written == nbytes + 1
+    assert store.metrics.cancelled_io_bytes == nbytes and store.metrics.bytes_written == nbytes + 1
     store.free(slot)
     store.free(later)
     marker.release()
@@ -108,7 +108,7 @@ def test_cancelling_and_beginning_race_to_one_winner(make_store: Make, arena: Ar
             assert write.wait(30)
         won += cancelled
         assert contents(store, slot, arena) == payload(64 << 10, 1 if cancelled else 2)
-    assert store.metrics.bytes_cancelled == won * (64 << 10)
+    assert store.metrics.cancelled_io_bytes == won * (64 << 10)
     store.free(slot)
     for source in sources:
         source.release()

@@ -73,7 +73,7 @@ def test_without_a_capacity_ranks_share_most_of_the_free_space(tmp_path: Path, e
     with SpillStore([tmp_path], engine=engine, local_world_size=4) as store:
         figures = os.statvfs(tmp_path)
         share = figures.f_bavail * figures.f_frsize * 0.9 / 4
-        assert abs(store.metrics.capacity / share - 1) < 0.1
+        assert abs(store.metrics.capacity_bytes / share - 1) < 0.1
 
 
 def test_a_full_file_system_is_full_and_gets_everything_back(
@@ -223,7 +223,7 @@ def test_freeing_cancels_a_queued_transfer(make_store: Make, arena: Arena) -> No
     store.pool.hold()
     write = store.write(slot, source.address)
     store.free(slot)
-    assert write.done() and store.metrics.live_slots == 0 and store.metrics.bytes_cancelled == MiB
+    assert write.done() and store.metrics.live_slots == 0 and store.metrics.cancelled_io_bytes == MiB
     store.pool.release()
     source.release()
 
@@ -358,11 +358,11 @@ def test_the_figures_add_up(make_store: Make, arena: Arena, engine: str) -> None
         assert contents(store, slot, arena) == payload(3 * MiB)
     stats = store.metrics
     assert stats.engine == engine and (stats.live_slots, stats.live_bytes) == (2, 6 * MiB)
-    assert stats.bytes_written == stats.bytes_read == 6 * MiB and stats.bytes_cancelled == 0
+    assert stats.bytes_written == stats.bytes_read == 6 * MiB and stats.cancelled_io_bytes == 0
     assert stats.ssd_bytes_written == stats.ssd_bytes_read == 3 * MiB
     assert stats.host is not None and stats.host.bytes_written == 3 * MiB == stats.host.used
     assert stats.write_seconds > 0 and stats.read_seconds > 0
-    assert stats.capacity == 2 * (256 << 20) + 4 * MiB
+    assert stats.capacity_bytes == 2 * (256 << 20) + 4 * MiB
     store.free(host)
     store.free(ssd)
     stats = store.metrics

@@ -17,7 +17,7 @@ def line(step: int, rank: int = 0, **more: Any) -> dict[str, Any]:
         "saved_bytes": 100 * MiB,
         "ssd_bytes_written": 90 * MiB,
         "ssd_bytes_read": 80 * MiB,
-        "cancelled_bytes": 10 * MiB,
+        "avoided_write_bytes": 10 * MiB,
         "activation_peak_bytes": (30 + rank) * MiB,
         "unoffloaded_peak_bytes": 100 * MiB,
         "store_wait_seconds": 0.0,

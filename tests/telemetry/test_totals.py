@@ -135,7 +135,7 @@ def test_bytes_are_shown_for_each_tier(tmp_path: Path) -> None:
     values = found.values()
     assert values["host_bytes_written"] > 0 and values["ssd_bytes_written"] > 0
     assert values["host_bytes_written"] + values["ssd_bytes_written"] == values["offloaded_bytes"]
-    assert values["ssd_bytes"] == sum(drive.allocated for drive in found.store.drives) > 0
+    assert values["spill_file_bytes"] == sum(drive.allocated for drive in found.store.drives) > 0
     shown = line(found.declared(), values)
     assert "offloaded/step: " in shown and "to host memory/step: " in shown and "to SSD/step: " in shown
     runtime.close()
@@ -179,6 +179,27 @@ def test_the_table_has_units_and_no_rounded_zero(tmp_path: Path) -> None:
     assert row.split()[2:] == ["31.5", "MiB", "10.5", "MiB"]
     assert "0.000" not in table and " object at " not in table
     runtime.close()
+
+
+def test_the_table_says_everything_once_and_gauges_are_no_totals(tmp_path: Path) -> None:
+    runtime, _ = train(tmp_path, {})
+    heads, _, *rows = str(runtime.statistics()).splitlines()
+    runtime.close()
+    words = [row[: heads.index("in 3 steps")].split() for row in rows]
+    names = [" ".join(row) for row in words]
+    assert names[0] == "step time" and "offloaded bytes" in names
+    # "cancelled bytes" and "bytes cancelled" are one name.
+    assert len({frozenset(row) for row in words}) == len(words), names
+    end = heads.index("per step") + len("per step")
+    gauges = {name for name, row in zip(names, rows, strict=True) if not row[len(name) + 2 : end].strip()}
+    assert {"activation peak bytes", "spill file bytes", "capacity bytes"} <= gauges
+    assert not gauges & {"step time", "saved bytes", "offloaded bytes", "SSD bytes written"}
+
+
+def test_the_table_of_a_run_without_steps_has_no_mean() -> None:
+    table = str(metrics(0, CacheMetrics(4 * MiB, 5, 0.5, 7.0)))
+    assert table.splitlines()[0].split() == ["metric", "total", "now"]
+    assert "per step" not in table
 
 
 def reported(caplog: pytest.LogCaptureFixture) -> list[str]:
