@@ -13,14 +13,15 @@ from typing import Any, TextIO
 import torch
 import torch.distributed
 
-from examples.deepspeed_gpt.figures import figures_of
 from examples.deepspeed_gpt.settings import MODES, Settings
 from examples.support.data import batches, corpus
+from examples.support.figures import figures_of
 from examples.support.model import GPT
 from examples.support.process_memory import GLIBC_STEADY, PeakMemory, return_freed_blocks
 from examples.support.result import RunResult
 from ssdtrain.config.units import MiB
 from ssdtrain.telemetry.lines import write_line
+from ssdtrain_ds import runtime_of
 
 
 def start_distributed(device: torch.device) -> None:
@@ -78,7 +79,7 @@ def train(settings: Settings, mode: str, channel: TextIO, *, lockstep: bool = Fa
     make_deterministic(device)
     start_distributed(device)
     engine = build_engine(settings, mode, device)
-    figures = figures_of(engine)
+    figures = figures_of(engine.module, runtime_of(engine))
     text = corpus(settings.data)
     source = batches(text, microbatch=settings.microbatch, sequence=settings.sequence, seed=settings.seed)
     memory = PeakMemory()

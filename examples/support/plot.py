@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
-from examples.support.result import RunResult
+from examples.support.activation_meter import Timeline
 from ssdtrain.config.units import MiB
 from ssdtrain.telemetry.text import size_text
 
@@ -11,17 +12,30 @@ from ssdtrain.telemetry.text import size_text
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00")
 
 
+class Drawn(Protocol):
+    """A run, such as a `RunResult`; of these fields."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def activation_peak_bytes(self) -> int: ...
+    @property
+    def activation_timeline(self) -> Timeline: ...
+    @property
+    def backward_began(self) -> float | None: ...
+
+
 class MatplotlibMissing(RuntimeError):
     """matplotlib is not installed."""
 
 
 def plot_activation_memory(
-    runs: Sequence[RunResult], path: Path, *, titles: dict[str, str] | None = None, title: str = ""
+    runs: Sequence[Drawn], path: Path, *, titles: dict[str, str] | None = None, title: str = ""
 ) -> Path:
     """Draws every run's `activation_timeline` (seconds into the step, MiB) and marks where backward began.
 
     Args:
-        titles: Names in the legend by `RunResult.name`.
+        titles: Names in the legend by `Drawn.name`.
 
     Raises:
         MatplotlibMissing: with the command that installs it.

@@ -12,8 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from rich.table import Table
 from ssdtrain.cli import network
 from ssdtrain.cli.estimate import factory
 from ssdtrain.cli.plan import given
+from ssdtrain.cli.progress import progress
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.config.units import MiB, parse_size
 from ssdtrain.telemetry.text import duration_text, size_text
@@ -135,18 +135,10 @@ def positive(text: str) -> int:
     return int(text)
 
 
-@contextmanager
-def progress(what: str, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A line on stderr of what has been done, while a terminal reads it."""
-    console = Console(stderr=True)
-    with console.status(f"{what} ...") as status:
-        yield (lambda text: status.update(f"{what}: {text}")) if shown else (lambda text: None)
-
-
 def bench_io(chosen: argparse.Namespace) -> int:
     from ssdtrain.bench.io import measure_io
 
-    with progress(f"writing and reading {size_text(chosen.size)}", True) as note:
+    with progress(f"writing and reading {size_text(chosen.size)}") as note:
         found = measure_io(chosen.directory, chosen.size, chosen.repeats, chosen.engine, note=note)
     table = Table(
         title=f"{found['directory']}: {found['file_system']} on {found['drive']}, engine {found['engine']}"
@@ -177,7 +169,7 @@ def bench_codec(chosen: argparse.Namespace) -> int:
     from ssdtrain.bench.codec import SPECS, measure_codecs
 
     device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    with progress("encoding and decoding", True) as note:
+    with progress("encoding and decoding") as note:
         found = measure_codecs(chosen.codec or SPECS, chosen.size, chosen.repeats, device, note=note)
     copied = size_text(found["copy_bytes_per_second"])
     table = Table(title=f"float32, {size_text(found['bytes'])}, {found['device']}; a copy: {copied}/s")
@@ -252,7 +244,7 @@ def bench_script(chosen: argparse.Namespace) -> int:
     except ConfigError as error:
         raise ValueError(str(error)) from None
     build = factory(chosen.build)
-    with progress("training", True) as note:
+    with progress("training") as note:
         try:
             found = measure_script(build, chosen.batch, chosen.steps, loaded, note=note)
         except ValueError as error:

@@ -19,6 +19,7 @@ from ssdtrain.cli.bandwidth import measure
 from ssdtrain.cli.build_locks import build_locks
 from ssdtrain.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding
 from ssdtrain.cli.limits import limits
+from ssdtrain.cli.progress import progress
 from ssdtrain.cli.show import show
 from ssdtrain.cli.versions import OLDEST, TESTED, installed, too_old
 from ssdtrain.comm.topology import node_name
@@ -69,12 +70,15 @@ def run(arguments: list[str]) -> int:
 
 def examine(chosen: argparse.Namespace, size: int) -> list[Finding]:
     """The findings about this machine: software, hardware, limits, config and directories."""
-    found = [*software(), *extensions(), *build_locks(), *hardware(), *limits(), *network.interfaces()]
-    if chosen.config is not None:
-        found += config_file(chosen.config)
-    for directory in chosen.directories:
-        found += drive(directory, size)
-    return found
+    with progress("examining this machine") as note:
+        found = [*software(), *extensions(), *build_locks(), *hardware(), *limits(), *network.interfaces()]
+        if chosen.config is not None:
+            note(str(chosen.config))
+            found += config_file(chosen.config)
+        for directory in chosen.directories:
+            note(f"{directory}{f', writing and reading {size_text(size)}' if size else ''}")
+            found += drive(directory, size)
+        return found
 
 
 def in_ranks(chosen: argparse.Namespace, size: int) -> int:
@@ -84,7 +88,8 @@ def in_ranks(chosen: argparse.Namespace, size: int) -> int:
         own = examine(chosen, size) if ranks.local_rank() == 0 else []
         gathered = group.gather((node_name(), own, network.sees_gpu()))
         hosts, _, gpus = zip(*gathered, strict=True)
-        between = network.between_nodes(group, hosts, gpus)
+        with progress("measuring between ranks", dist.get_rank() == 0):
+            between = network.between_nodes(group, hosts, gpus)
         status = 0
         if dist.get_rank() == 0:
             of_nodes = {host: found for host, found, _ in gathered if found}
@@ -256,10 +261,10 @@ def config_file(file: Path) -> Iterator[Finding]:
             subject, str(error), BROKEN, "correct the keys that are named; docs/config.md lists all of them"
         )
         return
-    on = ", ".join(name for name in ("offload", "comm", "compact") if getattr(config, name) is not None)
+    features = ("offload", "comm", "compact", "state", "plan")
     if not config.active:
         yield Finding(
-            subject, "switches nothing on", WARNING, "give it an offload, a comm or a compact section"
+            subject, "switches nothing on", WARNING, f"give it a section of these: {', '.join(features)}"
         )
         return
     if config.offload is not None and config.offload.gpudirect == "on" and (why := no_gpudirect()):
@@ -267,10 +272,12 @@ def config_file(file: Path) -> Iterator[Finding]:
             subject, f'offload.gpudirect is "on", but {why}', BROKEN, 'or set it to "auto" or "off"'
         )
         return
+    on = ", ".join(name for name in features if getattr(config, name) is not None)
     yield Finding(subject, f"can be used: {on}", GOOD)
-    if config.offload is not None:
-        for directory in config.offload.expand(rank=ranks.global_rank(), local_rank=ranks.local_rank()):
-            yield from drive(directory)
+    rank = {"rank": ranks.global_rank(), "local_rank": ranks.local_rank()}
+    sections = [section for section in (config.offload, config.state) if section is not None]
+    for directory in dict.fromkeys(path for section in sections for path in section.expand(**rank)):
+        yield from drive(directory)
 
 
 def no_gpudirect() -> str:

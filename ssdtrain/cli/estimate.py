@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ssdtrain.cli.plan import given
+from ssdtrain.cli.progress import progress
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB, parse_size
 from ssdtrain.planner.estimate import Estimate, Hardware, estimate
@@ -36,10 +37,10 @@ def run(arguments: list[str]) -> int:
         chosen.gpu, chosen.ssd, chosen.gpus_per_node, chosen.reserve, chosen.state_bytes, chosen.efficiency
     )
     try:
-        made = (
-            from_config(Path(chosen.model), chosen.seq) if is_config(chosen.model) else factory(chosen.model)
-        )
-        found = estimate(made, chosen.batch, hardware, patterns=chosen.blocks)
+        with progress(f"counting what {chosen.model} saves"):
+            named = chosen.model
+            made = from_config(Path(named), chosen.seq) if is_config(named) else factory(named)
+            found = estimate(made, chosen.batch, hardware, patterns=chosen.blocks)
     except (InvalidValue, ValueError) as error:
         print(f"ssdtrain estimate: the model {error}", file=sys.stderr)
         return 1

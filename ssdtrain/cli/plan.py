@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from ssdtrain.cli.progress import progress
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB, parse_size
 from ssdtrain.planner.cluster import ClusterPlan, Job, best_plan, plan_job, with_more
@@ -31,18 +32,20 @@ def run(arguments: list[str]) -> int:
     """0; 1 where no plan fits; 2 where an option cannot be."""
     chosen = parser().parse_args(arguments)
     try:
-        job = job_of(chosen)
-        if chosen.microbatch:
-            plan, largest = plan_job(job, chosen.microbatch), None
-        else:
-            plan, largest = best_plan(job)
+        with progress("planning") as note:
+            job = job_of(chosen)
+            if chosen.microbatch:
+                plan, largest = plan_job(job, chosen.microbatch), None
+            else:
+                plan, largest = best_plan(job)
+            note("what more memory and faster drives would bring")
+            better = [] if chosen.no_alternatives else list(alternatives(plan))
     except InvalidValue as error:
         print(f"ssdtrain plan: the job {error}", file=sys.stderr)
         return 1
     except NoPlan as error:
         print(f"ssdtrain plan: {error}", file=sys.stderr)
         return 1
-    better = [] if chosen.no_alternatives else list(alternatives(plan))
     if chosen.json:
         print(json.dumps({**figures(plan, largest), "alternatives": better}))
     else:

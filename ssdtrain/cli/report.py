@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from ssdtrain.cli.progress import progress
 from ssdtrain.report.page import page
 from ssdtrain.report.prometheus import write_prometheus
 from ssdtrain.report.run import Run
@@ -72,19 +73,22 @@ def parser() -> argparse.ArgumentParser:
 def _write(chosen: argparse.Namespace) -> int:
     if chosen.trace is not None:
         output = chosen.directory / "trace.json" if chosen.trace == Path() else chosen.trace
-        ranks = merge_traces(chosen.directory, output)
+        with progress("reading traces"):
+            ranks = merge_traces(chosen.directory, output)
         print(
             f"{output} ({len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'}): open it at https://ui.perfetto.dev"
         )
         return 0
-    found = Run.read(chosen.directory)
+    with progress(f"reading {chosen.directory}"):
+        found = Run.read(chosen.directory)
     if chosen.prometheus is not None:
         write_prometheus(found, chosen.prometheus)
         print(chosen.prometheus)
         return 0
-    against = Run.read(chosen.against) if chosen.against is not None else None
     output = chosen.output or chosen.directory / "report.html"
-    output.write_text(page(found, against))
+    with progress(f"writing {output}"):
+        against = Run.read(chosen.against) if chosen.against is not None else None
+        output.write_text(page(found, against))
     print(output)
     return 0
 

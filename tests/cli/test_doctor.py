@@ -155,6 +155,17 @@ def test_a_config_is_checked_on_this_machine(tmp_path: Path, capsys: pytest.Capt
     assert main(["doctor", "--json", "--config", str(tmp_path / "missing.json"), str(tmp_path)]) == 1
 
 
+def test_the_sections_of_a_config_are_named_and_their_directories_examined(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"state": {"directories": str(tmp_path / "chunks")}}))
+    assert main(["doctor", "--json", "--config", str(file), str(tmp_path)]) == 0
+    found = {f["subject"]: f["found"] for f in json.loads(capsys.readouterr().out)["findings"]}
+    assert found[f"config {file}"] == "can be used: state"
+    assert f"{tmp_path / 'chunks'}" in found
+
+
 def test_limits_are_judged_and_have_remedies() -> None:
     assert limits.memlock(64 * 1024).verdict == "-" and "memlock=-1" in limits.memlock(65536).remedy
     assert limits.memlock(None).found == "unlimited"

@@ -1,14 +1,17 @@
 import importlib.util
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import ssdtrain
 from ssdtrain.cli import main
 from ssdtrain.cli.main import COMMANDS, whole_parser
+from tests.support.journals import write
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
@@ -63,6 +66,43 @@ def test_the_help_of_every_command_has_an_example(name: str, capsys: pytest.Capt
         main([name, "--help"])
     assert caught.value.code == 0
     assert f"  ssdtrain {name} " in capsys.readouterr().out.partition("usage:")[2].partition("\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("doctor {0}", "examining this machine: {0}"),
+        ("report {0}/run -o {0}/page.html", "writing {0}/page.html"),
+        ("plan --model gpt --hidden 1024 --layers 4 --seq 512 --gpu h100 --microbatch 1", "planning"),
+    ],
+    ids=["doctor", "report", "plan"],
+)
+def test_a_terminal_shows_what_a_command_is_busy_with_and_a_pipe_does_not(
+    words: str,
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write(tmp_path / "run")
+    given = words.format(tmp_path).split()
+    assert main(given) == 0
+    assert capsys.readouterr().err == ""
+    notes: list[str] = []
+
+    class Terminal:
+        is_terminal = True
+
+        def __init__(self, stderr: bool) -> None:
+            assert stderr
+
+        def status(self, text: str) -> Any:
+            notes.append(text)
+            return nullcontext(SimpleNamespace(update=notes.append))
+
+    monkeypatch.setattr("ssdtrain.cli.progress.Console", Terminal)
+    assert main(given) == 0
+    assert any(note.startswith(shown.format(tmp_path)) for note in notes), notes
 
 
 def test_the_demo_without_deepspeed_says_what_to_install(

@@ -1,4 +1,4 @@
-"""What a step of the demo used and waited for: by the independent meter, or by SSDTrain's own statistics.
+"""What a step used and waited for: by the independent meter, or by SSDTrain's own statistics.
 
 Both count the same: the storages of saved tensors that are alive, each once, without parameters and buffers. SSDTrain adds the
 buffers that it holds for transfers.
@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from torch import nn
+
 from examples.support.activation_meter import SavedTensorMeter, StepRecord
 from ssdtrain.runtime import Runtime, RuntimeMetrics
-from ssdtrain_ds import runtime_of
 
 
 class Figures(ABC):
@@ -44,9 +45,9 @@ class Figures(ABC):
 class MeterFigures(Figures):
     """Without SSDTrain."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._meter = SavedTensorMeter(engine.module)
+        self._meter = SavedTensorMeter(module)
 
     def step(self) -> AbstractContextManager[StepRecord]:
         return self._meter.step()
@@ -89,7 +90,6 @@ class RuntimeFigures(Figures):
         }
 
 
-def figures_of(engine: Any) -> Figures:
-    """The figures of a DeepSpeed engine: SSDTrain's where its config asks for SSDTrain."""
-    runtime = runtime_of(engine)
-    return MeterFigures(engine) if runtime is None else RuntimeFigures(runtime)
+def figures_of(module: nn.Module, runtime: Runtime | None) -> Figures:
+    """The figures of steps of a model, SSDTrain's own where a runtime is attached to it."""
+    return MeterFigures(module) if runtime is None else RuntimeFigures(runtime)
