@@ -10,7 +10,7 @@ __all__ = ["EnduranceConfig"]
 
 class EnduranceConfig(Section):
     """How long the drives should live at the rate of this run, day and night. With `amount: "auto"` no more is written than they
-    bear; with another amount a warning says how much that is (docs/policy.md)."""
+    bear; with another amount a warning says how much that is (docs/endurance.md)."""
 
     years: Positive = 5.0
     """From now on."""

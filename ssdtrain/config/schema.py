@@ -116,7 +116,7 @@ class OffloadConfig(Section):
 
     prove_steps: Annotated[int, Field(ge=0)] = 0
     """In so many first steps keep a copy of every saved tensor in host memory, and compare what backward gets with it, to the
-    bit: an error names the first tensor that differs, and its module (docs/policy.md). Takes host memory for all that is saved
+    bit: an error names the first tensor that differs, and its module (docs/equality.md). Takes host memory for all that is saved
     between forward and backward."""
 
     endurance: EnduranceConfig | None = None

@@ -18,10 +18,11 @@ __all__ = ["document"]
 INTRODUCTION = """\
 # Metrics
 
-This page is generated from the declarations by `make docs`. The names are the keys of the JSON lines of `report.path`, and of
-what frameworks write to their own monitors, with a prefix of theirs. `print(runtime.statistics())` shows the same, with spaces for
-underscores and without zeros. Metrics of collectives begin with `comm/` and the parallel dimension, as in `comm/dp/wire_bytes`; those
-of compressed inputs with `compact/`, of model state with `state/`, of a plan with `plan/`, or `auto/` where it is of `offload.amount`.
+This page is generated from the declarations by `make docs`. The names are the keys of the JSON lines of `report.path`, and
+of what frameworks write to their own monitors, with a prefix of theirs. `print(runtime.statistics())` shows the same, with
+spaces for underscores and without zeros. Metrics of collectives begin with `comm/` and the parallel dimension, as in
+`comm/dp/wire_bytes`; those of compressed inputs with `compact/`, of model state with `state/`, of a plan with `plan/`, or
+`auto/` where it is of `offload.amount`.
 
 A counter is a total since the start; a line of the journal has what the step added. A gauge is a value of the moment. "Ranks"
 says how the values of several ranks become one: the sum, or that of the rank with the most or the least.
