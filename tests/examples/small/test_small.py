@@ -39,7 +39,7 @@ def test_plain_pytorch_with_a_plot(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("program", ["fsdp2", "deepspeed_pipeline"])
+@pytest.mark.parametrize("program", ["fsdp2", "deepspeed_zero3", "deepspeed_pipeline"])
 def test_two_processes(tmp_path: Path, program: str) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     run(tmp_path, *launcher, "-m", f"examples.small.{program}")
