@@ -161,5 +161,10 @@ class Feature:
         """What it does in this run, as a part of the log line at start; "" to be left out."""
         return ""
 
+    def decisions(self) -> str:
+        """What it decided for the steps to come and why, as lines of text; "" while there is nothing. The journal gets it when it
+        is another than before."""
+        return ""
+
     def close(self) -> None:
         """Wait for what is under way and release everything. Idempotent."""

@@ -273,7 +273,8 @@ class Runtime:
         for feature in self.features:
             feature.on_step_end(step)
         if self._journal is not None and (now := self.statistics()) is not None:
-            self._journal.step(step.number, now)
+            decided = [text for feature in self.features if (text := feature.decisions())]
+            self._journal.step(step.number, now, decided)
 
     def log_values(self, **values: float) -> None:
         """Add values of the training script, as in `log_values(loss=loss.item())`, to this step's line of the journal

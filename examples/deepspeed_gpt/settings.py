@@ -17,9 +17,9 @@ class Settings:
     layers: int = 12
     hidden: int = 384
     heads: int = 6
-    sequence: int = 512
-    microbatch: int = 6
-    steps: int = 15
+    sequence: int = 256
+    microbatch: int = 4
+    steps: int = 8
     memory_steps: int = 2
     """First steps, in which the process's peak is read (from the second on, when the optimizer has its state) and freed
     memory returns to the system at once, which is slower."""

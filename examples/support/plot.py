@@ -32,7 +32,8 @@ class MatplotlibMissing(RuntimeError):
 def plot_activation_memory(
     runs: Sequence[Drawn], path: Path, *, titles: dict[str, str] | None = None, title: str = ""
 ) -> Path:
-    """Draws every run's `activation_timeline` (seconds into the step, MiB) and marks where backward began.
+    """Draws every run's `activation_timeline` in MiB. Forwards are drawn equally long, and so are backwards: the picture is of
+    memory, and how long a step took is in the table.
 
     Args:
         titles: Names in the legend by `Drawn.name`.
@@ -55,16 +56,15 @@ def plot_activation_memory(
     for run, colour in zip(runs, COLOURS * (len(runs) // len(COLOURS) + 1), strict=False):
         if not run.activation_timeline:
             continue
-        seconds = [at for at, _ in run.activation_timeline]
+        progress = [_progress(run, at) for at, _ in run.activation_timeline]
         mebibytes = [alive / MiB for _, alive in run.activation_timeline]
         label = f"{(titles or {}).get(run.name, run.name)}: peak {size_text(run.activation_peak_bytes)}"
-        axes.plot(seconds, mebibytes, drawstyle="steps-post", color=colour, label=label, linewidth=1.6)
-        if run.backward_began is not None:
-            axes.axvline(run.backward_began, color=colour, linestyle=":", linewidth=1)
-    axes.set_xlabel("seconds into the step (dotted: backward begins)")
+        axes.plot(progress, mebibytes, drawstyle="steps-post", color=colour, label=label, linewidth=1.6)
+    axes.axvline(1, color="grey", linestyle=":", linewidth=1)
+    axes.set_xticks([0, 1, 2], ["forward begins", "backward begins", "backward ends"])
     axes.set_ylabel("activations alive for backward, MiB")
     axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 2)
     axes.grid(alpha=0.3)
     axes.legend()
     if title:
@@ -72,3 +72,12 @@ def plot_activation_memory(
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return path
+
+
+def _progress(run: Drawn, seconds: float) -> float:
+    """0 where the step begins, 1 where its backward does, 2 at its end."""
+    end = run.activation_timeline[-1][0]
+    began = end / 2 if run.backward_began is None else run.backward_began
+    if seconds <= began:
+        return seconds / began if began else 1.0
+    return 1 + (seconds - began) / (end - began)

@@ -274,9 +274,11 @@ def config_file(file: Path) -> Iterator[Finding]:
         return
     on = ", ".join(name for name in features if getattr(config, name) is not None)
     yield Finding(subject, f"can be used: {on}", GOOD)
-    rank = {"rank": ranks.global_rank(), "local_rank": ranks.local_rank()}
-    sections = [section for section in (config.offload, config.state) if section is not None]
-    for directory in dict.fromkeys(path for section in sections for path in section.expand(**rank)):
+    directories: list[Path] = []
+    for section in (config.offload, config.state):
+        if section is not None:
+            directories += section.expand(rank=ranks.global_rank(), local_rank=ranks.local_rank())
+    for directory in dict.fromkeys(directories):
         yield from drive(directory)
 
 

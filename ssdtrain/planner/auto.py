@@ -94,6 +94,7 @@ class AutoPlan(Feature):
         self.metric = PlanMetrics()
         self._config, self._offload, self._policy, self._blocks = plan, offload, policy, blocks
         self._checkpoint, self._tiers, self._reports = checkpoint, tiers, reports
+        self._decided = ""
         self._engine = offload.engine
         self._recorder = self._engine.recorder
         self._link = self._engine.device.link_bandwidth()
@@ -308,8 +309,9 @@ class AutoPlan(Feature):
             self._follow(measured, self.plan.actions)
         choices = [actions[name] for name in self.plan.actions]
         self.metric.update(blocks, choices, self.plan.timeline, kept)
+        self._decided = plan_table(blocks, found, kept, self._config.device_limit)
         if self._reports:
-            report(plan_table(blocks, found, kept, self._config.device_limit))
+            report(self._decided)
 
     def _nothing_to_recompute(self) -> None:
         """No block may run again: say why."""
@@ -339,6 +341,9 @@ class AutoPlan(Feature):
 
     def metrics(self) -> Sequence[tuple[str, MetricSet]]:
         return [("plan", self.metric)]
+
+    def decisions(self) -> str:
+        return self._decided
 
     def description(self) -> str:
         limit = self._config.device_limit

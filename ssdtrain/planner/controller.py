@@ -94,6 +94,7 @@ class AdaptiveOffload(Feature):
         self._most_slowdown, self._least_memory = most_slowdown, least_memory
         self._wear = WearLimit(endurance) if endurance is not None else None
         self._reports = reports
+        self._decided = ""
         self._recorder = engine.recorder
         self._recorder.request("plan", True)
         # With their steps and the peaks of these without offload; the device has not passed them yet.
@@ -291,10 +292,14 @@ class AdaptiveOffload(Feature):
             self._profile.stall,
             now.load_waits,
         )
+        self._decided = decision_table(self._planned_profile, self.chosen, outcome)
         if self._reports:
-            report(decision_table(self._planned_profile, self.chosen, outcome))
+            report(self._decided)
         for warning in outcome.warnings():
             logger.warning(warning)
+
+    def decisions(self) -> str:
+        return self._decided
 
     def metrics(self) -> Sequence[tuple[str, MetricSet]]:
         return [("auto", self.metric)]

@@ -37,6 +37,7 @@ def page(run: Run, against: Run | None = None, *, refresh: int | None = None) ->
         _modules(run),
         _traffic(run),
         _loss(run, against),
+        _decisions(run),
         _table("Ranks", "Memory and bytes of each process; waits are totals.", rank_rows(run)),
         _all_metrics(run),
     ]
@@ -212,6 +213,21 @@ def _traffic(run: Run) -> str:
     chart = bar_chart(bars, Unit.BYTES, ["uncompressed", "sent"])
     lead = "Bytes per step that all ranks together send, by parallel dimension. Times are totals of the rank with the most."
     return _card("Traffic between ranks", lead, chart + _rows(traffic_rows(run)))
+
+
+def _decisions(run: Run) -> str:
+    """The last ones of each rank, those of the first rank open."""
+    parts: list[str] = []
+    for journal in [journal for journal in run.journals if journal.decisions][:MOST_RANKS]:
+        step, text = journal.decisions[-1]
+        times = f", made {len(journal.decisions)} times" if len(journal.decisions) > 1 else ""
+        head = f"{journal.label}, since step {step}{times}"
+        shown = "" if parts else " open"
+        parts.append(f"<details{shown}><summary>{escape(head)}</summary><pre>{escape(text)}</pre></details>")
+    if not parts:
+        return ""
+    lead = 'What "plan" or amount "auto" decided for each run of blocks, why, and what was predicted. Ranks plan for themselves.'
+    return _card("Decisions", lead, "".join(parts), wide=True)
 
 
 def _loss(run: Run, against: Run | None) -> str:

@@ -39,6 +39,7 @@ class RankJournal:
         totals: the sum of each value over all lines.
         waits: seconds that backward waited for loads, by the module that saved the tensor. A line of the journal names the three
             longest, so these are lower bounds.
+        decisions: (step, what features decided at its end and why), in the order of writing.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class RankJournal:
     by_step: dict[int, dict[str, float]] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
+    decisions: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -67,6 +69,8 @@ class RankJournal:
         self.lines += 1
         for name, value in values.items():
             self.totals[name] = self.totals.get(name, 0) + value
+        if record.get("decisions"):
+            self.decisions.append((int(record["step"]), "\n".join(map(str, record["decisions"]))))
         for wait in record.get("load_waits", ()):
             name = str(wait["module"])
             self.waits[name] = self.waits.get(name, 0.0) + float(wait["seconds"])

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -58,16 +58,24 @@ class Journal:
         self._step, self._logged = Interval(), Interval()
         self._load_waits: dict[str, float] = {}
         self._given: dict[str, float] = {}
+        self._decisions: list[str] = []
 
     def add(self, values: Mapping[str, float]) -> None:
         """Values of the training script, such as the loss, for the next line of the file. What is not finite is left out."""
         self._given.update({name: value for name, value in values.items() if math.isfinite(value)})
 
-    def step(self, number: int, metrics: RuntimeMetrics) -> None:
-        """Record the end of step `number`. `metrics` are totals; the file gets differences, the log means per step."""
+    def step(self, number: int, metrics: RuntimeMetrics, decisions: Sequence[str] = ()) -> None:
+        """Record the end of step `number`.
+
+        Args:
+            metrics: totals; the file gets differences, the log means per step.
+            decisions: see `Feature.decisions`; in the file where they are others than in the step before.
+        """
         if self._stream is not None:
             waits = self._worst_waits(metrics)
             record = {"step": number, **self._step.end(metrics), **self._given, "load_waits": waits}
+            if decisions and self._decisions != list(decisions):
+                record["decisions"] = self._decisions = list(decisions)
             try:
                 write_line(self._stream, record)
             except OSError as error:

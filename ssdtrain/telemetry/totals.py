@@ -97,7 +97,7 @@ class RuntimeMetrics:
                 table.add_row(name, metric.unit.text(value))
         stream = io.StringIO()
         Console(file=stream, width=100, no_color=True).print(table)
-        return "\n".join(line.rstrip() for line in stream.getvalue().strip("\n").splitlines())
+        return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
 
 
 class Interval:

@@ -14,7 +14,7 @@ from ssdtrain.report.chart import Line, line_chart
 from ssdtrain.report.page import page
 from ssdtrain.report.run import Run
 from ssdtrain.telemetry.registry import Unit
-from tests.support.journals import write
+from tests.support.journals import line, write
 
 VOID = {"meta", "br", "line", "path"}
 
@@ -99,6 +99,17 @@ def test_names_from_outside_are_text_and_never_markup(tmp_path: Path) -> None:
     reader = read(page(run, run))
     assert "img" not in reader.tags and "b" not in reader.tags
     assert any(name in part for part in reader.text)
+
+
+def test_it_shows_what_was_decided_last_and_why(tmp_path: Path) -> None:
+    directory = write(tmp_path / "run", steps=4)
+    assert "<h2>Decisions</h2>" not in page(Run.read(directory))
+    for step, why in ((5, "no time"), (9, "hidden < all")):
+        with (directory / "rank-1.jsonl").open("a") as stream:
+            stream.write(json.dumps(line(step, 1, decisions=[f"block 0: offload: {why}"])) + "\n")
+    text = page(Run.read(directory))
+    assert "rank 1, since step 9, made 2 times" in text and "block 0: offload: hidden &lt; all" in text
+    assert "no time" not in text
 
 
 def test_a_comparison_says_which_is_better(tmp_path: Path) -> None:

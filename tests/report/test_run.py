@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import ssdtrain
 from ssdtrain.config import load_config
 from ssdtrain.report.run import NoJournals, Run, metric_named
 from ssdtrain.runtime import Runtime
@@ -94,3 +96,24 @@ def test_a_real_run_can_be_read_with_the_loss_that_it_logged(tmp_path: Path) -> 
     run = Run.read(tmp_path / "report")
     assert run.over_ranks("loss") == {1: 2.0, 2: 1.0}  # NaN is no JSON
     assert saved is not None and run.total("saved_bytes") == saved.offload.saved_bytes
+
+
+@pytest.mark.parametrize("section", ["plan", "amount"])
+def test_what_was_decided_and_why_is_in_the_journal_once(section: str, tmp_path: Path) -> None:
+    config: dict[str, Any] = {"report": {"path": str(tmp_path / "report"), "interval": 0}}
+    if section == "plan":
+        config["plan"] = "auto"
+    else:
+        config["offload"] = {"directories": str(tmp_path / "slabs"), "min_bytes": "1KiB", "amount": "auto"}
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+    model.forward = lambda x: model.layers[2](model.layers[1](model.layers[0](x).tanh()).tanh())  # type: ignore[assignment]
+    runtime = ssdtrain.attach(model, config)
+    for _ in range(7):
+        with runtime.step():
+            model(torch.randn(64, 64)).square().mean().backward()
+    runtime.close()
+    (journal,) = Run.read(tmp_path / "report").journals
+    assert 1 <= len(journal.decisions) < 4
+    step, text = journal.decisions[0]
+    assert 2 <= step <= 6 and "peak" in text and "keep" in text
