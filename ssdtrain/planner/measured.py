@@ -76,7 +76,7 @@ def _order(record: StepRecord, used: set[int], chunks: Sequence[int]) -> list[Pa
 
 
 def _blocks(tape: TapeTimes, most: int) -> tuple[list[Block], list[tuple[int, int]]]:
-    share = _bytes(tape) / most
+    share = _bytes(tape) / most if len(tape.regions) > most else 0.0
     blocks: list[Block] = []
     spans: list[tuple[int, int]] = []
     begin, size = 0, 0
@@ -86,7 +86,9 @@ def _blocks(tape: TapeTimes, most: int) -> tuple[list[Block], list[tuple[int, in
             regions = tape.regions[begin : position + 1]
             forward, backward = sum(one.forward for one in regions), sum(one.backward for one in regions)
             fixed = sum(one.nbytes for one in regions if one.stays)
-            blocks.append(Block(regions[0].name, forward, backward, size - fixed, fixed=fixed))
+            first = regions[0].forward
+            name, saved = regions[0].name, size - fixed
+            blocks.append(Block(name, forward, backward, saved, fixed=fixed, first_operator=first))
             spans.append((begin, position + 1))
             begin, size = position + 1, 0
     return blocks, spans

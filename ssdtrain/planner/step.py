@@ -47,6 +47,8 @@ class Block:
     """Bytes alive during its forward only."""
     backward_transient: int = 0
     """Bytes alive during its backward only: gradients of activations, workspaces."""
+    first_operator: float = 0.0
+    """Of `forward`, seconds until its first tensor is saved. The copies of what was saved before begin after it."""
     parts: tuple[Block, ...] = ()
     """What it saves, in forward order, where that is known more finely: stores begin and loads are needed part by part. Their
     seconds and bytes add up to the block's."""

@@ -6,9 +6,9 @@ search can call it thousands of times.
 
 What is modelled, after the engine's own rules (`ssdtrain.offload`):
 
-- A block's saved tensors are on the device from the beginning of its forward. Its store begins when its
-  forward ends: a copy over the link to a staging buffer, then a write to the tier, both served in order. At
-  most `in_flight` bytes of stores are under way: else forward waits.
+- A block's saved tensors are on the device from the beginning of its forward. Its store begins when its forward ends, and on a
+  device the first operator of the next block: a copy over the link to a staging buffer, then a write to the tier, both served in
+  order. At most `in_flight` bytes of stores are under way: else forward waits.
 - Without a link (CPU) tensors leave when their write has ended, and a tier that is idle begins writes
   together, when more than `together` bytes of them are queued.
 - On a device with a link the host is ahead of the device: it queues an operator, and later its backward, before the stores
@@ -53,6 +53,7 @@ class _Saved:
     server: Server | None = None
     departed: bool = False
     pooled: bool = False  # it came back into the arena
+    awaited: bool = False  # it was read, which the host waits for; not brought back from its staging buffer
 
 
 class _Simulation:
@@ -103,14 +104,14 @@ class _Simulation:
             saved = _Saved(round(kept * choice.ratio))
             self.hold(self.now, saved.nbytes - kept)
             if choice.tier != DEVICE and saved.nbytes:
-                last = index + 1 == len(parts)
-                self.store(saved, self.servers[choice.tier], times, last=last)
+                following = parts[index + 1][0] if index + 1 < len(parts) else None
+                self.store(saved, self.servers[choice.tier], times, following)
             elif self.machine.link is None:
                 self.depart()
             tape.append(saved)
         self.tapes[chunk, microbatch] = tape, self.now
 
-    def store(self, saved: _Saved, server: Server, times: BlockTimes, *, last: bool) -> None:
+    def store(self, saved: _Saved, server: Server, times: BlockTimes, following: Block | None) -> None:
         nbytes, capacity = saved.nbytes, server.tier.capacity
         if capacity is not None and server.used + nbytes > capacity:
             return
@@ -124,7 +125,9 @@ class _Simulation:
                 break
         job = Job(nbytes, self.now)
         if self.machine.link is not None:
-            self.store_link_free = max(self.now, self.store_link_free) + nbytes / self.machine.link.to_host
+            # The host has queued the next operator before it queues the copy.
+            queued = self.now + (following.first_operator if following is not None else 0.0)
+            self.store_link_free = max(queued, self.store_link_free) + nbytes / self.machine.link.to_host
             job.ready = job.left = self.store_link_free
         elif self.machine.together:
             job.ready = inf
@@ -143,7 +146,9 @@ class _Simulation:
         times.stored += nbytes
         self.leaving.append((saved, times))
         self.leaving_bytes += nbytes
-        self.depart(late=full and not last)  # the host has queued the next operator before it waits
+        self.depart(
+            late=full and following is not None
+        )  # the host has queued the next operator before it waits
 
     def end_store(self, *, wait: bool) -> bool:
         """Take the oldest store off those under way if it has ended, or `wait` for its end. False: it has not ended."""
@@ -226,7 +231,7 @@ class _Simulation:
                     times.load_stall += ready - self.now
                     self.now = ready
                 stayed = self.machine.link is not None and saved.job is None
-                if not stayed:  # the host has waited for the read, and notices what has ended
+                if saved.awaited:  # the host has waited for the read, and notices what has ended
                     self.hold(self.now, -lingering, late=True)
                     lingering = 0
             total += saved.nbytes
@@ -279,9 +284,8 @@ class _Simulation:
         if not saved.departed:
             saved.job = None
             return self.now
-        ready = (
-            max(issued, job.left) if not job.served or job.end > issued else server.begin_read(nbytes, issued)
-        )
+        saved.awaited = job.served and job.end <= issued
+        ready = server.begin_read(nbytes, issued) if saved.awaited else max(issued, job.left)
         room = self.ahead.admit(nbytes, copied)
         self.hold(room, nbytes)
         self.load_link_free = max(ready, room, self.load_link_free) + nbytes / link.to_device

@@ -18,7 +18,7 @@ def test_transfers_are_hidden_at_the_lowest_peak_there_is(drive: float) -> None:
     found = against_all(5, drive, 25)
     assert found["total_over_keep"] <= 1.02
     assert found["bits_equal"]
-    assert found["peak_over_lowest"] <= 1.06  # at 12 GB/s one small region, 5.3%, above it
+    assert found["peak_over_lowest"] <= 1.05
 
 
 def test_a_throttled_drive_gets_less_and_everything_again_when_it_recovers() -> None:
@@ -121,6 +121,17 @@ def test_the_predicted_peak_is_the_measured_one() -> None:
         with AutoRun(small(drive, layers=12)) as run:
             found = [run.step() for _ in range(6)][-1]
             assert abs(run.predicted_peak_over_keep - found.peak_over_keep) <= 0.05
+
+
+@pytest.mark.parametrize("drive", [3, 12])
+def test_where_each_saved_tensor_is_a_block_the_predicted_peak_is_exact(drive: float) -> None:
+    """A copy begins after the next operator, and what it reads stays until the host has waited for a read."""
+    with AutoRun(small(drive)) as run:
+        found = [run.step() for _ in range(4)][-1]
+        assert found.peak_over_keep == pytest.approx(run.predicted_peak_over_keep, abs=1e-6)
+        assert found.total_over_keep <= 1.01
+    if drive == 12:
+        assert found.peak_over_keep <= 1.001 * 38 / 136  # the lowest of all choices of layers
 
 
 @pytest.mark.slow
