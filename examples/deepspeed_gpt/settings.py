@@ -19,7 +19,7 @@ class Settings:
     heads: int = 6
     sequence: int = 256
     microbatch: int = 4
-    steps: int = 8
+    steps: int = 6
     memory_steps: int = 2
     """First steps, in which the process's peak is read (from the second on, when the optimizer has its state) and freed
     memory returns to the system at once, which is slower."""

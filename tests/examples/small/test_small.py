@@ -46,6 +46,6 @@ def test_two_processes(tmp_path: Path, program: str) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.parametrize("program", ["hugging_face", pytest.param("lora", marks=pytest.mark.long)])
+@pytest.mark.parametrize("program", ["hugging_face", "lora"])
 def test_the_trainer(tmp_path: Path, program: str) -> None:
     run(tmp_path, "-m", f"examples.small.{program}")
