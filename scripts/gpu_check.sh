@@ -1,52 +1,115 @@
 #!/usr/bin/env bash
-# Runs all that needs a GPU, in under 25 minutes: the tests marked gpu, then the benchmark, which writes docs/results/gpu.md.
+# Runs all that needs a GPU, in steps of which each has a time limit, writes what it found when it ends, and fails alone:
 #
-#   scripts/gpu_check.sh [DIRECTORY]     DIRECTORY: on the NVMe drive; a temporary one by default
-#   scripts/gpu_check.sh --dry-run       every step on the CPU with tiny models: tries this script, says nothing about a GPU; the
-#                                        results go to a temporary file. DRY_RUN=1 is the same
+#   scripts/gpu_check.sh [--dry-run] [STEP...]
 #
-# The machine needs Python 3.10 or newer with torch (CUDA build) and triton. Without a network bring these wheels (under 40 MiB
-# together), and name their folder in WHEELS (pip download -d DIR PACKAGE... on a machine with the same Python and platform):
+# Steps, in this order: install, doctor, streams, training, kernels (tests marked gpu), bench (the table of docs/results/gpu.md).
+# Without a name: all. One call takes at most LIMIT seconds (540) and begins no step that has ended, unless it is named; call it
+# again for the rest: `bench` goes on with the rows that are missing. About 20 minutes in all.
+#
+#   DIRECTORY   for spill files, on the NVMe drive; by default a temporary one
+#   OUT         gets log.txt, status.txt, gpu.md and rows.jsonl, some MiB together; by default out/gpu_check
+#   STATE       what calls hand on to later ones; by default build/gpu_check. Delete it to begin again
+#   WHEELS      a folder of wheels, where there is no network (at most 64 MiB); only what is missing is taken from it
+#   --dry-run   every step on the CPU with tiny models: tries this script, says nothing about a GPU. DRY_RUN=1 is the same
+#
+# The machine needs Python 3.10 or newer with torch (CUDA build) and triton. Wheels (pip download -d DIR PACKAGE... on a machine with
+# the same Python and platform), under 40 MiB together:
 #   pydantic, pydantic-core, annotated-types, typing-inspection, typing-extensions, PyYAML, rich, markdown-it-py, mdurl, pygments,
-#   psutil, numpy, pytest, pytest-timeout, iniconfig, packaging, pluggy
-# and a C compiler for the I/O engine; without one the Python engine runs, and its figures are lower.
-set -euo pipefail
-cd "$(dirname "$0")/.."
+#   psutil, numpy, pytest, pytest-timeout, iniconfig, packaging, pluggy, setuptools
+# The C extensions are built unless they are here (ssdtrain/*/*.abi3.so of any Python from 3.10 on x86 Linux serve); without them and
+# without a C compiler the Python engine runs, and its figures are lower.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
 if [ "${1:-}" = --dry-run ]; then
   DRY_RUN=1
   shift
 fi
 python=${PYTHON:-python3}
-most=$((64 << 20)) # bytes of wheels that such machines take
-if [ -n "${WHEELS:-}" ]; then
-  bytes=$(du -sb "$WHEELS" | cut -f1)
-  [ "$bytes" -le "$most" ] || { echo "the wheels in $WHEELS have $bytes bytes: at most $most"; exit 1; }
-  "$python" -m pip install -q --no-index --find-links "$WHEELS" pydantic PyYAML rich psutil numpy pytest pytest-timeout
-fi
-for package in torch triton pydantic yaml rich psutil numpy pytest pytest_timeout; do
-  [ -n "${DRY_RUN:-}" ] && [ "$package" = triton ] && continue # of CUDA builds alone
-  "$python" -c "import $package" || { echo "$package is missing: see the list of wheels in $0"; exit 1; }
-done
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" SSDTRAIN_POISON=1
+out=${OUT:-out/gpu_check}
+state=${STATE:-build/gpu_check}
+limit=${LIMIT:-540}
+mkdir -p "$out" "$state"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}:$PWD/build/gpu_site"
+export CUBLAS_WORKSPACE_CONFIG=:4096:8 # the same run twice has the same bits
+benchmark=()
 if [ -n "${DRY_RUN:-}" ]; then
   export SSDTRAIN_GPU_DRY_RUN=1
-  results=$(mktemp)
   benchmark=(--device cpu --dry-run)
-else
-  "$python" -c "import torch; assert torch.cuda.is_available(), 'no CUDA device: --dry-run tries this script without one'"
-  results=docs/results/gpu.md
-  benchmark=()
 fi
+
+needed="typing_extensions:typing-extensions annotated_types:annotated-types pydantic_core:pydantic-core \
+typing_inspection:typing-inspection pydantic:pydantic yaml:PyYAML mdurl:mdurl markdown_it:markdown-it-py pygments:pygments rich:rich \
+psutil:psutil numpy:numpy iniconfig:iniconfig packaging:packaging pluggy:pluggy pytest:pytest pytest_timeout:pytest-timeout \
+setuptools:setuptools"
+
+install() {
+  local bytes missing=()
+  for pair in $needed; do "$python" -c "import ${pair%%:*}" 2>/dev/null || missing+=("${pair##*:}"); done
+  if [ ${#missing[@]} -gt 0 ]; then
+    [ -n "${WHEELS:-}" ] || { echo "missing: ${missing[*]}; set WHEELS to a folder of wheels"; return 1; }
+    bytes=$(du -sb "$WHEELS" | cut -f1)
+    [ "$bytes" -le $((64 << 20)) ] || { echo "the wheels in $WHEELS have $bytes bytes: at most 64 MiB"; return 1; }
+    # In a folder of its own: a system's Python refuses packages, and torch keeps those that it came with.
+    "$python" -m pip install -q --no-index --no-deps --find-links "$WHEELS" --target build/gpu_site "${missing[@]}" || return 1
+  fi
+  "$python" -c "import ssdtrain.storage._iopool, ssdtrain.codecs._native" 2>/dev/null ||
+    "$python" setup.py -q build_ext --inplace || echo "the C extensions were not built: the Python engine runs"
+  [ -n "${DRY_RUN:-}" ] || "$python" -c "import torch, triton; assert torch.cuda.is_available(), 'no CUDA device: see --dry-run'
+print(torch.__version__, triton.__version__, torch.cuda.get_device_name(0))"
+}
+
+doctor() { "$python" -m ssdtrain.cli doctor ${DIRECTORY:+"$DIRECTORY"}; }
+
+tests() { SSDTRAIN_POISON=1 "$python" -m pytest -q -m gpu -p no:cacheprovider --timeout="${TEST_LIMIT:-120}" "$@"; }
+streams() { tests tests/gpu/test_streams.py tests/test_device.py; }
+training() { tests tests/gpu/test_training.py; }
+kernels() { TEST_LIMIT=240 tests tests/codecs/test_kernels.py; }
+
+bench() {
+  "$python" -m benchmarks.gpu --rows "$state/rows.jsonl" --seconds "$1" "${benchmark[@]}" ${DIRECTORY:+--directory "$DIRECTORY"} \
+    --write "$state/gpu.md"
+}
+
+# A step that is ended by its own limit has failed; one that the end of the call cuts off is not done.
+declare -A most=([install]=150 [doctor]=60 [streams]=180 [training]=420 [kernels]=270 [bench]=480)
+if [ "${1:-}" = --step ]; then # by this script, below `timeout`
+  "$2" "${3:-}"
+  exit
+fi
+
 began=$SECONDS
-"$python" setup.py -q build_ext --inplace || echo "the C extensions were not built: the Python engine runs"
-"$python" -m ssdtrain.cli doctor ${1:+"$1"} || echo "doctor found what does not work here: see above"
-# At most 8 minutes of tests and 15 of the benchmark, which begins no new row after 12.
 failed=0
-timeout 480 "$python" -m pytest -q -m gpu --timeout=240 tests/gpu tests/test_device.py tests/codecs/test_kernels.py || failed=1
-unset SSDTRAIN_POISON
-timeout 900 "$python" -m benchmarks.gpu --json --minutes 12 "${benchmark[@]}" ${1:+--directory "$1"} --write "$results" || failed=1
-# Of the benchmark, in its third line: "2026-11-22, NVIDIA H100, torch 2.11.0: ..."
-grep -Eq "^[0-9]{4}-[0-9]{2}-[0-9]{2}, .+, torch " "$results" || { echo "$results has no line with date and hardware"; failed=1; }
-if [ -n "${DRY_RUN:-}" ]; then rm -f "$results"; fi
-echo "gpu_check: $((SECONDS - began)) s, $([ $failed = 0 ] && echo "all well" || echo "SOMETHING FAILED: see above")"
+left_over=()
+again=" $* " # steps that are named run again
+for step in ${@:-install doctor streams training kernels bench}; do
+  [ -n "${most[$step]:-}" ] || { echo "no step is called $step: ${!most[*]}"; exit 2; }
+  if [ -e "$state/$step.status" ] && [[ $again != *" $step "* ]]; then continue; fi
+  left=$((limit - (SECONDS - began)))
+  own=$((most[$step] < ${MOST:-600} ? most[$step] : ${MOST:-600})) # MOST: to try this script
+  seconds=$((own < left ? own : left))
+  if [ "$seconds" -lt $((own < 60 ? own : 60)) ]; then
+    left_over+=("$step")
+    continue
+  fi
+  first=$SECONDS
+  timeout -k 10 "$seconds" bash "$0" ${DRY_RUN:+--dry-run} --step "$step" $((seconds - 10)) >>"$state/$step.log" 2>&1
+  status=$?
+  echo "$step: status $status, $((SECONDS - first)) s" | tee -a "$state/steps.txt"
+  tail -n 15 "$state/$step.log" | cut -c1-200
+  if [ "$status" = 75 ] || { [ "$status" = 124 ] && [ "$seconds" -lt "$own" ]; }; then
+    left_over+=("$step") # it has more to do, or the end of the call has cut it off
+    continue
+  fi
+  echo "$status" >"$state/$step.status"
+  [ "$status" = 0 ] || failed=1
+done
+
+cp -f "$state/steps.txt" "$out/status.txt" 2>/dev/null
+for log in "$state"/*.log; do
+  [ -e "$log" ] && printf '\n==== %s\n' "$(basename "$log")" && tail -c 2000000 "$log"
+done >"$out/log.txt"
+for file in gpu.md rows.jsonl; do if [ -e "$state/$file" ]; then tail -c 15000000 "$state/$file" >"$out/$file"; fi; done
+echo "gpu_check: $((SECONDS - began)) s, $([ $failed = 0 ] && echo "all well" || echo "SOMETHING FAILED: see $out/log.txt")"
+if [ ${#left_over[@]} -gt 0 ]; then echo "left for the next call: ${left_over[*]}"; fi
 exit $failed

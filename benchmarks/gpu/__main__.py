@@ -3,7 +3,8 @@
 GPT, BERT and T5 of (hidden, layers) = (8192, 4), (12288, 3), (16384, 2) (arXiv 2408.10013), and GPTs of 32 layers of 4096 at
 4k and 16k tokens, in bf16. Each is trained in every way of `measure.WAYS` in this process, with the same seed: activation peak
 and step time against keeping everything, equality of the losses, and the largest microbatch that fits with its throughput.
-Rows that do not fit, or that `--minutes` left no time for, are named as such.
+Rows that do not fit, or that `--seconds` left no time for, are named as such. With `--rows` what was measured is kept in a file:
+a further call goes on with what is missing, and status 75 says that something is.
 
 `--device cpu --dry-run` runs the same code with tiny models and no memory figures: it shows that the script works, nothing else.
 """
@@ -12,12 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import gc
 import json
 import platform
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import parser
-from benchmarks.gpu.measure import WAYS, Geometry, Measured, measure
+from benchmarks.gpu.attempts import Attempts, TimeIsOver
+from benchmarks.gpu.measure import WAYS, Geometry
 from benchmarks.gpu.models import KINDS
 from ssdtrain.telemetry.text import size_text
 
@@ -33,6 +33,10 @@ GiB = 1 << 30
 PAPER = ((8192, 4), (12288, 3), (16384, 2))
 LARGEST_TRIED = 64
 """Sequences of a microbatch."""
+STEPS, FEW_STEPS = 6, 3
+"""Of a row, and of each microbatch that is tried."""
+MORE = 75
+"""Exit status: call it again."""
 
 
 def geometries(dry: bool) -> Iterator[Geometry]:
@@ -48,39 +52,32 @@ def geometries(dry: bool) -> Iterator[Geometry]:
     yield Geometry("gpt", 4096, 32, 16384, 1)
 
 
-def row_of(geometry: Geometry, **options: Any) -> dict[str, Any]:
+def row_of(attempts: Attempts, geometry: Geometry, **options: Any) -> dict[str, Any]:
     """All ways of one geometry, relative to keeping; a way that does not fit has `"fits": false`."""
     ways: dict[str, dict[str, Any]] = {}
     for way in WAYS:
-        found = attempt(geometry, way, **options)
+        found = attempts.measure(geometry, way, steps=STEPS, **options)
         ways[way] = {"fits": False} if found is None else {"fits": True, **dataclasses.asdict(found)}
     keep = ways["keep"]
     for found_way in ways.values():
         if found_way["fits"] and keep["fits"]:
-            found_way["loss_equal"] = found_way["loss"] == keep["loss"]
+            steps = min(len(found_way["losses"]), len(keep["losses"]))
+            found_way["loss_equal"] = found_way["losses"][:steps] == keep["losses"][:steps]
             found_way["step_time_ratio"] = found_way["step_seconds"] / keep["step_seconds"]
             if keep["peak_bytes"]:
                 found_way["peak_ratio"] = found_way["peak_bytes"] / keep["peak_bytes"]
     return {"geometry": geometry.name, "ways": ways}
 
 
-def attempt(geometry: Geometry, way: str, **options: Any) -> Measured | None:
-    """None: it does not fit."""
-    try:
-        return measure(geometry, way, **options)
-    except torch.OutOfMemoryError:
-        pass
-    gc.collect()
-    torch.cuda.empty_cache()
-    return None
-
-
-def largest_microbatch(geometry: Geometry, way: str, limit: int, **options: Any) -> dict[str, float]:
+def largest_microbatch(
+    attempts: Attempts, geometry: Geometry, way: str, limit: int, **options: Any
+) -> dict[str, float]:
     """The largest of 1, 2, 4, ... that fits, and its tokens per second."""
     best = {"microbatch": 0, "tokens_per_second": 0.0}
     microbatch = 1
     while microbatch <= limit:
-        found = attempt(dataclasses.replace(geometry, microbatch=microbatch), way, **options, steps=3)
+        tried = dataclasses.replace(geometry, microbatch=microbatch)
+        found = attempts.measure(tried, way, **options, steps=FEW_STEPS)
         if found is None:
             break
         best = {
@@ -132,27 +129,31 @@ def markdown(result: dict[str, Any]) -> str:
             )
     if result["left_out"]:
         lines += ["", f"Not run, the time was over: {', '.join(result['left_out'])}."]
+    if result["errors"]:
+        lines += ["", "**Failed**:", "", *(f"- {error}" for error in result["errors"])]
     return "\n".join(lines) + "\n"
 
 
-def run(device: torch.device, dry: bool, directory: str, host_bytes: int, minutes: float) -> dict[str, Any]:
+def run(
+    device: torch.device, dry: bool, directory: str, host_bytes: int, attempts: Attempts
+) -> dict[str, Any]:
     """All rows that the time allows."""
-    ends = time.monotonic() + 60 * minutes
     options: dict[str, Any] = {"device": device, "directory": directory, "host_bytes": host_bytes}
     rows, largest, left_out = [], [], []
     for geometry in geometries(dry):
-        if time.monotonic() > ends:
+        try:
+            rows.append(row_of(attempts, geometry, **options))
+        except TimeIsOver:
             left_out.append(geometry.name)
             continue
-        rows.append(row_of(geometry, **options))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     first = next(geometries(dry))
-    if time.monotonic() < ends:
-        ways = ("keep", "recompute", "host", "ssd")
-        limit = 2 if dry else LARGEST_TRIED
-        found = {way: largest_microbatch(first, way, limit, **options) for way in ways}
+    ways = ("keep", "recompute", "host", "ssd")
+    limit = 2 if dry else LARGEST_TRIED
+    try:
+        found = {way: largest_microbatch(attempts, first, way, limit, **options) for way in ways}
         largest.append({"geometry": first.name.partition(",")[0], "ways": found})
-    else:
+    except TimeIsOver:
         left_out.append("the largest microbatch")
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
     return {
@@ -163,6 +164,7 @@ def run(device: torch.device, dry: bool, directory: str, host_bytes: int, minute
         "rows": rows,
         "largest": largest,
         "left_out": left_out,
+        "errors": attempts.errors,
     }
 
 
@@ -171,18 +173,25 @@ def main() -> int:
     arguments.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     arguments.add_argument("--dry-run", action="store_true", help="tiny models, to try the script")
     arguments.add_argument("--directory", help="on the drive; by default a temporary one")
-    arguments.add_argument("--host-gib", type=float, default=48.0, help="host tier, GiB")
-    arguments.add_argument("--minutes", type=float, default=14.0, help="no new row after that")
+    arguments.add_argument("--host-gib", type=float, default=48.0, help="host tier at most, GiB")
+    arguments.add_argument("--seconds", type=float, default=480.0, help="end in so many")
+    arguments.add_argument(
+        "--rows", type=Path, help="keep what is measured there, and go on with what is missing"
+    )
     arguments.add_argument("--write", type=Path, help="write the table there, as docs/results/gpu.md")
     chosen = arguments.parse_args()
     if chosen.device == "cpu" and not chosen.dry_run:
         arguments.error("--device cpu is for --dry-run: models of this size are not trained on a CPU")
     if chosen.device == "cuda" and not torch.cuda.is_available():
         arguments.error("no CUDA device here; --device cpu --dry-run tries the script")
+    # Else attention's backward adds in any order, and losses differ from run to run. Nothing is filled: that would be timed.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     device = torch.device("cpu") if chosen.device == "cpu" else torch.device("cuda", 0)
     host_bytes = int((0.25 if chosen.dry_run else chosen.host_gib) * GiB)
     with tempfile.TemporaryDirectory(prefix="ssdtrain-gpu-", dir=chosen.directory) as directory:
-        result = run(device, chosen.dry_run, directory, host_bytes, chosen.minutes)
+        attempts = Attempts(chosen.rows, chosen.seconds)
+        result = run(device, chosen.dry_run, directory, host_bytes, attempts)
     text = markdown(result)
     print(text)
     if chosen.write is not None:
@@ -197,7 +206,9 @@ def main() -> int:
         print(f"losses differ from keeping: {'; '.join(unequal)}", file=sys.stderr)
     if chosen.json:
         print(json.dumps(result))
-    return 1 if unequal else 0
+    if result["left_out"] and chosen.rows is not None:
+        return MORE
+    return 1 if unequal or result["errors"] else 0
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ WAYS = ("keep", "recompute", "save_on_cpu", "host", "ssd")
 """Keep activations; recompute every layer; torch.autograd.graph.save_on_cpu; SSDTrain to host memory; SSDTrain to the drive."""
 
 
+LONGEST = 40.0
+
+
 @dataclass(frozen=True)
 class Geometry:
     """A model and its input."""
@@ -31,6 +34,12 @@ class Geometry:
     sequence: int
     microbatch: int
     vocabulary: int = 50304
+
+    @property
+    def saved_bytes(self) -> int:
+        """About what a forward saves, and a quarter more: 34 bytes per hidden unit and layer for each token, and the logits."""
+        tokens = self.microbatch * self.sequence
+        return tokens * (43 * self.hidden * self.layers + 12 * self.vocabulary) + (256 << 20)
 
     @property
     def name(self) -> str:
@@ -46,8 +55,8 @@ class Measured:
     """Median over the steps after the first two."""
     peak_bytes: int | None
     """Highest allocation beyond parameters and gradients; None where the device does not say (CPU)."""
-    loss: float
-    """Of the last step: the same bits for every way."""
+    losses: list[float]
+    """Of each step: the same bits for every way."""
     offloaded_bytes: int = 0
     """Per step."""
     store_wait_seconds: float = 0.0
@@ -61,8 +70,8 @@ def measure(
     """Train a new model with the seed of all others.
 
     Args:
-        host_bytes: size of the host tier for "host".
-        steps: at least 3; the first two are left out of the time.
+        host_bytes: size of the host tier for "host" at most; it has what the model saves, for pinning takes time.
+        steps: at least 3; the first two are left out of the time. No further one after `LONGEST` seconds.
 
     Raises:
         torch.OutOfMemoryError: it does not fit.
@@ -77,7 +86,7 @@ def measure(
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     tokens = torch.randint(geometry.vocabulary, (geometry.microbatch, geometry.sequence), device=device)
-    runtime = _runtime(model, way, device, directory, host_bytes)
+    runtime = _runtime(model, way, device, directory, min(host_bytes, geometry.saved_bytes))
     try:
         return _train(model, tokens, way, runtime, device, steps)
     finally:
@@ -110,8 +119,11 @@ def _train(
 
     seconds: list[float] = []
     peak = 0
-    loss = torch.zeros(())
-    for _ in range(max(3, steps)):
+    losses: list[float] = []
+    started = time.perf_counter()
+    for step in range(max(3, steps)):
+        if step >= 3 and time.perf_counter() - started > LONGEST:
+            break
         base = _begin(device)
         began = time.perf_counter()
         with saved():
@@ -126,11 +138,10 @@ def _train(
             runtime.step_end()
         _settle(device)
         seconds.append(time.perf_counter() - began)
+        losses.append(float(loss.detach()))
         if device.type == "cuda":
             peak = max(peak, torch.cuda.max_memory_allocated(device) - base)
-    found = Measured(
-        way, statistics.median(seconds[2:]), peak if device.type == "cuda" else None, float(loss.detach())
-    )
+    found = Measured(way, statistics.median(seconds[2:]), peak if device.type == "cuda" else None, losses)
     if runtime is not None:
         metrics = runtime.statistics()
         found.offloaded_bytes = metrics.store.bytes_written // len(seconds)

@@ -1,0 +1,93 @@
+"""What was measured so far, in a file: a run that is cut off goes on with what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.measure import Geometry, Measured, measure
+
+__all__ = ["RESERVE", "Attempts", "TimeIsOver"]
+
+RESERVE = 90.0
+"""Seconds that one attempt may take: none is begun later than so long before the end."""
+
+
+class TimeIsOver(Exception):
+    """The next attempt might not end in time; or the process cannot be used any more, and a new one may go on."""
+
+
+class Attempts:
+    """Measures each way of each geometry once.
+
+    The file has one JSON object a line: {"key": [geometry, way, steps]} when an attempt begins, and the same with "found" (the
+    fields of `Measured`; null: it does not fit) or "error" when it has ended. One that never ended (it hung, or was killed) is
+    not begun again.
+
+    Args:
+        file: is appended to; None: nothing is kept.
+        seconds: of this process, from now on.
+    """
+
+    def __init__(self, file: Path | None, seconds: float) -> None:
+        self._file = file
+        self._ends = time.monotonic() + seconds
+        self._found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for line in file.read_text().splitlines() if file is not None and file.exists() else []:
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the process was killed while it wrote this line
+            self._found[tuple(entry["key"])] = {"error": "it did not end", **entry}
+
+    @property
+    def errors(self) -> list[str]:
+        """Of attempts that failed otherwise than for lack of memory."""
+        return [
+            f"{', '.join(map(str, key))}: {entry['error'].splitlines()[-1]}"
+            for key, entry in self._found.items()
+            if "found" not in entry
+        ]
+
+    def measure(self, geometry: Geometry, way: str, *, steps: int, **options: Any) -> Measured | None:
+        """None: it does not fit, or has failed.
+
+        Raises:
+            TimeIsOver: it was not begun; or it broke the CUDA context.
+        """
+        key = (geometry.name, way, steps)
+        if key not in self._found:
+            if time.monotonic() > self._ends - RESERVE:
+                raise TimeIsOver
+            self._write({"key": key})
+            self._found[key] = self._attempt(geometry, way, steps=steps, **options)
+            self._write({"key": key, **self._found[key]})
+            if "CUDA error" in self._found[key].get("error", ""):
+                raise TimeIsOver
+        found = self._found[key].get("found")
+        return None if found is None else Measured(**found)
+
+    def _attempt(self, geometry: Geometry, way: str, **options: Any) -> dict[str, Any]:
+        try:
+            return {"found": dataclasses.asdict(measure(geometry, way, **options))}
+        except torch.OutOfMemoryError:
+            found: dict[str, Any] = {"found": None}
+        except Exception:  # noqa: BLE001 - it is recorded, and the other ways are measured
+            found = {"error": traceback.format_exc()[-4000:].strip()}
+        if "CUDA error" not in found.get("error", ""):
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return found
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        if self._file is not None:
+            with self._file.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
