@@ -120,8 +120,8 @@ LOADS: dict[str, Callable[[float], Load]] = {
     "gpt 24 layers, host tier": lambda pcie: Load(
         gpt(24, 2 * MiB, 2 * MiB / (10 * GB)), pcie, 15 * GB, 32 * MiB, host_bytes=64 * MiB
     ),
-    "uniform 8 layers of 1 GiB": lambda pcie: Load(
-        uniform(8, 16 * MiB, 16 * MiB / (0.8 * pcie)), pcie, pcie, buffer_limit=128 * MiB
+    "uniform 24 layers of 512 MiB": lambda pcie: Load(
+        uniform(24, 8 * MiB, 8 * MiB / (0.8 * pcie)), pcie, pcie, buffer_limit=128 * MiB
     ),
     "uniform 24 layers, one SSD of 6.4 GB/s": lambda pcie: Load(uniform(24, MiB, 0.004), pcie, 6.4 * GB),
     "gpt 24 layers, one SSD of 6.4 GB/s": lambda pcie: Load(
