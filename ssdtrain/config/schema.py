@@ -49,13 +49,13 @@ class OffloadConfig(Section):
     host: Size = 0
     """Bytes of host memory per rank, used as a tier before the drives; pinned with a GPU. Default: none."""
 
-    amount: AmountField = Amount("all")
-    """How much of what a microbatch saves is offloaded: "all", a fraction such as 0.6 or "60%", the bytes that
-    stay such as "512MiB" (those saved last, because backward needs them first), or "auto": as much as transfers
-    can be hidden for, measured in the first steps and again when something changes (docs/policy.md)."""
+    amount: AmountField = Amount("auto")
+    """How much of what a microbatch saves is offloaded: "auto", as much as transfers can be hidden for, measured in the first
+    steps and again when something changes (docs/policy.md); "all"; a fraction such as 0.6 or "60%"; or the bytes that stay such
+    as "512MiB" (those saved last, because backward needs them first)."""
 
     device_budget: PositiveSize | None = None
-    """With `amount: "auto"`: bytes of activations that should be on the device at most, at the least waiting. By
+    """With `amount: "auto"` (default): bytes of activations that should be on the device at most, at the least waiting. By
     default as few as transfers can be hidden for."""
 
     include: Patterns = ()

@@ -28,13 +28,14 @@ def parser(**options: Any) -> argparse.ArgumentParser:
     return made
 
 
-def test_auto_is_an_amount() -> None:
+def test_auto_is_an_amount_and_the_default() -> None:
+    assert load_config({"offload": {"directories": "/nvme0"}}).offload.amount.kind == "auto"
     assert load_config({"offload": {"directories": "/nvme0", "amount": "auto"}}).offload.amount.kind == "auto"
 
 
 def test_a_device_budget_needs_the_policy_that_keeps_it() -> None:
     with pytest.raises(ConfigError, match=r'device_budget.*needs amount: "auto"'):
-        load_config({"offload": {"directories": "/nvme0", "device_budget": "1GiB"}})
+        load_config({"offload": {"directories": "/nvme0", "amount": "all", "device_budget": "1GiB"}})
 
 
 @pytest.mark.parametrize("flag", AUTO_IS_DEFAULT, ids=lambda flag: flag.path)

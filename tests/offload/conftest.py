@@ -118,7 +118,13 @@ def make_runtime(tmp_path: Path) -> Iterator[MakeRuntime]:
     def make(variant: Variant = VARIANTS[0], **more: Any) -> Runtime:
         build = {key: more.pop(key) for key in ("faults", "timeline", "checkpoint") if key in more}
         directories = [str(tmp_path / f"ssdtrain-{len(made)}-{drive}") for drive in range(variant.drives)]
-        section = {"directories": directories, "min_bytes": MIN_BYTES, **variant.options, **more}
+        section = {
+            "directories": directories,
+            "amount": "all",
+            "min_bytes": MIN_BYTES,
+            **variant.options,
+            **more,
+        }
         config: dict[str, Any] = {"offload": section}
         if "checkpoint" in build:
             config["checkpoint"] = build.pop("checkpoint")
