@@ -107,7 +107,7 @@ def _values() -> str:
 - **size**: bytes as a whole number, or a number and a unit: `"64MiB"`, `"0.5TB"`.
   Units: {sizes}; those with an i are powers of 1024. `64M` is ambiguous and invalid.
 - **seconds**: a number, or a number and a unit: `10`, `"500ms"`, at most a day. Units: {durations}.
-- **amount**: `"all"`; a fraction such as `0.6` or `"60%"`; or a size with its unit, the bytes that are not offloaded.
+- **amount**: `"auto"`; `"all"`; a fraction such as `0.6` or `"60%"`; or a size with its unit, the bytes that are not offloaded.
 - **directories**: one or a list. {places} and `~` are expanded on each rank,
   relative paths start at the working directory. Environment variables (`$`) and URLs are not supported.
 """
