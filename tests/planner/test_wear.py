@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,8 @@ def test_without_a_rating_there_is_no_limit() -> None:
 def test_a_fixed_amount_that_wears_the_drives_too_fast_is_a_loud_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, years: float, said: bool
 ) -> None:
-    section = {"directories": str(tmp_path), "min_bytes": 1024, "endurance": {"tbw": "10MB", "years": years}}
+    section: dict[str, Any] = {"directories": str(tmp_path), "min_bytes": 1024, "amount": "all"}
+    section["endurance"] = {"tbw": "10MB", "years": years}
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     with Runtime(load_config({"offload": section}), logs=False) as runtime:
         runtime.register(model)

@@ -19,7 +19,10 @@ SIZE = 128
 
 
 def run(tmp_path: Path, report: dict[str, object], steps: int = 6, rank: int = 0) -> None:
-    config = {"offload": {"directories": str(tmp_path / "slabs"), "min_bytes": "1KiB"}, "report": report}
+    config = {
+        "offload": {"directories": str(tmp_path / "slabs"), "amount": "all", "min_bytes": "1KiB"},
+        "report": report,
+    }
     x = torch.randn(SIZE, SIZE, requires_grad=True)
     with Runtime(load_config(config), rank=rank) as runtime:
         for _ in range(steps):

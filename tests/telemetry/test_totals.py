@@ -102,7 +102,10 @@ class Block(nn.Module):
 def train(tmp_path: Path, offload: dict[str, Any], steps: int = 3, **options: Any) -> tuple[Runtime, Block]:
     torch.manual_seed(0)
     block = Block()
-    config = {"offload": {"directories": str(tmp_path / "ssd"), **offload}, "report": {"interval": 0}}
+    config = {
+        "offload": {"directories": str(tmp_path / "ssd"), "amount": "all", **offload},
+        "report": {"interval": 0},
+    }
     runtime = Runtime(load_config(config | options))
     runtime.register(block)
     for _ in range(steps):

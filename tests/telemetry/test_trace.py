@@ -40,7 +40,7 @@ def make_model() -> nn.Module:
 
 
 def config(directory: Path, trace: Any, **offload: Any) -> dict[str, Any]:
-    spill = {"directories": str(directory / "spill"), "min_bytes": "4KiB", **offload}
+    spill = {"directories": str(directory / "spill"), "min_bytes": "4KiB", "amount": "all", **offload}
     return {"offload": spill, "report": {"path": str(directory / "out"), "trace": trace, "interval": 0}}
 
 
