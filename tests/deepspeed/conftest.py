@@ -141,7 +141,14 @@ def make_engine(process_group: None, installed: None, tmp_path: Path) -> Iterato
     def make(block: Any = "default", *, model: Any = None, **config: Any) -> Any:
         if block == "default":
             directory = str(tmp_path / f"ssdtrain-{len(made)}")
-            block = {"offload": {"directories": directory, "min_bytes": models.MIN_BYTES, "threads": 1}}
+            block = {
+                "offload": {
+                    "directories": directory,
+                    "amount": "all",
+                    "min_bytes": models.MIN_BYTES,
+                    "threads": 1,
+                }
+            }
         full = {"train_micro_batch_size_per_gpu": models.BATCH, "steps_per_print": 10**9, **config}
         if block is not None:
             full["ssdtrain"] = block

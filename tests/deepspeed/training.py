@@ -65,7 +65,12 @@ def config_of(row: Row, directory: Path | None, mode: str = "offloaded") -> dict
         return config
     if directory is not None:
         config["ssdtrain"] = {
-            "offload": {"directories": str(directory / "{rank}"), "min_bytes": models.MIN_BYTES, "threads": 1}
+            "offload": {
+                "directories": str(directory / "{rank}"),
+                "amount": "all",
+                "min_bytes": models.MIN_BYTES,
+                "threads": 1,
+            }
         }
         if row.plan:
             config["ssdtrain"]["plan"] = "auto"

@@ -87,7 +87,7 @@ def plain_run(row: Row) -> dict[str, Any]:
 def offloaded_run(row: Row, directory: str) -> dict[str, Any]:
     trainer = Trainer(row)
     config: dict[str, Any] = {
-        "offload": {"directories": directory, "min_bytes": MIN_BYTES, **row.offload},
+        "offload": {"directories": directory, "amount": "all", "min_bytes": MIN_BYTES, **row.offload},
         "checkpoint": row.checkpoint,
     }
     if row.plan:
