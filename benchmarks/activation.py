@@ -258,7 +258,7 @@ def main() -> None:
     arguments.add_argument("--sequence", type=int, default=512, help="tokens")
     arguments.add_argument("--batch", type=int, default=6, help="sequences")
     arguments.add_argument(
-        "--amount", default="all", help='of `offload.amount`: "all", "auto", a fraction, a size that stays'
+        "--amount", default="auto", help='of `offload.amount`: "all", "auto", a fraction, a size that stays'
     )
     arguments.add_argument(
         "--pairs", type=int, default=30, help="interleaved rounds; at least 30 for a figure to report"

@@ -43,7 +43,10 @@ class Way:
             "steps_per_print": 10**9,
         }
         if name == SSDTRAIN:
-            config["ssdtrain"] = {"offload": {"directories": str(directory)}, "report": {"interval": 0}}
+            config["ssdtrain"] = {
+                "offload": {"directories": str(directory), "amount": "all"},
+                "report": {"interval": 0},
+            }
         self.name = name
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4), config=config

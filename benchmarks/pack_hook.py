@@ -38,7 +38,7 @@ def settle(runtime: Runtime) -> None:
 def measure(arguments: Any, directory: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    section = {"directories": str(directory), "in_flight": 64 * arguments.size}
+    section = {"directories": str(directory), "amount": "all", "in_flight": 64 * arguments.size}
     runtime = Runtime(load_config({"offload": section}), device=device, logs=False)
     engine = runtime.engine
     assert engine is not None

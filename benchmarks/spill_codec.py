@@ -32,7 +32,7 @@ def train(
     model = gpt(layers=arguments.layers, hidden=arguments.hidden, heads=4, sequence=arguments.sequence)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     source = batches(corpus(None), microbatch=arguments.batch, sequence=arguments.sequence, seed=7)
-    section: dict[str, Any] = {"directories": directory, "min_bytes": "64KiB"}
+    section: dict[str, Any] = {"directories": directory, "amount": "all", "min_bytes": "64KiB"}
     if codec is not None:
         section["codec"] = codec
     runtime = Runtime(load_config({"offload": section} if offload else {}), logs=False)

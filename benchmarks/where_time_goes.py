@@ -73,7 +73,9 @@ def measure(arguments: Any, directory: Path) -> dict[str, Any]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
     model = gpt(layers=arguments.layers, hidden=arguments.hidden, sequence=arguments.sequence).to(device)
-    runtime = Runtime(load_config({"offload": {"directories": str(directory)}}), device=device, logs=False)
+    runtime = Runtime(
+        load_config({"offload": {"directories": str(directory), "amount": "all"}}), device=device, logs=False
+    )
     engine, store = runtime.engine, runtime.offload.store
     assert engine is not None and store is not None
     clocks = {"pack": Clock(engine, "pack"), "unpack": Clock(engine, "unpack")}

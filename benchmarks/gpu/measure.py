@@ -102,6 +102,7 @@ def _runtime(model: Model, way: str, device: torch.device, directory: str, host_
     if way not in ("host", "ssd"):
         return None
     tier: dict[str, Any] = {"host": host_bytes} if way == "host" else {"directories": directory}
+    tier["amount"] = "all"
     if device.type == "cpu":
         tier["min_bytes"] = 1024  # of the dry run, whose tensors are tiny
     return ssdtrain.attach(model, {"offload": tier, "report": {"interval": 0}})

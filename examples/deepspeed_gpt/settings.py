@@ -72,7 +72,7 @@ class Settings:
             "steps_per_print": 10**9,
         }
         if mode == "ssdtrain":
-            config["ssdtrain"] = {"offload": {"directories": [str(self.directory)]}}
+            config["ssdtrain"] = {"offload": {"directories": [str(self.directory)], "amount": "all"}}
         return config
 
     def to_json(self) -> str:

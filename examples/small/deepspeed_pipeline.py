@@ -70,7 +70,7 @@ def train(directory: str | None) -> list[float]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
     if directory is not None:
-        config["ssdtrain"] = {"offload": {"directories": directory, "min_bytes": "64KiB"}}
+        config["ssdtrain"] = {"offload": {"directories": directory, "amount": "all", "min_bytes": "64KiB"}}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     source = batches(corpus(), microbatch=2, sequence=SHAPE.sequence, seed=0)
     losses = [engine.train_batch(source).item() for _ in range(STEPS)]

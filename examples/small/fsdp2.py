@@ -30,7 +30,9 @@ def train(directory: str | None) -> list[float]:
     source = batches(corpus(), microbatch=2, sequence=SHAPE.sequence, seed=dist.get_rank())
     runtime = None
     if directory is not None:
-        runtime = ssdtrain.attach(model, {"offload": {"directories": directory, "min_bytes": "64KiB"}})
+        runtime = ssdtrain.attach(
+            model, {"offload": {"directories": directory, "amount": "all", "min_bytes": "64KiB"}}
+        )
     losses = []
     for _ in range(STEPS):
         loss = model(*next(source))

@@ -38,7 +38,9 @@ def train_model(model: torch.nn.Module, directory: str | None) -> list[float]:
     """The losses that the Trainer logs."""
     runtime = None
     if directory is not None:
-        runtime = ssdtrain.attach(model, {"offload": {"directories": directory, "min_bytes": "4KiB"}})
+        runtime = ssdtrain.attach(
+            model, {"offload": {"directories": directory, "amount": "all", "min_bytes": "4KiB"}}
+        )
     with tempfile.TemporaryDirectory() as output:
         arguments: dict[str, Any] = {
             "use_cpu": True,

@@ -32,7 +32,13 @@ def train(directory: str | None, *, recompute: bool = False) -> list[float]:
     source = batches(corpus(), microbatch=4, sequence=SHAPE.sequence, seed=0)
     runtime = None
     if directory is not None:
-        options = {"directories": directory, "in_flight": "2MiB", "prefetch": "2MiB", "min_bytes": "64KiB"}
+        options = {
+            "directories": directory,
+            "amount": "all",
+            "in_flight": "2MiB",
+            "prefetch": "2MiB",
+            "min_bytes": "64KiB",
+        }
         runtime = ssdtrain.attach(model, {"offload": options, "report": {"path": f"{directory}-report"}})
     figures = figures_of(model, runtime)
     losses = []

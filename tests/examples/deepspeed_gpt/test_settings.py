@@ -13,7 +13,7 @@ def test_settings_reach_the_other_process_as_they_were() -> None:
 def test_only_the_ssdtrain_mode_has_the_block_and_it_is_all_that_differs() -> None:
     settings = Settings(directory=Path("/nvme"))
     keep, spill = (settings.deepspeed_config(mode, bf16=False) for mode in ("keep", "ssdtrain"))
-    assert spill.pop("ssdtrain") == {"offload": {"directories": ["/nvme"]}}
+    assert spill.pop("ssdtrain") == {"offload": {"directories": ["/nvme"], "amount": "all"}}
     assert keep == spill == settings.deepspeed_config("recompute", bf16=False)
 
 
