@@ -246,6 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.ssdtrain_config is None and options.ssdtrain_offload_directories is None:
         options.ssdtrain_offload_directories = [str(options.out / "ssd")]
+        options.ssdtrain_offload_amount = "all"
     # The last rank has the losses.
     last = dist.get_rank() == dist.get_world_size() - 1
     console = Console(quiet=not last, width=120)

@@ -60,7 +60,7 @@ def test_the_log_has_a_line_every_report_interval_whatever_deepspeed_logs(
 ) -> None:
     """DeepSpeed's logger stays at WARNING, its default; `inf` is accelerate's."""
     block = {
-        "offload": {"directories": str(tmp_path / "ssd"), "min_bytes": 1024},
+        "offload": {"directories": str(tmp_path / "ssd"), "amount": "all", "min_bytes": 1024},
         "report": {"interval": 2},
     }
     assert deepspeed_logger.level >= logging.WARNING
