@@ -93,7 +93,7 @@ for step in ${@:-install doctor streams training kernels bench}; do
     continue
   fi
   first=$SECONDS
-  timeout -k 10 "$seconds" bash "$0" ${DRY_RUN:+--dry-run} --step "$step" $((seconds - 10)) >>"$state/$step.log" 2>&1
+  timeout -k 10 "$seconds" bash "$PWD/scripts/gpu_check.sh" ${DRY_RUN:+--dry-run} --step "$step" $((seconds - 10)) >>"$state/$step.log" 2>&1
   status=$?
   echo "$step: status $status, $((SECONDS - first)) s" | tee -a "$state/steps.txt"
   tail -n 15 "$state/$step.log" | cut -c1-200
