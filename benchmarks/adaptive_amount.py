@@ -26,7 +26,7 @@ from ssdtrain.features import Step
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.policy import OffloadPolicy
+from ssdtrain.offload.policy import KEEP, OFFLOAD, OffloadPolicy
 from ssdtrain.planner.adaptive import AdaptivePolicy
 from ssdtrain.planner.controller import AdaptiveOffload
 from ssdtrain.storage import Endurance
@@ -143,7 +143,7 @@ class _Fixed:
 
     def __init__(self, plan: Sequence[bool]) -> None:
         self._followed = AdaptivePolicy()
-        self._followed.follow({0: tuple(plan)})
+        self._followed.follow({0: [OFFLOAD if one else KEEP for one in plan]})
         self.decide = self._followed.decide
 
     def observe(self, forward: object) -> None:

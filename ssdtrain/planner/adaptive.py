@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
+from ssdtrain.offload.policy import OFFLOAD, Action, ForwardProfile, SavedTensorInfo
 
 __all__ = ["AdaptivePolicy"]
 
@@ -24,8 +24,8 @@ class AdaptivePolicy:
     needs_modules = False
 
     def __init__(self) -> None:
-        self.plans: dict[int, tuple[bool, ...]] = {}
-        """By model chunk: whether the region at each position of a tape is offloaded."""
+        self.plans: dict[int, tuple[Action, ...]] = {}
+        """By model chunk: what happens to the region at each position of a tape."""
         self._bytes: dict[int, deque[int]] = {}
         self._planned: dict[int, int] = {}
 
@@ -33,13 +33,13 @@ class AdaptivePolicy:
         plan = self.plans.get(saved.chunk)
         if plan is None or saved.position >= len(plan):
             return OFFLOAD
-        return OFFLOAD if plan[saved.position] else KEEP
+        return plan[saved.position]
 
     def observe(self, forward: ForwardProfile) -> None:
         if forward.saved_bytes:
             self._bytes.setdefault(forward.chunk, deque(maxlen=REMEMBERED)).append(forward.saved_bytes)
 
-    def follow(self, plans: Mapping[int, Sequence[bool]]) -> None:
+    def follow(self, plans: Mapping[int, Sequence[Action]]) -> None:
         """Follow these plans from the next tape on. Called between steps."""
         self.plans = {chunk: tuple(plan) for chunk, plan in plans.items()}
         self._planned = {chunk: max(sizes) for chunk, sizes in self._bytes.items()}

@@ -44,7 +44,7 @@ def choose_offloads(
     device_budget: int | None = None,
     endurance: float | None = None,
 ) -> Chosen:
-    """Offload blocks to the machine's first tier.
+    """Offload blocks to the machine's first tier, and what backward needs soonest to a second one, which has a capacity.
 
     Few blocks are tried in every combination. Of many, each is tried in forward order, since what is saved first has the most
     time: it is offloaded if the step then takes at most 1 + `slack` of keeping everything. So where a tier is slower than the
@@ -59,17 +59,18 @@ def choose_offloads(
     """
     kept = simulate(chunks, [[KEEP] * len(blocks) for blocks in chunks], order, machine, steps=2)
     rate = machine.tiers[0].write if endurance is None else min(endurance, machine.tiers[0].write)
-    if _few(chunks, order):
+    if _few(chunks, order) and len(machine.tiers) == 1:
         tried = _tried(chunks, order, machine, kept, slack, device_budget, rate)
         if tried is not None:
             return tried
-    found = _within(chunks, order, machine, kept, slack, rate)
+    begin = _soonest(chunks, order, machine, kept, slack)
+    found = _within(chunks, order, machine, begin, kept, slack, rate)
     if device_budget is not None:
         for relaxed in RELAXED:
             if found.predicted.peak_bytes <= device_budget:
                 break
             if relaxed > slack:
-                found = _within(chunks, order, machine, kept, relaxed, rate)
+                found = _within(chunks, order, machine, begin, kept, relaxed, rate)
     return _pruned(chunks, order, machine, found, device_budget)
 
 
@@ -105,24 +106,62 @@ def _tried(
     return Chosen(choices, best.timeline, kept)
 
 
-def _within(
+def _soonest(
     chunks: Sequence[Sequence[Block]],
     order: Sequence[Pass],
     machine: Machine,
     kept: StepTimeline,
     slack: float,
+) -> list[list[Choice]]:
+    """Blocks for a second tier, host memory: those that backward needs soonest, as many as it has room for. Microbatches that
+    are alive at once have equal parts of it. What is needed so soon that its store is cancelled stays."""
+    choices = [[KEEP] * len(blocks) for blocks in chunks]
+    if len(machine.tiers) == 1:
+        return choices
+    best, host = kept, Choice(machine.tiers[1].name)
+    share = (machine.tiers[1].capacity or 0) // _most_alive(order)
+    for number, blocks in enumerate(chunks):
+        room = share
+        for index in reversed(range(len(blocks))):
+            if not 0 < blocks[index].saved <= room:
+                continue
+            choices[number][index] = host
+            tried = simulate(chunks, choices, order, machine, steps=2)
+            stored = tried.blocks[number][index].stored > 0
+            if stored and tried.peak_bytes <= best.peak_bytes and tried.seconds <= kept.seconds * (1 + slack):
+                best, room = tried, room - blocks[index].saved
+            else:
+                choices[number][index] = KEEP
+    return choices
+
+
+def _within(
+    chunks: Sequence[Sequence[Block]],
+    order: Sequence[Pass],
+    machine: Machine,
+    begin: Sequence[Sequence[Choice]],
+    kept: StepTimeline,
+    slack: float,
     rate: float,
 ) -> Chosen:
+    """Blocks for the first tier, beside what `begin` has in the second."""
     away = Choice(machine.tiers[0].name)
     limit = kept.seconds * (1 + slack)
-    everything = [[away if block.saved else KEEP for block in blocks] for blocks in chunks]
+    choices = [list(chosen) for chosen in begin]
+    everything = [
+        [
+            away if block.saved and choice == KEEP else choice
+            for block, choice in zip(blocks, chosen, strict=True)
+        ]
+        for blocks, chosen in zip(chunks, begin, strict=True)
+    ]
     best = simulate(chunks, everything, order, machine, steps=2)
     if best.seconds <= limit and _sustained(best, rate):
         return Chosen(_fixed(everything), best, kept)
-    best, choices = kept, [[KEEP] * len(blocks) for blocks in chunks]
+    best = simulate(chunks, choices, order, machine, steps=2)
     for number, blocks in enumerate(chunks):
         for index, block in enumerate(blocks):
-            if not block.saved:
+            if not block.saved or choices[number][index] != KEEP:
                 continue
             choices[number][index] = away
             tried = simulate(chunks, choices, order, machine, steps=2)
@@ -133,10 +172,20 @@ def _within(
     return Chosen(_fixed(choices), best, kept)
 
 
+def _most_alive(order: Sequence[Pass]) -> int:
+    """Microbatches between forward and backward at once."""
+    alive = most = 0
+    for one in order:
+        if one.kind != "idle":
+            alive += 1 if one.kind == "forward" else -1
+            most = max(most, alive)
+    return max(1, most)
+
+
 def _sustained(step: StepTimeline, rate: float) -> bool:
-    """The bytes written in a step are at most what `rate` allows in its time. Otherwise each step would begin with a longer
-    queue of writes, or the drive would wear faster than its budget."""
-    return sum(step.written.values()) <= rate * step.seconds
+    """The bytes written to the first tier in a step are at most what `rate` allows in its time. Otherwise each step would begin
+    with a longer queue of writes, or the drive would wear faster than its budget."""
+    return next(iter(step.written.values())) <= rate * step.seconds
 
 
 def _pruned(

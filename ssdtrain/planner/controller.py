@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ssdtrain.features import Feature, Step
+from ssdtrain.offload import policy as offload
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.planner.adaptive import AdaptivePolicy
 from ssdtrain.planner.choose import SLACK, Chosen, choose_offloads
 from ssdtrain.planner.decisions import Outcome, decision_table
-from ssdtrain.planner.measured import Bandwidths, Profile, Rates, measured_machine
+from ssdtrain.planner.measured import Bandwidths, Profile, Rates, host_tier, measured_machine
 from ssdtrain.planner.plan_metrics import PlanMetrics
 from ssdtrain.planner.plans import Limits, NoPlan, Plan
-from ssdtrain.planner.step import KEEP, Machine
+from ssdtrain.planner.step import KEEP, Choice, Machine
 from ssdtrain.planner.timeline import simulate
 from ssdtrain.planner.wear import WearLimit
 from ssdtrain.profile.passes import StepRecord
@@ -94,7 +95,6 @@ class AdaptiveOffload(Feature):
         self._most_slowdown, self._least_memory = most_slowdown, least_memory
         self._wear = WearLimit(endurance) if endurance is not None else None
         self._reports = reports
-        self._decided = ""
         self._recorder = engine.recorder
         self._recorder.request("plan", True)
         # With their steps and the peaks of these without offload; the device has not passed them yet.
@@ -102,7 +102,10 @@ class AdaptiveOffload(Feature):
         self._peak = 0  # of the step of `_profile`
         self._profile: Profile | None = None
         self._planned_profile: Profile | None = None
-        self._bandwidths = Bandwidths()
+        # Where there are both, the model has a tier for each.
+        self._both = store.metrics.host is not None and bool(store.metrics.drives)
+        self._bandwidths, self._host_bandwidths = Bandwidths(host=not self._both), Bandwidths(drives=False)
+        self._host_rates = Rates(None, None)
         self._planned_rates = self._rates = Rates(None, None)
         self._steps = 0
         self._planned_at = 0  # step of the latest plan
@@ -125,12 +128,14 @@ class AdaptiveOffload(Feature):
         store = self._store.metrics
         latest = self._bandwidths.since(store)
         if self._wear is not None:
-            self._wear.observe(store, self._engine.metrics.offloaded_bytes, step.seconds)
-        self._rates = Rates(latest.write or self._rates.write, latest.read or self._rates.read)
+            to_host = store.host_bytes_written if self._both else 0
+            self._wear.observe(store, self._engine.metrics.offloaded_bytes - to_host, step.seconds)
+        self._rates = latest.or_else(self._rates)
+        self._host_rates = self._host_bandwidths.since(store).or_else(self._host_rates)
         fresh = self._resolve()
         if not self._replan_reason:
             self._watch(latest, fresh, step)
-        if self._replan_reason and fresh and self._profile is not None and (self._rates.write or self._link):
+        if self._replan_reason and fresh and self._profile is not None and self._measured():
             self._plan(self._profile)
         elif self._outcome_due and self._steps >= self._planned_at + 2:
             self._outcome_due = False
@@ -200,7 +205,16 @@ class AdaptiveOffload(Feature):
 
     def machine(self) -> Machine:
         """The machine as measured."""
-        return measured_machine(self._engine, self._rates, self._link, self._margin)
+        metrics = self._store.metrics
+        if not self._both or metrics.host is None:
+            return measured_machine(self._engine, self._rates, self._link, self._margin)
+        host = host_tier(metrics.host.capacity, self._host_rates, self._link)
+        # Nothing was written to a drive where all fits into host memory.
+        rates = self._rates.or_else(self._host_rates)
+        return measured_machine(self._engine, rates, self._link, self._margin, host)
+
+    def _measured(self) -> bool:
+        return bool(self._rates.write or self._host_rates.write or self._link)
 
     def _plan(self, profile: Profile) -> None:
         machine = self.machine()
@@ -225,13 +239,13 @@ class AdaptiveOffload(Feature):
         self._planned_profile = profile
         plans = {}
         for chunk, spans, choices in zip(profile.chunks, profile.spans, found.choices, strict=True):
-            plan = [False] * spans[-1][1]
+            plan = [offload.KEEP] * spans[-1][1]
             for (begin, end), choice in zip(spans, choices, strict=True):
-                plan[begin:end] = [choice != KEEP] * (end - begin)
+                plan[begin:end] = [_action(choice, machine)] * (end - begin)
             plans[chunk] = plan
         if self._offloads_nothing() and plans and self._wear is None:
             first = min(plans)
-            plans[first][0] = True  # one region, by which a change of the bandwidth is seen
+            plans[first][0] = offload.OFFLOAD  # one region, by which a change of the bandwidth is seen
         same = all(self._policy.plans.get(chunk) == tuple(plan) for chunk, plan in plans.items())
         self._drift = min(MOST_DRIFT, 1.5 * self._drift) if same else DRIFT
         self._policy.follow(plans)
@@ -292,14 +306,18 @@ class AdaptiveOffload(Feature):
             self._profile.stall,
             now.load_waits,
         )
-        self._decided = decision_table(self._planned_profile, self.chosen, outcome)
         if self._reports:
-            report(self._decided)
+            report(decision_table(self._planned_profile, self.chosen, outcome))
         for warning in outcome.warnings():
             logger.warning(warning)
 
-    def decisions(self) -> str:
-        return self._decided
-
     def metrics(self) -> Sequence[tuple[str, MetricSet]]:
         return [("auto", self.metric)]
+
+
+def _action(choice: Choice, machine: Machine) -> offload.Action:
+    """What the engine does for a choice: without a tier it takes host memory first."""
+    if choice == KEEP:
+        return offload.KEEP
+    first = len(machine.tiers) > 1 and choice.tier == machine.tiers[0].name
+    return offload.Action(True, tier="ssd") if first else offload.OFFLOAD

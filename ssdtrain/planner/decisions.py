@@ -62,7 +62,8 @@ def decision_table(profile: Profile, chosen: Chosen, outcome: Outcome) -> str:
         parts = profile.blocks[number], chosen.choices[number], chosen.predicted.blocks[number]
         rows = [_Row(*row) for row in zip(*parts, strict=True)]
         for (choice, why), group in groupby(rows, key=lambda row: (row.choice, row.why)):
-            lines.append(f"  chunk {chunk} {_group_text(list(group), choice, why)}")
+            action = _action_text(choice, chosen)
+            lines.append(f"  chunk {chunk} {_group_text(list(group), action, why)}")
     predicted = chosen.predicted
     lines.append(
         f"  activation peak: {size_text(predicted.peak_bytes)} predicted, {size_text(outcome.peak_bytes)} measured, "
@@ -78,11 +79,20 @@ def decision_table(profile: Profile, chosen: Chosen, outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
-def _group_text(rows: Sequence[_Row], choice: Choice, why: str) -> str:
+def _action_text(choice: Choice, chosen: Chosen) -> str:
+    """With the tier, where there are two."""
+    if choice == KEEP:
+        return "keep"
+    if len(chosen.predicted.written) == 1:
+        return "offload"
+    return "offload to host memory" if choice.tier == "host" else "offload to drives"
+
+
+def _group_text(rows: Sequence[_Row], action: str, why: str) -> str:
     name = rows[0].block.name
     if len(rows) > 1:
         name += f" .. {rows[-1].block.name} ({len(rows)} blocks)"
     stall = sum(row.times.store_stall + row.times.load_stall for row in rows)
     cost = f", waits {duration_text(stall)}" if stall > 1e-9 else ""
     size = size_text(sum(row.block.saved for row in rows))
-    return f"{name}: {'keep' if choice == KEEP else 'offload'} {size}: {why}{cost}"
+    return f"{name}: {action} {size}: {why}{cost}"

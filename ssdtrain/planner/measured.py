@@ -10,11 +10,14 @@ from ssdtrain.planner.step import Block, Link, Machine, Pass, Tier
 from ssdtrain.profile.passes import StepRecord, TapeTimes
 from ssdtrain.storage.metrics import StoreMetrics, TierMetrics
 
-__all__ = ["Bandwidths", "Profile", "Rates", "measured_machine"]
+__all__ = ["Bandwidths", "Profile", "Rates", "host_tier", "measured_machine"]
 
 MOST_BLOCKS = 64
 ALL_BEGUN = 1 << 30
 """Writes that are taken to be under way at once: a plan must not count on stores that are cancelled."""
+
+AT_ONCE = 1e15
+"""Bytes per second of what takes no time."""
 
 MOST_PASSES = 512
 """Blocks times passes that the cost model plays at a time."""
@@ -100,17 +103,28 @@ class Rates(NamedTuple):
     write: float | None
     read: float | None
 
+    def or_else(self, other: Rates) -> Rates:
+        """With those of `other` where nothing was moved."""
+        return Rates(self.write or other.write, self.read or other.read)
+
 
 class Bandwidths:
-    """Of the tiers under load, from the store's counters: bytes over the seconds in which at least one
-    transfer was under way."""
+    """Of tiers under load, from the store's counters: bytes over the seconds in which at least one
+    transfer was under way.
 
-    def __init__(self) -> None:
+    Args:
+        drives, host: count these.
+    """
+
+    def __init__(self, *, drives: bool = True, host: bool = True) -> None:
+        self._drives, self._host = drives, host
         self._before: dict[str, TierMetrics] = {}
 
     def since(self, store: StoreMetrics) -> Rates:
         """The rates since the last call."""
-        tiers = [*store.drives, *([store.host] if store.host is not None else [])]
+        tiers = list(store.drives) if self._drives else []
+        if self._host and store.host is not None:
+            tiers.append(store.host)
         written = read = 0.0
         for tier in tiers:
             old = self._before.get(tier.path)
@@ -128,19 +142,25 @@ def _rate(nbytes: int, seconds: float) -> float:
 
 
 def measured_machine(
-    engine: OffloadEngine, rates: Rates, link: tuple[float, float] | None, margin: float = 1.0
+    engine: OffloadEngine,
+    rates: Rates,
+    link: tuple[float, float] | None,
+    margin: float = 1.0,
+    host: Tier | None = None,
 ) -> Machine:
-    """The machine as measured: one tier, "ssd", of the bandwidth of all, and the limits of the engine.
+    """The machine as measured: a tier "ssd" of these rates, and the limits of the engine.
 
     Args:
+        rates: of the tiers that have no tier of their own in the model.
         link: bytes per second between device and host, each way; None: a CPU.
         margin: part of the bandwidths that is counted on.
+        host: a second tier; see `host_tier`.
     """
     # Copies into a pinned host tier take the time of the link alone.
     write = rates.write or (link[0] if link is not None else 1.0)
     read = rates.read or write  # everything so far was taken from its staging buffer
     return Machine(
-        (Tier("ssd", margin * write, margin * read, depth=ALL_BEGUN),),
+        (Tier("ssd", margin * write, margin * read, depth=ALL_BEGUN), *([host] if host is not None else [])),
         Link(*(margin * rate for rate in link)) if link is not None else None,
         engine.mover.in_flight_limit,
         max(engine.prefetcher.limit, 1),
@@ -148,3 +168,14 @@ def measured_machine(
         engine.buffers.counted_bytes,
         engine.mover.batch_bytes if link is None else 0,
     )
+
+
+def host_tier(capacity: int, rates: Rates, link: tuple[float, float] | None) -> Tier:
+    """Host memory of `capacity` bytes, in front of drives.
+
+    Args:
+        rates: measured.
+        link: as of `measured_machine`. Behind a link the memory is pinned: a transfer is over with its copy.
+    """
+    write, read = (AT_ONCE, AT_ONCE) if link is not None else (rates.write or AT_ONCE, rates.read or AT_ONCE)
+    return Tier("host", write, read, depth=ALL_BEGUN, capacity=capacity)

@@ -45,9 +45,10 @@ def config(directory: Path, **more: str) -> dict[str, dict[str, str]]:
     return {"offload": offload}
 
 
-def test_gradients_are_those_without_and_a_plan_is_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", ["0", "128KiB"])
+def test_gradients_are_those_without_and_a_plan_is_followed(tmp_path: Path, host: str) -> None:
     model = make_model()
-    runtime = Runtime(load_config(config(tmp_path)), logs=False)
+    runtime = Runtime(load_config(config(tmp_path, host=host)), logs=False)
     runtime.register(model)
     try:
         assert runtime.engine is not None and isinstance(runtime.engine.policy, AdaptivePolicy)

@@ -1,6 +1,7 @@
 """The choice of blocks against an exhaustive search of the same cost model."""
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,6 +13,7 @@ from ssdtrain.planner.step import (
     Choice,
     Link,
     Machine,
+    Pass,
     Tier,
     one_after_the_other,
     one_forward_one_backward,
@@ -141,3 +143,35 @@ def test_microbatches_that_wait_leave_more_time_for_their_transfers() -> None:
         pipeline.predicted.peak_bytes / pipeline.kept.peak_bytes
         < alone.predicted.peak_bytes / alone.kept.peak_bytes
     )
+
+
+def with_host(bandwidth: float, capacity: int) -> Machine:
+    host = Tier("host", 1e15, 1e15, depth=1 << 30, capacity=capacity)
+    return replace(machine(bandwidth), tiers=(*machine(bandwidth).tiers, host))
+
+
+@pytest.mark.parametrize(
+    ("order", "alive"), [(one_after_the_other(), 1), (one_forward_one_backward(6, 3), 3)]
+)
+def test_host_memory_is_for_what_backward_needs_soonest(order: list[Pass], alive: int) -> None:
+    """Of what is offloaded and written; and each microbatch that is alive has its part."""
+    chosen = choose_offloads([blocks(24)], order, with_host(60, 300 * alive))
+    pairs = zip(chosen.choices[0], chosen.predicted.blocks[0], strict=True)
+    tiers = [choice.tier for choice, times in pairs if times.stored]
+    assert 2 <= tiers.count("host") <= 3
+    assert tiers == sorted(tiers, reverse=True)  # "ssd" and then "host"
+    assert chosen.predicted.tier_peak["host"] <= 300 * alive
+
+
+def test_with_host_memory_more_leaves_and_the_drive_is_written_no_more_than_it_takes() -> None:
+    order = one_after_the_other()
+    alone, both = (choose_offloads([blocks(24)], order, on) for on in (machine(40), with_host(40, 600)))
+    assert both.predicted.seconds <= (1 + SLACK) * both.kept.seconds
+    assert both.predicted.written["ssd"] <= 40 * both.kept.seconds
+    assert both.predicted.peak_bytes < alone.predicted.peak_bytes
+
+
+def test_all_that_fits_into_host_memory_goes_there() -> None:
+    chosen = choose_offloads([blocks(24)], one_after_the_other(), with_host(40, 24 * 100))
+    assert chosen.predicted.written["ssd"] == 0
+    assert chosen.predicted.peak_bytes <= 400

@@ -1,10 +1,13 @@
 """`offload.amount: "auto"` on the simulated device: the real engine, policy and controller, in virtual time."""
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.adaptive_amount import AutoRun, against_all, on_teraio_hardware
+from benchmarks.adaptive_amount import AutoRun, Found, against_all, on_teraio_hardware
 from benchmarks.simulated_device import GB, Load, gpt
 from ssdtrain.config.units import MiB
+from ssdtrain.storage.slot import Slot
 
 
 def small(drive: float, pcie: float = 25.0, layers: int = 4) -> Load:
@@ -114,6 +117,44 @@ def test_a_drive_is_written_at_the_rate_that_it_bears(share: float, caplog: pyte
     assert again >= 0.6 * share * rate  # what it bears is used
     assert found.stored < free.stored and found.total_over_keep <= 1.02
     assert caplog.text.count("less is offloaded than could be hidden") == 1
+
+
+def with_host(run: AutoRun) -> list[str]:
+    """The tiers of what one step stores, in forward order."""
+    store, tiers = run._machine.store, []
+    reserve = store.reserve
+
+    def watched(nbytes: int, tier: str | None = None) -> Slot:
+        slot = reserve(nbytes, tier)
+        tiers.append(slot.tier)
+        return slot
+
+    store.reserve = watched  # type: ignore[method-assign]
+    run.step()
+    store.reserve = reserve  # type: ignore[method-assign]
+    return tiers
+
+
+def test_host_memory_is_for_what_backward_needs_soonest() -> None:
+    """And lowers the peak by about as much, at the same time; in the order in which regions come it would wait for the drive."""
+    found: dict[int, Found] = {}
+    for host_bytes in (0, 2 * MiB):
+        with AutoRun(replace(small(4, layers=6), host_bytes=host_bytes)) as run:
+            found[host_bytes] = [run.step() for _ in range(5)][-1]
+            if not host_bytes:
+                continue
+            written = with_host(run)[:-3]  # the stores of the last three are cancelled
+            assert written.count("host") >= 12 and written.count("ssd") >= 12
+            assert written == sorted(written, reverse=True)  # "ssd" and then "host"
+            policy = run._controller._policy
+            plan = policy.plans[0]
+            policy.plans = {0: tuple(action._replace(tier=None) for action in plan)}
+            first_come = [run.step() for _ in range(2)][-1]
+            policy.plans = {0: plan}
+    alone, both = found.values()
+    assert both.total_over_keep <= 1.01 and not both.wrong
+    assert both.peak_over_keep <= alone.peak_over_keep - 0.1
+    assert first_come.total_over_keep >= both.total_over_keep + 0.05
 
 
 def test_the_predicted_peak_is_the_measured_one() -> None:
