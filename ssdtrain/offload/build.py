@@ -80,7 +80,7 @@ def build_engine(
         if buffer is not None and not (in_place or direct):
             if in_flight is not None:
                 in_flight = min(in_flight, buffer // 2)
-            if offload.buffer is None:
+            if offload.buffer is None and offload.directories:  # a pinned host tier is its own staging memory
                 buffer_limit = max(buffer, budget.share(local_world_size) - offload.host)
             elif prefetch is None:
                 prefetch = buffer // 2

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.simulated_device import GB, Load, measure, uniform
 from benchmarks.simulation.training import LayerTimes, Machine, train
+from ssdtrain.config import load_config
 from ssdtrain.offload.buffers import Buffers
+from ssdtrain.offload.build import build_engine
 from ssdtrain.offload.limits import TransferLimits
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.tape import Tape
@@ -92,6 +96,27 @@ def test_where_tensors_are_written_from_their_own_memory_the_limit_is_a_part_of_
     assert mover.in_flight_limit == 256 * MiB
     limits.saw(Tape(), saved * MiB, saved * MiB)
     assert mover.in_flight_limit == limit * MiB
+
+
+@pytest.mark.parametrize(
+    ("section", "grows"),
+    [({}, True), ({"buffer": "64MiB"}, False), ({"directories": [], "host": "4MiB"}, False)],
+    ids=["drive", "set", "host"],
+)
+def test_an_arena_grows_where_drives_are_written_through_it_and_its_size_is_not_set(
+    section: dict[str, Any], grows: bool, tmp_path: Path
+) -> None:
+    config = load_config({"offload": {"directories": str(tmp_path), "amount": "all", **section}}).offload
+    assert config is not None
+    directories = [tmp_path] if config.directories else []
+    engine, store = build_engine(config, torch.device("cpu"), directories, staged=True)
+    try:
+        assert engine.options.buffer_limit is None or engine.options.buffer_limit >= engine.buffers.capacity
+        assert (engine.options.buffer_limit is not None) == grows
+        assert engine.mover.in_flight_limit == engine.buffers.capacity // 2
+    finally:
+        engine.close()
+        store.close()
 
 
 def test_without_memory_to_pin_the_arena_stays_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
