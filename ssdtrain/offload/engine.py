@@ -114,10 +114,7 @@ class OffloadEngine:
         Raises:
             StoreFull: no tier has room, and the config says to raise.
         """
-        if self._closed:
-            return Kept(tensor)
-        other_modes = modes()
-        if other_modes and tracing():
+        if self._closed or ((other_modes := modes()) and tracing()):
             return Kept(tensor)
         if self.eligible.is_fixed(tensor) or not self.eligible.is_plain(tensor):
             return Kept(tensor)
@@ -133,16 +130,17 @@ class OffloadEngine:
         with self._lock:
             if self._closed:  # meanwhile, by another thread
                 return Kept(tensor)
-            if self.device.capturing():
-                held: Handle | Kept = self._save_captured(tensor, storage)
-            else:
-                if not self._released.empty():
-                    self._drain_released()
-                self.mover.reap()
-                operator = operator_number()
-                if tape.unstored and tape.unstored[-1].operator != operator:
-                    postponed = self._starter.begin(tape)
-                held = self._save(tape, tensor, storage, operator)
+            if self.device.capturing():  # the next call does what would break the capture, see `_drain`
+                self.metrics.saved_tensors += 1
+                self.meter.see(storage)
+                return Kept(tensor)
+            if not self._released.empty():
+                self._drain_released()
+            self.mover.reap()
+            operator = operator_number()
+            if tape.unstored and tape.unstored[-1].operator != operator:
+                postponed = self._starter.begin(tape)
+            held = self._save(tape, tensor, storage, operator)
         if postponed:
             for region in postponed:
                 self._starter.wait(region, self._lock)
@@ -151,12 +149,6 @@ class OffloadEngine:
         if began is not None:
             self.recorder.packed(tape, began, self.device.timestamp())
         return held
-
-    def _save_captured(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept:
-        """Asking an event, or a copy on another stream, would break the capture: the next call does it."""
-        self.metrics.saved_tensors += 1
-        self.meter.see(storage)
-        return Kept(tensor)
 
     def _save(
         self, tape: Tape, tensor: torch.Tensor, storage: torch.UntypedStorage, operator: int
@@ -203,11 +195,8 @@ class OffloadEngine:
         modules = self.modules.stack
         if modules:
             region.module = modules[-1].name
-        return self.policy.decide(
-            SavedTensorInfo(
-                tape.chunk, tape.microbatch, region.index, tape.nbytes, region.nbytes, region.dtype, modules
-            )
-        )
+        place = tape.chunk, tape.microbatch, region.index, tape.nbytes
+        return self.policy.decide(SavedTensorInfo(*place, region.nbytes, region.dtype, modules))
 
     def _handle(self, region: Region, tensor: torch.Tensor, extent: Extent) -> Handle:
         region.handles += 1
