@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from ssdtrain.config.units import MiB
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.planner.auto import RECORDED, WARM_UP, AutoPlan
 from ssdtrain.planner.execute import BlockPolicy, recompute_modules
+from ssdtrain.planner.peaks import lowest_peak, play
 from ssdtrain.planner.plans import Limits, Problem
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import StepTimeline
@@ -111,12 +112,17 @@ class Trial:
         again = {name: self.blocks[name] for name, action in actions.items() if action == "recompute"}
         self._undo = recompute_modules(again, checkpoint)
 
-    def predicted(self, plan: Sequence[str]) -> StepTimeline:
-        """By the cost model, from the profile."""
+    def predicted(self, plan: Sequence[str], *, memory: bool = False) -> StepTimeline:
+        """By the cost model, from the profile. `memory`: with the line of bytes over time."""
         actions = dict(zip(self.names, plan, strict=True))
-        table = {**self.problem.actions, "offload": self.problem.actions.get("ssd")}
-        choices = [[table[actions.get(block.name, "keep")] for block in self.problem.blocks]]
-        return simulate(self.problem.chunks, choices, self.problem.order, self.problem.machine, steps=2)  # type: ignore[arg-type]
+        names = [actions.get(block.name, "keep") for block in self.problem.blocks]
+        problem = replace(self.problem, steps=2)
+        choices = problem.choices(["ssd" if name == "offload" else name for name in names])
+        if memory:
+            return simulate(problem.chunks, choices, problem.order, problem.machine, steps=2, memory=True)
+        found = play(problem, choices)
+        found.lowest_peak_bytes = lowest_peak(problem, choices)
+        return found
 
     def peak(self, plan: Sequence[str]) -> int:
         """Measured bytes of activations: the median of three steps."""
@@ -135,6 +141,20 @@ class Trial:
             for parameter in self.model.parameters():
                 parameter.grad = None
         return int(statistics.median(found))
+
+    def memory(self, plan: Sequence[str]) -> list[tuple[float, int]]:
+        """(seconds from the first forward, bytes) of a step under `plan`, as measured."""
+        meter = self.engine.meter
+        self.follow(plan, REENTRANT)
+        self.step()
+        meter.record, began = True, time.perf_counter()
+        self.runtime.reset_peak()
+        loss = self.model(self.tokens, self.targets)
+        with self._metering():
+            loss.backward()
+        found = [(max(0.0, when - began), nbytes) for when, nbytes in meter.timeline]
+        meter.record, meter.timeline = False, []
+        return found
 
     def _metering(self) -> AbstractContextManager[Any]:
         """Hooks that count what is saved in backward, where the engine takes nothing."""

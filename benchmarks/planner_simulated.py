@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from benchmarks.simulated_device import GB, GPT_OPERATORS, Load, gpt
-from benchmarks.simulation.training import Machine, train
+from benchmarks.simulation.training import HOOK, LAUNCH, Machine, train
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.planner import step
@@ -69,6 +69,7 @@ def run(load: Load, plan: Sequence[str]) -> tuple[Run, step.Machine]:
             engine.mover.in_flight_limit,
             max(engine.prefetcher.limit, 1),
             max(engine.mover.departures.limit, 1),
+            hook=HOOK + LAUNCH,
         )
         return found, seen
     finally:
@@ -84,7 +85,10 @@ def problem_of(load: Load, machine: step.Machine) -> Problem:
         forward = sum(layer.forward for layer in layers)
         saved = sum(sum(layer.saved) for layer in layers)
         backward = sum(layer.backward for layer in layers)
-        parts = tuple(step.Block("", layer.forward, layer.backward, sum(layer.saved)) for layer in layers)
+        parts = tuple(
+            step.Block("", layer.forward, layer.backward, sum(layer.saved), first_operator=layer.forward)
+            for layer in layers
+        )
         blocks.append(
             step.Block(
                 f"block {number}",

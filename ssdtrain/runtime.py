@@ -135,12 +135,15 @@ class Runtime:
                 make_directories(directories)
                 if place.local_rank == 0:
                     warn_about_drives(config.offload, directories)
+            if config.compact is not None:
+                self.compact = CompactLinear(config.compact, place)
             if config.offload is not None or config.plans:
                 self.features += offload_features(
                     config,
                     place,
                     policy=policy,
                     plan_blocks=plan_blocks,
+                    compact=self.compact,
                     faults=faults,
                     staged=staged,
                     timeline=timeline,
@@ -151,8 +154,7 @@ class Runtime:
             if collectives is not None:
                 self.comm = collectives.comm
                 self.features.append(collectives)
-            if config.compact is not None:
-                self.compact = CompactLinear(config.compact, place)
+            if self.compact is not None:
                 self.features.append(self.compact)
             if config.state is not None:
                 self.state = self._chunked_state(config.state, place, faults, staged)

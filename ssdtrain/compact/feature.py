@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -58,6 +58,7 @@ class CompactLinear(Feature):
         self.rename: Callable[[str, nn.Module], str] | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self._forwards: list[CompactForward] = []
+        self._inside: set[nn.Module] | None = None
         self._low_rank: list[LowRank] = []
         self._finished = 0
         self._counting: RemovableHandle | None = None
@@ -92,9 +93,20 @@ class CompactLinear(Feature):
                 self._forwards.append(
                     CompactForward(layer.module, layer.kind, CompactLayer(layer, self.compression))
                 )
+            self._activate()
         if self._counting is None:
             self._counting = register_optimizer_step_post_hook(_without_owner(self._stepped))
             weakref.finalize(self, self._counting.remove)
+
+    def compress_in(self, modules: Iterable[nn.Module] | None) -> None:
+        """Compress inputs only in layers inside of these modules, from the next forward on; None: in all. Not with "lowrank",
+        which has other weights."""
+        self._inside = None if modules is None else {layer for one in modules for layer in one.modules()}
+        self._activate()
+
+    def _activate(self) -> None:
+        for forward in self._forwards:
+            forward.active = self._inside is None or forward.module in self._inside
 
     def merge(self) -> None:
         """With "lowrank": add the trained low-rank matrices to the weights.
@@ -170,7 +182,7 @@ class CompactLinear(Feature):
             self._optimizer_steps = 0
         self.compression.forget()
         counted = self.compression.counted
-        if self._finished == FIRST_STEPS and not counted.input_bytes:
+        if self._finished == FIRST_STEPS and not counted.input_bytes and self._inside is None:
             logger.warning(
                 "compact is enabled and compressed nothing in the first %d steps: %s",
                 FIRST_STEPS,

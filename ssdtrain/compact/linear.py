@@ -265,13 +265,19 @@ class ReplacedForward:
 
 
 class CompactForward(ReplacedForward):
-    """The forward of a linear layer while its input is compressed."""
+    """The forward of a linear layer while its input is compressed.
+
+    Attributes:
+        active: False: the layer's own forward runs, unchanged.
+    """
 
     def __init__(self, module: nn.Module, kind: LinearKind, layer: LayerForward) -> None:
+        self.active = True
+
         def compute(plain: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 weight = module.weight
-                if not torch.is_grad_enabled() or not isinstance(weight, Tensor):
+                if not self.active or not torch.is_grad_enabled() or not isinstance(weight, Tensor):
                     return plain(*args, **kwargs)
                 x = args[0] if args else next(iter(kwargs.values()))
                 if not weight.requires_grad:

@@ -38,6 +38,11 @@ class PlanConfig(Section):
     """Whether blocks may be recomputed. Default: in plain PyTorch, for blocks that have no side effects as far as can be seen;
     "on" makes it an error where no block can be recomputed (docs/planner.md)."""
 
+    compress: bool = False
+    """Whether the plan may choose compressed inputs of linear layers (lossy), in the blocks where they help. What is compressed,
+    and how, is in the section `compact`, without which this is an error. Default: the plan chooses nothing lossy, and a `compact`
+    section applies to all blocks."""
+
     blocks: Patterns = ()
     """What is decided about as one, and may be recomputed: patterns of module names, such as "layers.*". Default: the children of
     the longest ModuleList and of all others of the same class."""

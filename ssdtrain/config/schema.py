@@ -351,7 +351,15 @@ class Config(Section):
     """Logging and files about the run."""
 
     def conflicts(self) -> Iterator[Conflict]:
-        if self.plan is None or self.plan.mode == "off" or self.offload is None:
+        if self.plan is None or self.plan.mode == "off":
+            return
+        if self.plan.compress and self.compact is None:
+            why = "is lossy, and no section says how inputs of linear layers may be compressed"
+            yield "plan.compress", True, why, "a compact section, or leaving it out"
+        elif self.plan.compress and self.compact is not None and self.compact.mode == "lowrank":
+            why = 'decides block by block, and compact.mode "lowrank" trains other weights in all of them'
+            yield "plan.compress", True, why, 'compact.mode "reconstruct" or "quant", or leaving it out'
+        if self.offload is None:
             return
         offload = self.offload
         if offload.amount.kind in ("fraction", "keep"):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -23,20 +23,22 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.config import ConfigError, PlanConfig
 from ssdtrain.config import Problem as Wrong
 from ssdtrain.features import Feature, Forward, Step
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.feature import ActivationOffload
-from ssdtrain.planner.block_times import MeasuredBlock, kind_of, measured_blocks, pieces
-from ssdtrain.planner.controller import DRIFT, MOST_DRIFT, STAYS
+from ssdtrain.planner.block_times import MeasuredBlock, kind_of, measured_blocks, pieces, with_compressed
+from ssdtrain.planner.controller import STAYS
+from ssdtrain.planner.drift import Drift
 from ssdtrain.planner.execute import BlockPolicy, recompute_modules
-from ssdtrain.planner.explain import plan_table
-from ssdtrain.planner.measured import Bandwidths, Profile, Rates, measured_machine
+from ssdtrain.planner.explain import alternatives, plan_table
+from ssdtrain.planner.measured import Profile, bound_stores, measured_machine
 from ssdtrain.planner.plan_metrics import PlanMetrics
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem, actions_for
 from ssdtrain.planner.search import search
-from ssdtrain.planner.step import KEEP, Machine, Pass
+from ssdtrain.planner.step import COMPRESS, KEEP, Machine, Pass
 from ssdtrain.planner.timeline import simulate
 from ssdtrain.profile.passes import StepRecord
 from ssdtrain.profile.spans import BlockSpans, Collectives, Span
@@ -68,6 +70,7 @@ class AutoPlan(Feature):
         offload: whose engine has `policy`, and whose tiers are used if `tiers`.
         policy: of that engine; follows the plan.
         blocks: by qualified name; each may be recomputed.
+        compact: compresses inputs of linear layers in the blocks that the plan says; None: nothing lossy is chosen.
         tiers: there is an offload section.
         reports: log the plan.
 
@@ -84,6 +87,7 @@ class AutoPlan(Feature):
         blocks: Mapping[str, nn.Module],
         checkpoint: Checkpoint,
         *,
+        compact: CompactLinear | None = None,
         tiers: bool,
         reports: bool = False,
     ) -> None:
@@ -95,20 +99,21 @@ class AutoPlan(Feature):
         self._config, self._offload, self._policy, self._blocks = plan, offload, policy, blocks
         self._checkpoint, self._tiers, self._reports = checkpoint, tiers, reports
         self._decided = ""
+        self._compact = compact
+        self._uncompressed: list[MeasuredBlock] | None = None  # while blocks are measured with compression
         self._engine = offload.engine
         self._recorder = self._engine.recorder
         self._link = self._engine.device.link_bandwidth()
         self._kinds = {name: kind_of(block) for name, block in blocks.items()}
         self._order: list[Pass] = []
-        self._bandwidths = Bandwidths()
-        self._planned_rates = self._rates = Rates(None, None)
-        self._drift, self._drifted = DRIFT, 0
+        self._drift = Drift()
         self._spans: BlockSpans | None = None
         # By serial number of the tape: spans, small bytes outside.
         self._found: dict[int, tuple[list[Span], int]] = {}
-        self._impure: dict[str, str] = {}  # why these blocks must not run again; for good
+        # Why these blocks must not run again; for good.
+        self._impure = dict.fromkeys(blocks, "plan.recompute is off") if plan.recompute == "off" else {}
         self._ran_impure = False  # one of them was recomputed
-        self._warned = self._warned_impure = False
+        self._warned, self._warned_impure = False, plan.recompute == "off"
         self._larger = 0  # bytes of a forward that was larger than planned for
         self._forwards = 0  # of the step that runs
         self._key = (0, -1)
@@ -155,15 +160,15 @@ class AutoPlan(Feature):
             return
         self._forwards = 0
         self._engine.drain()  # notes the end of the last backward
-        latest = self._bandwidths.since(self._offload.store.metrics)
-        self._rates = Rates(latest.write or self._rates.write, latest.read or self._rates.read)
+        self._drift.measure(self._offload.store.metrics)
+        bound_stores(self._engine, self._link)
         if self._spans is not None:
             self._profiled(self._spans)
         elif self._policy.shape_changed():
             logger.info("the size of what forwards save changed: profiling again")
             self._larger = max(self._larger, self._policy.largest)
             self._profile_again()
-        elif self._drifting(latest):
+        elif self.plan is not None and self.plan.count("ssd") and self._drift.drifted():
             self._make(self._measured)
 
     # Profiling
@@ -174,6 +179,8 @@ class AutoPlan(Feature):
             self._spans.remove()
         self.plan = None
         self._steps = 0
+        self._uncompressed = None
+        self._compress(())
         self._ran_impure = False
         self._records: list[StepRecord] = []
         self._found.clear()
@@ -208,7 +215,7 @@ class AutoPlan(Feature):
             return
         if (
             self._tiers
-            and not (self._rates.write or self._link)
+            and not (self._drift.rates.write or self._link)
             and self._steps < WARM_UP + RECORDED + PATIENCE
         ):
             self._records.pop(0)
@@ -222,11 +229,29 @@ class AutoPlan(Feature):
             self._records.clear()  # no backward came
             self._found.clear()
             return
+        if self._compact is not None and self._uncompressed is None:
+            self._measure_compressed(found)
+            return
+        if self._uncompressed is not None:
+            found = with_compressed(self._uncompressed, found)
         self._measured = found
         self._make(found)
         spans.remove()
         self._spans, self._records = None, []
         self._recorder.request("plan", False)
+
+    def _measure_compressed(self, found: list[MeasuredBlock]) -> None:
+        """Profile the same number of steps with compression, after one to warm up."""
+        self._uncompressed, self._steps = found, WARM_UP - 1
+        self._records.clear()
+        self._found.clear()
+        self._recorder.request("plan", False)
+        self._compress(name for name in self._blocks if name not in self._recomputed)
+
+    def _compress(self, names: Iterable[str]) -> None:
+        """Only in these blocks."""
+        if self._compact is not None:
+            self._compact.compress_in(self._blocks[name] for name in names)
 
     def _read(self, records: Sequence[StepRecord]) -> list[MeasuredBlock]:
         steps: list[list[MeasuredBlock]] = []
@@ -246,19 +271,10 @@ class AutoPlan(Feature):
 
     # Planning
 
-    def _drifting(self, latest: Rates) -> bool:
-        if self.plan is None or not self.plan.count("ssd"):
-            return False
-        least = 1 - self._drift
-        pairs = zip(latest, self._planned_rates, strict=True)
-        off = any(now and then and not least <= now / then <= 1 / least for now, then in pairs)
-        self._drifted = self._drifted + 1 if off else 0
-        return self._drifted >= 2
-
     def _machine(self) -> Machine:
-        if not self._tiers or not (self._rates.write or self._link):
+        if not self._tiers or not (self._drift.rates.write or self._link):
             return Machine()
-        return measured_machine(self._engine, self._rates, self._link)
+        return measured_machine(self._engine, self._drift.rates, self._link)
 
     def _make(self, measured: Sequence[MeasuredBlock]) -> None:
         """Search, and follow what is found."""
@@ -279,16 +295,19 @@ class AutoPlan(Feature):
         fixed = frozenset(n for n, piece in enumerate(measured) if not piece.name or times[piece.name] > 1)
         if not any(pure):
             self._nothing_to_recompute()
-        actions = actions_for(machine, recompute=any(pure))
+        compress = COMPRESS if any(block.compressed is not None for block in blocks) else None
+        if self._compact is not None and compress is None:
+            logger.warning("ssdtrain.plan: compressed inputs of linear layers save nothing in any block")
+        actions = actions_for(machine, recompute=any(pure), compress=compress)
         impure = frozenset(number for number, may in enumerate(pure) if not may)
         self.problem = Problem([blocks], self._order, machine, actions, fixed, impure)
         kept = simulate([blocks], [[KEEP] * len(blocks)], self._order, machine)
-        seconds = None
-        if self._config.slowdown is not None:
-            seconds = kept.seconds * (1 + self._config.slowdown)
+        slowdown = self._config.slowdown
+        seconds = None if slowdown is None else kept.seconds * (1 + slowdown)
         limits = Limits(self._config.device_limit, seconds=seconds)
         try:
-            found = search(self.problem, limits, Objective(0, 1) if self._config.memory else Objective())
+            objective = Objective(0, 1) if self._config.memory else Objective()
+            found = search(self.problem, limits, objective)
         except NoPlan as error:
             if self.plan is None:
                 error.args = (f"ssdtrain.plan: {error}",)
@@ -297,19 +316,16 @@ class AutoPlan(Feature):
             if not self._warned:
                 self._warned = True
                 logger.warning(STAYS, error)
-            self._drift, self._drifted = min(MOST_DRIFT, 1.5 * self._drift), 0
-            self._planned_rates = self._rates
+            self._drift.planned(same=True)
             return
         same = self.plan is not None and self.plan.actions == found[0].actions
-        self._drift = min(MOST_DRIFT, 1.5 * self._drift) if same else DRIFT
-        self._drifted = 0
-        self._planned_rates = self._rates
+        self._drift.planned(same=same)
         self.plan = found[0]
         if not same:
             self._follow(measured, self.plan.actions)
-        choices = [actions[name] for name in self.plan.actions]
-        self.metric.update(blocks, choices, self.plan.timeline, kept)
-        self._decided = plan_table(blocks, found, kept, self._config.device_limit)
+        self.metric.update(blocks, [actions[name] for name in self.plan.actions], self.plan.timeline, kept)
+        better = alternatives(self.problem, limits, objective) if self._reports and not same else ()
+        self._decided = plan_table(blocks, found, kept, self._config.device_limit, better)
         if self._reports:
             report(self._decided)
 
@@ -330,7 +346,8 @@ class AutoPlan(Feature):
         again = {name: self._blocks[name] for name, action in actions.items() if action == "recompute"}
         self._undo.append(recompute_modules(again, self._checkpoint))
         offloaded = [name for name, action in actions.items() if action == "ssd"]
-        expected = sum(p.block.inputs if action == "recompute" else p.block.saved for p, action in pairs)
+        self._compress(name for name, action in actions.items() if action == "compress")
+        expected = sum(piece.saved_by(action) for piece, action in pairs)
         self._policy.follow(dict.fromkeys(offloaded, "offload"), expected=max(expected, self._larger))
 
     def _release(self) -> None:

@@ -16,7 +16,7 @@ from ssdtrain.planner.step import Block
 from ssdtrain.profile.passes import RegionTimes, TapeTimes
 from ssdtrain.profile.spans import Span
 
-__all__ = ["MeasuredBlock", "kind_of", "measured_blocks", "pieces"]
+__all__ = ["MeasuredBlock", "kind_of", "measured_blocks", "pieces", "with_compressed"]
 
 
 PARTS = 8
@@ -37,6 +37,12 @@ class MeasuredBlock:
     block: Block
     pure: bool = False
     recomputed: bool = False
+
+    def saved_by(self, action: str) -> int:
+        """Bytes that it saves under an action of the plan."""
+        if action == "compress" and self.block.compressed is not None:
+            return self.block.compressed.saved
+        return self.block.inputs if action == "recompute" else self.block.saved
 
 
 def kind_of(block: nn.Module) -> Hashable:
@@ -103,13 +109,16 @@ def _parts(
     scale = min(1.0, again / later) if later else 1.0
     found: list[Block] = []
     seconds, backward, nbytes = max(0.0, again - later), 0.0, 0
+    first: float | None = None
     for number, region in enumerate(regions):
         seconds += scale * region.forward if number else 0.0
+        first = seconds if first is None else first
         backward += region.backward
         nbytes += region.nbytes
         if nbytes >= share or number + 1 == len(regions):
-            found.append(Block(name, seconds, backward, nbytes, small=0 if found else small))
-            seconds, backward, nbytes = 0.0, 0.0, 0
+            least = 0 if found else small
+            found.append(Block(name, seconds, backward, nbytes, small=least, first_operator=first))
+            seconds, backward, nbytes, first = 0.0, 0.0, 0, None
     found.append(Block(name, forward - again, 0.0, 0))
     return tuple(found)
 
@@ -168,4 +177,27 @@ def measured_blocks(
             block = replace(block, saved=saved, small=like.block.small, parts=())
             pure = pure and like.pure
         found.append(MeasuredBlock(piece.name, block, pure, piece.recomputed))
+    return found
+
+
+def with_compressed(
+    plain: Sequence[MeasuredBlock], compressed: Sequence[MeasuredBlock]
+) -> list[MeasuredBlock]:
+    """The blocks of `plain`, each with what it is with compressed inputs, where it saves fewer bytes then. Its times are at least
+    those without: a difference of noise must not make what is lossy the faster choice.
+
+    Args:
+        compressed: the same forward, measured while linear layers kept compressed inputs.
+    """
+    if [piece.name for piece in plain] != [piece.name for piece in compressed]:
+        return list(plain)
+    found = []
+    for piece, other in zip(plain, compressed, strict=True):
+        block, smaller = piece.block, other.block
+        if piece.name and smaller.saved + smaller.small < block.saved + block.small:
+            forward, backward = max(block.forward, smaller.forward), max(block.backward, smaller.backward)
+            parts = _scaled(smaller.parts, forward, backward)
+            smaller = replace(smaller, forward=forward, backward=backward, parts=parts)
+            piece = replace(piece, block=replace(block, compressed=smaller))
+        found.append(piece)
     return found

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.config import Config, ConfigError, OffloadConfig, Problem
 from ssdtrain.config.units import KiB, MiB
 from ssdtrain.features import Feature, Placement
@@ -28,6 +29,7 @@ def offload_features(
     *,
     policy: OffloadPolicy | None = None,
     plan_blocks: Mapping[str, nn.Module] | None = None,
+    compact: CompactLinear | None = None,
     faults: Faults | None = None,
     staged: bool | None = None,
     timeline: bool = False,
@@ -38,6 +40,7 @@ def offload_features(
     Args:
         config: has an offload section or a plan; directories exist.
         policy, plan_blocks, faults, staged, timeline: see `Runtime`.
+        compact: whose compression a plan may choose, see `plan.compress`.
         reports: log what was planned.
 
     Raises:
@@ -64,7 +67,7 @@ def offload_features(
     if followed is policy:
         return [offload]
     try:
-        return [offload, _planning(config, offload, followed, plan_blocks or {}, reports)]
+        return [offload, _planning(config, offload, followed, plan_blocks or {}, compact, reports)]
     except BaseException:
         offload.close()
         raise
@@ -81,13 +84,15 @@ def _planning(
     offload: ActivationOffload,
     policy: OffloadPolicy | None,
     blocks: Mapping[str, nn.Module],
+    compact: CompactLinear | None,
     reports: bool,
 ) -> Feature:
     plan = config.plan if config.plans else None
     if isinstance(policy, BlockPolicy):
         assert plan is not None
         exact, tiers = checkpoint.exact(config.checkpoint), config.offload is not None
-        return AutoPlan(plan, offload, policy, blocks, exact, tiers=tiers, reports=reports)
+        lossy = compact if plan.compress else None
+        return AutoPlan(plan, offload, policy, blocks, exact, compact=lossy, tiers=tiers, reports=reports)
     assert isinstance(policy, AdaptivePolicy) and config.offload is not None
     return AdaptiveOffload(
         offload.engine,
@@ -115,6 +120,11 @@ def _check_plan(
         "can recompute no block here: only ssdtrain.attach does, for a model in plain PyTorch that is not compiled, has a "
         "ModuleList (or plan.blocks) without repeats, and whose blocks gather no sharded parameters"
     )
+    if config.plan.compress:
+        allowed = "leaving it out: what compact says is compressed everywhere"
+        raise ConfigError(
+            [Problem("ssdtrain.plan.compress", True, why.replace("recompute", "compress"), allowed)]
+        )
     if config.plan.recompute == "on":
         raise ConfigError([Problem("ssdtrain.plan.recompute", "on", why, '"auto" or "off"')])
     if config.offload is None:

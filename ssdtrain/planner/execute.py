@@ -75,16 +75,18 @@ def plan_blocks(profile: ModelProfile, machine: Machine, device_bytes: int) -> d
 
 
 def recomputable_blocks(model: nn.Module, plan: PlanConfig) -> dict[str, nn.Module] | None:
-    """The blocks of a model in plain PyTorch that a plan may recompute, by the names that policies see.
+    """The blocks of a model in plain PyTorch that a plan may recompute (or compress), by the names that policies see.
 
     Returns:
-        None where nothing can be recomputed: the model is compiled or has no blocks, a module is several blocks, a block gathers
+        None where there are none: the model is compiled or has no blocks, a module is several blocks, a block gathers
         sharded parameters or communicates in its forward (which ranks with other plans would not), or the config switches it off.
 
     Raises:
         ValueError: `plan.blocks` names no module.
     """
-    if plan.recompute == "off" or any(_is_compiled(module) for module in model.modules()):
+    if (plan.recompute == "off" and not plan.compress) or any(
+        _is_compiled(module) for module in model.modules()
+    ):
         return None
     try:
         found = find_blocks(model, plan.blocks)

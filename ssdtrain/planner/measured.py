@@ -10,7 +10,7 @@ from ssdtrain.planner.step import Block, Link, Machine, Pass, Tier
 from ssdtrain.profile.passes import StepRecord, TapeTimes
 from ssdtrain.storage.metrics import StoreMetrics, TierMetrics
 
-__all__ = ["Bandwidths", "Profile", "Rates", "host_tier", "measured_machine"]
+__all__ = ["Bandwidths", "Profile", "Rates", "bound_stores", "host_tier", "measured_machine"]
 
 MOST_BLOCKS = 64
 ALL_BEGUN = 1 << 30
@@ -179,3 +179,11 @@ def host_tier(capacity: int, rates: Rates, link: tuple[float, float] | None) -> 
     """
     write, read = (AT_ONCE, AT_ONCE) if link is not None else (rates.write or AT_ONCE, rates.read or AT_ONCE)
     return Tier("host", write, read, depth=ALL_BEGUN, capacity=capacity)
+
+
+def bound_stores(engine: OffloadEngine, link: tuple[float, float] | None) -> None:
+    """On a CPU (`link` is None) let no more bytes of stores be under way than a GPU would hold: the peak depends on the
+    drive by as much. What forward then waits for, a block that is kept need not."""
+    mover = engine.mover
+    if link is None and mover.departures.limit:
+        mover.in_flight_limit = min(mover.in_flight_limit, mover.departures.limit)

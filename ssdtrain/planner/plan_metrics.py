@@ -19,6 +19,8 @@ class PlanMetrics(MetricSet):
     """Plans made since the start."""
     recomputed_blocks: int = gauge(Unit.COUNT, "recomputed blocks")
     """Blocks whose forward runs again in backward."""
+    compressed_blocks: int = gauge(Unit.COUNT, "compressed blocks")
+    """Blocks whose linear layers keep compressed inputs by the plan."""
     offloaded_blocks: int = gauge(Unit.COUNT, "offloaded blocks")
     """Blocks whose saved tensors go to the tiers. With `amount: "auto"` a block is a few neighbouring saved tensors."""
     planned_bytes: int = gauge(Unit.BYTES, "planned to offload")
@@ -45,6 +47,7 @@ class PlanMetrics(MetricSet):
         """
         self.plans += 1
         self.recomputed_blocks = sum(choice.recompute for choice in choices)
+        self.compressed_blocks = sum(choice.compress for choice in choices)
         offloaded = [
             block.saved
             for block, choice in zip(blocks, choices, strict=True)

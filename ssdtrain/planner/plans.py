@@ -38,6 +38,11 @@ class Problem:
         """Over all chunks."""
         return [block for chunk in self.chunks for block in chunk]
 
+    def choices(self, actions: Sequence[str]) -> list[list[Choice]]:
+        """[chunk][block], of the names of actions over all chunks."""
+        names = iter(actions)
+        return [[self.actions[next(names)] for _ in chunk] for chunk in self.chunks]
+
     @property
     def decided(self) -> list[int]:
         """Numbers of the blocks that are decided about."""
@@ -93,7 +98,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes."""
+        """Bytes; at most, where the speed of the drive decides."""
         return self.timeline.peak_bytes
 
     @property
@@ -149,7 +154,7 @@ def actions_for(
     """The actions that a machine has: "keep", "recompute", each of its tiers, and "compress" where it is allowed.
 
     Args:
-        compress: a lossy codec of what stays on the device; None: not allowed.
+        compress: `COMPRESS`, or a lossy codec of what stays on the device; None: not allowed.
     """
     found = {"keep": KEEP}
     if recompute:

@@ -50,9 +50,11 @@ class Server:
 
     def begun(self, job: Job, when: float) -> bool:
         """Its write is under way at `when`, and cannot be cancelled."""
+        if job.ready > when:
+            return False
         if job.served:
             return True
-        if job.ready > when or self.tier.depth == 1:
+        if self.tier.depth == 1:
             return False
         ahead = 1  # one that is being served
         for other in self._line:

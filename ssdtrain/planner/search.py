@@ -15,9 +15,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+from ssdtrain.planner.peaks import lowest_peak, play
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem
 from ssdtrain.planner.step import DEVICE, Pass
-from ssdtrain.planner.timeline import simulate
 
 __all__ = ["search"]
 
@@ -93,6 +93,8 @@ class _Search:
             if kinds not in seen and self.excess(plan) == 0:
                 seen.add(kinds)
                 found.append(plan)
+        for plan in found[: 1 + runners_up]:
+            plan.timeline.lowest_peak_bytes = lowest_peak(self.problem, self.problem.choices(plan.actions))
         return found[: 1 + runners_up]
 
     # Judging
@@ -101,18 +103,14 @@ class _Search:
         """The plan in which the decided blocks have the actions `chosen`, in their order."""
         names = ["keep"] * len(self.blocks)
         for number, name in zip(self.decided, chosen, strict=True):
-            again = self.problem.actions[name].recompute
-            names[number] = "keep" if again and number in self.problem.impure else name
+            action = self.problem.actions[name]
+            never = action.recompute and number in self.problem.impure
+            never |= action.compress and self.blocks[number].compressed is None
+            names[number] = "keep" if never else name
         key = tuple(names)
         known = self.plans.get(key)
         if known is None:
-            choices, start = [], 0
-            for chunk in self.problem.chunks:
-                choices.append([self.problem.actions[name] for name in key[start : start + len(chunk)]])
-                start += len(chunk)
-            given = self.problem
-            timeline = simulate(given.chunks, choices, given.order, given.machine, steps=given.steps)
-            known = self.plans[key] = Plan(key, timeline)
+            known = self.plans[key] = Plan(key, play(self.problem, self.problem.choices(key)))
             if self.best is None or self.score(known) < self.score(self.best):
                 self.best = known
         return known
@@ -135,7 +133,8 @@ class _Search:
         value = objective.time * plan.seconds + objective.memory * plan.peak + objective.wear * plan.written
         # Memory that is there may be used; without a limit less is better.
         ties = (plan.peak, plan.written) if self.limits.device is None else (plan.written, plan.peak)
-        return self.excess(plan), value, *ties, plan.seconds
+        lossy = sum(self.problem.actions[name].lossy for name in plan.actions)
+        return self.excess(plan), value, lossy, *ties, plan.seconds
 
     def ranked(self) -> list[Plan]:
         return sorted(self.plans.values(), key=lambda plan: (self.score(plan), plan.actions))

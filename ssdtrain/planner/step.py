@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = [
+    "COMPRESS",
     "DEVICE",
     "KEEP",
     "RECOMPUTE",
@@ -52,6 +53,8 @@ class Block:
     parts: tuple[Block, ...] = ()
     """What it saves, in forward order, where that is known more finely: stores begin and loads are needed part by part. Their
     seconds and bytes add up to the block's."""
+    compressed: Block | None = None
+    """The block as it is where its linear layers keep compressed inputs; None: that saves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class Choice:
     """Where they go: the name of a tier, or `DEVICE`."""
     recompute: bool = False
     """Drop `saved`, keep `inputs` (in `tier`), and run the forward again in backward."""
+    compress: bool = False
+    """The block is `Block.compressed`. Lossy."""
     ratio: float = 1.0
     """Bytes after encoding over bytes before; 1: no codec."""
     encode: float = 0.0
@@ -69,9 +74,14 @@ class Choice:
     decode: float = 0.0
     """Seconds of decoding, before its backward."""
 
+    @property
+    def lossy(self) -> bool:
+        return self.compress or self.ratio != 1.0
+
 
 KEEP = Choice()
 RECOMPUTE = Choice(recompute=True)
+COMPRESS = Choice(compress=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +116,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bandwidths and buffers available to transfers. See `ssdtrain.planner.timeline` for `in_flight`, `prefetch` and
+    """Bandwidths and buffers available to transfers. See `ssdtrain.planner.simulation` for `in_flight`, `prefetch` and
     `window` (bytes).
 
     `link` is None where tensors are stored from host memory without a copy (CPU). `buffers`: bytes of the arena that they come
     back into, where it is of the memory that activations take; it is there all the time. `together`: bytes of
-    writes that are queued before an idle tier begins them (CPU).
+    writes that are queued before an idle tier begins them (CPU). `hook`: seconds of the host for one operator and its
+    hook; with a link it is ahead of the device.
     """
 
     tiers: tuple[Tier, ...] = ()
@@ -121,6 +132,7 @@ class Machine:
     window: int = 1 << 60
     buffers: int = 0
     together: int = 0
+    hook: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +204,10 @@ class StepTimeline:
     """The most bytes at once, by tier."""
     blocks: list[list[BlockTimes]] = field(default_factory=list)
     """[chunk][block]"""
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    """(seconds from the first forward, bytes on the device from then on), where it was asked for."""
+    lowest_peak_bytes: int | None = None
+    """The least that the peak may be, where the speed of the drive decides (see `planner.peaks`); `peak_bytes` is the most."""
 
     @property
     def stall(self) -> float:

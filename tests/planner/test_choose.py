@@ -25,7 +25,8 @@ SSD = Choice("ssd")
 
 def machine(bandwidth: float, in_flight: int = 200, prefetch: int = 200) -> Machine:
     tier = Tier("ssd", bandwidth, bandwidth, depth=1 << 30)
-    return Machine((tier,), Link(500, 500), in_flight, prefetch, window=100)
+    # The host is no faster than the device: stores have begun when it queues backward.
+    return Machine((tier,), Link(500, 500), in_flight, prefetch, window=100, hook=1.0)
 
 
 def blocks(count: int) -> list[Block]:

@@ -172,7 +172,7 @@ def test_where_the_bandwidth_leaves_no_plan_the_old_one_is_followed(caplog: pyte
         for _ in range(8):
             auto._make(auto._measured)
         assert auto.plan is before is not None
-        assert auto._drift <= 0.6
+        assert auto._drift._tolerated <= 0.6
         train(model, 1)
     lines = [r.getMessage() for r in caplog.records if "the plan of before is followed" in r.getMessage()]
     assert len(lines) == 1 and "no plan keeps to" in lines[0]

@@ -176,7 +176,7 @@ def test_ninety_six_layers_take_a_bounded_number_of_simulations(monkeypatch: pyt
         next(calls)
         return simulate(*arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("ssdtrain.planner.search.simulate", counted)
+    monkeypatch.setattr("ssdtrain.planner.peaks.simulate", counted)
     [found, *_] = search(problem(96, rate=30.0), Limits(device=2500))
     assert found.peak <= 2500
     assert next(calls) < 3500
