@@ -17,6 +17,7 @@ from benchmarks.simulated_device import GB, GPT_OPERATORS, Load, gpt
 from benchmarks.simulation.training import HOOK, LAUNCH, Machine, train
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.options import EngineOptions
+from ssdtrain.offload.policy import KEEP, OFFLOAD, Action
 from ssdtrain.planner import step
 from ssdtrain.planner.adaptive import AdaptivePolicy
 from ssdtrain.planner.plans import Limits, NoPlan, Problem, actions_for
@@ -43,10 +44,11 @@ def run(load: Load, plan: Sequence[str]) -> tuple[Run, step.Machine]:
     """What it takes, and the machine as the cost model sees it."""
     machine = Machine(load.pcie, [(load.drive, load.drive)])
     policy = AdaptivePolicy()
-    leaves: list[bool] = []
+    actions: list[Action] = []
     for action in plan:
-        leaves += [False] if action == "recompute" else [action == "offload"] * OPERATORS
-    policy.follow({0: leaves})
+        one = OFFLOAD if action == "offload" else KEEP
+        actions += [one] * (1 if action == "recompute" else OPERATORS)
+    policy.follow({0: actions})
     options = EngineOptions(
         min_bytes=1024, in_flight=load.in_flight, buffer=load.buffer, prefetch=load.buffer // 2, staged=True
     )

@@ -7,7 +7,7 @@ What is modelled, after the engine's own rules (`ssdtrain.offload`):
   most `in_flight` bytes of stores are under way: else forward waits.
 - Without a link (CPU) tensors leave when their write has ended, and a tier that is idle begins writes
   together, when more than `together` bytes of them are queued.
-- On a device with a link the host is ahead of the device: it queues an operator, and later its backward, before the stores
+- On a device with a link the host (see `Machine.hook`) is ahead: it queues an operator, and later its backward, before the stores
   of what was queued before have ended. A store begins in the hook of the next operator, and its copy is queued behind that.
   Tensors leave in the order of what is queued: those whose store has ended when the host comes to the next hook (it waits for
   room in `in_flight`), and when more than `window` bytes of stores are on the device the oldest one, for whose copy the
@@ -98,7 +98,9 @@ class Simulation:
         for index, (block, choice, times) in enumerate(parts):
             before, gate = self.gate, before
             self.wait(*gate)
-            if self.machine.link is not None:
+            if self.machine.hook is None:
+                self.host = max(self.host, self.now)
+            elif self.machine.link is not None:
                 self.host += self.machine.hook
                 while self.stores and self.end_store(wait=False):
                     pass
@@ -211,12 +213,12 @@ class Simulation:
             self.leaving_bytes -= saved.nbytes
 
     def block(self, until: float, times: BlockTimes, *, host: bool = True) -> None:
-        """A hook waits for a store; with a link the device does from the next operator but one, which is not queued yet.
+        """A hook waits for a store; a device behind a host that is ahead does from the next operator but one.
 
         Args:
             host: the host waits; else the stream that computes.
         """
-        if self.machine.link is None:
+        if self.machine.hook is None:
             return self.wait(until, times)
         if host:
             self.host = max(self.host, until)
@@ -253,6 +255,8 @@ class Simulation:
             requested = next((part.saved for part in reversed(block.parts) if part.saved), saved.nbytes)
             passed.append(total + min(requested, saved.nbytes))
             since.append(self.now)
+            if self.machine.hook is None:
+                self.host = max(self.host, self.now)
             asked.append(self.host)
             if saved.job is not None and saved.server is not None:
                 # Along the tape, what is kept included, reads go so far ahead, and copies to the device.
@@ -267,12 +271,17 @@ class Simulation:
                 if ready > self.now:
                     times.load_stall += ready - self.now
                     self.now = ready
-                if self.machine.link is not None and stored.cancelled and not saved.departed:
-                    left = stored.left
+                if self.machine.link is not None and not saved.departed:
+                    if self.machine.hook is None:
+                        left = inf
+                    elif stored.cancelled:
+                        left = stored.left
                 if saved.read is not None:  # the host has waited for it, and notices what has ended
                     self.host = max(self.host, saved.read)
-                    self.hold(self.now, -sum(size for until, size in lingering if until <= self.host))
-                    lingering = [(until, size) for until, size in lingering if until > self.host]
+                    seen = inf if self.machine.hook is None else self.host
+                    gone = sum(size for until, size in lingering if until <= seen)
+                    self.hold(self.now, -gone, late=self.machine.hook is None)
+                    lingering = [(until, size) for until, size in lingering if until > seen]
             total += saved.nbytes
             began = self.now
             self.hold(began, block.backward_transient)

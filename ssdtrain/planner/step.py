@@ -122,7 +122,7 @@ class Machine:
     `link` is None where tensors are stored from host memory without a copy (CPU). `buffers`: bytes of the arena that they come
     back into, where it is of the memory that activations take; it is there all the time. `together`: bytes of
     writes that are queued before an idle tier begins them (CPU). `hook`: seconds of the host for one operator and its
-    hook; with a link it is ahead of the device.
+    hook, with a link, where the host is ahead of the device by as much as it is faster; None: not known, and it is not ahead.
     """
 
     tiers: tuple[Tier, ...] = ()
@@ -132,7 +132,7 @@ class Machine:
     window: int = 1 << 60
     buffers: int = 0
     together: int = 0
-    hook: float = 0.0
+    hook: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

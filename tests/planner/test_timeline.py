@@ -94,7 +94,7 @@ def test_behind_a_link_tensors_leave_when_more_than_the_window_is_on_the_device(
     # b2 [4,5]. With a window of 100 b0's tensor goes in the hook of b2, and b3 begins when its copy has ended, at 3; b1's goes in
     # that of b3; b2's when forward is over, and backward waits for its copy until 5. b3's stays.
     link = Link(100, 100)
-    found = step([SSD] * 4, machine(1000, 1000, link=link, window=100))
+    found = step([SSD] * 4, machine(1000, 1000, link=link, window=100, hook=0.0))
     assert (found.store_stall, found.load_stall) == (1.0, 0.0)
     # While b2 runs: b0, b1 and b2 (the copy of b0 is queued behind b1).
     assert found.peak_bytes == 300
@@ -104,7 +104,7 @@ def test_behind_a_link_tensors_leave_when_more_than_the_window_is_on_the_device(
     slow_host = step([SSD] * 4, machine(1000, 1000, link=link, window=100, hook=1.0))
     assert (slow_host.written["ssd"], slow_host.read["ssd"]) == (200, 100)
     # A link half as fast: b0 [2,4], so b3 begins at 4; b1 [4,6] and b2 [6,8], which backward waits for from 5 on.
-    slow = step([SSD] * 4, machine(1000, 1000, link=Link(50, 1000), window=100))
+    slow = step([SSD] * 4, machine(1000, 1000, link=Link(50, 1000), window=100, hook=0.0))
     assert slow.store_stall == 4.0
     assert slow.peak_bytes == 300
 
@@ -121,11 +121,11 @@ def test_no_more_than_the_window_is_on_the_device_ahead_of_its_use() -> None:
 def test_tensors_leave_a_device_in_the_order_of_the_host_which_does_not_wait_for_their_stores() -> None:
     # Copies and writes take 0.1 s, but nothing waits for that of b0 before backward is queued: its tensor stays.
     link = Link(1000, 1000)
-    found = step([SSD, KEEP, KEEP], machine(1000, 1000, link=link, window=100))
+    found = step([SSD, KEEP, KEEP], machine(1000, 1000, link=link, window=100, hook=0.0))
     assert (found.stall, found.peak_bytes, found.read["ssd"]) == (0.0, 300, 0)
     # With 100 in flight the host waits for each store before the next begins, when the next operator has its memory: while b2
     # runs, b0 has not left yet. b1's copy is queued behind b2, [3,3.1]; its write ends at 3.2, which backward waits for.
-    few = step([SSD] * 3, machine(1000, 1000, link=link, window=200, in_flight=100))
+    few = step([SSD] * 3, machine(1000, 1000, link=link, window=200, in_flight=100, hook=0.0))
     assert (few.stall, few.peak_bytes) == (pytest.approx(0.2), 300)
 
 
