@@ -127,7 +127,7 @@ def test_a_child_has_the_figures_of_the_fork_and_nothing_to_wait_for(
         try:
             found = runtime.statistics()
             assert found is not None
-            for name in ("bytes_written", "live_slots", "live_bytes", "capacity"):
+            for name in ("bytes_written", "live_slots", "live_bytes", "capacity_bytes"):
                 assert getattr(found.store, name) == getattr(known.store, name)
             assert found.offload.offloaded_bytes == known.offload.offloaded_bytes > 0
             runtime.step_end()
