@@ -161,7 +161,7 @@ class AutoPlan(Feature):
         self._forwards = 0
         self._engine.drain()  # notes the end of the last backward
         self._drift.measure(self._offload.store.metrics)
-        bound_stores(self._engine, self._link)
+        bound_stores(self._engine, self._link, self._policy.largest)
         if self._spans is not None:
             self._profiled(self._spans)
         elif self._policy.shape_changed():

@@ -181,9 +181,15 @@ def host_tier(capacity: int, rates: Rates, link: tuple[float, float] | None) -> 
     return Tier("host", write, read, depth=ALL_BEGUN, capacity=capacity)
 
 
-def bound_stores(engine: OffloadEngine, link: tuple[float, float] | None) -> None:
-    """On a CPU (`link` is None) let no more bytes of stores be under way than a GPU would hold: the peak depends on the
-    drive by as much. What forward then waits for, a block that is kept need not."""
+def bound_stores(engine: OffloadEngine, link: tuple[float, float] | None, tape_bytes: int) -> None:
+    """On a CPU (`link` is None) let no more bytes of stores be under way than two of the largest tensors or a sixteenth of a
+    forward: the peak depends on the drive by as much. What forward then waits for, a block that is kept need not.
+
+    Args:
+        tape_bytes: saved by the largest forward.
+    """
     mover = engine.mover
-    if link is None and mover.departures.limit:
-        mover.in_flight_limit = min(mover.in_flight_limit, mover.departures.limit)
+    if link is None and tape_bytes:
+        mover.in_flight_limit = min(
+            mover.in_flight_limit, max(2 * engine.prefetcher.largest, tape_bytes // 16)
+        )
