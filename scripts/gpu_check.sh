@@ -8,10 +8,14 @@
 # again for the rest: `bench` goes on with the rows that are missing. About 20 minutes in all.
 #
 #   DIRECTORY   for spill files, on the NVMe drive; by default a temporary one
-#   OUT         gets log.txt, status.txt, gpu.md and rows.jsonl, some MiB together; by default out/gpu_check
-#   STATE       what calls hand on to later ones; by default build/gpu_check. Delete it to begin again
+#   OUT         gets log.txt, status.txt, gpu.md and rows.jsonl, some MiB together; by default out/gpu_check (of a dry run: -dry)
+#   STATE       what calls hand on to later ones; by default build/gpu_check (of a dry run: -dry). With other sources, on another GPU
+#               or after a dry run it begins again; delete it to do so with the same
 #   WHEELS      a folder of wheels, where there is no network (at most 64 MiB); only what is missing is taken from it
 #   --dry-run   every step on the CPU with tiny models: tries this script, says nothing about a GPU. DRY_RUN=1 is the same
+#
+# Exit status: 75 while a step of this call is left for the next one; else 1 if any step, of this call or an earlier one, has failed;
+# else 0. "all well" is said only if every step there is has ended well.
 #
 # The machine needs Python 3.10 or newer with torch (CUDA build) and triton. Wheels (pip download -d DIR PACKAGE... on a machine with
 # the same Python and platform), under 40 MiB together:
@@ -26,8 +30,8 @@ if [ "${1:-}" = --dry-run ]; then
   shift
 fi
 python=${PYTHON:-python3}
-out=${OUT:-out/gpu_check}
-state=${STATE:-build/gpu_check}
+out=${OUT:-out/gpu_check${DRY_RUN:+-dry}}
+state=${STATE:-build/gpu_check${DRY_RUN:+-dry}}
 limit=${LIMIT:-540}
 mkdir -p "$out" "$state"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}:$PWD/build/gpu_site"
@@ -78,38 +82,62 @@ if [ "${1:-}" = --step ]; then # by this script, below `timeout`
   exit
 fi
 
+steps=(install doctor streams training kernels bench)
+asked=("${@:-${steps[@]}}")
+for step in "${asked[@]}"; do
+  [ -n "${most[$step]:-}" ] || { echo "no step is called $step: ${steps[*]}"; exit 2; }
+done
+
+# What ended with other sources, on another GPU or without one says nothing here. Rows of the benchmark know what they are of.
+sources=$("$python" benchmarks/gpu/sources.py) && [ -n "$sources" ] || { echo "$python does not run: set PYTHON"; exit 1; }
+subject="$sources ${DRY_RUN:+dry run }$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)"
+if [ "$(cat "$state/subject" 2>/dev/null)" != "$subject" ]; then
+  rm -f "$state"/*.status "$state"/*.log "$state/steps.txt" "$state/gpu.md"
+  echo "$subject" >"$state/subject"
+fi
+for step in "$@"; do rm -f "$state/$step.status"; done # what is named runs again
+
 began=$SECONDS
-failed=0
-left_over=()
-again=" $* " # steps that are named run again
-for step in ${@:-install doctor streams training kernels bench}; do
-  [ -n "${most[$step]:-}" ] || { echo "no step is called $step: ${!most[*]}"; exit 2; }
-  if [ -e "$state/$step.status" ] && [[ $again != *" $step "* ]]; then continue; fi
+for step in "${asked[@]}"; do
+  [ ! -e "$state/$step.status" ] || continue
   left=$((limit - (SECONDS - began)))
   own=$((most[$step] < ${MOST:-600} ? most[$step] : ${MOST:-600})) # MOST: to try this script
   seconds=$((own < left ? own : left))
-  if [ "$seconds" -lt $((own < 60 ? own : 60)) ]; then
-    left_over+=("$step")
-    continue
-  fi
+  [ "$seconds" -ge $((own < 60 ? own : 60)) ] || continue
   first=$SECONDS
   timeout -k 10 "$seconds" bash "$PWD/scripts/gpu_check.sh" ${DRY_RUN:+--dry-run} --step "$step" $((seconds - 10)) >>"$state/$step.log" 2>&1
   status=$?
   echo "$step: status $status, $((SECONDS - first)) s" | tee -a "$state/steps.txt"
   tail -n 15 "$state/$step.log" | cut -c1-200
-  if [ "$status" = 75 ] || { [ "$status" = 124 ] && [ "$seconds" -lt "$own" ]; }; then
-    left_over+=("$step") # it has more to do, or the end of the call has cut it off
-    continue
-  fi
+  # It has more to do, or the end of the call has cut it off: it has not ended.
+  if [ "$status" = 75 ] || { [ "$status" = 124 ] && [ "$seconds" -lt "$own" ]; }; then continue; fi
   echo "$status" >"$state/$step.status"
-  [ "$status" = 0 ] || failed=1
+done
+
+failed=() left_over=() never=()
+for step in "${steps[@]}"; do
+  if [ -e "$state/$step.status" ]; then
+    [ "$(cat "$state/$step.status")" = 0 ] || failed+=("$step")
+  elif [[ " ${asked[*]} " == *" $step "* ]]; then
+    left_over+=("$step")
+  else
+    never+=("$step")
+  fi
 done
 
 cp -f "$state/steps.txt" "$out/status.txt" 2>/dev/null
 for log in "$state"/*.log; do
   [ -e "$log" ] && printf '\n==== %s\n' "$(basename "$log")" && tail -c 2000000 "$log"
 done >"$out/log.txt"
+rm -f "$out/gpu.md"
 for file in gpu.md rows.jsonl; do if [ -e "$state/$file" ]; then tail -c 15000000 "$state/$file" >"$out/$file"; fi; done
-echo "gpu_check: $((SECONDS - began)) s, $([ $failed = 0 ] && echo "all well" || echo "SOMETHING FAILED: see $out/log.txt")"
-if [ ${#left_over[@]} -gt 0 ]; then echo "left for the next call: ${left_over[*]}"; fi
-exit $failed
+verdict="all well"
+[ $((${#left_over[@]} + ${#never[@]})) = 0 ] || verdict="no step has failed so far"
+[ ${#failed[@]} = 0 ] || verdict="SOMETHING FAILED (${failed[*]}): see $out/log.txt"
+echo "gpu_check: $((SECONDS - began)) s, $verdict"
+[ ${#never[@]} = 0 ] || echo "not run: ${never[*]}"
+if [ ${#left_over[@]} -gt 0 ]; then
+  echo "left for the next call: ${left_over[*]}"
+  exit 75
+fi
+exit $((${#failed[@]} > 0))

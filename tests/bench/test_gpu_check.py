@@ -14,13 +14,15 @@ import torch
 from benchmarks.gpu import attempts as module
 from benchmarks.gpu.attempts import RESERVE, Attempts, TimeIsOver
 from benchmarks.gpu.measure import Geometry, Measured
+from benchmarks.gpu.sources import digest
 
 ROOT = Path(__file__).parents[2]
 SMALL = Geometry("gpt", 64, 2, 32, 2, vocabulary=128)
 PYTHON = """#!/bin/bash
+case "$*" in *gpu/sources.py) echo "${SOURCES:-this}"; exit;; esac
 echo "$*" >>"$CALLS"
 case "$*" in
-  *tests/gpu/test_training*) sleep 30;;
+  *tests/gpu/test_training*) sleep ${TRAINING:-0};;
   "-m pytest"*) exit ${TESTS:-0};;
   *benchmarks.gpu*) [ -e "$CALLS.rows" ] && exit 0; touch "$CALLS.rows"; exit 75;;
 esac
@@ -51,21 +53,64 @@ def check(directory: Path, *steps: str, **environment: str) -> tuple[int, str, l
 
 
 def test_steps_that_fail_or_are_cut_off_stop_no_other_and_a_second_call_goes_on(tmp_path: Path) -> None:
-    """1. tests fail, and those of training do not end; 2. the next call has no time; 3. others do the rest of the benchmark."""
-    status, output, calls = check(tmp_path, TESTS="1", LIMIT="500", MOST="3")
-    assert status == 1 and "SOMETHING FAILED" in output and "left for the next call: bench\n" in output
+    """1. tests fail, and those of training do not end; 2. the next call has no time; 3. others do the rest of the benchmark;
+    4. what failed is well, but only a part of it has run again; 5. all of it.
+    """
+    status, output, calls = check(tmp_path, TESTS="1", TRAINING="30", LIMIT="500", MOST="3")
+    assert status == 75 and "SOMETHING FAILED" in output and "left for the next call: bench\n" in output
     assert any("benchmarks.gpu" in call for call in calls)
     first = (tmp_path / "out" / "status.txt").read_text()
     for step, expected in (("doctor", 0), ("streams", 1), ("training", 124), ("kernels", 1), ("bench", 75)):
         assert f"{step}: status {expected}" in first
     status, output, calls = check(tmp_path, LIMIT="0")
-    assert status == 0 and "left for the next call: bench\n" in output and not calls
+    assert status == 75 and "left for the next call: bench\n" in output and not calls
     status, output, calls = check(tmp_path)
-    assert status == 0 and "left for" not in output
+    assert status == 1 and "left for" not in output
+    assert "SOMETHING FAILED (streams training kernels)" in output, "also what an earlier call ran"
     assert len(calls) == 1, "the benchmark: a step that has ended runs again only where it is named"
-    status, output, calls = check(tmp_path, "doctor", "bench")
-    assert status == 0 and len(calls) == 2
+    status, output, calls = check(tmp_path, "streams", "kernels")
+    assert status == 1 and len(calls) == 2 and "SOMETHING FAILED (training)" in output
+    status, output, calls = check(tmp_path, "training", "bench")
+    assert status == 0 and len(calls) == 2 and "all well" in output
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"log.txt", "status.txt"}
+
+
+def test_what_has_not_run_is_not_called_well(tmp_path: Path) -> None:
+    status, output, _ = check(tmp_path, "doctor")
+    assert status == 0 and "all well" not in output
+    assert "not run: install streams training kernels bench\n" in output
+    status, output, calls = check(tmp_path, LIMIT="0")
+    assert status == 75 and "all well" not in output and not calls
+    status, output, calls = check(tmp_path, "doctor", LIMIT="0")  # named, and then without time for it
+    assert status == 75 and "left for the next call: doctor\n" in output and not calls
+    assert not (tmp_path / "state" / "doctor.status").exists()
+
+
+def test_other_sources_and_a_dry_run_leave_nothing_that_counts(tmp_path: Path) -> None:
+    """1. and 2. a dry run; 3. the real one with the same folder; 4. again; 5. with other sources."""
+    (tmp_path / "calls.rows").touch()  # the benchmark ends in one call
+    status, output, dry = check(tmp_path, "--dry-run")
+    assert status == 0 and "all well" in output
+    _, _, calls = check(tmp_path, "--dry-run")
+    assert not calls
+    status, output, calls = check(tmp_path)
+    assert status == 0 and len(calls) >= len(dry) > 5 and not any("--device cpu" in call for call in calls)
+    _, _, again = check(tmp_path)
+    assert not again
+    status, output, again = check(tmp_path, SOURCES="other", TESTS="1")
+    assert status == 1 and again == calls
+    text = (ROOT / "scripts" / "gpu_check.sh").read_text()
+    assert "state=${STATE:-build/gpu_check${DRY_RUN:+-dry}}" in text, "by default each has a folder of its own"
+
+
+def test_the_digest_of_sources_changes_with_their_content_and_names(tmp_path: Path) -> None:
+    folder = tmp_path / "ssdtrain"
+    folder.mkdir()
+    seen = set()
+    for name, content in (("a.py", "1"), ("a.py", "2"), ("b.c", "2"), ("a.pyc", "")):
+        (folder / name).write_text(content)
+        seen.add(digest(("ssdtrain",), tmp_path))
+    assert len(seen) == 3
 
 
 def measured(loss: float) -> Measured:
