@@ -100,7 +100,9 @@ def test_other_sources_and_a_dry_run_leave_nothing_that_counts(tmp_path: Path) -
     status, output, again = check(tmp_path, SOURCES="other", TESTS="1")
     assert status == 1 and again == calls
     text = (ROOT / "scripts" / "gpu_check.sh").read_text()
-    assert "state=${STATE:-build/gpu_check${DRY_RUN:+-dry}}" in text, "by default each has a folder of its own"
+    assert "state=${STATE:-build/gpu_check${DRY_RUN:+-dry}}" in text, (
+        "by default each has a folder of its own"
+    )
 
 
 def test_the_digest_of_sources_changes_with_their_content_and_names(tmp_path: Path) -> None:
