@@ -269,7 +269,7 @@ class CudaDevice:
         handle = ctypes.c_void_p()
         with torch.cuda.device(self.device):
             code = _loaded_cuda_runtime().cudaStreamCreateWithFlags(ctypes.byref(handle), NON_BLOCKING)
-        torch.cuda.check_error(int(code))
+        _check_cuda(int(code))
         return handle.value or 0
 
     def record(self, stream: Any | None) -> Event | None:
@@ -316,12 +316,12 @@ class CudaDevice:
 
         def register(address: int, nbytes: int) -> Any:
             with torch.cuda.device(self.device):  # else a context appears on the current device
-                torch.cuda.check_error(int(runtime.cudaHostRegister(address, nbytes, 0)))
+                _check_cuda(int(runtime.cudaHostRegister(address, nbytes, 0)))
 
             def unregister() -> None:
                 with torch.cuda.device(self.device):
                     torch.cuda.synchronize()  # a copy may still use it
-                    torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
+                    _check_cuda(int(runtime.cudaHostUnregister(address)))
 
             return unregister
 
@@ -378,6 +378,20 @@ def _loaded_cuda_runtime() -> ctypes.CDLL:
     raise OSError(
         "torch.cuda is in use, but no libcudart is loaded in this process: is torch linked statically to it?"
     )
+
+
+def _check_cuda(code: int) -> None:
+    """Raise `torch.cuda.CudaError` for the code of a runtime call that failed.
+
+    The runtime also remembers the error for this thread, and torch reads it at the next kernel launch, which would fail instead
+    where the caller can do without this call. So it is cleared.
+    """
+    if code:
+        try:
+            _loaded_cuda_runtime().cudaGetLastError()
+        except OSError as unknown:
+            logger.warning("the last error of the CUDA runtime is not cleared: %s", str(unknown))
+    torch.cuda.check_error(code)
 
 
 def device_for(device: torch.device) -> Device:

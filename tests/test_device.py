@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +75,54 @@ def test_copies_to_and_from_a_device_wait_for_what_made_the_data() -> None:
         "exchange_capture_mode",
         "device",
     }
+
+
+def test_a_failed_pinning_does_not_leave_its_error_for_the_next_kernel_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller may do without the memory; torch would raise the error that the runtime remembers in the user's forward."""
+    remembered: list[int] = []
+
+    class Runtime:
+        def __init__(self, code: int) -> None:
+            self.code = code
+
+        def _answer(self, *arguments: int) -> int:
+            if self.code:
+                remembered.append(self.code)
+            return self.code
+
+        cudaHostRegister = cudaHostUnregister = _answer
+
+        def cudaGetLastError(self) -> int:
+            return remembered.pop()
+
+    def check(code: int) -> None:
+        if code:
+            raise RuntimeError(f"code {code}")
+
+    runtime = Runtime(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    monkeypatch.setattr(device, "_loaded_cuda_runtime", lambda: runtime)
+    layer = object.__new__(device.CudaDevice)
+    layer.device = torch.device("cuda", 0)
+    register = layer.host_register()
+    unregister = register(4096, 4096)
+    runtime.code = 2
+    for call in (lambda: register(8192, 4096), unregister):
+        with pytest.raises(RuntimeError, match="code 2"):
+            call()
+        assert not remembered
+
+    def unloaded() -> None:
+        raise OSError("no libcudart")
+
+    monkeypatch.setattr(device, "_loaded_cuda_runtime", unloaded)
+    with pytest.raises(RuntimeError, match="code 2"):
+        register(8192, 4096)
 
 
 def test_the_numa_node_is_that_of_the_devices_pci_slot(tmp_path: Path) -> None:

@@ -88,19 +88,26 @@ class Buffers:
             self._close_returned()
         self._make(-(-wanted // (2 * MiB)) * 2 * MiB)
 
-    def grow(self, wanted: int, limit: int) -> None:
+    def grow(self, wanted: int, limit: int, room: Callable[[], int] | None = None) -> None:
         """Have a pinned arena of `wanted` bytes, but no more than `limit` bytes in all. Doubles at least, so that it settles.
 
         The one before stays in use: to unpin memory waits for the device, where a collective may wait for another rank. Where the
         host has no memory to pin, there is no new one, with a warning.
+
+        Args:
+            room: returns how many bytes more may be pinned now; None: up to `limit`. The kernel ends a process that pins more
+                than its cgroup may have, without an error.
         """
         wanted = min(max(wanted, 2 * self.capacity), limit - sum(arena.capacity for arena in self._arenas()))
         if wanted <= self.capacity or self._cannot_grow:
             return
         smaller = self._arena
         try:
-            self._make(-(-wanted // (2 * MiB)) * 2 * MiB)
-        except (OSError, torch.cuda.CudaError) as error:
+            free = wanted if room is None else room()
+            if free <= self.capacity:
+                raise MemoryError(f"{free} bytes more are this rank's share of the node's free memory")
+            self._make(-(-min(wanted, free) // (2 * MiB)) * 2 * MiB)
+        except (OSError, MemoryError, torch.cuda.CudaError) as error:
             self._cannot_grow = True
             logger.warning(
                 "the arena stays at %d bytes: %d could not be pinned (%s); fewer ranks on this node, or offload.buffer, help",

@@ -90,6 +90,7 @@ def build_engine(
             prefetch=prefetch,
             buffer=buffer,
             buffer_limit=buffer_limit,
+            buffer_room=lambda: check_host_budget(0, local_world_size).share(local_world_size),
             raise_when_full=offload.on_full == "raise",
             staged=staged,
             by_cufile=direct,

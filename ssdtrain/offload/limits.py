@@ -60,7 +60,7 @@ class TransferLimits:
         self._usual_operator = max(self._usual_operator, tape.second_operator)
         needed = max(4 * self._usual_operator, largest)
         if needed > self._buffers.capacity and self._options.buffer_limit is not None:
-            self._buffers.grow(needed, self._options.buffer_limit)
+            self._buffers.grow(needed, self._options.buffer_limit, self._options.buffer_room)
         self._set_in_flight()
 
     def _set_in_flight(self) -> None:

@@ -88,9 +88,8 @@ class Mover:
         self._raise_when_full = raise_when_full
         self._verified = verified
         self._draws = 0  # of `next_verified`
-        self._next_verified = (
-            next_verified(0, verified) if verified else 0
-        )  # in so many stores; 0 or less: none
+        # The store that is verified next is the so manieth from here; 0 or less: none.
+        self._next_verified = next_verified(0, verified) if verified else 0
         self._stores: deque[Region] = deque()  # in the order in which they began
         self._warned_full = False
 
@@ -119,12 +118,9 @@ class Mover:
         except StoreFull as error:
             self._keep_for_want_of_room(region, error)
             return True
-        self._next_verified -= 1
-        if self._next_verified == 0:
-            self._draws += 1
-            self._next_verified = next_verified(self._draws, self._verified)
-            # No thread of the host sees the bytes of a pinned slot.
-            transfer.verify = not self.store.is_pinned(transfer.slot)
+        chosen = self._next_verified == 1
+        # No thread of the host sees the bytes of a pinned slot.
+        transfer.verify = chosen and not self.store.is_pinned(transfer.slot)
         nbytes = region.nbytes
         deferred = self._deferred + nbytes
         defer = deferred <= self.batch_bytes
@@ -132,6 +128,11 @@ class Mover:
         if write is None:
             self._free_slot(region)
             return False
+        if chosen:
+            self._draws += 1
+            self._next_verified = next_verified(self._draws, self._verified)
+        else:
+            self._next_verified -= 1
         self._deferred = deferred if defer else 0
         encoded = transfer.payload is not None
         if encoded:

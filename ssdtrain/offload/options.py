@@ -24,6 +24,7 @@ class EngineOptions:
     prefetch: int | None = None
     buffer: int | None = None
     buffer_limit: int | None = None  # up to which a pinned arena grows; None: `buffer` is its size
+    buffer_room: Callable[[], int] | None = None  # bytes by which it may grow now; None: up to `buffer_limit`
     deadline: float = 10.0
     raise_when_full: bool = False
     staged: bool | None = None  # None: staged through pinned buffers on a GPU, in place on the CPU

@@ -208,8 +208,9 @@ class PassRecorder:
         found = self._passes.get(tape)
         if found is not None:
             count, name, stays = len(tape.regions), "", False
-            if count > (found.hooks[-1][0] if found.hooks else 0):
-                name, stays = tape.regions[-1].name, tape.regions[-1].stays
+            region = tape.regions[-1] if count > (found.hooks[-1][0] if found.hooks else 0) else None
+            if region is not None:  # else there is no new one, or it was released meanwhile
+                name, stays = region.name, region.stays
             found.hooks.append((count, tape.nbytes, name, stays, began, ended))
             self._reached(ended)
 

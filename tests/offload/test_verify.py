@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch import nn
 
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.offload.build import SAMPLED
-from ssdtrain.offload.mover import next_verified
+from ssdtrain.offload.metrics import OffloadMetrics
+from ssdtrain.offload.mover import Mover, next_verified
 from ssdtrain.offload.proof import ProofFailed
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
@@ -112,6 +114,44 @@ def test_a_sample_reaches_every_region_of_a_tape(regions: int) -> None:
         places.append(store % regions)
     assert set(places) == set(range(regions))
     assert 0.9 < len(places) * SAMPLED / store < 1.1
+
+
+def test_a_sample_counts_stores_and_not_attempts() -> None:
+    """A store that finds no staging buffer begins later: the one that is verified is the same."""
+    verified: list[int] = []
+    for failing in (0, 1):
+        stores: list[bool] = []
+
+        def begin_store(
+            region: Any, *, defer: bool, stores: list[bool] = stores, failing: int = failing
+        ) -> Any:
+            region.attempts += 1
+            if region.attempts <= failing:
+                return None
+            stores.append(region.transfer.verify)
+            return SimpleNamespace()
+
+        store = SimpleNamespace(
+            reserve=lambda nbytes, tier: object(), free=lambda slot: None, is_pinned=lambda slot: False
+        )
+        transfer = SimpleNamespace(begin_store=begin_store, copies=False)
+        mover = Mover(store, transfer, OffloadMetrics(), verified=SAMPLED)  # type: ignore[arg-type]
+        for _ in range(20 * SAMPLED):
+            state = SimpleNamespace(
+                codec=None,
+                stored_bytes=1,
+                tier=None,
+                payload=None,
+                verify=False,
+                write_began=lambda write: None,
+            )
+            region: Any = SimpleNamespace(transfer=state, nbytes=1, attempts=0)
+            while not mover.begin_store(region):
+                pass
+        verified.append(sum(stores))
+        places = [place for place, chosen in enumerate(stores) if chosen]
+        assert places[0] == next_verified(0, SAMPLED) - 1
+    assert verified[0] == verified[1] >= 10
 
 
 def test_a_sample_of_one_is_all() -> None:

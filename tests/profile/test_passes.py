@@ -97,3 +97,15 @@ def test_what_one_user_takes_is_still_there_for_another() -> None:
     assert recorder.active and recorder.take("plan").order == []
     recorder.request("trace", False)
     assert not recorder.active
+
+
+def test_a_region_that_was_released_meanwhile_has_no_name() -> None:
+    """By another thread, between its save and the end of the hook: the tape has forgotten it."""
+    recorder, tape = PassRecorder(), Tape()
+    recorder.request("plan", True)
+    recorder.forward_began(tape, At(0.0))
+    tape.save(100, "a")
+    tape.regions[0] = None
+    recorder.packed(tape, At(1.0), At(1.5))
+    (times,) = recorder.take().tapes()
+    assert [(region.name, region.nbytes) for region in times.regions] == [("", 100)]

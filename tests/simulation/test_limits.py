@@ -113,18 +113,24 @@ def test_an_arena_grows_where_drives_are_written_through_it_and_its_size_is_not_
     try:
         assert engine.options.buffer_limit is None or engine.options.buffer_limit >= engine.buffers.capacity
         assert (engine.options.buffer_limit is not None) == grows
+        room = engine.options.buffer_room
+        assert room is not None and room() > 0
         assert engine.mover.in_flight_limit == engine.buffers.capacity // 2
     finally:
         engine.close()
         store.close()
 
 
-def test_without_memory_to_pin_the_arena_stays_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [OSError, MemoryError, torch.cuda.CudaError])
+def test_without_memory_to_pin_the_arena_stays_with_a_warning(
+    kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the system does not map it, and where CUDA does not pin it."""
     pinned: list[int] = []
 
     def register(address: int, nbytes: int) -> Any:
         if pinned:
-            raise OSError("no memory")
+            raise kind.__new__(kind, "none")  # without CUDA, a CudaError cannot be made from its code
         pinned.append(nbytes)
         return lambda: None
 
@@ -135,6 +141,19 @@ def test_without_memory_to_pin_the_arena_stays_with_a_warning(caplog: pytest.Log
     assert buffers.capacity == 4 * MiB
     (record,) = caplog.records
     assert "offload.buffer" in record.getMessage() and str(8 * MiB) in record.getMessage()
+    buffers.close()
+
+
+@pytest.mark.parametrize(("room", "capacity"), [(64, 16), (10, 10), (4, 4), (0, 4)])
+def test_an_arena_grows_by_the_memory_that_is_free_when_it_grows(
+    room: int, capacity: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Since the engine was built, optimizer and loaders have taken theirs; to pin more than a cgroup allows ends the process."""
+    buffers = Buffers(4 * MiB, lambda address, nbytes: lambda: None, None)
+    with caplog.at_level(logging.WARNING, logger="ssdtrain"):
+        buffers.grow(16 * MiB, 128 * MiB, lambda: room * MiB)
+    assert buffers.capacity == capacity * MiB
+    assert len(caplog.records) == (capacity == 4)
     buffers.close()
 
 
