@@ -3,8 +3,9 @@
 GPT, BERT and T5 of (hidden, layers) = (8192, 4), (12288, 3), (16384, 2) (arXiv 2408.10013), and GPTs of 32 layers of 4096 at
 4k and 16k tokens, in bf16. Each is trained in every way of `measure.WAYS` in this process, with the same seed: activation peak
 and step time against keeping everything, equality of the losses, and the largest microbatch that fits with its throughput.
-Rows that do not fit, or that `--seconds` left no time for, are named as such. With `--rows` what was measured is kept in a file:
-a further call goes on with what is missing, and status 75 says that something is.
+Rows that do not fit, that failed, or that `--seconds` left no time for, are named as such. With `--rows` what was measured is
+kept in a file: a further call on the same device with the same sources goes on with what is missing; status 75 says that
+something is.
 
 `--device cpu --dry-run` runs the same code with tiny models and no memory figures: it shows that the script works, nothing else.
 """
@@ -24,9 +25,10 @@ from typing import Any
 import torch
 
 from benchmarks.common import parser
-from benchmarks.gpu.attempts import Attempts, TimeIsOver
+from benchmarks.gpu.attempts import AttemptFailed, Attempts, TimeIsOver
 from benchmarks.gpu.measure import WAYS, Geometry
 from benchmarks.gpu.models import KINDS
+from benchmarks.gpu.sources import MEASURED, digest
 from ssdtrain.telemetry.text import size_text
 
 GiB = 1 << 30
@@ -35,6 +37,8 @@ LARGEST_TRIED = 64
 """Sequences of a microbatch."""
 STEPS, FEW_STEPS = 6, 3
 """Of a row, and of each microbatch that is tried."""
+SOURCES = digest(MEASURED)
+"""Read before anything is measured."""
 MORE = 75
 """Exit status: call it again."""
 
@@ -53,10 +57,14 @@ def geometries(dry: bool) -> Iterator[Geometry]:
 
 
 def row_of(attempts: Attempts, geometry: Geometry, **options: Any) -> dict[str, Any]:
-    """All ways of one geometry, relative to keeping; a way that does not fit has `"fits": false`."""
+    """All ways of one geometry, relative to keeping. "fits" is false where one does not fit, and null where it failed."""
     ways: dict[str, dict[str, Any]] = {}
     for way in WAYS:
-        found = attempts.measure(geometry, way, steps=STEPS, **options)
+        try:
+            found = attempts.measure(geometry, way, steps=STEPS, **options)
+        except AttemptFailed as error:
+            ways[way] = {"fits": None, "error": str(error)}
+            continue
         ways[way] = {"fits": False} if found is None else {"fits": True, **dataclasses.asdict(found)}
     keep = ways["keep"]
     for found_way in ways.values():
@@ -71,13 +79,16 @@ def row_of(attempts: Attempts, geometry: Geometry, **options: Any) -> dict[str, 
 
 def largest_microbatch(
     attempts: Attempts, geometry: Geometry, way: str, limit: int, **options: Any
-) -> dict[str, float]:
-    """The largest of 1, 2, 4, ... that fits, and its tokens per second."""
+) -> dict[str, Any]:
+    """The largest of 1, 2, 4, ... that fits, and its tokens per second; "error" alone where one failed instead."""
     best = {"microbatch": 0, "tokens_per_second": 0.0}
     microbatch = 1
     while microbatch <= limit:
         tried = dataclasses.replace(geometry, microbatch=microbatch)
-        found = attempts.measure(tried, way, **options, steps=FEW_STEPS)
+        try:
+            found = attempts.measure(tried, way, **options, steps=FEW_STEPS)
+        except AttemptFailed as error:
+            return {"error": f"{tried.name}: {error}"}
         if found is None:
             break
         best = {
@@ -94,6 +105,7 @@ def markdown(result: dict[str, Any]) -> str:
         "# Measured on a GPU",
         "",
         f"{result['date']}, {result['hardware']}, torch {result['torch']}: `python -m benchmarks.gpu`.",
+        f"Digest of the sources: {result['sources']}.",
         "",
         "Activation peak (highest allocation beyond parameters and gradients) and step time relative to keeping everything in",
         "the same run; bf16. A dash: it does not fit, or the device does not say.",
@@ -118,20 +130,27 @@ def markdown(result: dict[str, Any]) -> str:
                     {True: "yes", False: "NO", None: "-"}[found.get("loss_equal")],
                 ]
             else:
-                cells += ["-"] * 5
+                cells += ["failed" if found["fits"] is None else "-", *["-"] * 4]
             lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "Largest microbatch of powers of two, and its throughput:", ""]
     lines += ["| model | way | microbatch | tokens/s |", "|---|---|---|---|"]
     for row in result["largest"]:
         for way, found in row["ways"].items():
-            lines.append(
-                f"| {row['geometry']} | {way} | {found['microbatch']} | {found['tokens_per_second']:.0f} |"
+            cells = (
+                ["failed", "-"]
+                if "error" in found
+                else [str(found["microbatch"]), f"{found['tokens_per_second']:.0f}"]
             )
+            lines.append("| " + " | ".join([row["geometry"], way, *cells]) + " |")
     if result["left_out"]:
         lines += ["", f"Not run, the time was over: {', '.join(result['left_out'])}."]
     if result["errors"]:
         lines += ["", "**Failed**:", "", *(f"- {error}" for error in result["errors"])]
     return "\n".join(lines) + "\n"
+
+
+def hardware_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
 
 
 def run(
@@ -155,11 +174,11 @@ def run(
         largest.append({"geometry": first.name.partition(",")[0], "ways": found})
     except TimeIsOver:
         left_out.append("the largest microbatch")
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
     return {
         "date": datetime.date.today().isoformat(),
-        "hardware": hardware,
+        "hardware": hardware_of(device),
         "torch": torch.__version__,
+        "sources": SOURCES,
         "dry_run": dry,
         "rows": rows,
         "largest": largest,
@@ -189,8 +208,10 @@ def main() -> int:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     device = torch.device("cpu") if chosen.device == "cpu" else torch.device("cuda", 0)
     host_bytes = int((0.25 if chosen.dry_run else chosen.host_gib) * GiB)
+    torch_version = f"torch {torch.__version__}"
+    setting = (hardware_of(device), torch_version, SOURCES, str(chosen.directory), str(host_bytes))
     with tempfile.TemporaryDirectory(prefix="ssdtrain-gpu-", dir=chosen.directory) as directory:
-        attempts = Attempts(chosen.rows, chosen.seconds)
+        attempts = Attempts(chosen.rows, chosen.seconds, setting)
         result = run(device, chosen.dry_run, directory, host_bytes, attempts)
     text = markdown(result)
     print(text)

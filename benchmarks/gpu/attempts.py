@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.measure import Geometry, Measured, measure
 
-__all__ = ["RESERVE", "Attempts", "TimeIsOver"]
+__all__ = ["RESERVE", "AttemptFailed", "Attempts", "TimeIsOver"]
 
 RESERVE = 90.0
 """Seconds that one attempt may take: none is begun later than so long before the end."""
@@ -24,20 +24,26 @@ class TimeIsOver(Exception):
     """The next attempt might not end in time; or the process cannot be used any more, and a new one may go on."""
 
 
+class AttemptFailed(Exception):
+    """It ended with an error other than for lack of device memory, or never ended. Says nothing about what fits."""
+
+
 class Attempts:
     """Measures each way of each geometry once.
 
-    The file has one JSON object a line: {"key": [geometry, way, steps]} when an attempt begins, and the same with "found" (the
-    fields of `Measured`; null: it does not fit) or "error" when it has ended. One that never ended (it hung, or was killed) is
-    not begun again.
+    The file has one JSON object a line: {"key": [geometry, way, steps, *setting]} when an attempt begins, and the same with
+    "found" (the fields of `Measured`; null: it does not fit) or "error" when it has ended. One that never ended (it hung, or was
+    killed) is not begun again. Lines of another setting are left alone.
 
     Args:
         file: is appended to; None: nothing is kept.
         seconds: of this process, from now on.
+        setting: what else figures depend on, and is the same for all attempts of this process: device, sources, directory.
     """
 
-    def __init__(self, file: Path | None, seconds: float) -> None:
+    def __init__(self, file: Path | None, seconds: float, setting: tuple[str, ...]) -> None:
         self._file = file
+        self._setting = setting
         self._ends = time.monotonic() + seconds
         self._found: dict[tuple[Any, ...], dict[str, Any]] = {}
         for line in file.read_text().splitlines() if file is not None and file.exists() else []:
@@ -45,24 +51,26 @@ class Attempts:
                 entry = json.loads(line)
             except json.JSONDecodeError:
                 continue  # the process was killed while it wrote this line
-            self._found[tuple(entry["key"])] = {"error": "it did not end", **entry}
+            if tuple(entry["key"][3:]) == setting:
+                self._found[tuple(entry["key"])] = {"error": "it did not end", **entry}
 
     @property
     def errors(self) -> list[str]:
         """Of attempts that failed otherwise than for lack of memory."""
         return [
-            f"{', '.join(map(str, key))}: {entry['error'].splitlines()[-1]}"
+            f"{', '.join(map(str, key[:3]))}: {entry['error'].splitlines()[-1]}"
             for key, entry in self._found.items()
             if "found" not in entry
         ]
 
     def measure(self, geometry: Geometry, way: str, *, steps: int, **options: Any) -> Measured | None:
-        """None: it does not fit, or has failed.
+        """None: it does not fit into the memory of the device.
 
         Raises:
+            AttemptFailed: it has failed, now or when it was begun.
             TimeIsOver: it was not begun; or it broke the CUDA context.
         """
-        key = (geometry.name, way, steps)
+        key = (geometry.name, way, steps, *self._setting)
         if key not in self._found:
             if time.monotonic() > self._ends - RESERVE:
                 raise TimeIsOver
@@ -71,7 +79,9 @@ class Attempts:
             self._write({"key": key, **self._found[key]})
             if "CUDA error" in self._found[key].get("error", ""):
                 raise TimeIsOver
-        found = self._found[key].get("found")
+        if "found" not in self._found[key]:
+            raise AttemptFailed(self._found[key]["error"].splitlines()[-1])
+        found = self._found[key]["found"]
         return None if found is None else Measured(**found)
 
     def _attempt(self, geometry: Geometry, way: str, **options: Any) -> dict[str, Any]:

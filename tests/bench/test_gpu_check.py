@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import attempts as module
-from benchmarks.gpu.attempts import RESERVE, Attempts, TimeIsOver
+from benchmarks.gpu.__main__ import WAYS, largest_microbatch, markdown, row_of
+from benchmarks.gpu.attempts import RESERVE, AttemptFailed, Attempts, TimeIsOver
 from benchmarks.gpu.measure import Geometry, Measured
 from benchmarks.gpu.sources import digest
 
@@ -119,6 +120,9 @@ def measured(loss: float) -> Measured:
     return Measured("keep", 1.0, None, [loss])
 
 
+HERE = ("this GPU", "these sources")
+
+
 def test_a_row_is_measured_once_and_what_fails_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,30 +139,63 @@ def test_a_row_is_measured_once_and_what_fails_is_recorded(
 
     monkeypatch.setattr(module, "measure", measure)
     for _ in range(2):
-        attempts = Attempts(file, 1000)
-        found = [attempts.measure(SMALL, way, steps=3) for way in ways]
-        assert found == [measured(1.0), None, None]
+        attempts = Attempts(file, 1000, HERE)
+        found = [attempts.measure(SMALL, way, steps=3) for way in ("keep", "host")]
+        assert found == [measured(1.0), None]
+        with pytest.raises(AttemptFailed, match="no such way"):
+            attempts.measure(SMALL, "ssd", steps=3)
         (error,) = attempts.errors
         assert "no such way" in error and "ssd" in error
-    assert begun == list(ways)
+    assert begun == ["keep", "host", "ssd"]
+    for elsewhere in (("other GPU", HERE[1]), (HERE[0], "other sources")):
+        attempts = Attempts(file, 1000, elsewhere)
+        assert not attempts.errors and attempts.measure(SMALL, "keep", steps=3) == measured(1.0)
+    assert begun[3:] == ["keep", "keep"]
+
+
+def test_what_failed_is_not_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(geometry: Geometry, way: str, **options: Any) -> Measured:
+        if way == "ssd" and geometry.microbatch == 2:
+            raise ValueError("the drive is full")
+        if way != "keep" and geometry.microbatch > 2:
+            raise torch.OutOfMemoryError
+        return measured(1.0)
+
+    monkeypatch.setattr(module, "measure", measure)
+    attempts = Attempts(None, 1000, HERE)
+    row = row_of(attempts, SMALL)
+    fits = {way: found["fits"] for way, found in row["ways"].items()}
+    assert fits == {way: None if way == "ssd" else True for way in WAYS}
+    assert "the drive is full" in row["ways"]["ssd"]["error"]
+    found = {way: largest_microbatch(attempts, SMALL, way, 8) for way in ("keep", "host", "ssd")}
+    assert [found[way].get("microbatch") for way in found] == [8, 2, None]
+    result = dict.fromkeys(("date", "hardware", "torch", "sources", "dry_run", "left_out"), "")
+    table = markdown(
+        {**result, "rows": [row], "largest": [{"geometry": "gpt", "ways": found}], "errors": attempts.errors}
+    )
+    assert "| gpt | host | 2 | 64 |" in table and "| gpt | ssd | failed | - |" in table
+    assert f"| {SMALL.name} | ssd | failed | - | - | - | - |" in table
 
 
 def test_what_hung_or_broke_the_device_is_not_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"key": [SMALL.name, "keep", 3]}) + '\n{"key": [')
+    file.write_text(json.dumps({"key": [SMALL.name, "keep", 3, *HERE]}) + '\n{"key": [')
 
     def measure(geometry: Geometry, way: str, **options: Any) -> Measured:
         assert way == "ssd"
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(module, "measure", measure)
-    attempts = Attempts(file, 1000)
-    assert attempts.measure(SMALL, "keep", steps=3) is None
+    attempts = Attempts(file, 1000, HERE)
+    with pytest.raises(AttemptFailed, match="did not end"):
+        attempts.measure(SMALL, "keep", steps=3)
     with pytest.raises(TimeIsOver):  # nothing of this process can be trusted any more
         attempts.measure(SMALL, "ssd", steps=3)
-    attempts = Attempts(file, RESERVE - 1)
-    assert attempts.measure(SMALL, "ssd", steps=3) is None and len(attempts.errors) == 2
+    attempts = Attempts(file, RESERVE - 1, HERE)
+    with pytest.raises(AttemptFailed, match="illegal memory access"):
+        attempts.measure(SMALL, "ssd", steps=3)
+    assert len(attempts.errors) == 2
     with pytest.raises(TimeIsOver):
         attempts.measure(SMALL, "host", steps=3)
