@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -63,8 +64,9 @@ def forked(
         except subprocess.TimeoutExpired:
             said = f"did not end in {timeout:g} seconds"
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            if None in statuses:  # ranks may be left
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
         outputs = [Path(directory, str(rank)) for rank in range(world)]
         texts = [output.read_text(errors="replace") if output.exists() else "" for output in outputs]
