@@ -8,18 +8,13 @@ creates no directory.
 
 from ssdtrain.config.amount import Amount, parse_amount
 from ssdtrain.config.comm import DIMENSIONS, CommConfig
+from ssdtrain.config.endurance import EnduranceConfig
 from ssdtrain.config.errors import ConfigError, InvalidValue, Problem
 from ssdtrain.config.load import load_config
-from ssdtrain.config.schema import (
-    CheckpointConfig,
-    CompactConfig,
-    Config,
-    EnduranceConfig,
-    OffloadConfig,
-    PlanConfig,
-    ReportConfig,
-    StateConfig,
-)
+from ssdtrain.config.offload import OffloadConfig
+from ssdtrain.config.plan import PlanConfig
+from ssdtrain.config.schema import CheckpointConfig, CompactConfig, Config, ReportConfig
+from ssdtrain.config.state import StateConfig
 from ssdtrain.config.units import (
     exact_size,
     format_duration,

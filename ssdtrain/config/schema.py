@@ -11,177 +11,20 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ssdtrain.config import paths
-from ssdtrain.config.amount import Amount
 from ssdtrain.config.comm import CommConfig
-from ssdtrain.config.endurance import EnduranceConfig
 from ssdtrain.config.errors import ConfigError, Problem
 from ssdtrain.config.kinds import (
-    AmountField,
-    Capacity,
-    CodecName,
-    Directories,
     Directory,
     Patterns,
-    PositiveSize,
     RatioRules,
-    Seconds,
-    Size,
     Steps,
-    Switch,
     kind_of,
 )
+from ssdtrain.config.offload import OffloadConfig
 from ssdtrain.config.plan import PlanConfig
 from ssdtrain.config.section import Conflict, Section
 from ssdtrain.config.state import StateConfig
-from ssdtrain.config.units import KiB, exact_size
-
-
-class OffloadConfig(Section):
-    """Offloading of activations to SSD or host memory in forward, and prefetching before backward needs them."""
-
-    directories: Directories = ()
-    """Directories on the drives, each with one spill file per rank; several share the bytes by measured speed. {rank},
-    {local_rank}, {host}, {user} and ~ are expanded on each rank. Optional only with `host`, which then is the only tier."""
-
-    capacity: Capacity | None = None
-    """Maximum bytes per rank on each drive. Default: 90% of the free space, divided among the ranks of the node."""
-
-    host: Size = 0
-    """Bytes of host memory per rank, used as a tier before the drives; pinned with a GPU. Default: none."""
-
-    amount: AmountField = Amount("auto")
-    """How much of what a microbatch saves is offloaded: "auto", as much as transfers can be hidden for, measured in the first
-    steps and again when something changes (docs/policy.md); "all"; a fraction such as 0.6 or "60%"; or the bytes that stay such
-    as "512MiB" (those saved last, because backward needs them first)."""
-
-    device_budget: PositiveSize | None = None
-    """With `amount: "auto"` (default): bytes of activations that should be on the device at most, at the least waiting. By
-    default as few as transfers can be hidden for."""
-
-    include: Patterns = ()
-    """Offload only tensors saved by these modules and their submodules: patterns of qualified names or class names, such as
-    "*.mlp" or "LayerNorm". Default: all modules."""
-
-    exclude: Patterns = ()
-    """Do not offload tensors saved by these modules: patterns as in `include`, over which they take precedence. Default: none."""
-
-    codec: CodecName | None = None
-    """Codec of offloaded floating-point tensors. With "lossless" gradients are bit-identical, with "int8" and others they are
-    not (docs/codecs.md). Default: tensors are stored unchanged. Boolean masks are always packed to bits."""
-
-    min_bytes: Size = 256 * KiB
-    """Saved tensors smaller than this are not offloaded."""
-
-    buffer: PositiveSize | None = None
-    """Bytes of the rank's arena of reusable transfer buffers (pinned host memory with a GPU). Default: sized by the tensors that
-    the engine sees; on a GPU 1GiB at least, and at most this rank's share of half of the node's free memory. A larger arena
-    allows more transfers in flight; a smaller one saves host memory."""
-
-    in_flight: PositiveSize | None = None
-    """Maximum bytes of stores in flight: saving another tensor waits (at most `deadline`). They also have to fit in `buffer`.
-    Default: on a GPU half of the arena; on the CPU 256MiB, which is a part of the peak there; with GPUDirect Storage that or what
-    two operators save, whichever is more."""
-
-    prefetch: Size | None = None
-    """Bytes of loads issued ahead of backward; 0: load on demand. Default: a fixed rule that does not depend on the measured
-    bandwidth. On a GPU: half of the arena. On the CPU: the larger of 24MiB and three of the largest saved tensors, but at most a
-    quarter of what one forward offloads, and at most half of `buffer` if that is given, else 1GiB. More hides a slower drive and
-    takes memory that offloading saves."""
-
-    deadline: Seconds = 10.0
-    """Maximum time that saving a tensor waits for stores in flight before it uses the next tier or keeps the tensor."""
-
-    threads: Annotated[int, Field(ge=1, le=64)] = 4
-    """Concurrent writes per drive, and concurrent reads; the pool has one thread more, so that reads never wait for writes."""
-
-    engine: Literal["auto", "c", "python"] = "auto"
-    """The I/O engine. Default: "c", or "python" with a warning if the C extension was not built."""
-
-    direct: Switch = "auto"
-    """Unbuffered I/O (O_DIRECT). Default: used if the file system supports it, else buffered I/O with one warning; "on" makes
-    that an error."""
-
-    gpudirect: Switch = "auto"
-    """GPUDirect Storage (kvikio), between GPU and drives without host memory. Default: used if it works here and is faster than
-    host memory in a probe at start, else the log says why not; "on" makes it an error if it does not work. It takes more device
-    memory (docs/gpu.md)."""
-
-    on_full: Literal["keep", "raise"] = "keep"
-    """When every tier is full: keep the tensor on its device with one warning, or raise."""
-
-    verify: Literal["off", "sample", "all"] = "sample"
-    """Compare a checksum of all bytes of a stored tensor when it comes back, so that a drive that returns wrong data is an error
-    that names tensor and directory: of no tensor, of one in 32, or of all (which costs the I/O threads 0.2 s of CPU time
-    per GB when they write and 0.1 s when they read)."""
-
-    prove_steps: Annotated[int, Field(ge=0)] = 0
-    """In so many first steps keep a copy of every saved tensor in host memory, and compare what backward gets with it, to the
-    bit: an error names the first tensor that differs, and its module (docs/equality.md). Takes host memory for all that is saved
-    between forward and backward."""
-
-    endurance: EnduranceConfig | None = None
-    """The wear of the drives. Without this section it is only reported."""
-
-    def conflicts(self) -> Iterator[Conflict]:
-        if self.prove_steps and self.codec not in (None, "lossless"):
-            why = f'compares bits, but codec "{self.codec}" changes them'
-            yield "prove_steps", self.prove_steps, why, 'leaving it out, or "codec": "lossless"'
-        if not self.directories and not self.host:
-            why = "leaves no place to offload to, because host is 0"
-            yield "directories", list(self.directories), why, "at least one directory, or host above 0"
-        if not self.directories and self.capacity is not None:
-            why = "limits drives, but directories is empty"
-            yield "capacity", exact_size(self.capacity), why, "leaving it out, or at least one directory"
-        for key in ("direct", "gpudirect"):
-            if not self.directories and getattr(self, key) == "on":
-                why = "concerns drives, but directories is empty"
-                yield key, "on", why, "leaving it out, or at least one directory"
-        if self.gpudirect == "on" and self.verify == "all":
-            why = 'keeps tensors out of host memory, where verify "all" compares them'
-            yield "gpudirect", "on", why, '"auto" or "off", or "verify": "sample"'
-        if self.device_budget is not None and self.amount.kind != "auto":
-            why = f'needs amount: "auto", but amount is {self.amount}'
-            yield "device_budget", exact_size(self.device_budget), why, 'leaving it out, or "amount": "auto"'
-        yield from self._too_large("min_bytes", "capacity", "so nothing would be offloaded")
-        yield from self._too_large("min_bytes", "buffer", "so nothing would fit through it")
-        if self.host:
-            yield from self._too_large("min_bytes", "host", "so nothing would fit in it")
-        yield from self._too_large("prefetch", "buffer", "which loads pass through")
-        yield from self._too_large("in_flight", "buffer", "which stores pass through")
-
-    def _too_large(self, key: str, bound: str, consequence: str) -> Iterator[Conflict]:
-        value, limit = getattr(self, key), getattr(self, bound)
-        if value is not None and limit is not None and value > limit:
-            why = f"is more than {bound} ({exact_size(limit)}), {consequence}"
-            yield key, exact_size(value), why, f"at most {bound}"
-
-    def expand(
-        self,
-        *,
-        rank: int,
-        local_rank: int,
-        host: str | None = None,
-        user: str | None = None,
-        path: str = "ssdtrain.offload",
-    ) -> tuple[Path, ...]:
-        """The absolute directories of one rank, checked against what lies there; none of them is made.
-
-        Args:
-            rank: global rank.
-            local_rank: rank within the node.
-            host: None is this machine's name.
-            user: None is the user of this process.
-            path: full key of this section, for errors.
-
-        Raises:
-            ConfigError: a file is in the way of a directory, or two are the same.
-        """
-        found = tuple(
-            paths.expand_path(text, rank=rank, local_rank=local_rank, host=host, user=user)
-            for text in self.directories
-        )
-        paths.check_directories(found, f"{path}.directories")
-        return found
+from ssdtrain.config.units import exact_size
 
 
 class CheckpointConfig(Section):

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ssdtrain.features import Feature, Step
+from ssdtrain.device import CudaDevice
+from ssdtrain.features import Feature, Forward, Step
 from ssdtrain.offload import policy as offload
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.planner.adaptive import AdaptivePolicy
@@ -20,7 +21,9 @@ from ssdtrain.planner.decisions import Outcome, decision_table
 from ssdtrain.planner.measured import Bandwidths, Profile, Rates, host_tier, measured_machine
 from ssdtrain.planner.plan_metrics import PlanMetrics
 from ssdtrain.planner.plans import Limits, NoPlan, Plan
+from ssdtrain.planner.room import DeviceMemory, device_memory, room
 from ssdtrain.planner.step import KEEP, Choice, Machine
+from ssdtrain.planner.step_ends import StepEnds
 from ssdtrain.planner.timeline import simulate
 from ssdtrain.planner.wear import WearLimit
 from ssdtrain.profile.passes import StepRecord
@@ -55,6 +58,12 @@ STAYS = "ssdtrain.plan: the bandwidth of the tiers changed, and the plan of befo
 
 MARGIN = 0.85
 """By which the bandwidths are reduced where a plan stalls though they are as measured."""
+
+CALM_STEPS = 64
+"""Steps without stalls after which one such reduction is taken back. Twice as many each time that stalls come again, up to
+`MOST_CALM_STEPS`: what made them may be over, or come every time."""
+
+MOST_CALM_STEPS = 4096
 
 
 class AdaptiveOffload(Feature):
@@ -95,6 +104,8 @@ class AdaptiveOffload(Feature):
         self._most_slowdown, self._least_memory = most_slowdown, least_memory
         self._wear = WearLimit(endurance) if endurance is not None else None
         self._reports = reports
+        self._decided = ""
+        self._ends = StepEnds(self._ended, engine.drain)
         self._recorder = engine.recorder
         self._recorder.request("plan", True)
         # With their steps and the peaks of these without offload; the device has not passed them yet.
@@ -116,11 +127,21 @@ class AdaptiveOffload(Feature):
         self._drift = DRIFT
         self._stall_seconds = 0.0
         self._margin = 1.0
+        self._calm, self._calm_since = CALM_STEPS, 0
         self._outcome_due = False
+        self._same = False  # the plan is the one before
         self._warned = False
         self._link = engine.device.link_bandwidth()
 
+    def on_forward(self, forward: Forward) -> None:
+        self._ends.forward()
+
     def on_step_end(self, step: Step) -> None:
+        self._ends.announced(step.seconds)
+
+    def _ended(self, seconds: float) -> None:
+        if self._engine.forked:
+            return
         self._steps += 1
         record, peak = self._recorder.take(), self._engine.meter.begin_recent()
         if record.order:
@@ -129,17 +150,17 @@ class AdaptiveOffload(Feature):
         latest = self._bandwidths.since(store)
         if self._wear is not None:
             to_host = store.host_bytes_written if self._both else 0
-            self._wear.observe(store, self._engine.metrics.offloaded_bytes - to_host, step.seconds)
+            self._wear.observe(store, self._engine.metrics.offloaded_bytes - to_host, seconds)
         self._rates = latest.or_else(self._rates)
         self._host_rates = self._host_bandwidths.since(store).or_else(self._host_rates)
         fresh = self._resolve()
         if not self._replan_reason:
-            self._watch(latest, fresh, step)
+            self._watch(latest, fresh, seconds)
         if self._replan_reason and fresh and self._profile is not None and self._measured():
             self._plan(self._profile)
         elif self._outcome_due and self._steps >= self._planned_at + 2:
             self._outcome_due = False
-            self._report_outcome(step)
+            self._report_outcome(seconds)
         calm = not self._replan_reason and self._steps > self._planned_at + 3
         self._recorder.request("plan", not calm or self._steps % CALM_PERIOD == 0)
 
@@ -157,7 +178,7 @@ class AdaptiveOffload(Feature):
 
     # When to plan again
 
-    def _watch(self, latest: Rates, fresh: bool, step: Step) -> None:
+    def _watch(self, latest: Rates, fresh: bool, seconds: float) -> None:
         if self._policy.shape_changed():
             self._reshaped = True
             return self._request_plan("the size of the tapes changed")
@@ -170,18 +191,23 @@ class AdaptiveOffload(Feature):
             return self._request_plan("the bandwidth of the tiers changed")
         if self._offloads_nothing() and self._steps >= self._planned_at + PROBE_PERIOD:
             return self._request_plan("to see whether the tiers are faster now")
-        self._note_stall(fresh, step)
+        self._note_stall(fresh, seconds)
         if self._stalled >= 2:
             self._margin *= MARGIN
+            self._calm, self._calm_since = min(MOST_CALM_STEPS, 2 * self._calm), self._steps
             return self._request_plan("transfers were waited for")
+        if self._stalled:
+            self._calm_since = self._steps
+        elif self._margin < 1 and self._steps >= self._calm_since + self._calm:
+            self._margin, self._calm_since = min(1.0, self._margin / MARGIN), self._steps
+            return self._request_plan("transfers were not waited for any more")
         if self._wear is not None and self._wear.exceeded():
             return self._request_plan("the drives wore faster than their budget")
 
-    def _note_stall(self, fresh: bool, step: Step) -> None:
-        """What computation waited for: that of a device is known of steps that were recorded."""
+    def _note_stall(self, fresh: bool, total: float) -> None:
+        """What computation waited for in a step of `total` seconds: that of a device is known of steps that were recorded."""
         seconds = self._engine.metrics.stall_seconds
         found, self._stall_seconds = seconds - self._stall_seconds, seconds
-        total = step.seconds
         if self._engine.device.kind != "cpu":  # the host may wait while the device computes what was queued
             if not fresh or self._profile is None:
                 return
@@ -246,8 +272,8 @@ class AdaptiveOffload(Feature):
         if self._offloads_nothing() and plans and self._wear is None:
             first = min(plans)
             plans[first][0] = offload.OFFLOAD  # one region, by which a change of the bandwidth is seen
-        same = all(self._policy.plans.get(chunk) == tuple(plan) for chunk, plan in plans.items())
-        self._drift = min(MOST_DRIFT, 1.5 * self._drift) if same else DRIFT
+        self._same = all(self._policy.plans.get(chunk) == tuple(plan) for chunk, plan in plans.items())
+        self._drift = min(MOST_DRIFT, 1.5 * self._drift) if self._same else DRIFT
         self._policy.follow(plans)
         self._planned_rates, self._planned_at, self._outcome_due = self._rates, self._steps, True
         blocks = [block for chunk in profile.blocks for block in chunk]
@@ -264,15 +290,27 @@ class AdaptiveOffload(Feature):
         self._planned_rates, self._planned_at, self._replan_reason = self._rates, self._steps, ""
 
     def _choose(self, profile: Profile, machine: Machine, other: int, rate: float | None) -> Chosen:
-        budget = None if self._least_memory else self._device_budget
-        return choose_offloads(
-            profile.blocks,
-            profile.order,
-            machine,
-            slack=self._slack,
-            device_budget=None if budget is None else max(0, budget - other),
-            endurance=rate,
-        )
+        def within(budget: int | None) -> Chosen:
+            return choose_offloads(
+                profile.blocks,
+                profile.order,
+                machine,
+                slack=self._slack,
+                device_budget=None if budget is None else max(0, budget - other),
+                endurance=rate,
+            )
+
+        found = within(None if self._least_memory else self._device_budget)
+        if self._device_budget is None and not self._must_fit:
+            now = self._engine.snapshot()
+            most = room(self._memory(), now.activation_bytes, now.activation_peak_bytes)
+            if most is not None and found.predicted.peak_bytes + other > most:
+                return within(most)
+        return found
+
+    def _memory(self) -> DeviceMemory | None:
+        device = self._engine.device
+        return device_memory(device.device) if isinstance(device, CudaDevice) else None
 
     def _other_bytes(self, profile: Profile) -> int:
         """Of the activation peak, beside the blocks: what is saved in small tensors, or in storages larger than their regions."""
@@ -295,24 +333,34 @@ class AdaptiveOffload(Feature):
 
     # Reports
 
-    def _report_outcome(self, step: Step) -> None:
+    def _report_outcome(self, seconds: float) -> None:
         if self.chosen is None or self._planned_profile is None or self._profile is None:
             return
         now = self._engine.snapshot()
         outcome = Outcome(
             now.activation_peak_bytes,
             now.unoffloaded_peak_bytes,
-            step.seconds,
+            seconds,
             self._profile.stall,
             now.load_waits,
         )
+        self._decided = decision_table(self._planned_profile, self.chosen, outcome)
+        if self._same:
+            return  # it was said of this plan
         if self._reports:
-            report(decision_table(self._planned_profile, self.chosen, outcome))
-        for warning in outcome.warnings():
-            logger.warning(warning)
+            report(self._decided)
+        if any(block.saved for chunk in self._planned_profile.blocks for block in chunk):
+            for warning in outcome.warnings():
+                logger.warning(warning)
 
     def metrics(self) -> Sequence[tuple[str, MetricSet]]:
         return [("auto", self.metric)]
+
+    def decisions(self) -> str:
+        return self._decided
+
+    def detach(self) -> None:
+        self._ends.close()
 
 
 def _action(choice: Choice, machine: Machine) -> offload.Action:

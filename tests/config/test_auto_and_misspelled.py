@@ -33,6 +33,18 @@ def test_auto_is_an_amount_and_the_default() -> None:
     assert load_config({"offload": {"directories": "/nvme0", "amount": "auto"}}).offload.amount.kind == "auto"
 
 
+def test_with_a_lossy_codec_all_is_offloaded_unless_an_amount_is_given() -> None:
+    def amount(**more: str) -> str:
+        offload = load_config({"offload": {"directories": "/nvme0", **more}}).offload
+        assert offload is not None
+        return offload.amount.kind
+
+    assert amount(codec="int8") == "all"
+    assert amount(codec="lossless") == "auto"
+    assert amount(codec="int8", amount="auto") == "auto"
+    assert amount(codec="int8", device_budget="1GiB") == "auto"
+
+
 def test_a_device_budget_needs_the_policy_that_keeps_it() -> None:
     with pytest.raises(ConfigError, match=r'device_budget.*needs amount: "auto"'):
         load_config({"offload": {"directories": "/nvme0", "amount": "all", "device_budget": "1GiB"}})

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import ssdtrain
 from ssdtrain.config import load_config
 from ssdtrain.features import Step
 from ssdtrain.planner.adaptive import AdaptivePolicy
@@ -64,6 +65,41 @@ def test_gradients_are_those_without_and_a_plan_is_followed(tmp_path: Path, host
         assert found_metrics
     finally:
         runtime.close()
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_loop_that_announces_no_steps_gets_a_plan_and_keeps_no_records(
+    tmp_path: Path, optimizers: int
+) -> None:
+    model = make_model()
+    runtime = ssdtrain.attach(model, config(tmp_path))
+    of_parts = [torch.optim.SGD(model[part::optimizers].parameters(), lr=0.01) for part in range(optimizers)]
+    engine = runtime.engine
+    assert engine is not None and isinstance(engine.policy, AdaptivePolicy)
+    for step in range(50):
+        model(torch.randn(512, 64, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        record = engine.recorder._records.get("plan")
+        assert record is None or len(record.order) <= 4  # of two steps at most, each a forward and a backward
+        for optimizer in of_parts:
+            optimizer.step()
+            optimizer.zero_grad()
+        if engine.policy.plans and step >= 8:
+            break
+    assert engine.policy.plans
+    runtime.close()
+
+
+def test_a_loop_that_announces_its_steps_has_no_others(tmp_path: Path) -> None:
+    model = make_model()
+    runtime = Runtime(load_config(config(tmp_path)), logs=False)
+    runtime.register(model)
+    (controller,) = [one for one in runtime.features if isinstance(one, AdaptiveOffload)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(6):
+        gradients(model, runtime, step)
+        optimizer.step()
+    assert controller._steps == 6
+    runtime.close()
 
 
 def profile_of(directory: Path, **more: str) -> Profile:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdtrain.storage import ALIGNMENT, Arena, Faults, SpillStore
+from ssdtrain.storage import ALIGNMENT, Arena, Faults, SpillStore, StoreFull
 from ssdtrain.storage.pieces import image_bytes
 from ssdtrain.storage.slab import Slab
 from ssdtrain.storage.striping import WINDOW, StripedDrives
@@ -159,3 +159,15 @@ def test_a_store_measures_its_drives_itself(make_store: Callable[..., SpillStore
             store.free(slot)
     assert min(store._drives.costs) == 1.0 < max(store._drives.costs), "no two measurements are the same"
     source.release()
+
+
+def test_host_memory_without_drives_can_be_full(engine: str) -> None:
+    store = SpillStore([], host_bytes=4 * MiB, engine=engine)
+    slots = []
+    with pytest.raises(StoreFull):
+        while len(slots) < 100:
+            slots.append(store.reserve(MiB))
+    assert slots
+    for slot in slots:
+        store.free(slot)
+    store.close()
