@@ -114,6 +114,7 @@ RUN_BY = {
     ("docs/planner.md", "ssdtrain plan"): Ran(f"{BLOCKS}::test_planner"),
     ("docs/planner.md", "ssdtrain estimate"): Ran(f"{BLOCKS}::test_planner"),
     ("docs/planner.md", "runtime = ssdtrain.attach"): Ran(f"{BLOCKS}::test_automatic_plans", "the directory"),
+    ("docs/planner.md", '"ssdtrain"'): IS_A_CONFIG,
     ("docs/planner.md", "from ssdtrain.planner.execute"): Ran(f"{BLOCKS}::test_a_plan_of_blocks_is_followed"),
     ("docs/storage.md", "from ssdtrain.storage"): Ran(f"{BLOCKS}::test_storage", "directories and sizes"),
     ("docs/trace.md", '"ssdtrain"'): IS_A_CONFIG,
