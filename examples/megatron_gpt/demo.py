@@ -27,7 +27,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from rich.console import Console
 
-from examples.megatron_gpt.options import parser
+from examples.megatron_gpt.options import offload_by_default, parser
 from examples.megatron_gpt.trainer import Trainer, initialize, training_set
 from examples.support.activation_meter import SavedTensorMeter, StepRecord
 from examples.support.process_memory import GLIBC_STEADY, PeakMemory, return_freed_blocks
@@ -244,9 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     initialize(options)
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.ssdtrain_config is None and options.ssdtrain_offload_directories is None:
-        options.ssdtrain_offload_directories = [str(options.out / "ssd")]
-        options.ssdtrain_offload_amount = "all"
+    offload_by_default(options, options.out / "ssd")
     # The last rank has the losses.
     last = dist.get_rank() == dist.get_world_size() - 1
     console = Console(quiet=not last, width=120)

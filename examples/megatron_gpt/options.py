@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from ssdtrain_megatron.flags import add_arguments
 
-__all__ = ["parser"]
+__all__ = ["offload_by_default", "parser"]
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -18,6 +19,17 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     _parallelism(made.add_argument_group("parallelism"))
     _training(made.add_argument_group("training"))
     return add_arguments(made)
+
+
+def offload_by_default(options: argparse.Namespace, directory: Path) -> None:
+    """Spill all of what is saved to `directory` where the flags name neither a config nor directories. An amount that they give
+    stays.
+    """
+    if options.ssdtrain_config is not None or options.ssdtrain_offload_directories is not None:
+        return
+    options.ssdtrain_offload_directories = [str(directory)]
+    if options.ssdtrain_offload_amount is None:
+        options.ssdtrain_offload_amount = "all"
 
 
 def _model(group: argparse._ArgumentGroup) -> None:
