@@ -189,7 +189,8 @@ class GpuDirectPool:
         """Close the pool of device memory and the files of kvikio. Idempotent; does nothing in a forked child.
 
         Raises:
-            TimeoutError: a transfer has not ended in `CLOSE_TIMEOUT` seconds; the pool and its files stay open.
+            TimeoutError: a transfer, or the query of an event, has not ended in `CLOSE_TIMEOUT` seconds; the pool and its
+                files stay open.
         """
         if self in _HUNG:
             return
@@ -197,7 +198,8 @@ class GpuDirectPool:
             _HUNG.append(self)
             directories = ", ".join(str(slab.directory) for slab in self._slabs)
             raise TimeoutError(
-                f"a transfer of cuFile to {directories} has not ended in {CLOSE_TIMEOUT:g} s: its threads stay until the process "
+                f"a transfer of cuFile to {directories}, or the query of a CUDA event before one, has not ended in "
+                f"{CLOSE_TIMEOUT:g} s: its threads stay until the process "
                 'ends; see dmesg and cufile.log, and set offload.gpudirect to "off"'
             )
         if self not in _PARENTS:

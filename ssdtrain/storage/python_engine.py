@@ -253,10 +253,14 @@ class PythonPool:
         self.close_within(None)
 
     def close_within(self, timeout: float | None) -> bool:
-        """`close`, but wait at most `timeout` seconds. Returns False if a worker is still in a transfer."""
+        """`close`, but wait at most `timeout` seconds. False: a thread is still in a transfer or queries an event."""
         if self._generation != forks.generation():
             return True
         until = None if timeout is None else time.monotonic() + timeout
+
+        def left() -> float | None:
+            return None if until is None else max(0.0, until - time.monotonic())
+
         with self._lock:
             self._closed = True
             for queue in self._queues:
@@ -268,9 +272,10 @@ class PythonPool:
                 queue.ready.notify_all()
         for waiter in self._events:
             waiter.close()
+        queried = [not waiter.join(left()) for waiter in self._events]
         for thread in self._threads:
-            thread.join(None if until is None else max(0.0, until - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+            thread.join(left())
+        return not any(queried) and not any(thread.is_alive() for thread in self._threads)
 
     def _release(self) -> None:
         self._held[:] = self._held_begun[:] = [False, False]

@@ -81,13 +81,17 @@ class EventWaiter:
             time.sleep(SHORTEST)
 
     def close(self) -> None:
-        """Cancel all waiting operations and end the thread."""
+        """Cancel all waiting operations and let the thread end. Idempotent."""
         with self._ready:
             self._closed = True
             for operation in self._waiting:
                 operation.cancel()
             self._ready.notify()
-        self._thread.join()
+
+    def join(self, timeout: float | None) -> bool:
+        """Wait for the thread after `close`, at most `timeout` seconds. Returns False if a query has not returned."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _next(self) -> "PythonOperation | None":
         with self._ready:

@@ -6,12 +6,17 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ssdtrain.storage import Arena, IOCancelled, IOFailure, SpillStore
+from ssdtrain.storage.pieces import WRITE
+from ssdtrain.storage.pool import ErrorMaker
+from ssdtrain.storage.python_engine import PythonPool
 from ssdtrain.storage.python_events import NOT_READY, RELAXED
+from ssdtrain.storage.python_transfer import Transfer
 from tests.storage.conftest import blank, contents, filled, payload
 from tests.support.filesystems import eventually
 
@@ -234,4 +239,31 @@ def test_an_event_needs_a_pool_that_can_ask_for_it(make_store: Make, arena: Aren
     with pytest.raises(ValueError, match="event_query"):
         store.write(slot, source.address, after_event=1)
     store.free(slot)
+    source.release()
+
+
+@pytest.mark.parametrize("host_memory", [True, False], ids=["host", "device"])
+def test_close_does_not_wait_longer_than_it_may_for_a_query_that_hangs(
+    tmp_path: Path, arena: Arena, events: Events, host_memory: bool
+) -> None:
+    """1. a query does not return; 2. close gives up; 3. the query returns; 4. close ends the thread, nothing was written."""
+    gate = threading.Event()
+    events.before = lambda event: gate.wait(60)
+    source = filled(arena, 4096)
+    with (tmp_path / "slab").open("w+b") as file:
+        pool = PythonPool(
+            [(file.fileno(), False)],
+            threads=1,
+            host_threads=1,
+            piece=MiB,
+            make_error=ErrorMaker([str(tmp_path)]),
+            make_transfer=None if host_memory else lambda: Transfer(None),
+            event_query=events.address,
+        )
+        write = pool.submit(WRITE, source.address, 4096, 0, [0, 0, 4096], event=1)
+        assert eventually(lambda: bool(events.threads))
+        assert not pool.close_within(0.05)
+        gate.set()
+        assert pool.close_within(30) and write.done()
+        assert not file.read()
     source.release()
