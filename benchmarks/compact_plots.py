@@ -39,10 +39,10 @@ def _bars(axes: Axes, series: dict[str, dict[str, float]], title: str) -> None:
         axes.barh(places, [values[name] for name in names], height, color=COLOURS[row + 1], label=label)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1)
+    axes.set_xlim(0, 1.25)
     axes.set_xlabel(f"{title} / without", fontsize=9)
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center right")
 
 
 def _gaps(axes: Axes, found: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ def _gaps(axes: Axes, found: dict[str, Any]) -> None:
     axes.axvline(0, color=COLOURS[0], linewidth=0.8)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel("held-out loss above the uncompressed run of the seed, %", fontsize=9)
+    axes.set_xlabel("held-out loss above the full run, %", fontsize=9)
     axes.grid(axis="x", alpha=0.3)
 
 
