@@ -335,6 +335,8 @@ def train(
         out.sum().backward()
         if engine is not None:
             engine.drain()
+    if engine is not None:
+        engine.grow(between_steps=True)
     timeline.wait_for(lambda: device.compute.idle)
     ended = timeline.now
     device.synchronize()

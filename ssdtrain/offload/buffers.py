@@ -139,6 +139,7 @@ class Buffers:
 
     def close(self) -> None:
         """Close what is not in use any more. Buffers that a tensor still owns keep their arena mapped."""
+        self._cannot_grow = True
         self._outgrown = self._arenas()
         self._smaller.clear()
         self._arena = None

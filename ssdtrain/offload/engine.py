@@ -83,11 +83,7 @@ class OffloadEngine:
         made = (GpuDirectTransfer if options.by_cufile else StagedTransfer) if staged else DirectTransfer
         transfer: Transfer = made(store, self.buffers, self.meter.see_own, self.coding, device)
         self.mover = Mover(
-            store,
-            transfer,
-            self.metrics,
-            raise_when_full=options.raise_when_full,
-            verified=options.verified,
+            store, transfer, self.metrics, raise_when_full=options.raise_when_full, verified=options.verified
         )
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
         self._restorer = Restorer(self.mover, self.prefetcher, self.eligible.modules)
@@ -192,8 +188,7 @@ class OffloadEngine:
         return self._handle(region, tensor, extent)
 
     def _decide(self, tape: Tape, region: Region) -> Action:
-        modules = self.modules.stack
-        if modules:
+        if modules := self.modules.stack:
             region.module = modules[-1].name
         place = tape.chunk, tape.microbatch, region.index, tape.nbytes
         return self.policy.decide(SavedTensorInfo(*place, region.nbytes, region.dtype, modules))
@@ -224,8 +219,7 @@ class OffloadEngine:
 
     def _timestamp(self) -> Timestamp | None:
         """Of the beginning of a hook, where passes are recorded."""
-        recording = self.recorder.active and not self.device.capturing()
-        return self.device.timestamp() if recording else None
+        return self.device.timestamp() if self.recorder.active and not self.device.capturing() else None
 
     def _unpack(self, held: Handle) -> torch.Tensor:
         region = held.region
@@ -321,6 +315,14 @@ class OffloadEngine:
             self._drain()
             self.mover.flush()
 
+    def grow(self, *, between_steps: bool) -> None:
+        """See Note: [Two budgets]. Not `between_steps`: it may be one, if nothing that was saved is alive."""
+        if not self.forked and not self.device.capturing():
+            with self._lock:
+                self._drain_released()
+                if between_steps or not self.metrics.live_regions:
+                    self._starter.limits.grow()
+
     def _drain(self) -> None:
         if self.device.capturing():
             return  # asking an event, or a copy on another stream, would break the capture: the next call does it
@@ -374,7 +376,6 @@ class OffloadEngine:
             TimeoutError: transfers of GPUDirect Storage have not ended in a minute. Everything else is closed.
         """
         if self.forked:
-            self._closed = True
             return
         with self._lock:
             if self._closed:

@@ -97,6 +97,7 @@ class ActivationOffload(Feature):
         self._worn: tuple[dict[str, int], float] = {}, 0.0  # at the last look at it: bytes written, seconds
         self._steps = 0
         self._tapes: dict[tuple[int, int], weakref.ref[Tape]] = {}
+        self._announces_steps = False  # the loop does, so that the end of each is known
         self._only_keeps: bool | None = None  # every forward so far was asked to keep; None: there was none
 
     # The model
@@ -113,11 +114,14 @@ class ActivationOffload(Feature):
     # The loop
 
     def on_step_begin(self) -> None:
+        self._announces_steps = True
         self.engine.eligible.refresh()
 
     def on_forward(self, forward: Forward) -> AbstractContextManager[Tape]:
         defer_signals()
         self._only_keeps = forward.keep and self._only_keeps is not False
+        if not self._announces_steps:
+            self.engine.grow(between_steps=False)
         tape = Tape(forward.chunk, forward.microbatch, keep=forward.keep)
         self._tapes[forward.chunk, forward.microbatch] = weakref.ref(tape)
         return SavedTensorRecorder(self.engine, tape)
@@ -151,7 +155,9 @@ class ActivationOffload(Feature):
     def on_step_end(self, step: Step) -> None:
         self._seconds += step.seconds
         self._steps += 1
+        self._announces_steps = True
         self.engine.drain()
+        self.engine.grow(between_steps=True)
         if self._steps == FIRST_STEPS and not self._planned:
             self._warn_if_inactive()
         if self._config.endurance is not None and (

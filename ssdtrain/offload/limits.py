@@ -10,6 +10,10 @@ memory, and only makes the host wait. Where `offload.buffer` is not given, the a
 and at least the largest tensor. The size of an operator is that of the second largest of a forward: a single outlier, such as
 the logits of a large vocabulary, passes through and does not pin four times its size.
 
+To pin memory takes seconds and may wait for the device, where a collective or a send may wait for another rank of a pipeline. So
+the arena grows between steps, when no forward or backward is under way; in a forward only for a tensor larger than all of it,
+which would stay on the device otherwise.
+
 On the CPU, and with GPUDirect Storage, tensors are written from their own memory: the limit is then a part of the peak.
 """
 
@@ -44,6 +48,7 @@ class TransferLimits:
         self._largest_operator = 0
         self._usual_operator = 0  # the largest that is the second largest of its forward
         self._largest_tape = 0
+        self._wanted = 0  # bytes that the arena should have
         self._set_in_flight()
 
     def saw(self, tape: Tape, operator_bytes: int, largest: int) -> None:
@@ -58,10 +63,19 @@ class TransferLimits:
         self._largest_tape = max(self._largest_tape, tape.nbytes)
         self._mover.departures.limit = max(2 * self._largest_operator, int(DEVICE_SHARE * self._largest_tape))
         self._usual_operator = max(self._usual_operator, tape.second_operator)
-        needed = max(4 * self._usual_operator, largest)
-        if needed > self._buffers.capacity and self._options.buffer_limit is not None:
-            self._buffers.grow(needed, self._options.buffer_limit, self._options.buffer_room)
+        self._wanted = max(4 * self._usual_operator, largest)
+        if largest > self._buffers.capacity:
+            self._grow(largest)
         self._set_in_flight()
+
+    def grow(self) -> None:
+        """No forward or backward is under way: have the arena that those so far needed."""
+        self._grow(self._wanted)
+
+    def _grow(self, wanted: int) -> None:
+        if wanted > self._buffers.capacity and self._options.buffer_limit is not None:
+            self._buffers.grow(wanted, self._options.buffer_limit, self._options.buffer_room)
+            self._set_in_flight()
 
     def _set_in_flight(self) -> None:
         if self._options.in_flight is not None:

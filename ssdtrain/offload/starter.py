@@ -66,7 +66,7 @@ class StoreStarter:
         self._device = device
         self._options = options
         self._warn_once = WarnOnce()
-        self._limits = TransferLimits(mover, options)
+        self.limits = TransferLimits(mover, options)
         self._largest = 0
 
     # With the lock held
@@ -88,7 +88,7 @@ class StoreStarter:
         """
         regions, tape.unstored = tape.unstored, []
         if self._mover.transfer.copies:
-            self._limits.saw(tape, sum(region.nbytes for region in regions), self._largest)
+            self.limits.saw(tape, sum(region.nbytes for region in regions), self._largest)
         self._device.wait_stream(regions[-1].stream)
         return [region for region in regions if not self._begin(region)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,20 @@ import pytest
 import torch
 
 from benchmarks.simulated_device import GB, Load, measure, uniform
-from benchmarks.simulation.training import LayerTimes, Machine, train
+from benchmarks.simulation.training import (
+    LayerTimes,
+    Machine,
+    one_after_the_other,
+    one_forward_one_backward,
+    train,
+)
 from ssdtrain.config import load_config
 from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.build import build_engine
 from ssdtrain.offload.limits import TransferLimits
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.tape import Tape
+from ssdtrain.runtime import Runtime
 
 MiB = 1 << 20
 
@@ -47,7 +55,8 @@ def engine_after(layers: tuple[LayerTimes, ...], **options: Any) -> Any:
     given = {"min_bytes": 1024, "buffer": 4 * MiB, "staged": True}
     engine = machine.engine(EngineOptions(**{**given, **options}))
     try:
-        assert not train(machine, engine, layers).wrong
+        for seed in range(2):
+            assert not train(machine, engine, layers, seed=seed).wrong
         return engine
     finally:
         engine.close()
@@ -64,7 +73,7 @@ LAYERS = (LayerTimes(0.02, 0.04, (MiB, MiB)),) * 6
         (LAYERS, {}, 4 * MiB, 2 * MiB),  # the size is set
         (LAYERS, {"buffer_limit": 6 * MiB}, 4 * MiB, 2 * MiB),  # another arena of 8 MiB would be too much
         (LAYERS, {"buffer_limit": 64 * MiB, "in_flight": MiB}, 8 * MiB, MiB),
-        ((*LAYERS, LayerTimes(0.1, 0.1, (10 * MiB,))), {"buffer_limit": 64 * MiB}, 16 * MiB, 8 * MiB),
+        ((*LAYERS, LayerTimes(0.1, 0.1, (10 * MiB,))), {"buffer_limit": 64 * MiB}, 10 * MiB, 5 * MiB),
     ],
     ids=["grows", "set", "bounded", "set-in-flight", "outlier"],
 )
@@ -81,6 +90,56 @@ def test_limits_follow_what_operators_save(
     engine = engine_after(layers, **options)
     assert (seen[0], engine.mover.in_flight_limit) == (arena, in_flight)
     assert engine.metrics.kept_late_bytes == 0, "a tensor found no room"
+
+
+@pytest.mark.parametrize(
+    ("order", "at_forwards"),
+    [
+        (one_after_the_other(2), [4, 8]),
+        (one_forward_one_backward(4, 2), [4, 4, 4, 4]),
+    ],
+    ids=["plain", "1F1B"],
+)
+def test_an_arena_grows_when_nothing_is_alive(order: list[tuple[str, int]], at_forwards: list[int]) -> None:
+    """To pin memory may wait for the device, and that for another rank of the pipeline."""
+    machine = Machine(400e6, [(400e6, 400e6)])
+    engine = machine.engine(EngineOptions(min_bytes=1024, buffer=4 * MiB, buffer_limit=64 * MiB, staged=True))
+    seen: list[int] = []
+    begin = engine.begin_forward
+
+    def grow_and_begin(tape: Tape) -> None:
+        engine.grow(between_steps=False)
+        seen.append(engine.buffers.capacity // MiB)
+        begin(tape)
+
+    engine.begin_forward = grow_and_begin  # type: ignore[method-assign]
+    try:
+        assert not train(machine, engine, LAYERS, order=order).wrong
+        assert seen == at_forwards
+        assert engine.buffers.capacity == 8 * MiB, "at the end of the step"
+        assert engine.mover.in_flight_limit == 4 * MiB
+    finally:
+        engine.close()
+        machine.close()
+    engine.grow(between_steps=True)
+    assert engine.buffers.capacity == 0, "it is closed"
+
+
+@pytest.mark.parametrize("steps", [True, False], ids=["steps", "plain"])
+def test_in_a_loop_that_announces_its_steps_an_arena_grows_between_them(steps: bool, tmp_path: Path) -> None:
+    config = load_config({"offload": {"directories": str(tmp_path), "amount": "all"}})
+    grown: list[bool] = []
+    with Runtime(config, device=torch.device("cpu")) as runtime:
+        assert runtime.engine is not None
+        runtime.engine.grow = lambda *, between_steps: grown.append(between_steps)  # type: ignore[method-assign]
+        weight = torch.ones(64, 64, requires_grad=True)
+        for _ in range(2):
+            with runtime.step() if steps else nullcontext():
+                for _ in range(2):
+                    with runtime.forward():
+                        loss = weight.sin().sum()
+                    loss.backward()
+    assert grown == ([True] * 2 if steps else [False] * 4)
 
 
 @pytest.mark.parametrize(
