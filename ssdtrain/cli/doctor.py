@@ -251,15 +251,13 @@ def devices() -> Iterator[Finding]:
 
 
 def config_file(file: Path) -> Iterator[Finding]:
-    """Whether `file` can be used on this machine, and what its directories are."""
+    """Whether `file` can be used on this machine, and what its directories are: everything that is broken in one run."""
     subject = f"config {file}"
+    correct = "correct the keys that are named; docs/config.md lists all of them"
     try:
         config = load_config(file)
-        check_start(config, rank=ranks.global_rank(), local_rank=ranks.local_rank())
-    except (ConfigError, MemoryError, OSError) as error:
-        yield Finding(
-            subject, str(error), BROKEN, "correct the keys that are named; docs/config.md lists all of them"
-        )
+    except (ConfigError, OSError) as error:
+        yield Finding(subject, str(error), BROKEN, correct)
         return
     features = ("offload", "comm", "compact", "state", "plan")
     if not config.active:
@@ -267,19 +265,28 @@ def config_file(file: Path) -> Iterator[Finding]:
             subject, "switches nothing on", WARNING, f"give it a section of these: {', '.join(features)}"
         )
         return
+    found: list[Finding] = []
+    try:
+        check_start(config, rank=ranks.global_rank(), local_rank=ranks.local_rank())
+    except (ConfigError, MemoryError, OSError) as error:
+        found.append(Finding(subject, str(error), BROKEN, correct))
     if config.offload is not None and config.offload.gpudirect == "on" and (why := no_gpudirect()):
-        yield Finding(
-            subject, f'offload.gpudirect is "on", but {why}', BROKEN, 'or set it to "auto" or "off"'
+        found.append(
+            Finding(subject, f'offload.gpudirect is "on", but {why}', BROKEN, 'or set it to "auto" or "off"')
         )
-        return
-    on = ", ".join(name for name in features if getattr(config, name) is not None)
-    yield Finding(subject, f"can be used: {on}", GOOD)
-    directories: list[Path] = []
-    for section in (config.offload, config.state):
-        if section is not None:
-            directories += section.expand(rank=ranks.global_rank(), local_rank=ranks.local_rank())
+    # Not `section.expand`, which raises where a file is in the way: `drive` has a finding for that.
+    directories = [
+        expand_path(text, rank=ranks.global_rank(), local_rank=ranks.local_rank())
+        for section in (config.offload, config.state)
+        if section is not None
+        for text in section.directories
+    ]
     for directory in dict.fromkeys(directories):
-        yield from drive(directory)
+        found += drive(directory)
+    if all(finding.verdict != BROKEN for finding in found):
+        on = ", ".join(name for name in features if getattr(config, name) is not None)
+        yield Finding(subject, f"can be used: {on}", GOOD)
+    yield from found
 
 
 def no_gpudirect() -> str:

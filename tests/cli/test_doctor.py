@@ -1,3 +1,4 @@
+import errno
 import importlib
 import json
 import os
@@ -164,6 +165,33 @@ def test_the_sections_of_a_config_are_named_and_their_directories_examined(
     found = {f["subject"]: f["found"] for f in json.loads(capsys.readouterr().out)["findings"]}
     assert found[f"config {file}"] == "can be used: state"
     assert f"{tmp_path / 'chunks'}" in found
+
+
+def test_all_that_is_broken_in_a_config_is_told_in_one_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One directory is no place for files, another a file, a third fails when it is used; GPUDirect Storage needs a device."""
+    refusing, file = tmp_path / "refusing", tmp_path / "config.json"
+
+    def open_nameless(directory: Path) -> int:
+        raise OSError(errno.EIO, "Input/output error", str(directory))
+
+    def broken(block: dict[str, object]) -> tuple[set[str], str]:
+        file.write_text(json.dumps(block))
+        assert main(["doctor", "--json", "--config", str(file)]) == 1
+        found = json.loads(capsys.readouterr().out)["findings"]
+        assert not any(f["found"].startswith("can be used") for f in found)
+        bad = [f for f in found if f["verdict"] == "broken"]
+        return {f["subject"] for f in bad}, " ".join(f["found"] for f in bad)
+
+    for directory in ("/proc/spill", str(file)):
+        subjects, text = broken({"offload": {"directories": directory, "gpudirect": "on"}})
+        assert {f"config {file}", directory} <= subjects and "offload.gpudirect" in text
+    monkeypatch.setattr(doctor, "open_nameless", open_nameless)
+    subjects, text = broken({"offload": {"directories": str(refusing), "gpudirect": "on"}})
+    assert {f"config {file}", str(refusing)} <= subjects and "offload.gpudirect" in text
+    subjects, _ = broken({"offload": {"directories": str(refusing)}})
+    assert str(refusing) in subjects and f"config {file}" not in subjects
 
 
 def test_limits_are_judged_and_have_remedies() -> None:
