@@ -171,7 +171,7 @@ def test_all_that_is_broken_in_a_config_is_told_in_one_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One directory is no place for files, another a file, a third fails when it is used; GPUDirect Storage needs a device."""
-    refusing, file = tmp_path / "refusing", tmp_path / "config.json"
+    refusing, file = tmp_path / "refusing", tmp_path / "config0.json"
 
     def open_nameless(directory: Path) -> int:
         raise OSError(errno.EIO, "Input/output error", str(directory))
@@ -184,8 +184,8 @@ def test_all_that_is_broken_in_a_config_is_told_in_one_run(
         bad = [f for f in found if f["verdict"] == "broken"]
         return {f["subject"] for f in bad}, " ".join(f["found"] for f in bad)
 
-    for directory in ("/proc/spill", str(file)):
-        subjects, text = broken({"offload": {"directories": directory, "gpudirect": "on"}})
+    for written, directory in (("/proc/spill",) * 2, (str(tmp_path / "config{rank}.json"), str(file))):
+        subjects, text = broken({"offload": {"directories": written, "gpudirect": "on"}})
         assert {f"config {file}", directory} <= subjects and "offload.gpudirect" in text
     monkeypatch.setattr(doctor, "open_nameless", open_nameless)
     subjects, text = broken({"offload": {"directories": str(refusing), "gpudirect": "on"}})
