@@ -12,7 +12,6 @@ one of each kind, which stands for the others; blocks that have buffers are kept
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.config import ConfigError, PlanConfig
@@ -39,6 +37,7 @@ from ssdtrain.planner.plan_metrics import PlanMetrics
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem, actions_for
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import COMPRESS, KEEP, Machine, Pass
+from ssdtrain.planner.step_ends import OptimizerHook
 from ssdtrain.planner.timeline import simulate
 from ssdtrain.profile.passes import StepRecord
 from ssdtrain.profile.spans import BlockSpans, Collectives, Span
@@ -119,8 +118,7 @@ class AutoPlan(Feature):
         self._key = (0, -1)
         self._measured: list[MeasuredBlock] = []
         self._undo: list[Callable[[], None]] = []
-        self._hook = register_optimizer_step_pre_hook(_Hook(self))  # torch's table outlives everything
-        weakref.finalize(self, self._hook.remove)
+        self._hook = OptimizerHook(self._ended)
         self._profile_again()
 
     # Events
@@ -375,18 +373,6 @@ class AutoPlan(Feature):
 
     def close(self) -> None:
         self.detach()
-
-
-class _Hook:
-    """Ends the steps of a plan that is still there."""
-
-    def __init__(self, plan: AutoPlan) -> None:
-        self._plan = weakref.ref(plan)
-
-    def __call__(self, *_: object) -> None:
-        plan = self._plan()
-        if plan is not None:
-            plan._ended()
 
 
 def _saved(pieces: Sequence[MeasuredBlock]) -> int:

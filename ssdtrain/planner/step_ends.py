@@ -4,6 +4,9 @@ Note: [A loop that announces no steps]
 A plain loop may never say that a step is over. Then steps end before an optimizer runs, by torch's global hook: from the second
 optimizer step on, so that the first one of a loop which does say so is not taken for an end, and only where a forward came in
 between, so that several optimizers are one step.
+
+Note: [Optimizers inside of backward]
+An optimizer may run in a hook of each parameter, in the middle of a backward. The step is over when that backward is.
 """
 
 from __future__ import annotations
@@ -12,9 +15,48 @@ import time
 import weakref
 from collections.abc import Callable
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["StepEnds"]
+__all__ = ["OptimizerHook", "StepEnds"]
+
+_graph_task = torch._C._current_graph_task_id
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class OptimizerHook:
+    """Calls a method before any optimizer of the process runs. See Note: [Optimizers inside of backward].
+
+    Args:
+        runs: a bound method; its object is not kept alive.
+    """
+
+    def __init__(self, runs: Callable[[], object]) -> None:
+        self._runs = weakref.WeakMethod(runs)
+        self._queued_for = -1  # the backward at whose end `runs` is called
+        itself = weakref.ref(self)
+
+        def hook(*_: object) -> None:
+            found = itself()
+            if found is not None:
+                found._before_step()
+
+        handle = register_optimizer_step_pre_hook(hook)  # torch's table outlives everything
+        self.remove = handle.remove
+        weakref.finalize(self, handle.remove)
+
+    def _before_step(self) -> None:
+        task = _graph_task()
+        if task == -1:
+            self._call()
+        elif task != self._queued_for:
+            self._queued_for = task
+            _queue_callback(self._call)
+
+    def _call(self) -> None:
+        runs = self._runs()
+        if runs is not None:
+            runs()
 
 
 class StepEnds:
@@ -30,8 +72,7 @@ class StepEnds:
         self._forwards = 0  # since the last end
         self._announced = self._optimizer_ran = False
         self._ended_at = time.perf_counter()
-        self._hook = register_optimizer_step_pre_hook(_Hook(self))  # torch's table outlives everything
-        weakref.finalize(self, self._hook.remove)
+        self._hook = OptimizerHook(self._optimizer_runs)
 
     def forward(self) -> None:
         """A forward with gradients begins."""
@@ -42,15 +83,16 @@ class StepEnds:
         self._announced = True
         self._call(seconds)
 
-    def optimizer_runs(self) -> None:
+    def _optimizer_runs(self) -> None:
         """See Note: [A loop that announces no steps]."""
         if self._announced or not self._forwards:
             return
         now = time.perf_counter()
-        if self._optimizer_ran:
-            self._before()
-            self._call(now - self._ended_at)
+        ran, began = self._optimizer_ran, self._ended_at
         self._optimizer_ran, self._forwards, self._ended_at = True, 0, now
+        if ran:
+            self._before()
+            self._call(now - began)
 
     def _call(self, seconds: float) -> None:
         end = self._end()
@@ -59,15 +101,3 @@ class StepEnds:
 
     def close(self) -> None:
         self._hook.remove()
-
-
-class _Hook:
-    """Tells a `StepEnds` that is still there."""
-
-    def __init__(self, ends: StepEnds) -> None:
-        self._ends = weakref.ref(ends)
-
-    def __call__(self, *_: object) -> None:
-        ends = self._ends()
-        if ends is not None:
-            ends.optimizer_runs()

@@ -13,6 +13,7 @@ import ssdtrain
 from ssdtrain.config import load_config
 from ssdtrain.features import Step
 from ssdtrain.planner.adaptive import AdaptivePolicy
+from ssdtrain.planner.auto import AutoPlan
 from ssdtrain.planner.choose import choose_offloads
 from ssdtrain.planner.controller import AdaptiveOffload
 from ssdtrain.planner.decisions import Outcome, decision_table
@@ -86,6 +87,39 @@ def test_a_loop_that_announces_no_steps_gets_a_plan_and_keeps_no_records(
         if engine.policy.plans and step >= 8:
             break
     assert engine.policy.plans
+    runtime.close()
+
+
+def stepping_in_backward(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.001)
+
+        def run(_: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(run)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_an_optimizer_inside_of_backward_ends_the_step_when_backward_is_over(
+    tmp_path: Path, planned: bool
+) -> None:
+    model, plain = make_model(), make_model()
+    sections = config(tmp_path) | ({"plan": {"mode": "auto"}} if planned else {})
+    runtime = ssdtrain.attach(model, sections)
+    for one in (model, plain):
+        stepping_in_backward(one)
+    for step in range(20):
+        x = torch.randn(512, 64, generator=torch.Generator().manual_seed(step))
+        for one in (model, plain):
+            one(x).square().mean().backward()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    (controller,) = [one for one in runtime.features if isinstance(one, AdaptiveOffload | AutoPlan)]
+    if isinstance(controller, AutoPlan):
+        assert controller.plan is not None
+    else:
+        assert controller._steps == 19  # the first one may be that of a loop that announces its steps
     runtime.close()
 
 
