@@ -26,6 +26,8 @@ class AdaptivePolicy:
     def __init__(self) -> None:
         self.plans: dict[int, tuple[Action, ...]] = {}
         """By model chunk: what happens to the region at each position of a tape."""
+        self.largest: dict[int, int] = {}
+        """By model chunk: bytes saved by its largest forward so far."""
         self._bytes: dict[int, deque[int]] = {}
         self._planned: dict[int, int] = {}
 
@@ -37,6 +39,8 @@ class AdaptivePolicy:
 
     def observe(self, forward: ForwardProfile) -> None:
         if forward.saved_bytes:
+            chunk = forward.chunk
+            self.largest[chunk] = max(self.largest.get(chunk, 0), forward.saved_bytes)
             self._bytes.setdefault(forward.chunk, deque(maxlen=REMEMBERED)).append(forward.saved_bytes)
 
     def follow(self, plans: Mapping[int, Sequence[Action]]) -> None:

@@ -119,6 +119,8 @@ class AutoPlan(Feature):
         self._measured: list[MeasuredBlock] = []
         self._undo: list[Callable[[], None]] = []
         self._hook = OptimizerHook(self._ended)
+        for block in blocks.values():
+            self._hook.attach(block)
         self._profile_again()
 
     # Events
@@ -233,6 +235,7 @@ class AutoPlan(Feature):
         if self._uncompressed is not None:
             found = with_compressed(self._uncompressed, found)
         self._measured = found
+        self._compress(())  # until there is a plan that does
         self._make(found)
         spans.remove()
         self._spans, self._records = None, []

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ssdtrain.device import CudaDevice
+from torch import nn
+
 from ssdtrain.features import Feature, Forward, Step
 from ssdtrain.offload import policy as offload
 from ssdtrain.offload.engine import OffloadEngine
@@ -21,7 +22,7 @@ from ssdtrain.planner.decisions import Outcome, decision_table
 from ssdtrain.planner.measured import Bandwidths, Profile, Rates, host_tier, measured_machine
 from ssdtrain.planner.plan_metrics import PlanMetrics
 from ssdtrain.planner.plans import Limits, NoPlan, Plan
-from ssdtrain.planner.room import DeviceMemory, device_memory, room
+from ssdtrain.planner.room import Room
 from ssdtrain.planner.step import KEEP, Choice, Machine
 from ssdtrain.planner.step_ends import StepEnds
 from ssdtrain.planner.timeline import simulate
@@ -58,6 +59,19 @@ STAYS = "ssdtrain.plan: the bandwidth of the tiers changed, and the plan of befo
 
 MARGIN = 0.85
 """By which the bandwidths are reduced where a plan stalls though they are as measured."""
+
+LEAST_MARGIN = 0.1
+
+UNENDED = 512
+"""Forwards without the end of a step, after which nothing is recorded any more: records must not fill memory."""
+
+ENDLESS = (
+    'offload.amount is "auto", but %d forwards ran without the end of a step: everything is offloaded until one comes; call '
+    "runtime.step_end() after each step, or give an amount"
+)
+
+VARIES = 1.05
+"""Of the size of a recorded forward: another one that was larger by so much counts in what fits."""
 
 CALM_STEPS = 64
 """Steps without stalls after which one such reduction is taken back. Twice as many each time that stalls come again, up to
@@ -106,6 +120,7 @@ class AdaptiveOffload(Feature):
         self._reports = reports
         self._decided = ""
         self._ends = StepEnds(self._ended, engine.drain)
+        self._room = Room(engine)
         self._recorder = engine.recorder
         self._recorder.request("plan", True)
         # With their steps and the peaks of these without offload; the device has not passed them yet.
@@ -130,11 +145,19 @@ class AdaptiveOffload(Feature):
         self._calm, self._calm_since = CALM_STEPS, 0
         self._outcome_due = False
         self._same = False  # the plan is the one before
-        self._warned = False
+        self._warned = self._warned_of_no_end = False
         self._link = engine.device.link_bandwidth()
 
+    def attach(self, model: nn.Module) -> None:
+        self._ends.attach(model)
+
     def on_forward(self, forward: Forward) -> None:
-        self._ends.forward()
+        if self._ends.forward() < UNENDED:
+            return
+        self._recorder.request("plan", False)
+        if not self._warned_of_no_end:
+            self._warned_of_no_end = True
+            logger.warning(ENDLESS, UNENDED)
 
     def on_step_end(self, step: Step) -> None:
         self._ends.announced(step.seconds)
@@ -189,11 +212,11 @@ class AdaptiveOffload(Feature):
         if self._drifted >= 2:
             self._margin = 1.0
             return self._request_plan("the bandwidth of the tiers changed")
-        if self._offloads_nothing() and self._steps >= self._planned_at + PROBE_PERIOD:
+        if self._writes_nothing() and self._steps >= self._planned_at + PROBE_PERIOD:
             return self._request_plan("to see whether the tiers are faster now")
         self._note_stall(fresh, seconds)
         if self._stalled >= 2:
-            self._margin *= MARGIN
+            self._margin = max(LEAST_MARGIN, self._margin * MARGIN)
             self._calm, self._calm_since = min(MOST_CALM_STEPS, 2 * self._calm), self._steps
             return self._request_plan("transfers were waited for")
         if self._stalled:
@@ -217,10 +240,12 @@ class AdaptiveOffload(Feature):
         predicted = self.chosen.predicted.stall / self.chosen.predicted.seconds
         self._stalled = self._stalled + 1 if found / total > predicted + STALL else 0
 
-    def _offloads_nothing(self) -> bool:
-        return self.chosen is not None and all(
-            choice == KEEP for one in self.chosen.choices for choice in one
-        )
+    def _writes_nothing(self) -> bool:
+        """To the tier whose bandwidth may change: the drives, where there is host memory too."""
+        if self.chosen is None:
+            return False
+        every = {choice for one in self.chosen.choices for choice in one}
+        return all(choice == KEEP or (self._both and choice.tier == "host") for choice in every)
 
     def _request_plan(self, why: str) -> None:
         self._replan_reason = why
@@ -269,11 +294,12 @@ class AdaptiveOffload(Feature):
             for (begin, end), choice in zip(spans, choices, strict=True):
                 plan[begin:end] = [_action(choice, machine)] * (end - begin)
             plans[chunk] = plan
-        if self._offloads_nothing() and plans and self._wear is None:
-            first = min(plans)
-            plans[first][0] = offload.OFFLOAD  # one region, by which a change of the bandwidth is seen
-        self._same = all(self._policy.plans.get(chunk) == tuple(plan) for chunk, plan in plans.items())
-        self._drift = min(MOST_DRIFT, 1.5 * self._drift) if self._same else DRIFT
+        if self._writes_nothing() and plans and self._wear is None:
+            first = min(plans)  # one region, by which a change of the bandwidth is seen
+            plans[first][0] = offload.Action(True, tier="ssd") if self._both else offload.OFFLOAD
+        same = all(self._policy.plans.get(chunk) == tuple(plan) for chunk, plan in plans.items())
+        self._same = same and not self._outcome_due
+        self._drift = min(MOST_DRIFT, 1.5 * self._drift) if same else DRIFT
         self._policy.follow(plans)
         self._planned_rates, self._planned_at, self._outcome_due = self._rates, self._steps, True
         blocks = [block for chunk in profile.blocks for block in chunk]
@@ -290,27 +316,33 @@ class AdaptiveOffload(Feature):
         self._planned_rates, self._planned_at, self._replan_reason = self._rates, self._steps, ""
 
     def _choose(self, profile: Profile, machine: Machine, other: int, rate: float | None) -> Chosen:
+        larger = self._larger(profile)
+
         def within(budget: int | None) -> Chosen:
             return choose_offloads(
                 profile.blocks,
                 profile.order,
                 machine,
                 slack=self._slack,
-                device_budget=None if budget is None else max(0, budget - other),
+                device_budget=None if budget is None else max(0, int(budget / larger) - other),
                 endurance=rate,
             )
 
         found = within(None if self._least_memory else self._device_budget)
-        if self._device_budget is None and not self._must_fit:
-            now = self._engine.snapshot()
-            most = room(self._memory(), now.activation_bytes, now.activation_peak_bytes)
-            if most is not None and found.predicted.peak_bytes + other > most:
+        if self._device_budget is None:
+            most = self._room()
+            if most is not None and larger * (found.predicted.peak_bytes + other) > most:
                 return within(most)
         return found
 
-    def _memory(self) -> DeviceMemory | None:
-        device = self._engine.device
-        return device_memory(device.device) if isinstance(device, CudaDevice) else None
+    def _larger(self, profile: Profile) -> float:
+        """By how much the largest forward so far was larger than the one that was recorded: it has to fit too."""
+        found = 1.0
+        for chunk, blocks in zip(profile.chunks, profile.blocks, strict=True):
+            nbytes = sum(block.saved + block.fixed for block in blocks)
+            if nbytes:
+                found = max(found, self._policy.largest.get(chunk, 0) / nbytes)
+        return found if found > VARIES else 1.0
 
     def _other_bytes(self, profile: Profile) -> int:
         """Of the activation peak, beside the blocks: what is saved in small tensors, or in storages larger than their regions."""

@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["DeviceMemory", "device_memory", "room"]
+from ssdtrain.device import CudaDevice
+from ssdtrain.offload.engine import OffloadEngine
+
+__all__ = ["DeviceMemory", "Room"]
 
 LEFT_FREE = 0.05
 """Of the device's memory, for fragments and what grows later."""
@@ -30,27 +33,37 @@ class DeviceMemory(NamedTuple):
     """The same at most, since somebody reset it."""
 
 
-def device_memory(device: torch.device) -> DeviceMemory:
-    """Of a CUDA device now. Does not wait for it."""
-    free, total = torch.cuda.mem_get_info(device)
-    return DeviceMemory(
-        total,
-        max(0, total - free - torch.cuda.memory_reserved(device)),
-        torch.cuda.memory_allocated(device),
-        torch.cuda.max_memory_allocated(device),
-    )
+class Room:
+    """Bytes that activations may take at most. See Note: [What may stay on a device]."""
 
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+        self._transient = 0  # the most that was allocated beside the model and the activations
 
-def room(memory: DeviceMemory | None, live: int, peak: int) -> int | None:
-    """Bytes that activations may take at most, between steps; None: the device has no memory of its own.
+    def __call__(self) -> int | None:
+        """Between steps; None: the device has no memory of its own. Does not wait for the device."""
+        memory = self.memory()
+        if memory is None:
+            return None
+        now = self._engine.snapshot()
+        return self.left(memory, now.activation_bytes, now.activation_peak_bytes)
 
-    Args:
-        memory: of the device now.
-        live: bytes of activations now.
-        peak: the most of them so far.
-    """
-    if memory is None:
-        return None
-    others = memory.allocated - live
-    transient = max(0, memory.most_allocated - others - peak)
-    return max(0, memory.total - memory.foreign - others - transient - int(LEFT_FREE * memory.total))
+    def memory(self) -> DeviceMemory | None:
+        """Of a CUDA device, now."""
+        if not isinstance(self._engine.device, CudaDevice):
+            return None
+        device = self._engine.device.device
+        free, total = torch.cuda.mem_get_info(device)
+        return DeviceMemory(
+            total,
+            max(0, total - free - torch.cuda.memory_reserved(device)),
+            torch.cuda.memory_allocated(device),
+            torch.cuda.max_memory_allocated(device),
+        )
+
+    def left(self, memory: DeviceMemory, live: int, peak: int) -> int:
+        """Where activations take `live` bytes now and took `peak` at most so far."""
+        others = memory.allocated - live
+        self._transient = max(self._transient, memory.most_allocated - others - peak)
+        left_free = int(LEFT_FREE * memory.total)
+        return max(0, memory.total - memory.foreign - others - self._transient - left_free)

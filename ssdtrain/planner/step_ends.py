@@ -7,6 +7,10 @@ between, so that several optimizers are one step.
 
 Note: [Optimizers inside of backward]
 An optimizer may run in a hook of each parameter, in the middle of a backward. The step is over when that backward is.
+
+Note: [Optimizers of other models]
+The discriminator's optimizer runs between the generator's forward and its backward. So an optimizer counts only if it trains an
+attached model; until one does, all count, because some train copies of the parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ import weakref
 from collections.abc import Callable
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 __all__ = ["OptimizerHook", "StepEnds"]
 
@@ -34,18 +39,37 @@ class OptimizerHook:
     def __init__(self, runs: Callable[[], object]) -> None:
         self._runs = weakref.WeakMethod(runs)
         self._queued_for = -1  # the backward at whose end `runs` is called
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that train them
         itself = weakref.ref(self)
 
-        def hook(*_: object) -> None:
+        def hook(optimizer: Optimizer, *_: object) -> None:
             found = itself()
-            if found is not None:
+            if found is not None and found._counts(optimizer):
                 found._before_step()
 
         handle = register_optimizer_step_pre_hook(hook)  # torch's table outlives everything
         self.remove = handle.remove
         weakref.finalize(self, handle.remove)
 
+    def attach(self, model: nn.Module) -> None:
+        """Optimizers of other models than those attached do not count."""
+        self._models.append(weakref.ref(model))
+
+    def _counts(self, optimizer: Optimizer) -> bool:
+        """See Note: [Optimizers of other models]."""
+        if optimizer in self._ours:
+            return True
+        models = [model for known in self._models if (model := known()) is not None]
+        own = {id(parameter) for model in models for parameter in model.parameters()}
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            self._ours.add(optimizer)
+            return True
+        return not self._ours
+
     def _before_step(self) -> None:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return  # nothing may be asked of the device
         task = _graph_task()
         if task == -1:
             self._call()
@@ -74,13 +98,18 @@ class StepEnds:
         self._ended_at = time.perf_counter()
         self._hook = OptimizerHook(self._optimizer_runs)
 
-    def forward(self) -> None:
-        """A forward with gradients begins."""
+    def attach(self, model: nn.Module) -> None:
+        """See `OptimizerHook.attach`."""
+        self._hook.attach(model)
+
+    def forward(self) -> int:
+        """A forward with gradients begins: how many there were since the last end."""
         self._forwards += 1
+        return self._forwards
 
     def announced(self, seconds: float) -> None:
         """The loop says that a step of so many seconds is over."""
-        self._announced = True
+        self._announced, self._forwards = True, 0
         self._call(seconds)
 
     def _optimizer_runs(self) -> None:

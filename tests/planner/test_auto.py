@@ -15,7 +15,7 @@ from ssdtrain.features import Step
 from ssdtrain.planner.adaptive import AdaptivePolicy
 from ssdtrain.planner.auto import AutoPlan
 from ssdtrain.planner.choose import choose_offloads
-from ssdtrain.planner.controller import AdaptiveOffload
+from ssdtrain.planner.controller import UNENDED, AdaptiveOffload
 from ssdtrain.planner.decisions import Outcome, decision_table
 from ssdtrain.planner.measured import Profile
 from ssdtrain.planner.plans import NoPlan
@@ -120,6 +120,43 @@ def test_an_optimizer_inside_of_backward_ends_the_step_when_backward_is_over(
         assert controller.plan is not None
     else:
         assert controller._steps == 19  # the first one may be that of a loop that announces its steps
+    runtime.close()
+
+
+def test_the_optimizer_of_another_model_ends_no_step(tmp_path: Path) -> None:
+    model, other = make_model(), nn.Linear(64, 1)
+    runtime = ssdtrain.attach(model, config(tmp_path))
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, other))
+    (controller,) = [one for one in runtime.features if isinstance(one, AdaptiveOffload)]
+    for step in range(12):
+        made = model(torch.randn(512, 64, generator=torch.Generator().manual_seed(step)))
+        other(made.detach()).sum().backward()
+        theirs.step()
+        made.square().sum().backward()
+        ours.step()
+    # Until the first step of our optimizer the other one may have been ours.
+    assert controller._steps == 11
+    assert isinstance(controller._policy, AdaptivePolicy) and controller._policy.plans
+    runtime.close()
+
+
+def test_without_the_end_of_a_step_records_do_not_grow(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model()
+    runtime = ssdtrain.attach(model, config(tmp_path))
+    assert runtime.engine is not None
+    for _ in range(UNENDED + 10):
+        model(torch.randn(1, 64)).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+    assert not runtime.engine.recorder.active
+    said = [
+        record.getMessage() for record in caplog.records if "without the end of a step" in record.getMessage()
+    ]
+    assert len(said) == 1
+    runtime.step_end()
+    assert runtime.engine.recorder.active
     runtime.close()
 
 
