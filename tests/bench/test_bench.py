@@ -100,10 +100,18 @@ def test_an_unknown_codec_is_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert "int9" in error and "Traceback" not in error
 
 
+def everything(tmp_path: Path) -> str:
+    """The file of a config that offloads all."""
+    file = tmp_path / "all.json"
+    file.write_text(json.dumps({"offload": {"directories": str(tmp_path / "spill"), "amount": "all"}}))
+    return str(file)
+
+
 def test_a_step_of_the_users_own_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train_mine.py").write_text(MODEL)
     options = ["script", f"{tmp_path / 'train_mine.py'}:build", "--batch", "512", "--steps", "4"]
-    options += ["--directory", str(tmp_path / "spill")]
+    assert figures(capsys, *options, "--directory", str(tmp_path / "spill"))["gradients_equal"] is True
+    options += ["--config", everything(tmp_path)]
     found = figures(capsys, *options)
     assert found["gradients_equal"] is True
     assert found["offloaded_bytes_per_step"] > 0 and found["plain_activation_peak_bytes"] > 0  # type: ignore[operator]
@@ -129,7 +137,7 @@ def test_what_recomputation_drops_counts_in_the_peak_without_it(
     (tmp_path / "c.json").write_text('{"plan": {"blocks": "*", "device_limit": "6MiB"}}')
     options = ["script", f"{tmp_path / 'train_plan.py'}:build", "--batch", "512", "--steps", "2"]
     planned = figures(capsys, *options, "--config", str(tmp_path / "c.json"))
-    offloaded = figures(capsys, *options, "--directory", str(tmp_path / "spill"))
+    offloaded = figures(capsys, *options, "--config", everything(tmp_path))
     assert planned["plain_activation_peak_bytes"] == offloaded["plain_activation_peak_bytes"]
     assert planned["activation_peak_bytes"] < planned["plain_activation_peak_bytes"]  # type: ignore[operator]
     # The steps that a plan is made from do not count.
