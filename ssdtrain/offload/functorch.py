@@ -14,13 +14,14 @@ transform runs without Dynamo; a compiled function that is called in it is compi
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
+
+from ssdtrain.storage import make_signal_safe_lock
 
 __all__ = ["PackHook", "StepAside", "modes", "tracing", "warn_once", "without_modes"]
 
@@ -37,7 +38,7 @@ CAN_STEP_ASIDE = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 _set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
 """Makes Dynamo look at the functions that this thread calls, by the given callback, or not (None); returns what was set."""
 
-_lock = threading.Lock()
+_lock = make_signal_safe_lock()
 _recorders = 0
 _torchs = torch.autograd.graph.disable_saved_tensors_hooks
 # What stood there when the first recorder came. A function that replaced ours may call it, so it is put back and never called.

@@ -14,6 +14,9 @@ import pytest
 import torch
 
 import ssdtrain
+from ssdtrain.offload import functorch
+from ssdtrain.offload.functorch import StepAside
+from ssdtrain.storage.signal_safe_lock import defer_signals
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, holds_nothing
 
 SIZE = 32  # of a saved tensor, 4 KiB
@@ -155,3 +158,22 @@ def test_an_exception_of_a_signal_at_a_thousand_moments_leaves_nothing_behind(
 ) -> None:
     heard, tried = interrupt(make_runtime(variant), lambda count: range(1, count, max(1, count // 1000)))
     assert heard >= 0.8 * tried
+
+
+def test_a_signal_at_any_moment_leaves_the_lock_of_recorders_free() -> None:
+    """All recorders of the process take it: one that stays held is a hang of the next forward."""
+    defer_signals()
+    recorders, replaced = functorch._recorders, torch.autograd.graph.disable_saved_tensors_hooks
+    for number in range(1, 200):
+        aside = StepAside()
+        try:
+            with Moment(number) as moment:
+                aside.__enter__()
+                aside.__exit__()
+        except Heard:
+            pass
+        assert functorch._lock.acquire(blocking=False), f"held after a signal at bytecode {number}"
+        functorch._lock.release()
+        functorch._recorders = recorders
+        torch.autograd.graph.disable_saved_tensors_hooks = replaced
+    assert 20 < moment.count < 200

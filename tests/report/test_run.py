@@ -109,11 +109,11 @@ def test_what_was_decided_and_why_is_in_the_journal_once(section: str, tmp_path:
     model.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
     model.forward = lambda x: model.layers[2](model.layers[1](model.layers[0](x).tanh()).tanh())  # type: ignore[assignment]
     runtime = ssdtrain.attach(model, config)
-    for _ in range(7):
+    for _ in range(14):
         with runtime.step():
             model(torch.randn(64, 64)).square().mean().backward()
     runtime.close()
     (journal,) = Run.read(tmp_path / "report").journals
-    assert 1 <= len(journal.decisions) < 4
+    assert 1 <= len(journal.decisions) < 7
     step, text = journal.decisions[0]
-    assert 2 <= step <= 6 and "peak" in text and "keep" in text
+    assert step >= 2 and "peak" in text and "keep" in text
