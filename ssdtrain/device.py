@@ -18,11 +18,12 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from ssdtrain.bandwidth import copy_bandwidths, host_copy_bandwidth
+from ssdtrain.cuda_runtime import address_of, check_cuda, loaded_cuda_runtime, numa_node_of
 from ssdtrain.timestamps import ORIGIN_PERIOD, CudaTimestamp, HostTimestamp, Origin, Timestamp
 
 __all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "HostTimestamp", "Timestamp", "device_for"]
@@ -32,7 +33,7 @@ logger = logging.getLogger("ssdtrain")
 
 EVENT_POLL = 50e-6  # seconds between two looks at an event that is waited for with a timeout
 
-LINK_PROBE = 64 << 20  # bytes of a copy by which a link is measured
+UNPIN_TIMEOUT = 30.0  # seconds that unpinning host memory waits for the device
 
 NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it
 
@@ -71,8 +72,15 @@ class Device(Protocol):
         """Bytes per second of copies to the host and from it, measured at the first call, which blocks the host; None where
         there is no link."""
 
+    def copy_bandwidth(self) -> float | None:
+        """Bytes per second of a copy within the memory that tensors are in, measured at the first call, which blocks the host;
+        None: not known."""
+
     def load_target(self, nbytes: int) -> torch.Tensor:
         """Uninitialised bytes of the device (uint8), allocated on the load stream. See `ssdtrain.offload.targets`."""
+
+    def clone(self, source: torch.Tensor) -> torch.Tensor:
+        """A copy of `source` (device, uint8) in device memory, allocated and made on the current stream."""
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
         """Queue the copy of `source` (device, uint8) into `target` (pinned host, uint8) after the current stream's work."""
@@ -80,7 +88,8 @@ class Device(Protocol):
     def copy_to_device(
         self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event] = ()
     ) -> Event | None:
-        """Queue the copy of `source` (pinned host) into `target`, which `load_target` made, once the events have passed."""
+        """Queue the copy of `source` (pinned host, or the device's) into `target`, which `load_target` made, once the events have
+        passed."""
 
     def load_event(self, after: Sequence[Event]) -> Event | None:
         """An event behind the events `after` and all work queued on the load stream: memory that `load_target` made may be
@@ -139,8 +148,14 @@ class CpuDevice:
     def link_bandwidth(self) -> None:
         return None
 
+    def copy_bandwidth(self) -> float:
+        return host_copy_bandwidth()
+
     def load_target(self, nbytes: int) -> torch.Tensor:
         return uninitialised(nbytes, torch.device("cpu"))
+
+    def clone(self, source: torch.Tensor) -> torch.Tensor:
+        return source.clone()
 
     def record(self, stream: Any | None) -> None:
         return None
@@ -208,6 +223,7 @@ class CudaDevice:
         self._load_stream = torch.cuda.Stream(self.device)
         self._origin: Origin | None = None  # of timestamps
         self._link: tuple[float, float] | None = None
+        self._copies: float | None = None
 
     def timestamp(self) -> Timestamp:
         stream = torch.cuda.current_stream(self.device)
@@ -221,24 +237,21 @@ class CudaDevice:
 
     def link_bandwidth(self) -> tuple[float, float]:
         if self._link is None:
-            host = torch.empty(LINK_PROBE, dtype=torch.uint8, device="cpu", pin_memory=True)
-            device = torch.empty(LINK_PROBE, dtype=torch.uint8, device=self.device)
-            self._link = self._copy_rate(device, host), self._copy_rate(host, device)
+            to_host, from_host, self._copies = copy_bandwidths(self.device)
+            self._link = to_host, from_host
         return self._link
 
-    def _copy_rate(self, source: torch.Tensor, target: torch.Tensor) -> float:
-        target.copy_(source, non_blocking=True)  # the first one of a direction is slower
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream(self.device)
-        began.record(stream)
-        target.copy_(source, non_blocking=True)
-        ended.record(stream)
-        ended.synchronize()
-        return source.nbytes / max(began.elapsed_time(ended) / 1e3, 1e-9)
+    def copy_bandwidth(self) -> float | None:
+        self.link_bandwidth()  # together, since later there may be no memory for it
+        return self._copies
 
     def load_target(self, nbytes: int) -> torch.Tensor:
-        with torch.cuda.stream(self._load_stream):
+        # The device first: leaving `stream` alone would make a context on the device that was current.
+        with torch.cuda.device(self.device), torch.cuda.stream(self._load_stream):
             return uninitialised(nbytes, self.device)
+
+    def clone(self, source: torch.Tensor) -> torch.Tensor:
+        return source.clone()
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
         stream = self._store_stream
@@ -256,7 +269,7 @@ class CudaDevice:
     def _copy(
         self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream
     ) -> torch.cuda.Event:
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         return self._recorded(stream)
 
@@ -268,8 +281,8 @@ class CudaDevice:
     def new_stream(self) -> int:
         handle = ctypes.c_void_p()
         with torch.cuda.device(self.device):
-            code = _loaded_cuda_runtime().cudaStreamCreateWithFlags(ctypes.byref(handle), NON_BLOCKING)
-        _check_cuda(int(code))
+            code = loaded_cuda_runtime().cudaStreamCreateWithFlags(ctypes.byref(handle), NON_BLOCKING)
+        check_cuda(int(code))
         return handle.value or 0
 
     def record(self, stream: Any | None) -> Event | None:
@@ -316,39 +329,42 @@ class CudaDevice:
 
         def register(address: int, nbytes: int) -> Any:
             with torch.cuda.device(self.device):  # else a context appears on the current device
-                _check_cuda(int(runtime.cudaHostRegister(address, nbytes, 0)))
+                check_cuda(int(runtime.cudaHostRegister(address, nbytes, 0)))
 
             def unregister() -> None:
                 with torch.cuda.device(self.device):
-                    torch.cuda.synchronize()  # a copy may still use it
-                    _check_cuda(int(runtime.cudaHostUnregister(address)))
+                    self._wait_for_copies()
+                    check_cuda(int(runtime.cudaHostUnregister(address)))
 
             return unregister
 
         return register
 
+    def _wait_for_copies(self) -> None:
+        """Wait for the copies that may use pinned memory, and for what computes: behind a collective whose peer is gone both, and
+        cudaHostUnregister, would wait for ever.
+
+        Raises:
+            TimeoutError: they have not ended in `UNPIN_TIMEOUT` seconds.
+        """
+        until = time.monotonic() + UNPIN_TIMEOUT
+        for stream in (torch.cuda.current_stream(self.device), self._store_stream, self._load_stream):
+            if not self.block(self._recorded(stream), max(0.0, until - time.monotonic())):
+                raise TimeoutError(
+                    f"work of {self.device} has not ended in {UNPIN_TIMEOUT:g} s (a collective whose peer is gone?)"
+                )
+
     def numa_node(self) -> int | None:
         return numa_node_of(torch.cuda.get_device_properties(self.device))
 
     def event_functions(self) -> dict[str, int]:
-        runtime = _loaded_cuda_runtime()
+        runtime = loaded_cuda_runtime()
         return {
-            "event_query": _address_of(runtime.cudaEventQuery),
-            "set_device": _address_of(runtime.cudaSetDevice),
-            "exchange_capture_mode": _address_of(runtime.cudaThreadExchangeStreamCaptureMode),
+            "event_query": address_of(runtime.cudaEventQuery),
+            "set_device": address_of(runtime.cudaSetDevice),
+            "exchange_capture_mode": address_of(runtime.cudaThreadExchangeStreamCaptureMode),
             "device": self.device.index,
         }
-
-
-def numa_node_of(properties: Any, sysfs: Path = Path("/sys")) -> int | None:
-    """The NUMA node of the PCI slot that torch's device properties name; None where the system or this torch does not say."""
-    bus = getattr(properties, "pci_bus_id", None)
-    if bus is None:
-        return None
-    name = f"{properties.pci_domain_id:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
-    path = sysfs / "bus/pci/devices" / name / "numa_node"
-    node = int(path.read_text()) if path.exists() else -1
-    return node if node >= 0 else None
 
 
 def uninitialised(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -359,39 +375,6 @@ def uninitialised(nbytes: int, device: torch.device) -> torch.Tensor:
     """
     storage = torch.UntypedStorage(nbytes, device=device)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def _address_of(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-def _loaded_cuda_runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded; events are not valid in another copy of it.
-
-    Raises:
-        OSError: torch has not loaded it as a shared library.
-    """
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if "libcudart" in path and path.startswith("/"):
-            return ctypes.CDLL(path)
-    raise OSError(
-        "torch.cuda is in use, but no libcudart is loaded in this process: is torch linked statically to it?"
-    )
-
-
-def _check_cuda(code: int) -> None:
-    """Raise `torch.cuda.CudaError` for the code of a runtime call that failed.
-
-    The runtime also remembers the error for this thread, and torch reads it at the next kernel launch, which would fail instead
-    where the caller can do without this call. So it is cleared.
-    """
-    if code:
-        try:
-            _loaded_cuda_runtime().cudaGetLastError()
-        except OSError as unknown:
-            logger.warning("the last error of the CUDA runtime is not cleared: %s", str(unknown))
-    torch.cuda.check_error(code)
 
 
 def device_for(device: torch.device) -> Device:

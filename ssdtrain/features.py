@@ -96,7 +96,7 @@ class Step(NamedTuple):
     number: int
     """As the training loop counts, else from 1."""
     seconds: float
-    """From the end of the step before to the end of this one; 0.0 where its begin is not known."""
+    """From its begin, or else from the end of the step before, to its end; 0.0 of a first one whose begin is not known."""
     skipped: bool = False
     """True if its gradients overflowed and were dropped."""
 
@@ -122,6 +122,9 @@ class Feature:
 
     def on_step_begin(self) -> None:
         """The optimizer has made its step, or training begins: parameters may have moved."""
+
+    def before_forward(self) -> None:
+        """A forward with gradients is about to begin: no feature has recorded anything of it."""
 
     def on_forward(self, forward: Forward) -> AbstractContextManager[Any] | None:
         """A forward with gradients begins.

@@ -17,7 +17,7 @@ import torch
 
 from ssdtrain.comm import Policy
 from ssdtrain.comm.policy import OFF, codec_of
-from ssdtrain.config import CommConfig, Config, ConfigError, OffloadConfig, Problem
+from ssdtrain.config import CommConfig, Config, ConfigError, OffloadConfig, Problem, ReportConfig
 from ssdtrain.config.paths import WRITABLE_ALLOWED, problem_with_writing
 from ssdtrain.config.units import exact_size, format_size
 from ssdtrain.features import Placement
@@ -57,9 +57,7 @@ def check_start(
     place = Placement.of(
         torch.device("cpu") if device is None else device, rank, local_rank, local_world_size
     )
-    report = config.report.expand(rank=place.rank, local_rank=place.local_rank)
-    if report is not None and (why := problem_with_writing(report)) is not None:
-        problems.append(Problem("ssdtrain.report.path", str(report), why, WRITABLE_ALLOWED))
+    problems += _of_report(config.report, place)
     if config.offload is not None:
         problems += _of_offload(
             config.offload, config.offload.expand(rank=place.rank, local_rank=place.local_rank)
@@ -70,11 +68,36 @@ def check_start(
         )
     if config.comm is not None and config.compresses:
         problems += _of_comm(config.comm)
+    if config.plans and config.plan is not None and config.plan.plot and not _installed("matplotlib"):
+        allowed = "pip install 'ssdtrain[plot]', or leaving it out"
+        problems.append(
+            Problem("ssdtrain.plan.plot", True, "needs matplotlib, which is not installed", allowed)
+        )
     if problems:
         raise ConfigError(problems)
     if config.offload is not None:
         check_codec(config.offload, place.device.type)
         check_host_budget(config.offload.host + (config.offload.buffer or 0), place.local_world_size)
+
+
+def _of_report(report: ReportConfig, place: Placement) -> Iterator[Problem]:
+    directories = {
+        "path": report.expand(rank=place.rank, local_rank=place.local_rank),
+        "tensorboard": report.expand_tensorboard(rank=place.rank, local_rank=place.local_rank),
+    }
+    for key, directory in directories.items():
+        if directory is not None and (why := problem_with_writing(directory)) is not None:
+            yield Problem(f"ssdtrain.report.{key}", str(directory), why, WRITABLE_ALLOWED)
+    if report.tensorboard is not None and not _installed("tensorboard"):
+        why = "needs tensorboard, which is not installed"
+        allowed = 'leaving it out, or installing it: pip install "ssdtrain[tensorboard]"'
+        yield Problem("ssdtrain.report.tensorboard", report.tensorboard, why, allowed)
+
+
+def _installed(package: str) -> bool:
+    found = importlib.util.find_spec(package)
+    # A folder of that name in the working directory, such as one of event files, has no origin.
+    return found is not None and found.origin is not None
 
 
 def _of_offload(offload: OffloadConfig, directories: Sequence[Path]) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -43,13 +43,14 @@ from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tape import Tape
 from ssdtrain.planner.build import offload_features
+from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.preflight import check_start, make_directories, warn_about_drives
 from ssdtrain.state.feature import ModelState
 from ssdtrain.storage import Faults, forks, holds_signal_safe_lock
 from ssdtrain.telemetry.journal import Journal
 from ssdtrain.telemetry.messages import report
+from ssdtrain.telemetry.recorders import open_journal, recorders
 from ssdtrain.telemetry.totals import RuntimeMetrics, StepMetrics
-from ssdtrain.telemetry.trace import StepTrace
 
 __all__ = ["Runtime", "RuntimeMetrics"]
 
@@ -64,7 +65,7 @@ class Runtime:
         rank, local_rank: fill the placeholders of directories; None: torch.distributed's rank and the launcher's (`ranks`).
         local_world_size: ranks that share this node's drives and memory; None: the launcher's.
         policy: decides for each saved tensor in place of `offload.amount`, also where that is "auto". Not with a plan.
-        plan_blocks: modules by qualified name that `plan` may recompute; None: it keeps and offloads only.
+        plan_blocks: what `plan` may recompute; None: it keeps and offloads only.
         features: more features, see `ssdtrain.features`. They are closed with the runtime.
         faults: for tests.
         staged: move CPU tensors by the way of device memory too (tests); None: by the device.
@@ -95,7 +96,7 @@ class Runtime:
         local_rank: int | None = None,
         local_world_size: int | None = None,
         policy: OffloadPolicy | None = None,
-        plan_blocks: Mapping[str, nn.Module] | None = None,
+        plan_blocks: PlanBlocks | None = None,
         features: Sequence[Feature] = (),
         faults: Faults | None = None,
         staged: bool | None = None,
@@ -116,8 +117,9 @@ class Runtime:
         self.steps = 0
         self._began = 0.0
         self._step_seconds = 0.0
-        self._undo: list[Callable[[], object]] = []
+        self._undo = ExitStack()
         self._journal: Journal | None = None
+        self._recorders: list[Feature] = []
         self._closing: threading.Thread | None = None  # see Note: [Close in a finalizer]
         self._forked = False
         self._reports = place.rank == 0 and bool(config.report.interval)
@@ -128,7 +130,7 @@ class Runtime:
             return
         forks.track(self)
         try:
-            self._open_journal(place, config.report.interval if logs else 0)
+            self._journal = open_journal(config.report, place, logs=logs)
             collectives = CompressedCollectives.from_config(config, place)
             if config.offload is not None:
                 directories = config.offload.expand(rank=place.rank, local_rank=place.local_rank)
@@ -160,7 +162,7 @@ class Runtime:
                 self.state = self._chunked_state(config.state, place, faults, staged)
                 self.features.append(self.state)
             self.features += features
-            self._trace(place)
+            self._record(place)
             self._check_metrics()
         except BaseException:
             self._reports = False
@@ -190,23 +192,11 @@ class Runtime:
         make_directories(directories, "ssdtrain.state.directories")
         return ModelState(config, directories, place, faults=faults, staged=staged)
 
-    def _trace(self, place: Placement) -> None:
-        if self.config.report.trace and self.features and self._journal is not None and self._journal.file:
-            file = self._journal.file
-            trace = StepTrace(
-                self.config.report.trace,
-                file.with_name(f"trace-{file.stem}.json"),
-                place,
-                self.engine,
-                self.comm,
-            )
-            # Before what plans from the same records, and takes them.
-            self.features.insert(0 if self.offload is None else 1, trace)
-
-    def _open_journal(self, place: Placement, interval: int) -> None:
-        path = self.config.report.expand(rank=place.rank, local_rank=place.local_rank)
-        if interval or path is not None:
-            self._journal = Journal(path, interval, place.rank)
+    def _record(self, place: Placement) -> None:
+        if self.features:
+            at = 0 if self.offload is None else 1
+            self._recorders = recorders(self.config.report, place, self._journal, self.engine, self.comm)
+            self.features[at:at] = self._recorders
 
     def _check_metrics(self) -> None:
         owner: dict[str, str] = {}
@@ -230,6 +220,11 @@ class Runtime:
         """True if there is a feature."""
         return bool(self.features)
 
+    @property
+    def records_steps(self) -> bool:
+        """True where the end of a step is written to a journal, TensorBoard or the log."""
+        return self.enabled and self._journal is not None
+
     # The model
 
     def register(self, model: nn.Module) -> None:
@@ -239,7 +234,7 @@ class Runtime:
 
     def call_at_close(self, undo: Callable[[], object]) -> None:
         """Call `undo` when this runtime closes, before its features detach; the latest first."""
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
     # The loop
 
@@ -265,14 +260,23 @@ class Runtime:
             skipped: its gradients overflowed and were dropped.
             number: of the step, for the log and the file; None: the steps of this runtime are counted.
         """
-        if self._forked:
-            return
-        seconds = time.perf_counter() - self._began if self._began else 0.0
+        if not self._forked:
+            self._end(skipped, number, self.features)
+
+    def record_step(self) -> None:
+        """A step is over of a loop that does not call `step_end`: it is counted, and the journal, TensorBoard, the trace and the
+        log get it. Other features do not: plans and compressed inputs see the optimizer's steps themselves."""
+        if not (self._forked or holds_signal_safe_lock()):
+            self._end(False, None, self._recorders)
+
+    def _end(self, skipped: bool, number: int | None, features: Sequence[Feature]) -> None:
+        ended = time.perf_counter()
+        seconds = ended - self._began if self._began else 0.0
         self._step_seconds += seconds
-        self._began = 0.0
+        self._began = ended  # of the next step, where the loop does not say so
         self.steps += 1
         step = Step(self.steps if number is None else number, seconds, skipped)
-        for feature in self.features:
+        for feature in features:
             feature.on_step_end(step)
         if self._journal is not None and (now := self.statistics()) is not None:
             decided = [text for feature in self.features if (text := feature.decisions())]
@@ -295,6 +299,8 @@ class Runtime:
             keep: its backward follows at once, so nothing leaves memory.
         """
         forward = Forward(chunk, UNNAMED if microbatch is None else microbatch, keep)
+        for feature in self.features:
+            feature.before_forward()
         return _Contexts(self.features, lambda feature: feature.on_forward(forward))
 
     def backward(self, chunk: int = 0, microbatch: int | None = None) -> AbstractContextManager[Tape | None]:
@@ -334,8 +340,12 @@ class Runtime:
         Cyclic collection may run a finalizer, and in it this method, at any allocation: also on a thread that holds a lock that
         closing needs, or that serves the transfers it waits for. There a thread of its own closes, as soon as the lock is free.
         """
-        while self._undo:
-            self._undo.pop()()
+        try:
+            self._undo.close()  # all are called, whatever one of them raises
+        finally:
+            self._close_features()
+
+    def _close_features(self) -> None:
         if holds_signal_safe_lock():
             if self._closing is None:
                 self._closing = threading.Thread(target=self._close, name="ssdtrain-close")

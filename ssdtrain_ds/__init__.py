@@ -5,9 +5,9 @@ A user adds `"ssdtrain": {...}` to the DeepSpeed config and calls `ssdtrain_ds.i
 into calls on `ssdtrain.runtime.Runtime`; it holds no algorithm, and touches DeepSpeed's private names in `_compat` only.
 
 What lives here: `attach` (which engine gets a runtime, and its methods), `schedule` (pipelines), `checkpointing`
-(DeepSpeed's activation checkpointing), `comm` (compressed collectives), `coverage` (hooks nested inside ours), `block` and
-`conflicts` (checks of the config), `monitor` and `trainer` (metrics), `launch` and `autoload` (unchanged scripts). Importing the
-package imports neither torch nor deepspeed: `autoload` runs at the start of every interpreter.
+(DeepSpeed's activation checkpointing), `comm` (compressed collectives), `block` and `conflicts` (checks of the config),
+`monitor` and `trainer` (metrics), `launch` and `autoload` (unchanged scripts). Importing the package imports neither torch nor
+deepspeed: `autoload` runs at the start of every interpreter.
 """
 
 from __future__ import annotations

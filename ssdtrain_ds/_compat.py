@@ -13,10 +13,13 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.comm import comm as communication
+from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
 from ssdtrain.integration.compatibility import check_nothing_missing, missing_names, warn_if_untested
@@ -147,6 +150,42 @@ def is_pipeline(engine: DeepSpeedEngine) -> bool:
     return isinstance(engine, PipelineEngine)
 
 
+def is_plain_engine(engine: DeepSpeedEngine) -> bool:
+    """True for DeepSpeed's engine and its pipeline engine themselves, not for what is derived from them."""
+    return type(engine) in (DeepSpeedEngine, PipelineEngine)
+
+
+def has_experts(engine: DeepSpeedEngine) -> bool:
+    """True where layers of the model are DeepSpeed's mixtures of experts."""
+    return bool(getattr(engine, "has_moe_layers", False))
+
+
+def has_random_ltd(engine: DeepSpeedEngine) -> bool:
+    """True for random layer token drop, where layers read what the first one sampled in the latest forward."""
+    return bool(getattr(engine, "random_ltd_enabled", bool)())
+
+
+def communicates_past_torch(engine: DeepSpeedEngine) -> bool:
+    """True where collectives of a forward may not pass torch.distributed: a backend of DeepSpeed's own, or its operator for
+    shared memory, which tensor parallelism takes on CPUs."""
+    backend = getattr(communication, "cdb", None)
+    if backend is not None and type(backend) is not TorchBackend:
+        return True
+    shared = getattr(backend, "shm_comm_op", None) is not None
+    return shared and int(getattr(engine, "autotp_size", int)()) > 1
+
+
+def checkpoint_interval(engine: PipelineEngine) -> int:
+    """Layers that a pipeline's module recomputes together; 0: it recomputes none."""
+    return int(getattr(engine.module, "activation_checkpoint_interval", 0))
+
+
+def layers_of(stage: torch.nn.Module) -> list[str]:
+    """Names of the modules that a pipeline stage runs as layers, without tied ones, in their order."""
+    run = [id(layer) for layer in getattr(stage, "forward_funcs", ())]
+    return [name for name, module in stage.named_children() if run.count(id(module)) == 1]
+
+
 def stages_of(engine: PipelineEngine) -> int:
     """Pipeline stages; a DualPipeV rank holds two halves of one."""
     return int(engine.module.num_stages)
@@ -167,10 +206,30 @@ def zero_stage(engine: DeepSpeedEngine) -> int:
     return int(engine.zero_optimization_stage())
 
 
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a parameter, also where ZeRO-3 partitions it, which leaves an empty one."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def running_modules(engine: DeepSpeedEngine) -> list[torch.nn.Module] | None:
+    """ZeRO-3's list of the modules whose forwards run, of all engines: each is taken off after its forward, unless that raises.
+    None: no such list."""
+    found = getattr(parameter_offload, "FWD_MODULE_STACK", None)
+    return found if zero_stage(engine) == 3 and isinstance(found, list) else None
+
+
 def is_zero_parameter(tensor: torch.Tensor) -> bool:
     """True for a parameter that ZeRO-3 partitions, and for a view of one: its gathered storage is DeepSpeed's to free."""
     base = tensor._base
     return hasattr(tensor, "ds_id") or (base is not None and hasattr(base, "ds_id"))
+
+
+def gathering_group(engine: DeepSpeedEngine) -> Any:
+    """The ranks over which ZeRO-3 partitions parameters, which forwards gather; None: there are no others."""
+    if zero_stage(engine) < 3:
+        return None
+    group = getattr(engine, "seq_data_parallel_group", None) or engine.data_parallel_group
+    return group if group is not None and torch.distributed.get_world_size(group) > 1 else None
 
 
 def gathering_points(model: torch.nn.Module) -> dict[torch.nn.Module, Callable[[], list[torch.Tensor]]]:

@@ -13,17 +13,17 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 import ssdtrain
 from ssdtrain.config import Config, ConfigError, Problem, load_config
-from ssdtrain.features import FIRST_STEPS
 from ssdtrain.integration.claims import claim
 from ssdtrain.integration.compatibility import check_conflicts
-from ssdtrain.integration.patching import Patches
+from ssdtrain.integration.inner_hooks import InnerHooks
+from ssdtrain.integration.patching import Patches, run_inside
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.gathered import GatheredStorages
 from ssdtrain.preflight import check_start
@@ -33,8 +33,8 @@ from ssdtrain_ds.block import BLOCK, check_place
 from ssdtrain_ds.comm import CommAttachment
 from ssdtrain_ds.compact import check_compact, follow_zero
 from ssdtrain_ds.conflicts import CONFLICTS
-from ssdtrain_ds.coverage import InnerHooks
 from ssdtrain_ds.monitor import Monitor
+from ssdtrain_ds.plan import plan_blocks, reject_compile
 
 __all__ = ["install", "runtime_of", "uninstall"]
 
@@ -75,7 +75,7 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
         try:
             check_place(written)
             config = load_config(written[BLOCK], path=BLOCK) if BLOCK in written else None
-            if config is not None and config.active and config.offload is not None:
+            if config is not None and config.active and (config.offload is not None or config.plans):
                 _check_instructions(type(self), written[BLOCK])
             if config is not None and config.active:
                 check_conflicts(CONFLICTS, config, written)
@@ -117,8 +117,9 @@ def _check_instructions(engine_class: type, block: dict[str, Any]) -> None:
     foreign = _compat.foreign_instructions(engine_class)
     if foreign:
         why = f"cannot be had with the pipeline instructions {', '.join(foreign)}, which are not DeepSpeed's own"
-        allowed = "the block without offload, or a schedule of DeepSpeed's (1F1B, DualPipeV)"
-        raise ConfigError([Problem(f"{BLOCK}.offload", block["offload"], why, allowed)])
+        allowed = "the block without offload and plan, or a schedule of DeepSpeed's (1F1B, DualPipeV)"
+        key = "offload" if "offload" in block else "plan"
+        raise ConfigError([Problem(f"{BLOCK}.{key}", block[key], why, allowed)])
 
 
 def uninstall() -> None:
@@ -150,22 +151,18 @@ class _Attachment:
         self.written = written
         self.steps = 0
         self.forwards = 0
-        self.gathered: GatheredStorages | None = None
-        self.inner_hooks: InnerHooks | None = None
-        self.comm: CommAttachment | None = None
-        # What undoes each change, in the order of the changes. The last is undone first, and all are, whatever one raises.
-        self._undo = ExitStack()
+        planned = plan_blocks(engine, config, written)
+        self.runtime = Runtime(config, device=engine.device, plan_blocks=planned)
+        self.by_blocks = planned is not None and bool(planned.blocks)
+        self.offload = self.runtime.engine
         try:
             self._attach(config)
         except BaseException:
-            self.detach()
+            self.runtime.close()
             raise
 
     def _attach(self, config: Config) -> None:
-        engine = self.engine
-        self.runtime = Runtime(config, device=engine.device)
-        self._undo.callback(self.runtime.close)
-        self.offload = self.runtime.engine
+        engine, undo = self.engine, self.runtime.call_at_close
         if self.runtime.compact is not None:
             check_compact(engine, self.runtime.compact.config.mode)
             follow_zero()
@@ -176,34 +173,36 @@ class _Attachment:
         self.checkpoint = checkpointing.function_for(config.checkpoint)
         self.monitor = Monitor(engine, self.runtime)
         self._record_skipped_steps()
-        self._undo.callback(engine.__dict__.pop, _ATTACHMENT, None)
+        undo(lambda: engine.__dict__.pop(_ATTACHMENT, None))
         patches = Patches()
-        self._undo.callback(patches.undo)
+        undo(patches.undo)
         trainer.patch_trainer(patches, engine, self.runtime)
         if _compat.is_pipeline(engine):
             schedule.patch_pipeline(patches, engine, self.runtime, self.recording, self.on_step_end)
             patches.replace(engine, _compat.EXEC_SCHEDULE, self._recording_skipped_steps)
         else:
-            patches.replace(engine, "forward", self._recorded)
-            patches.replace(engine, "backward", self._prefetched)
+            patches.replace(engine, "forward", run_inside(self._recording))
+            patches.replace(engine, "backward", run_inside(lambda *_, **__: self.runtime.backward()))
             patches.replace(engine, "step", self._counted)
         patches.replace(engine, "destroy", self._destroy)
+        if self.by_blocks:
+            reject_compile(patches, engine)
         if self.runtime.comm is not None:
-            self.comm = CommAttachment(engine, self.runtime.comm)
-            self._undo.callback(self.comm.detach)
+            undo(CommAttachment(engine, self.runtime.comm).detach)
         self.runtime.step_begin()
 
     def _prepare_offload(self, offload: OffloadEngine) -> None:
-        self._undo.callback(claim(self.engine.module, f"DeepSpeed's {BLOCK} block"))
+        undo = self.runtime.call_at_close
+        undo(claim(self.engine.module, f"DeepSpeed's {BLOCK} block"))
         if _compat.zero_stage(self.engine) == 3:
-            self.gathered = GatheredStorages(_compat.gathering_points(self.engine.module))
-            self._undo.callback(self.gathered.remove)
-            offload.eligible.add_parameter_predicate(self.gathered.__contains__)
+            gathered = GatheredStorages(_compat.gathering_points(self.engine.module))
+            undo(gathered.remove)
+            offload.eligible.add_parameter_predicate(gathered.__contains__)
         offload.eligible.add_parameter_predicate(_compat.is_zero_parameter)
-        self.inner_hooks = InnerHooks(offload.options.min_bytes)
+        self.runtime.features.append(InnerHooks(offload.options.min_bytes, *checkpointing.RECOMPUTING))
         patches = Patches()
         # Also where the engine is dropped without `destroy`.
-        self._undo.callback(weakref.finalize(self, patches.undo))
+        undo(weakref.finalize(self, patches.undo))
         checkpointing.patch_checkpointing(patches)
 
     @contextmanager
@@ -212,35 +211,14 @@ class _Attachment:
     ) -> Iterator[None]:
         """One forward: autograd's saved tensors and what DeepSpeed's checkpoint functions hold go to a tape."""
         self.forwards += 1
-        with checkpointing.calling(self.checkpoint):
-            if self.offload is None:
-                with self.runtime.forward(chunk, microbatch, keep=keep):
-                    yield
-                return
-            with self.runtime.forward(chunk, microbatch, keep=keep) as tape:
-                assert tape is not None
-                with checkpointing.recording_into(self.offload, tape):
-                    if self.inner_hooks is None:
-                        yield
-                    else:
-                        with self.inner_hooks.watched():
-                            yield
+        with (
+            self.runtime.forward(chunk, microbatch, keep=keep) as tape,
+            checkpointing.recording(self.checkpoint, self.offload, tape),
+        ):
+            yield
 
-    def _recorded(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return plain(*args, **kwargs)
-            with self.recording():
-                return plain(*args, **kwargs)
-
-        return forward
-
-    def _prefetched(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            with self.runtime.backward():
-                return plain(*args, **kwargs)
-
-        return backward
+    def _recording(self, *_: object, **__: object) -> AbstractContextManager[None]:
+        return self.recording() if torch.is_grad_enabled() else nullcontext()
 
     def _counted(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -273,11 +251,6 @@ class _Attachment:
         if self.steps == 1:
             self._warn_if_checkpointing_is_ignored()
             self._warn_if_bypassed()
-        if self.steps == FIRST_STEPS and self.inner_hooks is not None:
-            found = self.inner_hooks.report(self.steps)
-            if found is not None:
-                logger.warning("%s", found)
-            self.inner_hooks = None
         self.runtime.step_begin()
 
     def _warn_if_checkpointing_is_ignored(self) -> None:
@@ -301,13 +274,9 @@ class _Attachment:
     def _destroy(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def destroy(*args: Any, **kwargs: Any) -> Any:
             try:
-                self.detach()
+                self.runtime.close()
             finally:
                 found = plain(*args, **kwargs)
             return found
 
         return destroy
-
-    def detach(self) -> None:
-        """Close the runtime; the engine's methods are its class's again, also where a step of this raises. Idempotent."""
-        self._undo.close()

@@ -34,27 +34,22 @@ from ssdtrain.offload.region import Kept
 from ssdtrain.offload.tape import Tape
 from ssdtrain_ds import _compat
 
-__all__ = [
-    "RANDOM_STATE",
-    "calling",
-    "checkpoint",
-    "function_for",
-    "patch_checkpointing",
-    "recording_into",
-]
+__all__ = ["RANDOM_STATE", "RECOMPUTING", "checkpoint", "function_for", "patch_checkpointing", "recording"]
 
 RANDOM_STATE = "deepspeed"
 """The name of the generators of DeepSpeed's model parallelism."""
 
+RECOMPUTING = (_compat.checkpointing.__name__,)
+"""Modules whose saved-tensor hooks recompute."""
+
 
 class _ThreadState(threading.local):
-    """The forwards that this thread is in, innermost last: those that offload, and what `checkpoint` calls in each; and how
-    many of DeepSpeed's reentrant checkpoints."""
+    """Of the forwards that this thread is in: the innermost that offloads, what `checkpoint` calls in the innermost; and how many
+    of DeepSpeed's reentrant checkpoints are running."""
 
-    def __init__(self) -> None:
-        self.forwards: list[_Forward] = []
-        self.functions: list[Checkpoint] = []
-        self.reentrant = 0
+    forward: _Forward | None = None
+    function: Checkpoint | None = None
+    reentrant = 0
 
 
 class _Forward:
@@ -115,23 +110,16 @@ _state = _ThreadState()
 
 
 @contextmanager
-def calling(function: Checkpoint) -> Iterator[None]:
-    """Inside, `ssdtrain_ds.checkpoint` calls `function`."""
-    _state.functions.append(function)
+def recording(function: Checkpoint, engine: OffloadEngine | None, tape: Tape | None) -> Iterator[None]:
+    """Inside, `ssdtrain_ds.checkpoint` calls `function`, and what DeepSpeed's checkpoint functions keep goes to `tape`."""
+    outer = _state.function, _state.forward
+    _state.function = function
+    if engine is not None and tape is not None:
+        _state.forward = _Forward(engine, tape)
     try:
         yield
     finally:
-        _state.functions.pop()
-
-
-@contextmanager
-def recording_into(engine: OffloadEngine, tape: Tape) -> Iterator[None]:
-    """Inside, DeepSpeed's checkpoint functions offload what they keep to `tape`."""
-    _state.forwards.append(_Forward(engine, tape))
-    try:
-        yield
-    finally:
-        _state.forwards.pop()
+        _state.function, _state.forward = outer
 
 
 _default = Checkpoint()
@@ -144,8 +132,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     `torch.utils.checkpoint.checkpoint`. Outside of an engine's forward nothing is offloaded and torch's defaults hold, except
     that it is not reentrant.
     """
-    inside = _state.functions[-1] if _state.functions else _default
-    return inside(function, *args, **kwargs)
+    return (_state.function or _default)(function, *args, **kwargs)
 
 
 def function_for(config: CheckpointConfig) -> Checkpoint:
@@ -158,9 +145,8 @@ def function_for(config: CheckpointConfig) -> Checkpoint:
 _default.register_tracker(RANDOM_STATE, _compat.rng_tracker)
 
 
-def spilled(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+def spilled(forward: _Forward, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """What DeepSpeed is to hold instead of `tensors`. See Note: [Where DeepSpeed keeps a block's inputs]."""
-    forward = _state.forwards[-1]
     made: dict[int, torch.Tensor] = {}
     return tuple(_spill(forward, tensor, made) for tensor in tensors)
 
@@ -194,7 +180,8 @@ def _reentrant_function(plain: Any) -> Any:
         def apply(cls, function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
             # Autograd's node is of DeepSpeed's own function, unless another was derived from it.
             apply = plain.apply if cls is CheckpointFunction else super().apply
-            if not _state.forwards:
+            forward = _state.forward
+            if forward is None:
                 return apply(function, all_outputs, *args)
             _state.reentrant += 1
             try:
@@ -205,7 +192,7 @@ def _reentrant_function(plain: Any) -> Any:
                 node: Any = output.grad_fn if isinstance(output, torch.Tensor) else None
                 held = _compat.get_saved_inputs(node)
                 if held is not None:
-                    _compat.set_saved_inputs(node, spilled(held))
+                    _compat.set_saved_inputs(node, spilled(forward, held))
                     break
             return outputs
 
@@ -216,14 +203,14 @@ def _reentrant_function(plain: Any) -> Any:
 
 def _get_cpu_offload_engine(plain: Callable[[], Any]) -> Callable[[], Any]:
     def get_cpu_offload_engine() -> Any:
-        return _state.forwards[-1] if _spills_cpu_checkpoints() else plain()
+        return _forward_for_cpu_checkpoints() or plain()
 
     return get_cpu_offload_engine
 
 
 def _copy_to_device(plain: Callable[..., Any]) -> Callable[..., Any]:
     def copy_to_device(item: Any, device: Any, criterion_func: Any) -> Any:
-        spills = device == torch.device("cpu") and _spills_cpu_checkpoints()
+        spills = device == torch.device("cpu") and _forward_for_cpu_checkpoints() is not None
         return item if spills else plain(item, device, criterion_func)
 
     return copy_to_device
@@ -231,13 +218,15 @@ def _copy_to_device(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _empty_inputs(plain: Callable[..., Any]) -> Callable[..., Any]:
     def get_cpu_activations_for_backward(args: Any, inputs: Any) -> list[Any]:
-        return list(spilled(tuple(args)) if _spills_cpu_checkpoints() else plain(args, inputs))
+        forward = _forward_for_cpu_checkpoints()
+        return list(plain(args, inputs) if forward is None else spilled(forward, tuple(args)))
 
     return get_cpu_activations_for_backward
 
 
-def _spills_cpu_checkpoints() -> bool:
-    return bool(_state.forwards) and _compat.asks_for_offload_engine()
+def _forward_for_cpu_checkpoints() -> _Forward | None:
+    """The forward that takes the inputs of cpu_checkpointing; None: they go to the host."""
+    return _state.forward if _compat.asks_for_offload_engine() else None
 
 
 def _extract_tensors(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,8 +234,8 @@ def _extract_tensors(plain: Callable[..., Any]) -> Callable[..., Any]:
         tensors, others, flags = plain(all_objects=all_objects)
         # Of the two checkpoint functions only the one that is not reentrant calls this where a forward of ours runs and no
         # reentrant one: with what it is about to hold.
-        if _state.forwards and not _state.reentrant and torch.is_grad_enabled():
-            tensors = spilled(tuple(tensors))
+        if _state.forward is not None and not _state.reentrant and torch.is_grad_enabled():
+            tensors = spilled(_state.forward, tuple(tensors))
         return tensors, others, flags
 
     return extract_tensors

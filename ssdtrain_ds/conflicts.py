@@ -21,9 +21,8 @@ def _takes_the_space(section: str) -> Any:
     def applies(value: Any, config: Config, written: Mapping[str, Any]) -> bool:
         """ZeRO-Infinity swaps to the file system of one of our directories, whose free space we would take up."""
         offload = config.offload
-        if written["zero_optimization"][section].get("device") != "nvme" or not value or offload is None:
-            return False
-        if offload.capacity is not None:
+        swaps = bool(value) and written["zero_optimization"][section].get("device") == "nvme"
+        if not swaps or offload is None or offload.capacity is not None:
             return False
         ours = offload.expand(rank=ranks.global_rank(), local_rank=ranks.local_rank())
         theirs = _file_system(str(value))
@@ -40,8 +39,6 @@ def _file_system(path: str | Path) -> int:
     return there.stat().st_dev
 
 
-_SPACE = "is on the file system of ssdtrain.offload.directories, whose free space offload takes: swapping would run out of it"
-_SPACE_REMEDY = "another drive, or a value for ssdtrain.offload.capacity (what each rank may take)"
 _NEVER_RUN = "was never run with offload: compare losses with and without the block first"
 
 CONFLICTS: tuple[Conflict, ...] = (
@@ -53,21 +50,16 @@ CONFLICTS: tuple[Conflict, ...] = (
         "false, or the block without offload",
         _with_deepcompile,
     ),
-    Conflict(
-        "zero_optimization.offload_param.nvme_path",
-        "offload",
-        "error",
-        _SPACE,
-        _SPACE_REMEDY,
-        _takes_the_space("offload_param"),
-    ),
-    Conflict(
-        "zero_optimization.offload_optimizer.nvme_path",
-        "offload",
-        "error",
-        _SPACE,
-        _SPACE_REMEDY,
-        _takes_the_space("offload_optimizer"),
+    *(
+        Conflict(
+            f"zero_optimization.{section}.nvme_path",
+            "offload",
+            "error",
+            "is on the file system of ssdtrain.offload.directories, whose free space offload takes: swapping would run out of it",
+            "another drive, or a value for ssdtrain.offload.capacity (what each rank may take)",
+            _takes_the_space(section),
+        )
+        for section in ("offload_param", "offload_optimizer")
     ),
     Conflict(
         "zero_optimization.zenflow",

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
-from ssdtrain.integration.patching import Patches
+from ssdtrain.integration.patching import Patches, run_inside
 from ssdtrain.runtime import Runtime
 from ssdtrain_ds import _compat
 
@@ -116,7 +117,7 @@ def patch_pipeline(
     patches: Patches,
     engine: Any,
     runtime: Runtime,
-    recording: Callable[..., Any],
+    recording: Callable[..., AbstractContextManager[Any]],
     after_batch: Callable[[], None],
 ) -> None:
     """Make a pipeline engine record its forwards.
@@ -133,32 +134,19 @@ def patch_pipeline(
         if turn.upcoming:
             runtime.next_backward(*turn.upcoming)
 
-    def recorded(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(self: Any, **kwargs: Any) -> Any:
-            turn = current[0]
-            if turn.chunk is None or not torch.is_grad_enabled():
-                return plain(self, **kwargs)
-            with recording(turn.chunk, turn.microbatch, keep=turn.keep):
-                return plain(self, **kwargs)
+    def forward(*_: object, **__: object) -> AbstractContextManager[Any]:
+        turn = current[0]
+        if turn.chunk is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return recording(turn.chunk, turn.microbatch, keep=turn.keep)
 
-        return forward
-
-    def prefetched(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(self: Any, **kwargs: Any) -> Any:
-            turn = current[0]
-            if turn.chunk is None:
-                return plain(self, **kwargs)
-            with runtime.backward(turn.chunk, turn.microbatch):
-                return plain(self, **kwargs)
-
-        return backward
+    def backward(*_: object, **__: object) -> AbstractContextManager[Any]:
+        turn = current[0]
+        return nullcontext() if turn.chunk is None else runtime.backward(turn.chunk, turn.microbatch)
 
     def table(plain: dict[type, Any]) -> dict[type, Any]:
-        return {
-            **plain,
-            (kind := _compat.schedule.ForwardPass): recorded(plain[kind]),
-            (kind := _compat.schedule.BackwardPass): prefetched(plain[kind]),
-        }
+        contexts = {_compat.schedule.ForwardPass: forward, _compat.schedule.BackwardPass: backward}
+        return {**plain, **{kind: run_inside(context)(plain[kind]) for kind, context in contexts.items()}}
 
     def announced(plain: Callable[..., Any]) -> Callable[..., Any]:
         def exec_schedule(pipe_schedule: Any) -> Any:

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import megatron.core
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers, random
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
 from ssdtrain.integration.compatibility import check_nothing_missing, missing_names, warn_if_untested
@@ -25,7 +26,7 @@ from ssdtrain.integration.compatibility import check_nothing_missing, missing_na
 TESTED = ("0.14.0", "0.15.3", "0.16.1")
 """Versions of megatron-core that the tests were run with."""
 TESTED_IN_PART = ("0.17.1", "0.18.2", "0.19.0")
-"""Those of which only the rows named in docs/megatron.md were run."""
+"""Those of which only the rows named in docs/versions.md were run."""
 
 _PARAMETERS: dict[tuple[ModuleType, str], tuple[str, ...]] = {
     (schedules, "forward_step"): ("model", "num_microbatches", "current_microbatch"),
@@ -81,7 +82,7 @@ def check() -> None:
         (getattr(random, name), names) for name, names in _METHODS.items() if hasattr(random, name)
     )
     check_nothing_missing("megatron-core", megatron.core.__version__, missing, TESTED)
-    warn_if_untested("megatron-core", megatron.core.__version__, TESTED, TESTED_IN_PART, "docs/megatron.md")
+    warn_if_untested("megatron-core", megatron.core.__version__, TESTED, TESTED_IN_PART, "docs/versions.md")
 
 
 def missing_parameters(needed: Mapping[tuple[ModuleType, str], Sequence[str]]) -> list[str]:
@@ -153,6 +154,28 @@ def model_config(chunk: torch.nn.Module) -> Any:
     return get_model_config(chunk)
 
 
+def pipeline_stages(chunk: torch.nn.Module) -> int:
+    """Pipeline stages of the job that `chunk` is of."""
+    return int(model_config(chunk).pipeline_model_parallel_size)
+
+
+def is_transformer_layer(module: torch.nn.Module) -> bool:
+    """True for a layer of a TransformerBlock, whose forward takes hidden states and returns them with a context."""
+    return isinstance(module, TransformerLayer)
+
+
+def has_transformer_engine(chunk: torch.nn.Module) -> bool:
+    """True where a module of the chunk is Transformer Engine's, or derived from one."""
+    classes = {base for module in chunk.modules() for base in type(module).__mro__}
+    return any(one.__module__.split(".")[0] == "transformer_engine" for one in classes)
+
+
+def tensor_group() -> Any:
+    """The ranks of this one's tensor parallelism; None: there are no others."""
+    group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    return group if group is not None and torch.distributed.get_world_size(group) > 1 else None
+
+
 def random_tracker() -> Any:
     """Megatron's tracker of random states; it may be another object after a new seed."""
     return random.get_cuda_rng_tracker()
@@ -176,13 +199,9 @@ def replaceable() -> dict[str, tuple[Place, ...]]:
         "linear_backward": (Place(layers.LinearWithGradAccumulationAndAsyncCommunication, "backward"),),
         "checkpoint_forward": (Place(random.CheckpointFunction, "forward"),),
         "checkpoint_backward": (Place(random.CheckpointFunction, "backward"),),
+        "discarding_forward": (Place(random.CheckpointWithoutOutputFunction, "forward"),),
+        "discarding_backward": (Place(random.CheckpointWithoutOutputFunction, "backward"),),
     }
-
-
-def discarding_function() -> tuple[Place, Place]:
-    """Forward and backward of the function behind CheckpointWithoutOutput."""
-    function = random.CheckpointWithoutOutputFunction
-    return Place(function, "forward"), Place(function, "backward")
 
 
 FREED_FUNCTION = "CheckpointWithoutOutputFunctionBackward"

@@ -26,6 +26,9 @@ TENSOR_PARALLEL = (mappings.__name__, layers.__name__)
 BUFFERS = param_and_grad_buffer.__name__
 """The module whose calls of torch.distributed are data-parallel traffic."""
 
+CALLED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+"""Functions that everybody looks up in torch.distributed: the replacement looks at who calls."""
+
 _P2P = {
     "tensor_send_prev",
     "tensor_recv_prev",
@@ -57,11 +60,7 @@ def places() -> dict[str, tuple[Place, ...]]:
         "coalescing": (Place(param_and_grad_buffer, "_coalescing_manager"),),
         "batched_p2p": (Place(p2p_communication, "_batched_p2p_ops"),),
         "p2p": (Place(p2p_communication, "_p2p_ops"),),
-        # These are looked up in torch.distributed by everybody: the replacement looks at who calls.
-        "called_all_reduce": (Place(dist, "all_reduce"),),
-        "called_all_gather": (Place(dist, "all_gather_into_tensor"),),
-        "called_reduce_scatter": (Place(dist, "reduce_scatter_tensor"),),
-        "called_all_to_all": (Place(dist, "all_to_all_single"),),
+        **{name: (Place(dist, name),) for name in CALLED},
     }
 
 

@@ -10,6 +10,9 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor, nn
 
+from ssdtrain.integration.compatibility import check_nothing_missing, missing_names
+from ssdtrain_megatron._compat import TESTED, missing_parameters
+
 __all__ = ["LINEAR", "check", "gather_rows", "is_parallel_linear", "reduce_rows", "unsupported_layers"]
 
 LINEAR = "linear_with_grad_accumulation_and_async_allreduce"
@@ -28,14 +31,8 @@ _UNSUPPORTED = (
 
 def check() -> None:
     """Raises ImportError: names what this megatron-core lacks."""
-    function = getattr(layers, LINEAR, None)
-    known = inspect.signature(function).parameters if callable(function) else {}
-    missing = [
-        f"the parameter {name} of {layers.__name__}.{LINEAR}" for name in _PARAMETERS if name not in known
-    ]
-    missing += [f"{layers.__name__}.{name}" for name in _PARALLEL if not hasattr(layers, name)]
-    if missing:
-        raise ImportError(f"megatron-core {megatron.core.__version__} lacks {', '.join(missing)}")
+    missing = missing_parameters({(layers, LINEAR): _PARAMETERS}) + missing_names([(layers, _PARALLEL)])
+    check_nothing_missing("megatron-core", megatron.core.__version__, missing, TESTED)
 
 
 def is_parallel_linear(module: nn.Module) -> bool:

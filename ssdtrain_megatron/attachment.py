@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from ssdtrain.config import Config, load_config
 from ssdtrain.integration import residuals
 from ssdtrain.integration.claims import check_not_attached, claim, related
+from ssdtrain.integration.inner_hooks import InnerHooks
 from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.runtime import Runtime, RuntimeMetrics
@@ -20,6 +22,7 @@ from ssdtrain_megatron import _compat, _compat_comm, apex, compact
 from ssdtrain_megatron.comm import Hooks
 from ssdtrain_megatron.conflicts import check_conflicts
 from ssdtrain_megatron.installation import installation
+from ssdtrain_megatron.plan import plan_blocks
 from ssdtrain_megatron.recompute import has_grad_mode_side_effects
 from ssdtrain_megatron.schedule import Schedule
 
@@ -33,6 +36,10 @@ _WAY = "ssdtrain_megatron.attach"
 class Attachment:
     """What `attach` returns: a runtime and the events that reach it. Also a context manager that closes.
 
+    Args:
+        runtime: closed if this raises.
+        optimizer, iteration: see `attach`.
+
     Attributes:
         runtime: for statistics and more.
         schedule: the events of this rank.
@@ -41,7 +48,7 @@ class Attachment:
             `recompute`.
     """
 
-    def __init__(self, runtime: Runtime, chunks: Sequence[nn.Module]) -> None:
+    def __init__(self, runtime: Runtime, chunks: Sequence[nn.Module], optimizer: Any, iteration: int) -> None:
         self.runtime = runtime
         # With comm a step ends after the optimizer, where it is known whether its gradients were dropped.
         self.schedule = Schedule(runtime, len(chunks), ends_steps=runtime.comm is None)
@@ -51,7 +58,11 @@ class Attachment:
             has_grad_mode_side_effects(_compat.model_config(chunk)) for chunk in chunks
         )
         self._chunks = {id(chunk): (index, chunk) for index, chunk in enumerate(chunks)}
-        self._undo: list[Callable[[], None]] = []
+        try:
+            self._attach(optimizer, iteration)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def chunks(self) -> list[nn.Module]:
@@ -67,49 +78,33 @@ class Attachment:
         """The metrics so far; None where nothing is enabled."""
         return self.runtime.statistics()
 
-    def offload(self) -> None:
-        """Take what the forwards of these chunks save, until `close`.
-
-        Raises:
-            ValueError: `ssdtrain.attach` offloads one of them.
-        """
-        assert self.runtime.engine is not None
+    def _attach(self, optimizer: Any, iteration: int) -> None:
+        runtime, engine = self.runtime, self.runtime.engine
+        if runtime.compact is not None:
+            patches = Patches()
+            runtime.call_at_close(patches.undo)
+            compact.follow(patches)
+            names = compact.names_of(self.chunks)
+            runtime.compact.rename = lambda path, module: names.get(id(module), path)
+        if engine is not None:
+            for chunk in self.chunks:
+                runtime.call_at_close(claim(chunk, _WAY))
+            engine.eligible.add_exclusion(installation.must_stay)
+            engine.eligible.add_exclusion(_compat.marked_not_offload)
+            engine.eligible.add_freed_function(_compat.FREED_FUNCTION)
+            runtime.features.append(InnerHooks(engine.options.min_bytes))
         for chunk in self.chunks:
-            self._undo.append(claim(chunk, _WAY))
-        self.runtime.engine.eligible.add_exclusion(installation.must_stay)
-        self.runtime.engine.eligible.add_exclusion(_compat.marked_not_offload)
-        self.runtime.engine.eligible.add_freed_function(_compat.FREED_FUNCTION)
-
-    def compress_inputs(self) -> None:
-        """Let linear layers of these chunks keep compressed inputs, once they are registered, until `close`."""
-        assert self.runtime.compact is not None
-        patches = Patches()
-        self._undo.append(patches.undo)
-        compact.follow(patches)
-        names = compact.names_of(self.chunks)
-        self.runtime.compact.rename = lambda path, module: names.get(id(module), path)
-
-    def register(self) -> None:
-        """Attach the runtime's features to these chunks, and let the schedule's events reach them."""
-        for chunk in self.chunks:
-            self.runtime.register(chunk)
-        if self.runtime.engine is not None or self.runtime.compact is not None:
+            runtime.register(chunk)
+        if engine is not None or runtime.compact is not None:
+            # Events of the schedule reach this from now on.
+            runtime.call_at_close(functools.partial(installation.remove, self))
             installation.add(self)
-
-    def compress(self, optimizer: Any) -> None:
-        """Send the collectives of these chunks through the runtime's communicator, until `close`.
-
-        Args:
-            optimizer: Megatron's, of these chunks.
-
-        Raises:
-            ValueError: collectives of this process are compressed already.
-        """
-        assert self.runtime.comm is not None
-        hooks = Hooks(self.runtime.comm, self.chunks, optimizer, self._stepped)
-        self._undo.append(hooks.remove)
-        hooks.install()
-        self.runtime.step_begin()
+        self.resume(iteration)
+        if runtime.comm is not None:
+            hooks = Hooks(runtime.comm, self.chunks, optimizer, self._stepped)
+            runtime.call_at_close(hooks.remove)
+            hooks.install()
+            runtime.step_begin()
 
     def _stepped(self, skipped: bool) -> None:
         self.runtime.step_end(skipped)
@@ -144,9 +139,6 @@ class Attachment:
 
     def close(self) -> None:
         """Put megatron-core's functions back and close the runtime. Idempotent."""
-        while self._undo:
-            self._undo.pop()()
-        installation.remove(self)
         self.runtime.close()
 
     def __enter__(self) -> Attachment:
@@ -209,12 +201,12 @@ def attach(
         if read.compresses:
             _compat_comm.check()
         check_conflicts(chunks, read)
-        if read.offload is not None:
+        if read.offload is not None or read.plans:
             for chunk in chunks:
                 check_not_attached(chunk, _WAY)
         if read.compact is not None:
             compact.refuse(chunks, read.compact.mode)
-        if any(installation.holds(chunk) for chunk in chunks):
+        if any(installation.related_chunk(chunk) is not None for chunk in chunks):
             raise ValueError("a runtime is attached to this model already: close it first")
     if read.compresses:
         Hooks.check_not_installed()
@@ -229,21 +221,10 @@ def attach(
         rank=rank,
         local_rank=local_rank,
         local_world_size=local_world_size,
+        plan_blocks=plan_blocks(chunks, read),
         logs=logs,
     )
-    attachment = Attachment(runtime, chunks)
-    try:
-        if runtime.compact is not None:
-            attachment.compress_inputs()
-        if runtime.engine is not None:
-            attachment.offload()
-        attachment.register()
-        attachment.resume(iteration)
-        if runtime.comm is not None:
-            attachment.compress(optimizer)
-    except BaseException:
-        attachment.close()
-        raise
+    attachment = Attachment(runtime, chunks, optimizer, iteration)
     parts = apex.found() if runtime.engine is not None and runtime.rank == 0 else ()
     if parts:
         logger.info("apex is installed (%s): SSDTrain was never run with it", ", ".join(parts))

@@ -13,7 +13,7 @@ from ssdtrain.config import DIMENSIONS, Config, ConfigError, Problem
 from ssdtrain.integration.compatibility import Conflict, conflicts
 from ssdtrain_megatron import _compat, _compat_comm
 
-__all__ = ["CONFLICTS", "check_conflicts", "flag", "option_problems"]
+__all__ = ["CONFLICTS", "check_conflicts", "flag", "option_problems", "wrappers_of"]
 
 
 def _row(
@@ -139,14 +139,20 @@ def option_problems(options: Mapping[str, Any], config: Config) -> Iterator[Prob
     return conflicts(CONFLICTS, config, options, lambda option: f"Megatron's {flag(option)}")
 
 
+def wrappers_of(chunk: nn.Module) -> list[str]:
+    """Data parallelism in a chunk that reduces gradients by itself, by its name."""
+    found = (_WRAPPERS.get(type(module).__name__) for module in chunk.modules())
+    return sorted({name for name in found if name is not None})
+
+
 def _problems(chunk: nn.Module, config: Config) -> Iterator[Problem]:
     parallelism = getattr(chunk, "ddp_config", None)
     options = {**vars(_compat.model_config(chunk)), **({} if parallelism is None else vars(parallelism))}
     yield from option_problems(options, config)
-    wrappers = {_WRAPPERS.get(type(module).__name__) for module in chunk.modules()} - {None}
+    wrappers = wrappers_of(chunk)
     for enabled, why in ((config.offload is not None, _SHARDS), (config.compresses, _REDUCES)):
         if enabled:
-            for name in sorted(map(str, wrappers)):
+            for name in wrappers:
                 yield Problem("Megatron's data parallelism", name, why, "DistributedDataParallel")
     reduced = _compressed(config, _GRADIENTS_AND_WEIGHTS)
     if reduced and _compat_comm.layout()["dp"] > 1 and next(_compat_comm.buckets(chunk), None) is None:

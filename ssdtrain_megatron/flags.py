@@ -24,10 +24,19 @@ def config_from_args(args: argparse.Namespace) -> Config | None:
             and nothing is enabled that it would be about.
     """
     config = config_from_namespace(args)
-    if config is not None and config.enabled and not config.active and config.report.path is not None:
+    if config is not None and config.enabled and not config.active:
         why = "would get no report: neither offloading nor compression is enabled"
         allowed = "together with --ssdtrain-offload-directories or --ssdtrain-comm-preset, or leaving it out"
-        raise ConfigError(
-            [Problem("ssdtrain.report.path (--ssdtrain-report-path)", config.report.path, why, allowed)]
-        )
+        given = {
+            key: value
+            for key in ("path", "tensorboard")
+            if (value := getattr(config.report, key)) is not None
+        }
+        if given:
+            raise ConfigError(
+                [
+                    Problem(f"ssdtrain.report.{key} (--ssdtrain-report-{key})", value, why, allowed)
+                    for key, value in given.items()
+                ]
+            )
     return config

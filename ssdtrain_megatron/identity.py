@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ssdtrain.integration.patching import Patches
+from ssdtrain.integration.patching import Patches, Wrap
 from ssdtrain_megatron import _compat
 
 __all__ = ["KEEPING_LEAVES", "read_inputs_once"]
@@ -70,21 +70,13 @@ def restore_saved_leaf(position: int, plain: Function) -> Function:
     return backward
 
 
-KEEPING_LEAVES: dict[str, Callable[[Function], Function]] = {
+KEEPING_LEAVES: dict[str, Wrap] = {
     "linear_forward": functools.partial(stash_saved_leaf, 1),
     "linear_backward": functools.partial(restore_saved_leaf, 1),
     "checkpoint_forward": functools.partial(stash_saved_leaf, 2),
     "checkpoint_backward": functools.partial(restore_saved_leaf, 0),
 }
 """Wrappers of functions of `_compat.replaceable`. Saved are (input, weight), and the arguments after the first two."""
-
-
-def read_inputs_once(patches: Patches) -> None:
-    """Replace the two functions of CheckpointWithoutOutput's that are concerned. See Note: [Inputs that are read twice]."""
-    for place, wrap in zip(
-        _compat.discarding_function(), (_discarding_forward, _discarding_backward), strict=True
-    ):
-        patches.replace(*place, wrap)
 
 
 def _discarding_forward(plain: Function) -> Function:
@@ -115,6 +107,12 @@ def _leaves_of(ctx: Any) -> tuple[Any, ...]:
             for saved in ctx.saved_tensors
         )
     return found
+
+
+def read_inputs_once(patches: Patches) -> None:
+    """Replace the two functions of CheckpointWithoutOutput's that are concerned. See Note: [Inputs that are read twice]."""
+    wraps = {"discarding_forward": _discarding_forward, "discarding_backward": _discarding_backward}
+    patches.replace_all(_compat.replaceable(), wraps)
 
 
 class _Context:

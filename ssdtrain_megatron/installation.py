@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ssdtrain.integration.claims import related
-from ssdtrain.integration.patching import Patches
+from ssdtrain.integration.patching import Patches, Wrap, call_after
 from ssdtrain.offload.checkpoint import detach_leaves
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.identity import KEEPING_LEAVES, read_inputs_once
-from ssdtrain_megatron.recompute import checkpoint_through
 
 if TYPE_CHECKING:
     from ssdtrain_megatron.attachment import Attachment
@@ -62,22 +61,22 @@ class Installation:
             if not self._attachments:
                 self._restore()
 
-    def holds(self, chunk: torch.nn.Module) -> bool:
-        """True if something is attached to `chunk`, inside of it or around it."""
-        return any(related(held, chunk) for attachment in self._attachments for held in attachment.chunks)
+    def related_chunk(self, model: torch.nn.Module) -> torch.nn.Module | None:
+        """A chunk that something is attached to and that is `model`, inside of it or around it."""
+        chunks = (chunk for attachment in self._attachments for chunk in attachment.chunks)
+        return next((chunk for chunk in chunks if related(chunk, model)), None)
 
     def _check_unrelated(self, model: torch.nn.Module) -> None:
         """Without this, an attachment to the model that was wrapped later would silently do nothing."""
         if model in self._unrelated:
             return
-        for attachment in self._attachments:
-            for chunk in attachment.chunks:
-                if related(chunk, model):
-                    raise RuntimeError(
-                        f"the schedule runs a {type(model).__name__}, and what is attached is a {type(chunk).__name__} "
-                        "inside of it or around it: give attach the model chunks as the schedule gets them, after they are "
-                        "wrapped (Float16Module, DistributedDataParallel)"
-                    )
+        chunk = self.related_chunk(model)
+        if chunk is not None:
+            raise RuntimeError(
+                f"the schedule runs a {type(model).__name__}, and what is attached is a {type(chunk).__name__} "
+                "inside of it or around it: give attach the model chunks as the schedule gets them, after they are "
+                "wrapped (Float16Module, DistributedDataParallel)"
+            )
         self._unrelated.add(model)
 
     def must_stay(self, tensor: torch.Tensor) -> bool:
@@ -88,16 +87,14 @@ class Installation:
         return self._in_first_run or (bool(self._resized) and tensor.untyped_storage() in self._resized)
 
     def _replace(self) -> None:
-        wrappers: dict[str, Callable[[Function], Function]] = {
+        wrappers: dict[str, Wrap] = {
             "forward_step": self._forward_step,
             "backward_step": self._backward_step,
             "checkpoint": self._checkpoint,
-            "discarding_checkpoint": self._discarding_checkpoint,
+            "discarding_checkpoint": call_after(self._keep_resized),
             **KEEPING_LEAVES,
         }
-        for name, places in _compat.replaceable().items():
-            for place in places:
-                self._patches.replace(*place, wrappers[name])
+        self._patches.replace_all(_compat.replaceable(), wrappers)
         read_inputs_once(self._patches)
 
     def _restore(self) -> None:
@@ -161,26 +158,18 @@ class Installation:
                 finally:
                     self._active, self._in_first_run = outer, first_run
 
-            return checkpoint_through(
-                current.checkpoint,
-                plain,
-                inside,
-                distribute_saved_activations,
-                args,
-                native=current.uses_native_checkpoint,
-            )
+            reentrant = current.uses_native_checkpoint or current.checkpoint.config.use_reentrant
+            # See Note: [Distributed saved activations] in `recompute`.
+            if reentrant or distribute_saved_activations:
+                return plain(inside, distribute_saved_activations, *args)
+            return current.checkpoint(inside, *args)
 
         return checkpoint
 
-    def _discarding_checkpoint(self, plain: Function) -> Function:
-        def checkpoint(discarding: Any, run_function: Function, *args: Any) -> Any:
-            outputs = plain(discarding, run_function, *args)
-            for output in outputs if isinstance(outputs, list | tuple) else (outputs,):
-                if isinstance(output, torch.Tensor):
-                    self._resized.add(output.untyped_storage())
-            return outputs
-
-        return checkpoint
+    def _keep_resized(self, outputs: Any, _: object) -> None:
+        for output in outputs if isinstance(outputs, list | tuple) else (outputs,):
+            if isinstance(output, torch.Tensor):
+                self._resized.add(output.untyped_storage())
 
 
 installation = Installation()

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import atexit
 import functools
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ssdtrain.config import Config, ConfigError, Problem
-from ssdtrain.integration.patching import Patches
+from ssdtrain.integration.patching import Patches, call_after
 from ssdtrain.preflight import check_start
 from ssdtrain_megatron.flags import add_arguments, config_from_args
 
@@ -44,7 +43,7 @@ def install_pretrain() -> None:
     from ssdtrain_megatron import _compat
 
     arguments, training = _compat.check_training()
-    _patches.replace(arguments, "add_megatron_arguments", _with_flags)
+    _patches.replace(arguments, "add_megatron_arguments", call_after(lambda parser, _: add_arguments(parser)))
     _patches.replace(training, "setup_model_and_optimizer", functools.partial(_attaching, training))
 
 
@@ -66,8 +65,14 @@ def install_for_spec(config: Config) -> None:
     check_start(config)
     _, training = _compat.check_training()
     _attached_by_spec = False
-    _of_spec.replace(training, "get_megatron_optimizer", functools.partial(_optimizing, training, config))
-    _of_spec.replace(training, "load_checkpoint", functools.partial(_loading, training))
+
+    def attach_to(optimizer: Any, given: Mapping[str, Any]) -> None:
+        global _attached_by_spec
+        _attach(training, given["model_chunks"], optimizer, config)
+        _attached_by_spec = True
+
+    _of_spec.replace(training, "get_megatron_optimizer", call_after(attach_to))
+    _of_spec.replace(training, "load_checkpoint", call_after(lambda result, _: _load(training, result[0])))
 
 
 def attaches_for_spec() -> bool:
@@ -100,13 +105,6 @@ def _detach() -> None:
         _attachment = None
 
 
-def _with_flags(plain: Function) -> Function:
-    def add_megatron_arguments(parser: Any) -> Any:
-        return add_arguments(plain(parser))
-
-    return add_megatron_arguments
-
-
 def _attaching(training: Any, plain: Function) -> Function:
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         # A mistake in the flags is found before the model is built.
@@ -123,29 +121,6 @@ def _attaching(training: Any, plain: Function) -> Function:
     return setup_model_and_optimizer
 
 
-def _optimizing(training: Any, config: Config, plain: Function) -> Function:
-    signature = inspect.signature(plain)
-
-    def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
-        global _attached_by_spec
-        optimizer = plain(*args, **kwargs)
-        chunks = signature.bind(*args, **kwargs).arguments["model_chunks"]
-        _attach(training, chunks, optimizer, config)
-        _attached_by_spec = True
-        return optimizer
-
-    return get_megatron_optimizer
-
-
-def _loading(training: Any, plain: Function) -> Function:
-    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        result = plain(*args, **kwargs)
-        _load(training, result[0])
-        return result
-
-    return load_checkpoint
-
-
 def _attach(training: Any, chunks: Any, optimizer: Any, config: Config) -> bool:
     """Attach to the model of the loop; False: there are collectives to compress, and one rank."""
     global _attachment
@@ -157,10 +132,10 @@ def _attach(training: Any, chunks: Any, optimizer: Any, config: Config) -> bool:
         return False
     # The loop ends by sys.exit at --exit-interval, --exit-duration and signals.
     atexit.register(_attachment.close)
-    _of_attachment.replace(training, "training_log", functools.partial(_logging, training, _attachment))
+    _of_attachment.replace(training, "training_log", call_after(_logging(training, _attachment)))
     if _attachment.runtime.comm is not None:
-        saving = functools.partial(_saving, training, _attachment)
-        _of_attachment.replace(training, "save_checkpoint", saving)
+        save = functools.partial(_save, training, _attachment)
+        _of_attachment.replace(training, "save_checkpoint", call_after(save))
     return True
 
 
@@ -176,17 +151,23 @@ def _load(training: Any, iteration: int) -> None:
         _attachment.load(source)
 
 
-def _logging(training: Any, attachment: Attachment, plain: Function) -> Function:
+def _save(training: Any, attachment: Attachment, _: object, given: Mapping[str, Any]) -> None:
+    from ssdtrain_megatron import _compat
+
+    target = _compat.saved_checkpoint(training.get_args(), given)
+    if target is not None:
+        attachment.save(target)
+
+
+def _logging(training: Any, attachment: Attachment) -> Callable[[Any, Mapping[str, Any]], None]:
     from ssdtrain_megatron.metrics import GatheredMetrics
 
     metrics = GatheredMetrics(attachment)
-    signature = inspect.signature(plain)
     report = attachment.runtime.config.report
     own_interval = report.interval if "interval" in report.model_fields_set else None
 
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        result = plain(*args, **kwargs)
-        iteration = signature.bind(*args, **kwargs).arguments["iteration"]
+    def log(_: object, given: Mapping[str, Any]) -> None:
+        iteration = given["iteration"]
         interval = training.get_args().log_interval if own_interval is None else own_interval
         if interval and iteration % interval == 0:
             metrics.gather()
@@ -197,22 +178,5 @@ def _logging(training: Any, attachment: Attachment, plain: Function) -> Function
                     writer.add_scalar(f"ssdtrain/{name}", value, iteration)
             if wandb is not None and wandb:
                 wandb.log({f"ssdtrain/{name}": value for name, value in metrics.scalars().items()}, iteration)
-        return result
 
-    return training_log
-
-
-def _saving(training: Any, attachment: Attachment, plain: Function) -> Function:
-    from ssdtrain_megatron import _compat
-
-    signature = inspect.signature(plain)
-
-    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        result = plain(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        target = _compat.saved_checkpoint(training.get_args(), given)
-        if target is not None:
-            attachment.save(target)
-        return result
-
-    return save_checkpoint
+    return log

@@ -28,31 +28,12 @@ is saved there is dropped at the end of the block, and must not travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from ssdtrain.offload.checkpoint import Checkpoint
-
-__all__ = ["checkpoint_through", "has_grad_mode_side_effects"]
+__all__ = ["has_grad_mode_side_effects"]
 
 
 def has_grad_mode_side_effects(config: Any) -> bool:
     """True if modules of a model with this TransformerConfig do more in a run with gradients. See Note: [Runs that count]."""
     experts = getattr(config, "num_moe_experts", None)
     return bool(experts) or getattr(config, "experimental_attention_variant", None) == "dsa"
-
-
-def checkpoint_through(
-    checkpoint: Checkpoint,
-    plain: Callable[..., Any],
-    function: Callable[..., Any],
-    distribute_saved_activations: bool,
-    args: tuple[Any, ...],
-    *,
-    native: bool,
-) -> Any:
-    """Call `function(*args)` and recompute it in backward: by Megatron's own function with `native`, where the config asks for
-    the reentrant kind, or with distributed saved activations (see the note on them)."""
-    if native or distribute_saved_activations or checkpoint.config.use_reentrant:
-        return plain(function, distribute_saved_activations, *args)
-    return checkpoint(function, *args)

@@ -43,6 +43,7 @@ from megatron.core.utils import get_pg_rank
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ssdtrain.config import Config, ConfigError, Problem, load_config
+from ssdtrain.integration.inner_hooks import InnerHooks
 from ssdtrain.integration.patching import Patches
 from ssdtrain.runtime import Runtime
 from ssdtrain_megatron import _compat
@@ -70,6 +71,7 @@ class _Recorder:
         if runtime.engine is not None:
             read_inputs_once(self._patches)
             runtime.engine.eligible.add_freed_function(_compat.FREED_FUNCTION)
+            runtime.features.append(InnerHooks(runtime.engine.options.min_bytes))
 
     def forward(self) -> None:
         """A layer's forward begins."""
@@ -88,9 +90,8 @@ class _Recorder:
         fused = _compat.model_config(layer).gradient_accumulation_fusion
         if fused and self.runtime.engine is not None and not self._stashes_leaves:
             self._stashes_leaves = True
-            for name in ("linear_forward", "linear_backward"):
-                for place in _compat.replaceable()[name]:
-                    self._patches.replace(*place, KEEPING_LEAVES[name])
+            of_linear = {name: KEEPING_LEAVES[name] for name in ("linear_forward", "linear_backward")}
+            self._patches.replace_all(_compat.replaceable(), of_linear)
 
     def close(self) -> None:
         self._patches.undo()

@@ -20,22 +20,25 @@ from rich.console import Console
 from rich.table import Table
 
 from ssdtrain.cli import network
-from ssdtrain.cli.estimate import factory
-from ssdtrain.cli.plan import given
+from ssdtrain.cli.model_source import factory
+from ssdtrain.cli.options import given, whole
 from ssdtrain.cli.progress import progress
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.config.units import MiB, parse_size
 from ssdtrain.telemetry.text import duration_text, size_text
 
-EXAMPLES = """examples:
-  ssdtrain bench io /local_nvme --size 4GiB         the drive by SSDTrain's I/O pool, and by fio where it is installed
-  ssdtrain bench codec --codec int8 --codec int4    encoding and decoding
+EXAMPLES = {
+    "io": "  ssdtrain bench io /local_nvme --size 4GiB         the drive by SSDTrain's I/O pool, and by fio where it is there",
+    "codec": "  ssdtrain bench codec --codec int8 --codec int4    encoding and decoding",
+    "collective": """\
   ssdtrain bench collective --ranks 2               compressed all-reduces beside plain ones, in processes of this machine
-  torchrun --nnodes 2 ... -m ssdtrain.cli bench collective      the same between nodes
+  torchrun --nnodes 2 ... -m ssdtrain.cli bench collective      the same between nodes""",
+    "script": """\
   ssdtrain bench script train.py:build --batch 8    forward and backward with and without SSDTrain, gradients compared
 
-`build(batch)` in train.py returns a model and a function without arguments that runs its forward and returns the loss.
-"""
+`build(batch)` in train.py returns a model and a function without arguments that runs its forward and returns the loss.""",
+}
+"""Of the help, by part."""
 
 
 def run(arguments: list[str]) -> int:
@@ -60,44 +63,45 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="ssdtrain bench",
         description=(__doc__ or "").splitlines()[0],
-        epilog=EXAMPLES,
+        epilog="examples:\n" + "\n".join(EXAMPLES.values()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parts = made.add_subparsers(dest="part", required=True, metavar="io|codec|collective|script")
+    parts = made.add_subparsers(dest="part", required=True, metavar="|".join(EXAMPLES))
     size = given(parse_size)
 
-    io = parts.add_parser(
-        "io", parents=[common], help="a directory's drive", description="The I/O pool beside fio."
-    )
+    def part(name: str, help: str, description: str) -> argparse.ArgumentParser:
+        return parts.add_parser(
+            name,
+            parents=[common],
+            help=help,
+            description=description,
+            epilog=f"examples:\n{EXAMPLES[name]}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    io = part("io", "a directory's drive", "The I/O pool beside fio.")
     io.add_argument(
         "directory", type=Path, nargs="?", default=Path("."), help="on the drive; default: this one"
     )
     io.add_argument("--size", type=size, default=512 * MiB, help="bytes of a run; default: 512MiB")
-    io.add_argument("--repeats", type=positive, default=5, help="runs each way; default: 5")
+    io.add_argument("--repeats", type=whole(), default=5, help="runs each way; default: 5")
     io.add_argument("--engine", choices=["auto", "c", "python"], default="auto", help="default: auto")
 
-    codec = parts.add_parser(
-        "codec", parents=[common], help="encoding and decoding", description="Codecs, and a copy."
-    )
+    codec = part("codec", "encoding and decoding", "Codecs, and a copy.")
     codec.add_argument(
         "--codec", action="append", metavar="SPEC", help="such as int8; several times; default: all sorts"
     )
     codec.add_argument(
         "--size", type=size, default=64 * MiB, help="bytes of the float32 tensor; default: 64MiB"
     )
-    codec.add_argument("--repeats", type=positive, default=5, help="default: 5")
+    codec.add_argument("--repeats", type=whole(), default=5, help="default: 5")
     codec.add_argument("--device", default=None, help="default: cuda where there is one, else cpu")
 
-    collective = parts.add_parser(
-        "collective",
-        parents=[common],
-        help="all-reduces",
-        description="Compressed all-reduces beside plain ones.",
-    )
+    collective = part("collective", "all-reduces", "Compressed all-reduces beside plain ones.")
     collective.add_argument(
-        "--ranks", type=positive, default=2, help="processes to start here, if torchrun did not; default: 2"
+        "--ranks", type=whole(), default=2, help="processes to start here, if torchrun did not; default: 2"
     )
     collective.add_argument(
         "--preset", action="append", metavar="NAME", help="default: safe, balanced, aggressive"
@@ -105,19 +109,14 @@ def parser() -> argparse.ArgumentParser:
     collective.add_argument(
         "--size", type=size, action="append", help="bytes; several times; default: 1MiB, 16MiB"
     )
-    collective.add_argument("--repeats", type=positive, default=5, help="default: 5")
+    collective.add_argument("--repeats", type=whole(), default=5, help="default: 5")
 
-    script = parts.add_parser(
-        "script",
-        parents=[common],
-        help="your own training step",
-        description="Your model with and without SSDTrain.",
-    )
-    script.add_argument("build", help="module:function or file.py:function; see `ssdtrain bench --help`")
-    script.add_argument("--batch", type=positive, default=1, help="given to the function; default: 1")
+    script = part("script", "your own training step", "Your model with and without SSDTrain.")
+    script.add_argument("build", help="module:function or file.py:function; see below")
+    script.add_argument("--batch", type=whole(), default=1, help="given to the function; default: 1")
     script.add_argument(
         "--steps",
-        type=positive,
+        type=whole(),
         default=10,
         help="that count, after 3 that do not, or 8 where a plan is made; default: 10",
     )
@@ -127,12 +126,6 @@ def parser() -> argparse.ArgumentParser:
         "--config", type=Path, metavar="FILE", help="of the attached model, in place of --directory"
     )
     return made
-
-
-def positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f'"{text}" is not a whole number above 0')
-    return int(text)
 
 
 def bench_io(chosen: argparse.Namespace) -> int:

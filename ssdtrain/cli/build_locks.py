@@ -25,7 +25,7 @@ __all__ = ["build_locks"]
 SUBJECT = "torch extension build lock"
 BUILD_SECONDS = 600
 """A lock that is older, and that no process seen here holds, is suspect: most builds take less."""
-UNSEEN = "nobody that this process can see holds it"
+UNSEEN = "no process that is visible from here holds it"
 """Processes of other nodes, containers and users cannot be seen."""
 
 

@@ -1,16 +1,18 @@
-"""`ssdtrain demo`: runs `examples.deepspeed_gpt` in a process of its own, since this package imports no framework."""
+"""`ssdtrain demo`: runs `examples.deepspeed_gpt`, whose modes are processes of their own: this one imports no framework."""
 
+import argparse
 import importlib.util
-import os
-import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(arguments: list[str]) -> int:
-    """The demo's exit status: 1 where the numbers with SSDTrain are not those without, 2 where it cannot run at all."""
+    """The demo's exit status: 1 where the numbers with SSDTrain are not those without, 2 where it cannot run at all, 130 after
+    Ctrl-C."""
     if not (ROOT / "examples" / "deepspeed_gpt").is_dir():
         print(
             "ssdtrain demo: the examples are not part of the installed package: run `make demo` in a checkout of the repository",
@@ -24,12 +26,22 @@ def run(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "examples.deepspeed_gpt", *arguments], env={**os.environ, "PYTHONPATH": path}
-    )
     try:
-        return process.wait()
-    except KeyboardInterrupt:
-        # The terminal has sent the same signal to the demo, which ends its own processes first.
-        return process.wait()
+        status: int = _demo().main(arguments)
+    except KeyboardInterrupt:  # the demo has ended its processes
+        return 130
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    """The demo's own, for a shell that completes; without options outside of a checkout."""
+    if not (ROOT / "examples" / "deepspeed_gpt").is_dir():
+        return argparse.ArgumentParser(prog="ssdtrain demo")
+    made: argparse.ArgumentParser = _demo().parser()
+    return made
+
+
+def _demo() -> Any:
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    return import_module("examples.deepspeed_gpt.compare")

@@ -163,8 +163,10 @@ def software() -> Iterator[Finding]:
     for package, tested in TESTED.items():
         yield version_finding(package, installed(package), tested)
     for package, use in {
+        "numpy": "arrays of your own; without it PyTorch warns when it is imported",
         "matplotlib": "plots",
         "zstandard": "lossless codec",
+        "tensorboard": "report.tensorboard",
         "triton": "GPU kernels",
     }.items():
         found = installed(package)

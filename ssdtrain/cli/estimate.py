@@ -9,21 +9,18 @@ the `config.json` of a model of the transformers library may stand, where that i
 """
 
 import argparse
-import importlib
-import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from ssdtrain.cli.plan import given
+from ssdtrain.cli.model_source import ON_FAKE_TENSORS, checked, factory, from_config, is_config
+from ssdtrain.cli.options import given, number, whole
 from ssdtrain.cli.progress import progress
-from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB, parse_size
 from ssdtrain.planner.estimate import Estimate, Hardware, estimate
 from ssdtrain.planner.hardware import GPUS, find_gpu, parse_ssds
@@ -31,23 +28,30 @@ from ssdtrain.telemetry.text import duration_text, size_text
 
 
 def run(arguments: list[str]) -> int:
-    """0; 1 where nothing fits or there is no such model."""
-    chosen = parser().parse_args(arguments)
+    """0; 1 where nothing fits or there is no such model; 2 where an option cannot be."""
+    made = parser()
+    instead = plan_command(arguments)
+    if instead:
+        made.error(f"it takes no flags of a training script; for a model by its shape: {instead}")
+    chosen = made.parse_args(arguments)
     hardware = Hardware(
         chosen.gpu, chosen.ssd, chosen.gpus_per_node, chosen.reserve, chosen.state_bytes, chosen.efficiency
     )
     try:
         with progress(f"counting what {chosen.model} saves"):
             named = chosen.model
-            made = from_config(Path(named), chosen.seq) if is_config(named) else factory(named)
-            found = estimate(made, chosen.batch, hardware, patterns=chosen.blocks)
-    except (InvalidValue, ValueError) as error:
+            build = from_config(Path(named), chosen.seq) if is_config(named) else factory(named)
+            found = estimate(checked(build, named), chosen.batch, hardware, patterns=chosen.blocks)
+    except ValueError as error:
         print(f"ssdtrain estimate: the model {error}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
+        print(f"ssdtrain estimate: the model's backward failed: {error}; {ON_FAKE_TENSORS}", file=sys.stderr)
         return 1
     if chosen.json:
         print(json.dumps(figures(found)))
     else:
-        show(found, Console())
+        show(found, Console(), chosen.ssd is not None)
     return 0 if found.plan is not None else 1
 
 
@@ -57,102 +61,32 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("model", help="module:function, file.py:function, or the path of a config.json")
     made.add_argument(
-        "--seq", type=int, default=2048, help="tokens of a sequence, of a config.json; default: 2048"
+        "--seq", type=whole(), default=2048, help="tokens of a sequence, of a config.json; default: 2048"
     )
-    made.add_argument("--batch", type=int, default=1, help="sequences of a microbatch; default: 1")
+    made.add_argument("--batch", type=whole(), default=1, help="sequences of a microbatch; default: 1")
     made.add_argument(
         "--blocks", nargs="*", default=(), help="patterns of blocks' names; default: the longest ModuleList's"
     )
     made.add_argument("--gpu", type=given(find_gpu), required=True, help=", ".join(GPUS))
     made.add_argument("--ssd", type=given(parse_ssds), help='of a node: "4 x 7GB/s"')
-    made.add_argument("--gpus-per-node", type=int, default=8, help="which share the drives; default: 8")
+    made.add_argument("--gpus-per-node", type=whole(), default=8, help="which share the drives; default: 8")
     made.add_argument(
         "--reserve", type=given(parse_size), default=4 * GiB, help="device memory for all else; default: 4GiB"
     )
     made.add_argument(
-        "--state-bytes", type=int, default=16, help="per parameter; default: 16 (mixed precision and Adam)"
+        "--state-bytes",
+        type=whole("bytes, such as 16, or fewer where ranks share them", zero=True),
+        default=16,
+        help="per parameter; default: 16 (mixed precision and Adam)",
     )
     made.add_argument(
-        "--efficiency", type=float, default=0.5, help="part of the peak FLOP rate; default: 0.5"
+        "--efficiency",
+        type=number("above 0, at most 1", zero=False, most=1),
+        default=0.5,
+        help="part of the peak FLOP rate; default: 0.5",
     )
     made.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     return made
-
-
-def factory(name: str) -> Callable[[int], Any]:
-    """The function that `module:function` or `file.py:function` names; modules of the working directory are found.
-
-    Raises:
-        ValueError: there is none.
-    """
-    module, colon, function = name.partition(":")
-    if not colon or not function:
-        raise ValueError(f'is named "{name}"; allowed: module:function, file.py:function')
-    if module.endswith(".py"):
-        return _from_file(Path(module), function, name)
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        found: Callable[[int], Any] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f'is named "{name}", which cannot be imported: {error}') from error
-    return found
-
-
-def is_config(name: str) -> bool:
-    """Whether a model is named by its configuration."""
-    return name.endswith(".json")
-
-
-def from_config(file: Path, sequence: int) -> Callable[[int], Any]:
-    """Builds the model that a `config.json` of the transformers library describes, and a step on tokens and labels.
-
-    The class is the first of its "architectures", else a causal language model; weights are bfloat16.
-
-    Raises:
-        ValueError: there is no such file or class, or the library is not installed.
-    """
-    try:
-        library = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ValueError(f"is {file}, and the transformers library is not installed: {error}") from error
-    try:
-        config = library.AutoConfig.from_pretrained(file)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"is {file}, which is no config of the transformers library: {error}") from error
-    names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
-    kind = getattr(library, names[0], None)
-    if kind is None:
-        raise ValueError(f"is {file}, whose architecture {names[0]} this transformers does not have")
-    config.use_cache = False
-
-    def build(batch: int) -> Any:
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
-        finally:
-            torch.set_default_dtype(default)
-        model.train()
-        tokens = torch.randint(config.vocab_size, (batch, sequence))
-        return model, lambda: model(input_ids=tokens, labels=tokens).loss
-
-    return build
-
-
-def _from_file(file: Path, function: str, name: str) -> Callable[[int], Any]:
-    """Of a script, which is run as a module: not as `__main__`."""
-    if not file.is_file():
-        raise ValueError(f'is named "{name}", and there is no file {file}')
-    sys.path.insert(0, str(file.resolve().parent))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, function):
-        raise ValueError(f'is named "{name}", and {file} has no {function}')
-    found: Callable[[int], Any] = getattr(module, function)
-    return found
 
 
 def figures(found: Estimate) -> dict[str, Any]:
@@ -175,7 +109,7 @@ def figures(found: Estimate) -> dict[str, Any]:
     }
 
 
-def show(found: Estimate, console: Console) -> None:
+def show(found: Estimate, console: Console, drives: bool) -> None:
     values = figures(found)
     table = Table(title=f"microbatch of {found.batch}")
     for column in ("block", "saved", "inputs", "forward", "action"):
@@ -192,10 +126,50 @@ def show(found: Estimate, console: Console) -> None:
     console.print(f"saved by a microbatch: {size_text(found.saved)}; model state: {size_text(found.state)}")
     console.print(f"bandwidth needed to offload all of it: {found.bandwidth_for_all / 1e9:.2f} GB/s")
     if found.plan is None:
-        console.print(f"no plan fits into {size_text(found.budget)}")
+        console.print(f"no plan fits into {size_text(found.budget)}: {remedy(found, drives)}")
     else:
         console.print(
             f"plan: {found.plan.summary()}; activation peak {size_text(found.plan.peak)} of {size_text(found.budget)}; "
             f"{duration_text(found.plan.seconds)}, with everything kept {duration_text(found.seconds)}"
         )
     console.print(f"largest microbatch: {found.largest}")
+
+
+def remedy(found: Estimate, drives: bool) -> str:
+    """Where nothing fits."""
+    more = "more or faster drives" if drives else "drives to offload to (--ssd)"
+    smaller = "" if found.batch == 1 else f"a smaller --batch (the largest that fits is {found.largest}), "
+    return f"use {smaller}{more}, a larger --gpu, or split the model over more ranks"
+
+
+SHAPE_FLAGS = {
+    "--num-layers": "--layers",
+    "--hidden-size": "--hidden",
+    "--seq-length": "--seq",
+    "--num-attention-heads": "--heads",
+    "--num-query-groups": "--kv-heads",
+    "--ffn-hidden-size": "--ffn",
+    "--num-experts": "--experts",
+    "--tensor-model-parallel-size": "--tp",
+    "--pipeline-model-parallel-size": "--pp",
+    "--micro-batch-size": "--microbatch",
+    "--global-batch-size": "--batch",
+}
+"""Flags of training scripts for a shape, and those of `ssdtrain plan`."""
+
+
+def plan_command(arguments: Sequence[str]) -> str:
+    """The command line of `ssdtrain plan` for flags of a training script that say a shape; "": there are none."""
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    given = {
+        SHAPE_FLAGS[word]: value
+        for word, value in zip(words, [*words[1:], ""], strict=True)
+        if word in SHAPE_FLAGS
+    }
+    if not given:
+        return ""
+    shape = {"--hidden": "H", "--layers": "L", "--seq": "S", **given}
+    gpu = words[words.index("--gpu") + 1] if "--gpu" in words[:-1] else "h100"
+    return " ".join(
+        ["ssdtrain plan --model gpt", *(f"{key} {value}" for key, value in shape.items()), f"--gpu {gpu}"]
+    )

@@ -8,24 +8,23 @@ What is assumed is in docs/planner.md.
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ssdtrain.cli.options import given, number, rate, whole
 from ssdtrain.cli.progress import progress
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB, parse_size
-from ssdtrain.planner.cluster import ClusterPlan, Job, best_plan, plan_job, with_more
-from ssdtrain.planner.explain import figures, rows
-from ssdtrain.planner.hardware import GPUS, find_gpu, parse_rate, parse_ssds
+from ssdtrain.planner.cluster import ClusterPlan, Job, best_plan, plan_job
+from ssdtrain.planner.explain import figures, rows, with_more
+from ssdtrain.planner.hardware import GPUS, find_gpu, parse_ssds
 from ssdtrain.planner.models import FAMILIES, Layout, Transformer
-from ssdtrain.planner.plans import NoPlan
+from ssdtrain.planner.plans import Limits, NoPlan, Objective
+from ssdtrain.planner.prices import Prices
 from ssdtrain.telemetry.text import YEAR_SECONDS, duration_text, size_text
-
-T = TypeVar("T")
 
 
 def run(arguments: list[str]) -> int:
@@ -33,13 +32,19 @@ def run(arguments: list[str]) -> int:
     chosen = parser().parse_args(arguments)
     try:
         with progress("planning") as note:
-            job = job_of(chosen)
+            job, prices = job_of(chosen), prices_of(chosen)
+            goal = goal_of(chosen, job, prices)
             if chosen.microbatch:
-                plan, largest = plan_job(job, chosen.microbatch), None
+                plan, largest = plan_job(job, chosen.microbatch, *goal), None
+            elif chosen.objective == "cost" and prices is not None:
+                plan, largest = best_plan(job, *goal, prices.tokens_per_dollar)
             else:
-                plan, largest = best_plan(job)
+                plan, largest = best_plan(job, *goal)
+            if chosen.objective == "microbatch" and largest is not None:
+                plan = plan_job(job, largest, *goal)
             note("what more memory and faster drives would bring")
-            better = [] if chosen.no_alternatives else list(alternatives(plan))
+            better = [] if chosen.no_alternatives else list(alternatives(plan, goal))
+            costs = {} if prices is None else prices.figures(plan)
     except InvalidValue as error:
         print(f"ssdtrain plan: the job {error}", file=sys.stderr)
         return 1
@@ -47,10 +52,37 @@ def run(arguments: list[str]) -> int:
         print(f"ssdtrain plan: {error}", file=sys.stderr)
         return 1
     if chosen.json:
-        print(json.dumps({**figures(plan, largest), "alternatives": better}))
+        print(json.dumps({**figures(plan, largest), **costs, "alternatives": better}))
     else:
-        show(plan, largest, better, Console())
+        show(plan, largest, better, costs, Console())
     return 0
+
+
+Goal = tuple[Limits | None, Objective | None, float | None]
+"""As `plan_job` takes it."""
+
+
+def prices_of(chosen: Any) -> Prices | None:
+    """None: none are given.
+
+    Raises:
+        InvalidValue: an option needs them.
+    """
+    if chosen.drive_price and chosen.ssd is None:
+        raise InvalidValue("has a price of drives (--drive-price) and no drives", "--ssd beside it")
+    if chosen.gpu_hour is not None:
+        return Prices(chosen.gpu_hour, chosen.drive_price)
+    if chosen.objective == "cost" or chosen.drive_price:
+        raise InvalidValue("has no price of a GPU's hour", "--gpu-hour, such as --gpu-hour 2.5")
+    return None
+
+
+def goal_of(chosen: Any, job: Job, prices: Prices | None) -> Goal:
+    if chosen.objective == "memory":
+        return None, Objective(0, 1), 0.02 if chosen.max_slowdown is None else chosen.max_slowdown
+    if chosen.objective == "cost" and prices is not None:
+        return None, prices.objective(job), chosen.max_slowdown
+    return None, None, chosen.max_slowdown
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,35 +91,48 @@ def parser() -> argparse.ArgumentParser:
     )
     model = made.add_argument_group("model")
     model.add_argument("--model", choices=FAMILIES, required=True, help="family of transformers")
-    model.add_argument("--hidden", type=int, required=True, help="width")
+    model.add_argument("--hidden", type=whole(), required=True, help="width")
     model.add_argument(
-        "--layers", type=int, required=True, help="blocks (t5: of the encoder, and as many of the decoder)"
+        "--layers",
+        type=whole(),
+        required=True,
+        help="blocks (t5: of the encoder, and as many of the decoder)",
     )
-    model.add_argument("--seq", type=int, required=True, help="tokens of a sequence")
+    model.add_argument("--seq", type=whole(), required=True, help="tokens of a sequence")
     model.add_argument(
-        "--heads", type=int, help="attention heads; default: of 128, or of 64 below hidden 2048"
+        "--heads", type=whole(), help="attention heads; default: of 128, or of 64 below hidden 2048"
     )
-    model.add_argument("--kv-heads", type=int, help="heads of keys and values; default: as many as heads")
-    model.add_argument("--ffn", type=int, help="width of the MLP; default: the family's")
-    model.add_argument("--vocab", type=int, help="words; default: the family's")
-    model.add_argument("--experts", type=int, help="of a mixture; default: 8 for mixtral")
-    model.add_argument("--top-k", type=int, help="experts that a token passes; default: 2 for mixtral")
+    model.add_argument("--kv-heads", type=whole(), help="heads of keys and values; default: as many as heads")
+    model.add_argument("--ffn", type=whole(), help="width of the MLP; default: the family's")
+    model.add_argument("--vocab", type=whole(), help="words; default: the family's")
+    model.add_argument("--experts", type=whole(), help="of a mixture; default: 8 for mixtral")
+    model.add_argument("--top-k", type=whole(), help="experts that a token passes; default: 2 for mixtral")
     model.add_argument("--unfused", action="store_true", help="a gated activation saves its silu too")
     layout = made.add_argument_group("parallelism")
-    layout.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    layout.add_argument("--pp", type=int, default=1, help="pipeline stages")
-    layout.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
-    layout.add_argument("--virtual", type=int, default=1, help="model chunks per pipeline rank (interleaved)")
-    layout.add_argument("--expert-parallel", type=int, default=1, help="ranks that experts are spread over")
+    layout.add_argument("--tp", type=whole(), default=1, help="tensor-parallel ranks")
+    layout.add_argument("--pp", type=whole(), default=1, help="pipeline stages")
+    layout.add_argument("--dp", type=whole(), default=1, help="data-parallel ranks")
+    layout.add_argument(
+        "--virtual", type=whole(), default=1, help="model chunks per pipeline rank (interleaved)"
+    )
+    layout.add_argument(
+        "--expert-parallel", type=whole(), default=1, help="ranks that experts are spread over"
+    )
     layout.add_argument(
         "--sequence-parallel", action="store_true", help="split norms over tensor-parallel ranks"
     )
     layout.add_argument("--zero", type=int, default=0, choices=range(4), help="stage of ZeRO")
     layout.add_argument(
-        "--batch", type=int, default=0, help="sequences a step; default: 4 microbatches per pipeline stage"
+        "--batch",
+        type=whole(),
+        default=0,
+        help="sequences a step; default: 4 microbatches per pipeline stage",
     )
     layout.add_argument(
-        "--microbatch", type=int, default=0, help="sequences; default: the one with the most tokens a second"
+        "--microbatch",
+        type=whole(),
+        default=0,
+        help="sequences; default: the one with the most tokens a second",
     )
     machine = made.add_argument_group("machine")
     machine.add_argument("--gpu", type=given(find_gpu), required=True, help=", ".join(GPUS))
@@ -102,29 +147,58 @@ def parser() -> argparse.ArgumentParser:
         default=0,
         help="host memory of a node for activations; default: none",
     )
-    machine.add_argument("--gpus-per-node", type=int, default=8, help="which share drives and host memory")
     machine.add_argument(
-        "--network", type=given(parse_rate), default=50e9, help="of a GPU to other nodes; default: 400Gbit/s"
+        "--gpus-per-node", type=whole(), default=8, help="which share drives and host memory"
+    )
+    machine.add_argument(
+        "--network", type=rate, default=50e9, help="of a GPU to other nodes; default: 400Gbit/s"
     )
     machine.add_argument(
         "--reserve", type=given(parse_size), default=4 * GiB, help="device memory for all else; default: 4GiB"
     )
     machine.add_argument(
-        "--efficiency", type=float, default=0.5, help="part of the peak FLOP rate; default: 0.5"
+        "--efficiency",
+        type=number("above 0, at most 1", zero=False, most=1),
+        default=0.5,
+        help="part of the peak FLOP rate; default: 0.5",
     )
     machine.add_argument(
         "--gradient-bytes",
-        type=int,
+        type=whole("bytes, such as 2 or 4", zero=True),
         default=2,
         help="per parameter; 4 where they are accumulated in float32. Default: 2",
     )
     machine.add_argument(
         "--optimizer-bytes",
-        type=int,
+        type=whole("bytes, such as 12, or 0 where the device holds none", zero=True),
         default=12,
         help="per parameter; default: 12 (mixed precision and Adam)",
     )
     machine.add_argument("--no-recompute", action="store_true", help="never recompute a block")
+    goal = made.add_argument_group("goal")
+    goal.add_argument(
+        "--objective",
+        choices=("speed", "microbatch", "memory", "cost"),
+        default="speed",
+        help="the most tokens a second, the largest microbatch, the least memory within --max-slowdown, or the fewest dollars a "
+        "token. Default: speed",
+    )
+    goal.add_argument(
+        "--max-slowdown",
+        type=number("0 or more, such as 0.05 for 5%"),
+        help="of a microbatch over keeping everything, such as 0.05; default: 0.02 with --objective memory, else no limit",
+    )
+    goal.add_argument(
+        "--gpu-hour",
+        type=number("dollars above 0, such as 2.5", zero=False),
+        help="dollars of a GPU and its part of the node, an hour",
+    )
+    goal.add_argument(
+        "--drive-price",
+        type=number("dollars of one drive, such as 400, or 0 where writes cost nothing"),
+        default=0.0,
+        help="dollars of a drive, used up by its endurance; default: 0",
+    )
     made.add_argument(
         "--no-alternatives",
         action="store_true",
@@ -132,18 +206,6 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     return made
-
-
-def given(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """`parse` as an argparse type: an InvalidValue becomes an error of usage."""
-
-    def converted(text: str) -> T:
-        try:
-            return parse(text)
-        except InvalidValue as error:
-            raise argparse.ArgumentTypeError(f'"{text}" {error}') from None
-
-    return converted
 
 
 def job_of(chosen: Any) -> Job:
@@ -186,7 +248,7 @@ def job_of(chosen: Any) -> Job:
     )
 
 
-def alternatives(plan: ClusterPlan) -> list[dict[str, Any]]:
+def alternatives(plan: ClusterPlan, goal: Goal = (None, None, None)) -> list[dict[str, Any]]:
     """What one thing better would bring at the same microbatch; and without any drive."""
     jobs = with_more(plan.job)
     if plan.job.ssds is not None:
@@ -194,7 +256,7 @@ def alternatives(plan: ClusterPlan) -> list[dict[str, Any]]:
     found = []
     for name, job in jobs.items():
         try:
-            seconds: float | None = plan_job(job, plan.microbatch).step_seconds
+            seconds: float | None = plan_job(job, plan.microbatch, *goal).step_seconds
         except (NoPlan, InvalidValue):
             seconds = None
         found.append(
@@ -207,7 +269,13 @@ def alternatives(plan: ClusterPlan) -> list[dict[str, Any]]:
     return found
 
 
-def show(plan: ClusterPlan, largest: int | None, better: list[dict[str, Any]], console: Console) -> None:
+def show(
+    plan: ClusterPlan,
+    largest: int | None,
+    better: list[dict[str, Any]],
+    costs: dict[str, float],
+    console: Console,
+) -> None:
     """Prints the plan as tables."""
     job, found = plan.job, figures(plan, largest)
     table = Table(
@@ -217,6 +285,8 @@ def show(plan: ClusterPlan, largest: int | None, better: list[dict[str, Any]], c
     table.add_column("predicted", justify="right")
     for name, value in summary(plan, found):
         table.add_row(name, value)
+    for key, cost in costs.items():
+        table.add_row(key.replace("_", " "), f"{cost:.4g}")
     console.print(table)
     for stage in plan.stages:
         which = "only stage" if job.layout.pp == 1 else "last stage" if stage.last else "first stage"

@@ -7,8 +7,9 @@ import torch
 from ssdtrain.codecs import kernels
 from ssdtrain.codecs.base import Codec, Key
 
-NUMEL = 1 << 16
-"""A multiple of every kernel's values per program, and one value more: whole programs and a partial one."""
+NUMELS = (1 << 16, (1 << 16) + 1)
+"""A multiple of every kernel's values per program, and one value more: whole programs and a partial one. Triton compiles a kernel
+for each."""
 
 
 def warm_up(codec: Codec, device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
@@ -23,13 +24,13 @@ def warm_up(codec: Codec, device: torch.device, dtypes: Iterable[torch.dtype]) -
         return
     with torch.cuda.device(device):
         for dtype in dtypes:
-            if dtype in codec.inputs:
-                run_once(codec, device, dtype)
+            for numel in NUMELS if dtype in codec.inputs else ():
+                run_once(codec, device, dtype, numel)
 
 
-def run_once(codec: Codec, device: torch.device, dtype: torch.dtype) -> None:
+def run_once(codec: Codec, device: torch.device, dtype: torch.dtype, numel: int) -> None:
     """Encode and decode, into the same dtype and onto float32, as collectives do."""
-    x = torch.zeros(NUMEL + 1, dtype=dtype, device=device)
+    x = torch.zeros(numel, dtype=dtype, device=device)
     buf = torch.empty(codec.max_payload_bytes(x.numel(), dtype), dtype=torch.uint8, device=device)
     codec.encode(x, buf, Key(0))
     codec.decode(buf, x)

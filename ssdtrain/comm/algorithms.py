@@ -1,4 +1,4 @@
-"""Reduce-scatter, all-gather, all-reduce and all-to-all of payloads.
+"""Reduce-scatter, all-gather and all-to-all of payloads.
 
 A reduce-scatter is an all-to-all of payloads, one message for each peer, summed in float32 by the owner of the shard; an
 all-reduce is a reduce-scatter and an all-gather. Nothing is quantised again on its way, except a node's sum before it goes to
@@ -157,19 +157,6 @@ def all_gather(call: Call, mine: Piece, outs: Sequence[Piece], part: str) -> Ste
             coder.decode(found, outs[rank])
 
 
-def all_reduce(call: Call, shards: Sequence[Piece], part: str) -> Steps:
-    """Sum `shards` [by group rank] over ranks, in place."""
-    total = yield from reduce_scatter(call, shards, part)
-    own = shards[call.topology.rank]
-    yield from all_gather(call, own._replace(values=total), shards, part)
-
-
-def reduce_scatter_into(call: Call, out: Tensor, shards: Sequence[Piece], part: str) -> Steps:
-    """`reduce_scatter`, copied into `out` [numel]."""
-    total = yield from reduce_scatter(call, shards, part)
-    out.copy_(total)
-
-
 def all_to_all(
     call: Call,
     incoming: Sequence[Tensor],
@@ -185,7 +172,6 @@ def all_to_all(
         min_bytes: smaller messages are uncompressed.
     """
     where = call.topology
-    device = outgoing[where.rank].device
 
     def coded(tensors: Sequence[Tensor]) -> tuple[list[tuple[Coder, Piece]], list[int]]:
         """How each tensor is coded, and its bytes; none for this rank's own."""
@@ -198,16 +184,13 @@ def all_to_all(
         ]
 
     (to, sends), (by, receives) = coded(outgoing), coded(incoming)
-    packed = torch.empty(sum(sends), dtype=torch.uint8, device=device)
+    packed = torch.empty(sum(sends), dtype=torch.uint8, device=outgoing[where.rank].device)
     for i, ((coder, piece), place) in enumerate(zip(to, packed.split(sends), strict=True)):
         if i != where.rank:
             call.encode(coder, piece, place, f"{part}|to|{i}")
-    arrived = torch.empty(sum(receives), dtype=torch.uint8, device=device)
-    work = _all_to_all(arrived, packed, receives, sends, group=where.group, async_op=True)
-    call.metrics.wire_bytes += packed.numel()
     incoming[where.rank].copy_(outgoing[where.rank])
-    yield work
-    for i, ((coder, piece), place) in enumerate(zip(by, arrived.split(receives), strict=True)):
+    arrived = yield from _swap(call, packed, sends, receives, where.group)
+    for i, ((coder, piece), place) in enumerate(zip(by, arrived, strict=True)):
         if i != where.rank:
             coder.decode(place, piece)
 
@@ -254,6 +237,17 @@ def _is_padded(sizes: Sequence[int]) -> bool:
     return max(sizes) * len(sizes) <= _PADDING * sum(sizes)
 
 
+def _swap(
+    call: Call, packed: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup
+) -> Generator[Any, None, list[Tensor]]:
+    """Its part of `packed` to each peer, by bytes; returns what comes from each."""
+    arrived = torch.empty(sum(receives), dtype=torch.uint8, device=packed.device)
+    work = _all_to_all(arrived, packed, receives, sends, group=group, async_op=True)
+    call.metrics.wire_bytes += packed.numel()
+    yield work
+    return list(arrived.split(receives))
+
+
 def _exchange(
     call: Call,
     coder: Coder,
@@ -265,24 +259,20 @@ def _exchange(
 ) -> Generator[Any, None, list[list[Tensor]]]:
     """One message to each peer: the payloads of `outgoing[peer]`, one behind the other. What peers send has the shapes of
     `incoming`. Returns the payloads of each peer, without this rank's own."""
-    device = incoming[0].values.device
     sizes = [[coder.nbytes(piece) for piece in pieces] for pieces in outgoing]
     sizes[index] = []
     sends = [sum(found) for found in sizes]
     message = [coder.nbytes(piece) for piece in incoming]
     receives = [0 if peer == index else sum(message) for peer in range(len(outgoing))]
-    packed = torch.empty(sum(sends), dtype=torch.uint8, device=device)
+    packed = torch.empty(sum(sends), dtype=torch.uint8, device=incoming[0].values.device)
     at_once = call.encode_for_peers(coder, outgoing, index, packed, names[0][0])
     for peer, place in enumerate(packed.split(sends)):
         if peer == index or at_once:
             continue
         for piece, name, out in zip(outgoing[peer], names[peer], place.split(sizes[peer]), strict=True):
             call.encode(coder, piece, out, name)
-    arrived = torch.empty(sum(receives), dtype=torch.uint8, device=device)
-    work = _all_to_all(arrived, packed, receives, sends, group=group, async_op=True)
-    call.metrics.wire_bytes += packed.numel()
-    yield work
-    return [list(found.split(message)) for peer, found in enumerate(arrived.split(receives)) if peer != index]
+    arrived = yield from _swap(call, packed, sends, receives, group)
+    return [list(found.split(message)) for peer, found in enumerate(arrived) if peer != index]
 
 
 def _gather(
@@ -305,10 +295,6 @@ def _gather(
         return [found[:size] for found, size in zip(out.split(largest), sizes, strict=True)]
     sends = [0 if peer == index else mine.numel() for peer in range(count)]
     receives = [0 if peer == index else size for peer, size in enumerate(sizes)]
-    out = torch.empty(sum(receives), dtype=torch.uint8, device=mine.device)
-    work = _all_to_all(out, mine.repeat(count - 1), receives, sends, group=group, async_op=True)
-    call.metrics.wire_bytes += mine.numel() * (count - 1)
-    yield work
-    found = list(out.split(receives))
+    found = yield from _swap(call, mine.repeat(count - 1), sends, receives, group)
     found[index] = mine
     return found

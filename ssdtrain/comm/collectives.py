@@ -88,9 +88,9 @@ class Sharded(Collective):
         self.nbytes: int = self.whole.nbytes
 
     @property
-    @abstractmethod
     def whole(self) -> Tensor:
         """The one of the two tensors that holds all ranks' parts."""
+        return self.values if self.scatters else self.into
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -142,12 +142,17 @@ class Sharded(Collective):
         return total
 
     @abstractmethod
-    def plain(self, group: dist.ProcessGroup) -> None:
-        """torch's own collective, to its end."""
+    def plain(self, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+        """torch's own collective, to its end unless `async_op`."""
 
-    @abstractmethod
     def sample(self, ranks: int) -> Sharded:
         """The same on copies of the start of the tensors, in proportion."""
+        share = -(-min(self.whole.numel(), SAMPLE // self.dtype.itemsize) // ranks)
+        values, into = (
+            tensor[: share * ranks if tensor is self.whole else share].clone()
+            for tensor in (self.values, self.into)
+        )
+        return type(self)(values, values if self.into is self.values else into, (), self.op)
 
     def _pieces(self, parts: Parts) -> list[Piece]:
         return [Piece(self.whole[a:b], clip(self.uncompressed_ranges, a, b)) for a, b in parts]
@@ -159,24 +164,19 @@ class AllReduce(Sharded):
     name = "all_reduce"
     scatters = gathers = True
 
-    @property
-    def whole(self) -> Tensor:
-        return self.values
-
     def parts(self, ranks: int, chunk: int) -> Iterator[Parts]:
         for start, stop in _spans(self.values.numel(), chunk // self.dtype.itemsize):
             share = -(-(stop - start) // ranks // GRAIN) * GRAIN
             yield list(pairwise([min(start + i * share, stop) for i in range(ranks)] + [stop]))
 
     def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
-        return algorithms.all_reduce(call, self._pieces(parts), part)
+        shards = self._pieces(parts)
+        total = yield from algorithms.reduce_scatter(call, shards, part)
+        own = shards[call.topology.rank]
+        yield from algorithms.all_gather(call, own._replace(values=total), shards, part)
 
-    def plain(self, group: dist.ProcessGroup) -> None:
-        _all_reduce(self.values, op=self.op, group=group)
-
-    def sample(self, ranks: int) -> Sharded:
-        copy = self.values[: SAMPLE // self.dtype.itemsize].clone()
-        return AllReduce(copy, copy, (), self.op)
+    def plain(self, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+        return _all_reduce(self.values, op=self.op, group=group, async_op=async_op)
 
 
 class ReduceScatter(Sharded):
@@ -185,21 +185,12 @@ class ReduceScatter(Sharded):
     name = "reduce_scatter"
     scatters = True
 
-    @property
-    def whole(self) -> Tensor:
-        return self.values
-
     def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
-        a, b = parts[0]
-        return algorithms.reduce_scatter_into(call, self.into[a:b], self._pieces(parts), part)
+        total = yield from algorithms.reduce_scatter(call, self._pieces(parts), part)
+        self.into[slice(*parts[0])].copy_(total)
 
-    def plain(self, group: dist.ProcessGroup) -> None:
-        _reduce_scatter(self.into, self.values, op=self.op, group=group)
-
-    def sample(self, ranks: int) -> Sharded:
-        share = min(self.into.numel(), SAMPLE // self.dtype.itemsize // ranks)
-        copy = self.values[: share * ranks].clone()
-        return ReduceScatter(copy, torch.empty_like(self.into[:share]), (), self.op)
+    def plain(self, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+        return _reduce_scatter(self.into, self.values, op=self.op, group=group, async_op=async_op)
 
 
 class AllGather(Sharded):
@@ -208,26 +199,13 @@ class AllGather(Sharded):
     name = "all_gather"
     gathers = True
 
-    @property
-    def whole(self) -> Tensor:
-        return self.into
-
     def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
         (a, b), outs = parts[0], self._pieces(parts)
         mine = outs[call.topology.rank]._replace(values=self.values[a:b])
         return algorithms.all_gather(call, mine, outs, part)
 
-    def plain(self, group: dist.ProcessGroup) -> None:
-        _all_gather(self.into, self.values, group=group)
-
-    def issue(self, group: dist.ProcessGroup) -> dist.Work | None:
-        """`plain`, to be waited for."""
-        return _all_gather(self.into, self.values, group=group, async_op=True)
-
-    def sample(self, ranks: int) -> Sharded:
-        share = min(self.values.numel(), SAMPLE // self.dtype.itemsize // ranks)
-        copy = self.values[:share].clone()
-        return AllGather(copy, torch.empty_like(self.into[: share * ranks]))
+    def plain(self, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+        return _all_gather(self.into, self.values, group=group, async_op=async_op)
 
 
 class DeltaAllGather(AllGather):

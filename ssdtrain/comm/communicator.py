@@ -181,7 +181,7 @@ class Communicator:
         reason = CHANGED if bucket.name in changed else IN_FULL
         self.router.count_fallback("zero_gather", reason, plain.raw_bytes(route.topology.size))
         self.references.remember(bucket.name, mine, group)
-        return ChainedWork(plain.issue(group), gathered, (flat, mine))
+        return ChainedWork(plain.plain(group, async_op=True), gathered, (flat, mine))
 
     def _start(
         self,
@@ -209,30 +209,31 @@ class Communicator:
         planned = self._adapted(planned, dimension, bucket)
         warming_up = self.steps < self.policy.warmup_steps
         with_more_bits = None if warming_up or not self.policy.probe else self.router.with_more_bits(planned)
-        routes, calls = [], []
-        for route in (planned, with_more_bits):
-            if route is None:
-                continue
-            call = self._call(dimension, route, collective.dtype, CommMetrics(), Bucket("probe"))
-            if self.router.sends_fewer(collective, call, route, warming_up):
-                routes.append(route)
-                calls.append(call)
+
+        def trial(route: Route) -> Call:
+            return self._call(dimension, route, collective.dtype, CommMetrics(), Bucket("probe"))
+
+        routes = [
+            route
+            for route in (planned, with_more_bits)
+            if route is not None and self.router.sends_fewer(collective, trial(route), route, warming_up)
+        ]
         if not routes:
             self.router.count_fallback(dimension, NO_FEWER_BYTES, collective.raw_bytes(planned.topology.size))
             return None
         if not self.policy.probe:
             return routes[0]
         feedback = self._feedback_of(dimension)
-        trial = None if feedback is None else Feedback(feedback.kind)
+        tried = None if feedback is None else Feedback(feedback.kind)
 
         def run(sample: Sharded, route: Route) -> None:
-            call = self._call(dimension, route, sample.dtype, CommMetrics(), Bucket("probe"))
-            call.feedback = trial
+            call = trial(route)
+            call.feedback = tried
             CompressedWork(
                 sample.steps(call, self.policy.chunk), call.metrics, self.meter, self._streams.of(dimension)
             ).wait()
 
-        return self.router.probed(collective, dimension, routes, calls[0], warming_up, run)
+        return self.router.probed(collective, dimension, routes, trial(routes[0]), warming_up, run)
 
     def _launch(
         self,

@@ -10,7 +10,7 @@ Note: [Loss scale]
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,16 @@ def _all_finite(coder: Coder, payload: Tensor) -> bool:
     return coder.codec is not None and bool(payload_finite(payload))
 
 
+class _Residual(NamedTuple):
+    """What is kept of one piece."""
+
+    kept: Tensor
+    """A payload of int8, or float32 [numel]."""
+    numel: int
+    scale: float
+    """Loss scale of the gradients that it was lost from."""
+
+
 class Feedback:
     """The residuals of one rank, one for each piece that it sends.
 
@@ -35,9 +45,7 @@ class Feedback:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._kept: dict[str, Tensor] = {}
-        self._numel: dict[str, int] = {}
-        self._scales: dict[str, float] = {}
+        self._residuals: dict[str, _Residual] = {}
         self._used: set[str] = set()
         self.scale = 1.0
         """Loss scale of the gradients that are encoded now. See Note: [Loss scale]."""
@@ -47,7 +55,7 @@ class Feedback:
     @property
     def nbytes(self) -> int:
         """Memory that the residuals take."""
-        return sum(kept.numel() * kept.element_size() for kept in self._kept.values())
+        return sum(found.kept.nbytes for found in self._residuals.values())
 
     def encode(
         self,
@@ -87,14 +95,15 @@ class Feedback:
         """A copy of `x` with what is kept under `name` added."""
         corrected = x.to(torch.float32, copy=True)
         self._used.add(name)
-        kept = self._kept.get(name)
-        if kept is None:
+        found = self._residuals.get(name)
+        if found is None:
             return corrected
-        if self._numel[name] != x.numel() or kept.device != x.device:
-            self._drop(name)
+        kept = found.kept
+        if found.numel != x.numel() or kept.device != x.device:
+            del self._residuals[name]
             self.rebuilt += 1
             return corrected
-        ratio = self.scale / self._scales[name]
+        ratio = self.scale / found.scale
         if self.kind == "fp32":
             return corrected.add_(kept, alpha=ratio)
         if ratio == 1.0:
@@ -103,41 +112,35 @@ class Feedback:
 
     def residual(self, name: str) -> Tensor | None:
         """What is kept under `name`, as float32 [numel]."""
-        if name not in self._kept:
+        found = self._residuals.get(name)
+        if found is None:
             return None
-        zeros = torch.zeros(self._numel[name], device=self._kept[name].device)
-        return self.corrected(name, zeros)
+        return self.corrected(name, torch.zeros(found.numel, device=found.kept.device))
 
     def _keep(self, name: str, lost: Tensor) -> None:
-        self._numel[name] = lost.numel()
-        self._scales[name] = self.scale
-        if self.kind == "fp32":
-            self._kept[name] = lost
-            return
-        kept = self._kept.get(name)
-        if kept is None:
-            size = _INT8.payload_bytes(lost.numel(), torch.float32)
-            kept = self._kept[name] = torch.empty(size, dtype=torch.uint8, device=lost.device)
-        _INT8.encode(lost, kept, Key(0))
-
-    def _drop(self, name: str) -> None:
-        del self._kept[name], self._numel[name], self._scales[name]
+        kept = lost
+        if self.kind == "int8":
+            if name in self._residuals:
+                kept = self._residuals[name].kept
+            else:
+                size = _INT8.payload_bytes(lost.numel(), torch.float32)
+                kept = torch.empty(size, dtype=torch.uint8, device=lost.device)
+            _INT8.encode(lost, kept, Key(0))
+        self._residuals[name] = _Residual(kept, lost.numel(), self.scale)
 
     def step_end(self) -> int:
         """Drop residuals that this step had no use for: their buckets have been rebuilt. Returns how many."""
-        stale = [name for name in self._kept if name not in self._used]
+        stale = [name for name in self._residuals if name not in self._used]
         for name in stale:
-            self._drop(name)
+            del self._residuals[name]
         self._used.clear()
         self.rebuilt += len(stale)
         return len(stale)
 
     def clear(self) -> int:
         """Drop all residuals; returns how many there were."""
-        count = len(self._kept)
-        self._kept.clear()
-        self._numel.clear()
-        self._scales.clear()
+        count = len(self._residuals)
+        self._residuals.clear()
         return count
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,9 +148,9 @@ class Feedback:
         return {
             "kind": self.kind,
             "pieces": {
-                name: (kept.to("cpu", copy=True), self._numel[name]) for name, kept in self._kept.items()
+                name: (kept.to("cpu", copy=True), numel) for name, (kept, numel, _) in self._residuals.items()
             },
-            "scales": dict(self._scales),
+            "scales": {name: found.scale for name, found in self._residuals.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
@@ -160,7 +163,6 @@ class Feedback:
             raise ValueError(f"the residuals are {state['kind']}, this run keeps {self.kind}")
         self.clear()
         for name, (kept, numel) in state["pieces"].items():
-            self._kept[name] = kept.to(device, copy=True)
-            self._numel[name] = numel
             # Checkpoints of earlier versions do not have it.
-            self._scales[name] = state.get("scales", {}).get(name, self.scale)
+            scale = state.get("scales", {}).get(name, self.scale)
+            self._residuals[name] = _Residual(kept.to(device, copy=True), numel, scale)

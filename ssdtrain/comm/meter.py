@@ -38,17 +38,17 @@ class CommMetrics(MetricSet):
 
     def count_codec(self, began: float) -> None:
         """Something was encoded or decoded, from `began` (`time.perf_counter`) until now."""
-        ended = time.perf_counter()
-        self.codec_seconds += ended - began
-        if self.spans is not None:
-            self.spans.add("codec", self.dimension, began, ended)
+        self.codec_seconds += self._since(began, "codec")
 
     def count_wait(self, began: float) -> None:
         """A message was waited for, from `began` until now."""
+        self.wait_seconds += self._since(began, "collective")
+
+    def _since(self, began: float, kind: str) -> float:
         ended = time.perf_counter()
-        self.wait_seconds += ended - began
         if self.spans is not None:
-            self.spans.add("collective", self.dimension, began, ended)
+            self.spans.add(kind, self.dimension, began, ended)
+        return ended - began
 
     @property
     def ratio(self) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
 
 
 def choose(
-    ways: Sequence[Callable[[], None]], group: dist.ProcessGroup, device: torch.device, before: int = 0
+    ways: Sequence[Callable[[], object]], group: dist.ProcessGroup, device: torch.device, before: int = 0
 ) -> Verdict:
     """Try each way in turn, several times. All ranks of `group` call it together. See Note: [Stable verdicts].
 
@@ -78,8 +78,8 @@ def decide(rounds: Sequence[Sequence[float]], before: int, last: bool) -> int | 
     for way in range(plain):
         ratios = [found[way] / found[plain] for found in rounds]
         middle = statistics.median(ratios)
-        slower = middle > BAND and _share(ratio > BAND for ratio in ratios) >= _AGREEING
-        faster = middle < 1 / BAND and _share(ratio < 1 / BAND for ratio in ratios) >= _AGREEING
+        slower = middle > BAND and statistics.fmean(ratio > BAND for ratio in ratios) >= _AGREEING
+        faster = middle < 1 / BAND and statistics.fmean(ratio < 1 / BAND for ratio in ratios) >= _AGREEING
         clear = max(middle, 1 / middle) > CLEAR or len(rounds) > BATCH
         if slower and clear:
             continue
@@ -89,12 +89,7 @@ def decide(rounds: Sequence[Sequence[float]], before: int, last: bool) -> int | 
     return plain
 
 
-def _share(found: Iterable[bool]) -> float:
-    flags = list(found)
-    return sum(flags) / len(flags)
-
-
-def _round(ways: Sequence[Callable[[], None]], device: torch.device, number: int) -> list[float]:
+def _round(ways: Sequence[Callable[[], object]], device: torch.device, number: int) -> list[float]:
     """Seconds of each way. The order alternates, so that no way always runs after the same other one."""
     taken = [0.0] * len(ways)
     order = range(len(ways)) if number % 2 == 0 else reversed(range(len(ways)))

@@ -48,7 +48,7 @@ class Streams:
 class CompressedWork:
     """A collective under way; what `async_op=True` returns. It has the one method of torch's Work that frameworks call."""
 
-    __slots__ = ("_after", "_done", "_event", "_held", "_metrics", "_waiting")
+    __slots__ = ("_after", "_device", "_done", "_event", "_held", "_metrics", "_waiting")
 
     def __init__(
         self,
@@ -71,6 +71,7 @@ class CompressedWork:
         self._waiting: deque[tuple[Steps, Any]] = deque()
         self._done = False
         self._event: torch.cuda.Event | None = None
+        self._device = stream.device if stream is not None else None
         self._held = tuple(held)
         self._after = after
         on_stream: AbstractContextManager[Any] = nullcontext()
@@ -84,6 +85,7 @@ class CompressedWork:
             if stream is not None:
                 self._finish()
                 self._event = _mark(stream)
+            if stream is not None and not torch.cuda.is_current_stream_capturing():  # else it cannot be asked
                 meter.add_device_seconds(metrics, _elapsed(begun, self._event))
 
     def _advance(self, steps: Steps) -> None:
@@ -114,7 +116,7 @@ class CompressedWork:
         if not self._done:
             self._finish()
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream(self._device).wait_event(self._event)
         self._held = ()
         return True
 

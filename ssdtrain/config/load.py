@@ -177,8 +177,9 @@ def _allowed_at(location: tuple[int | str, ...]) -> str:
 def _directory_problems(config: Config, path: str) -> Iterator[Problem]:
     """Check directories that are the same on every rank; others are checked when a rank expands them."""
     named: list[tuple[str, str]] = []
-    if config.report.path is not None:
-        named.append((f"{path}.report.path", config.report.path))
+    for key in ("path", "tensorboard"):
+        if (given := getattr(config.report, key)) is not None:
+            named.append((f"{path}.report.{key}", given))
     for name, section in (("offload", config.offload), ("state", config.state)):
         for index, text in enumerate(section.directories if section is not None else ()):
             named.append((f"{path}.{name}.directories[{index}]", text))

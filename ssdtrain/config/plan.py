@@ -13,8 +13,8 @@ class PlanConfig(Section):
     """Choice of keep, recompute or offload for each block of the model, from a few profiled steps (docs/planner.md).
     `"plan": "auto"` is this section with its defaults.
 
-    Blocks are offloaded where there is an `offload` section, whose `amount` the plan then decides. Blocks are recomputed in plain
-    PyTorch only.
+    Blocks are offloaded where there is an `offload` section, whose `amount` the plan then decides. Which ones may be
+    recomputed, in plain PyTorch and in each framework: docs/planner.md.
     """
 
     shorthand: ClassVar[str | None] = "mode"
@@ -35,8 +35,8 @@ class PlanConfig(Section):
     limit. A larger value allows a lower peak."""
 
     recompute: Switch = "auto"
-    """Whether blocks may be recomputed. Default: in plain PyTorch, for blocks that have no side effects as far as can be seen;
-    "on" makes it an error where no block can be recomputed (docs/planner.md)."""
+    """Whether blocks may be recomputed. Default: those that have no side effects as far as can be seen, where nothing else
+    recomputes them; "on" makes it an error where no block can be recomputed (docs/planner.md)."""
 
     compress: bool = False
     """Whether the plan may choose compressed inputs of linear layers (lossy), in the blocks where they help. What is compressed,
@@ -45,7 +45,12 @@ class PlanConfig(Section):
 
     blocks: Patterns = ()
     """What is decided about as one, and may be recomputed: patterns of module names, such as "layers.*". Default: the children of
-    the longest ModuleList and of all others of the same class."""
+    the longest ModuleList and of all others of the same class; the layers of a pipeline's module."""
+
+    plot: bool = False
+    """Draw activation memory over a step that follows the plan, predicted against measured, into plan-rank-N.png in `report.path`
+    (docs/planner.md). Takes about a second of each rank, for plans 1, 2, 3, 4, 8, 16 ... of a run, and needs matplotlib. Default:
+    nothing is drawn."""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.objective == "time" and self.device_limit is None:

@@ -66,6 +66,10 @@ class ReportConfig(Section):
     """Steps to trace, such as [10, 11] or "10-12": what ran, moved and waited when, in one file per rank in `path`, for
     `ssdtrain report --trace` (docs/trace.md). At most 100. Default: none."""
 
+    tensorboard: Directory | None = None
+    """Directory for metrics of TensorBoard, every `interval` steps (every step where that is 0): one folder `rank-N` per rank.
+    Needs tensorboard. Expanded as `path`. Default: none."""
+
     def conflicts(self) -> Iterator[Conflict]:
         if self.trace and self.path is None:
             why = "has no directory to write to: path is not set"
@@ -84,12 +88,29 @@ class ReportConfig(Section):
 
         Arguments and errors as in `OffloadConfig.expand`.
         """
-        if self.path is None:
+        return self._expand("path", self.path, rank, local_rank, host, user, path)
+
+    def expand_tensorboard(self, *, rank: int, local_rank: int) -> Path | None:
+        """As `expand`, for the TensorBoard files of one rank."""
+        found = self._expand("tensorboard", self.tensorboard, rank, local_rank)
+        return None if found is None else found / f"rank-{rank}"
+
+    @staticmethod
+    def _expand(
+        key: str,
+        given: str | None,
+        rank: int,
+        local_rank: int,
+        host: str | None = None,
+        user: str | None = None,
+        path: str = "ssdtrain.report",
+    ) -> Path | None:
+        if given is None:
             return None
-        found = paths.expand_path(self.path, rank=rank, local_rank=local_rank, host=host, user=user)
+        found = paths.expand_path(given, rank=rank, local_rank=local_rank, host=host, user=user)
         why = paths.problem_with_directory(found)
         if why is not None:
-            raise ConfigError([Problem(f"{path}.path", str(found), why, paths.DIRECTORY_ALLOWED)])
+            raise ConfigError([Problem(f"{path}.{key}", str(found), why, paths.DIRECTORY_ALLOWED)])
         return found
 
 
@@ -202,6 +223,8 @@ class Config(Section):
         elif self.plan.compress and self.compact is not None and self.compact.mode == "lowrank":
             why = 'decides block by block, and compact.mode "lowrank" trains other weights in all of them'
             yield "plan.compress", True, why, 'compact.mode "reconstruct" or "quant", or leaving it out'
+        if self.plan.plot and self.report.path is None:
+            yield "plan.plot", True, "has no directory to write to", "a report.path, or leaving it out"
         if self.offload is None:
             return
         offload = self.offload

@@ -15,11 +15,12 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
 
-__all__ = ["Patches", "Wrap", "is_patched"]
+__all__ = ["Patches", "Wrap", "call_after", "is_patched", "run_inside"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -136,6 +137,35 @@ def is_patched(holder: Any, name: str) -> bool:
     return name in vars(holder).get(_SITES, {})
 
 
+def run_inside(context: Callable[..., AbstractContextManager[Any]]) -> Wrap:
+    """Run a function in the context that `context` makes for the arguments of the call."""
+
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            with context(*args, **kwargs):
+                return plain(*args, **kwargs)
+
+        return function
+
+    return wrap
+
+
+def call_after(then: Callable[[Any, Mapping[str, Any]], object]) -> Wrap:
+    """Call `then(result, arguments by name)` each time a function has returned."""
+
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(plain)
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            result = plain(*args, **kwargs)
+            then(result, signature.bind(*args, **kwargs).arguments)
+            return result
+
+        return function
+
+    return wrap
+
+
 class Patches:
     """Replacements of one user, undone together.
 
@@ -175,6 +205,12 @@ class Patches:
                 site = _Site(holder, name)
             site.add(wrap)
             self._made.append((site, wrap))
+
+    def replace_all(self, places: Mapping[str, Iterable[tuple[Any, str]]], wraps: Mapping[str, Wrap]) -> None:
+        """`replace` by each of `wraps` what stands in the places of its name, each (holder, attribute)."""
+        for name, wrap in wraps.items():
+            for place in places[name]:
+                self.replace(*place, wrap)
 
     def undo(self) -> None:
         """Undo all replacements, the last first. Idempotent. See Note: [Replaced again]."""

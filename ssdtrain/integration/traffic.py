@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ssdtrain.comm import Bucket, Communicator
-from ssdtrain.integration.patching import Wrap
+from ssdtrain.integration.patching import Wrap, run_inside
 
 __all__ = ["Traffic", "current_traffic", "in_scope", "traffic_scope"]
 
@@ -91,12 +91,4 @@ def traffic_scope(traffic: Traffic | None) -> Iterator[None]:
 
 def in_scope(traffic_of: Callable[..., Traffic | None]) -> Wrap:
     """Run a function in the scope of the traffic that `traffic_of` returns for the arguments of the call."""
-
-    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def function(*args: Any, **kwargs: Any) -> Any:
-            with traffic_scope(traffic_of(*args, **kwargs)):
-                return plain(*args, **kwargs)
-
-        return function
-
-    return wrap
+    return run_inside(lambda *args, **kwargs: traffic_scope(traffic_of(*args, **kwargs)))

@@ -2,13 +2,14 @@
 
 torch's own checkpoint saves the inputs of a block by autograd's means, outside of the hooks that it installs for the block.
 Inside an offload context they therefore go to the tape and come back ahead of the recomputation like any other saved tensor.
-What this adds: keyword tensors are saved the same way, and random generators that torch does not know (of frameworks, which
-register them) are restored for the recomputation.
+What this adds: keyword tensors and those in tuples are saved the same way, so that they leave memory, and a change in place after
+the block is an error as for any saved tensor; and random generators that torch does not know (of frameworks, which register
+them) are restored for the recomputation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -118,7 +119,7 @@ class Checkpoint:
         preserve = config.preserve_rng_state if preserve_rng_state is None else preserve_rng_state
         states = tuple(self._random.values()) if preserve else ()
         if reentrant:
-            replay = _Replay(function, (), states, reentrant=True)
+            replay = _Replay(function, None, (), states, reentrant=True)
             return torch.utils.checkpoint.checkpoint(
                 replay,
                 *args,
@@ -128,15 +129,16 @@ class Checkpoint:
                 debug=debug,
                 **kwargs,
             )
-        # Positional arguments are what torch saves for backward; keyword ones it would hold in memory.
-        replay = _Replay(function, tuple(kwargs), states)
+        # Positional tensors are what torch saves for backward; keyword ones, and those in tuples, it would hold in memory.
+        flat: list[Any] = []
+        shape = _flatten((args, tuple(kwargs.values())), flat, {})
+        replay = _Replay(function, shape, tuple(kwargs), states)
         with torch.utils.checkpoint.set_checkpoint_early_stop(
             config.early_stop if early_stop is None else early_stop
         ):
             return torch.utils.checkpoint.checkpoint(
                 replay,
-                *args,
-                *kwargs.values(),
+                *flat,
                 use_reentrant=False,
                 preserve_rng_state=preserve,
                 context_fn=context_fn,
@@ -151,11 +153,37 @@ checkpoint = Checkpoint()
 """`ssdtrain.checkpoint`."""
 
 
+Shape = tuple["Shape", ...] | int
+"""Of nested tuples; int: anything else, by its position in the flat list."""
+
+
+def _flatten(value: Any, into: list[Any], places: dict[int, int]) -> Shape:
+    """Append what is in the tuples of `value` to `into`. Lists and dicts are not opened: a function may write into them.
+
+    Args:
+        places: of the tensors in `into`, by id. A tensor that comes several times is appended once, since a function may ask
+            whether two arguments are the same object (`query is key` in attention).
+    """
+    if type(value) is tuple:
+        return tuple(_flatten(one, into, places) for one in value)
+    place = places.get(id(value), len(into))
+    if place == len(into):
+        into.append(value)
+        if isinstance(value, torch.Tensor):
+            places[id(value)] = place
+    return place
+
+
+def _unflatten(shape: Shape, values: Sequence[Any]) -> Any:
+    return values[shape] if isinstance(shape, int) else tuple(_unflatten(one, values) for one in shape)
+
+
 class _Replay:
     """Runs a function; every run after the first begins with the generators as they were at the first.
 
     Args:
-        names: of the last arguments, which the function takes by name.
+        shape: of (arguments, keyword arguments), which it is called with flat; None: it is called with the arguments.
+        names: of the keyword arguments.
         states: generators beside torch's.
         reentrant: the first run is the forward of an autograd function.
     """
@@ -163,6 +191,7 @@ class _Replay:
     def __init__(
         self,
         function: Callable[..., Any],
+        shape: Shape | None,
         names: tuple[str, ...],
         states: tuple[RandomState, ...],
         *,
@@ -170,22 +199,25 @@ class _Replay:
     ) -> None:
         self._function = function
         self._reentrant = reentrant
+        self._shape = shape
         self._names = names
         self._states = states
         self._first: list[Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        count = len(args) - len(self._names)
-        kwargs = dict(zip(self._names, args[count:], strict=True))
+        values: tuple[Any, ...] = ()
+        if self._shape is not None:
+            args, values = _unflatten(self._shape, args)
+        kwargs = dict(zip(self._names, values, strict=True))
         if self._first is None:
             self._first = [state.read() for state in self._states]
-            outputs = self._function(*args[:count], **kwargs)
+            outputs = self._function(*args, **kwargs)
             return detach_leaves(outputs) if self._reentrant else outputs
         current = [state.read() for state in self._states]
         try:
             for state, value in zip(self._states, self._first, strict=True):
                 state.write(value)
-            return self._function(*args[:count], **kwargs)
+            return self._function(*args, **kwargs)
         finally:
             # torch ends a recomputation early by an exception.
             for state, value in zip(self._states, current, strict=True):

@@ -1,30 +1,24 @@
-"""What the end of an engine waits for.
-
-Note: [Transfers that never end]
-A system call on a drive ends, or the kernel fails it. A transfer of cuFile may hang in a driver: it is waited for a bounded time.
-After that it may still read or fill the memory of its region, which therefore stays as long as the process lives.
-"""
+"""What the end of an engine waits for, and for how long: see Note: [Transfers that never end] in `hung`."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ssdtrain.offload.mover import wait_quietly
+from ssdtrain.device import Device, Event
+from ssdtrain.offload.hung import keep_for_ever
 from ssdtrain.offload.region import Region
 from ssdtrain.offload.transfer_state import State
+from ssdtrain.offload.waiting import wait_quietly
 from ssdtrain.storage import Operation
 
-__all__ = ["Busy", "busy_regions", "wait_for_ends"]
+__all__ = ["Busy", "busy_regions", "check_ended", "wait_for_copies", "wait_for_ends"]
 
 logger = logging.getLogger("ssdtrain")
 
 Busy = tuple[Region, Operation, bool, bool]
 """A region with a transfer under way, whether that is a load, and whether it is one of device memory itself."""
-
-_HUNG: list[Region] = []
-"""See Note: [Transfers that never end]."""
 
 
 def busy_regions(regions: Sequence[Region]) -> list[Busy]:
@@ -38,7 +32,7 @@ def busy_regions(regions: Sequence[Region]) -> list[Busy]:
 
 def wait_for_ends(busy: Sequence[Busy], deadline: float, patience: float) -> int:
     """Wait `deadline` seconds for stores, and for loads as long as they take, with a warning each `patience` seconds. For those
-    of device memory itself `patience` seconds; see Note: [Transfers that never end].
+    of device memory itself `patience` seconds.
 
     Returns:
         Bytes of transfers of device memory itself that are still under way.
@@ -54,5 +48,39 @@ def wait_for_ends(busy: Sequence[Busy], deadline: float, patience: float) -> int
         while loading and not wait_quietly(operation, patience):
             logger.warning("close has waited %g s for %d bytes to come back", patience, operation.nbytes)
     hung = [region for region, operation, _, in_place in busy if in_place and not operation.done()]
-    _HUNG.extend(hung)
+    keep_for_ever(*hung)
     return sum(region.nbytes for region in hung)
+
+
+def wait_for_copies(next_copy: Callable[[], Event | None], device: Device, patience: float) -> bool:
+    """Wait for the copies that use host memory, `patience` seconds in all.
+
+    Args:
+        next_copy: the end of the next one; None: all have ended.
+
+    Returns:
+        False: one has not ended.
+    """
+    until = time.monotonic() + patience
+    while (event := next_copy()) is not None:
+        if not device.block(event, max(0.0, until - time.monotonic())):
+            return False
+    return True
+
+
+def check_ended(hung_bytes: int, copies_ended: bool, patience: float) -> None:
+    """Raise if not everything that `wait_for_ends` and `wait_for_copies` waited for has ended.
+
+    Raises:
+        TimeoutError: names what has not, and what to do.
+    """
+    if hung_bytes:
+        raise TimeoutError(
+            f"GPUDirect transfers of {hung_bytes} bytes have not ended in {patience:g} s: their memory stays until the process "
+            'ends; see dmesg, and set offload.gpudirect to "off"'
+        )
+    if not copies_ended:
+        raise TimeoutError(
+            f"copies between the device and host memory have not ended in {patience:g} s: pinned memory stays until the process "
+            "ends. Is a collective before them waiting for a rank that is gone?"
+        )

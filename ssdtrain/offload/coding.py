@@ -39,6 +39,8 @@ class Coding:
     def __init__(self, floats: str | None = None, rank: int = 0) -> None:
         self._floats = make_codec(floats) if floats is not None else None
         self._masks = make_codec(MASK)
+        self.dtypes = {torch.bool} if self._floats is None else {torch.bool, *FLOATS}
+        """Of which regions may be encoded where the policy names no codec."""
         self._rank = rank
         self._count = 0
 

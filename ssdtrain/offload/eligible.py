@@ -103,42 +103,41 @@ class Eligibility:
             yield from nn.Module.parameters(module)
             yield from nn.Module.buffers(module)
 
-    def is_fixed(self, tensor: torch.Tensor) -> bool:
-        """True for parameters, buffers, and the views and copies of them that autograd saves: these are no activations."""
-        plain = type(tensor) is _Tensor
-        if not plain and _is_parameter(tensor):
-            return True
+    def may_move(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor of this device whose storage, dtype, sizes and strides say all there is to say about it, unless it is
+        a parameter, a buffer, or a view or copy of one that autograd saves: these are no activations."""
+        if (
+            type(tensor) is not _Tensor
+            or tensor.layout is not _strided
+            or tensor.device != self.device
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or tensor._is_zerotensor()
+            or tensor.is_quantized
+            or tensor.is_nested
+            or _is_functional(tensor)
+            or _is_wrapped(tensor)
+        ):
+            return False
         base = tensor._base
-        if base is not None and type(base) is not _Tensor and _is_parameter(base):
-            return True
-        if plain and self._fixed and tensor.layout is _strided:
-            storage = tensor.untyped_storage()
-            known = self._fixed.get(id(storage))
-            if known is not None and known() is storage:
-                return True
-        node = (tensor if base is None else base).grad_fn
+        if base is None:
+            node = tensor.grad_fn
+        else:
+            if type(base) is not _Tensor and _is_parameter(base):
+                return False
+            node = base.grad_fn
         if node is not None and type(node).__name__ == "ToCopyBackward0":
             source = node.next_functions[0][0]
             if isinstance(getattr(source, "variable", None), nn.Parameter):
-                return True
-        return bool(self._parameter_predicates) and any(
-            is_one(tensor) for is_one in self._parameter_predicates
-        )
-
-    def is_plain(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor's storage, dtype, sizes and strides say all there is to say about it."""
-        return (
-            type(tensor) is _Tensor
-            and tensor.layout is _strided
-            and tensor.device == self.device
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-            and not tensor._is_zerotensor()
-            and not tensor.is_quantized
-            and not tensor.is_nested
-            and not _is_functional(tensor)
-            and not _is_wrapped(tensor)
-        )
+                return False
+        if self._fixed:
+            storage = tensor.untyped_storage()
+            known = self._fixed.get(id(storage))
+            if known is not None and known() is storage:
+                return False
+        if self._parameter_predicates:
+            return not any(is_one(tensor) for is_one in self._parameter_predicates)
+        return True
 
     def is_excluded(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         """True if this tensor, of `storage`, is known as one that its framework moves or frees by itself."""
@@ -151,7 +150,9 @@ class Eligibility:
         if self._freed_functions and self._will_be_freed(tensor):
             self._exclude_storage(storage)
             return True
-        return bool(self._exclusions) and any(applies(tensor) for applies in self._exclusions)
+        if self._exclusions:
+            return any(applies(tensor) for applies in self._exclusions)
+        return False
 
     def _will_be_freed(self, tensor: torch.Tensor) -> bool:
         """True for the outputs of the functions whose outputs are freed, and views of them."""

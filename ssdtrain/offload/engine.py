@@ -9,38 +9,35 @@ nothing of Python.
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
-from ssdtrain.device import Device, Timestamp
+from ssdtrain.device import Device, Event, Timestamp
 from ssdtrain.offload.buffers import Buffers
-from ssdtrain.offload.closing import busy_regions, wait_for_ends
+from ssdtrain.offload.closing import busy_regions, check_ended, wait_for_copies, wait_for_ends
 from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.eligible import Eligibility
 from ssdtrain.offload.functorch import modes, tracing, without_modes
 from ssdtrain.offload.gpudirect import GpuDirectTransfer
 from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.metrics import OffloadMetrics
-from ssdtrain.offload.mover import Mover, wait_quietly
+from ssdtrain.offload.mover import Mover
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.policy import STAY, Action, ForwardProfile, OffloadPolicy, SavedTensorInfo
+from ssdtrain.offload.policy import OFFLOAD, STAY, Action, ForwardProfile, OffloadPolicy, SavedTensorInfo
 from ssdtrain.offload.prefetch import Prefetcher
 from ssdtrain.offload.proof import Prover, provable
-from ssdtrain.offload.region import Handle, Kept, Region, Releases, modified
+from ssdtrain.offload.region import Handle, Kept, Region, Releases, captured, modified
 from ssdtrain.offload.restore import Restorer
 from ssdtrain.offload.sharing import Extent, extent_of, find_region, make_region
 from ssdtrain.offload.staged import StagedTransfer
 from ssdtrain.offload.starter import StoreStarter, operator_number
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tape import FAR, Tape
 from ssdtrain.offload.transfer import DirectTransfer, Transfer
+from ssdtrain.offload.waiting import wait_for_load
 from ssdtrain.profile.modules import ModuleNames
 from ssdtrain.profile.passes import PassRecorder
 from ssdtrain.storage import SpillStore, forks, make_signal_safe_lock
 
 __all__ = ["OffloadEngine"]
-
-logger = logging.getLogger("ssdtrain")
 
 _graph_task = torch._C._current_graph_task_id
 PATIENCE = 60.0  # seconds of waiting for one load between warnings
@@ -75,16 +72,17 @@ class OffloadEngine:
         self.metrics = OffloadMetrics()
         self.meter = ActivationMeter(timeline=options.timeline)
         self.eligible = Eligibility(max(1, options.min_bytes), torch_device)
-        # On a GPU the arena is host memory: it is not what activations take there.
-        counted = self.meter if device.kind == "cpu" else None
+        counted = self.meter if device.kind == "cpu" else None  # on a GPU the arena is host memory
         self.buffers = Buffers(options.buffer, device.host_register(), counted, device.numa_node())
         self.coding = Coding(options.codec, options.rank)
         staged = device.kind != "cpu" if options.staged is None else options.staged
         made = (GpuDirectTransfer if options.by_cufile else StagedTransfer) if staged else DirectTransfer
         transfer: Transfer = made(store, self.buffers, self.meter.see_own, self.coding, device)
+        self._copies = transfer.copies  # off a device with streams
         self.mover = Mover(
             store, transfer, self.metrics, raise_when_full=options.raise_when_full, verified=options.verified
         )
+        self.release = self.mover.release  # of a region whose last handle is gone; see `module_tally`
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
         self._restorer = Restorer(self.mover, self.prefetcher, self.eligible.modules)
         self._released = Releases()
@@ -94,8 +92,7 @@ class OffloadEngine:
         self.prover: Prover | None = None  # `offload.prove_steps`
         self.recorder = PassRecorder()
         """Gets the begin and end of passes and hooks while it is active."""
-        self.forked = False
-        """True in a forked child: files and buffers are the parent's, and its threads may have held the lock. All is inert."""
+        self.forked = False  # True in a forked child: files and buffers are the parent's, and its threads may have held the lock
         forks.track(self)
 
     def after_fork(self) -> None:
@@ -110,9 +107,7 @@ class OffloadEngine:
         Raises:
             StoreFull: no tier has room, and the config says to raise.
         """
-        if self._closed or ((other_modes := modes()) and tracing()):
-            return Kept(tensor)
-        if self.eligible.is_fixed(tensor) or not self.eligible.is_plain(tensor):
+        if self._closed or not self.eligible.may_move(tensor) or ((other_modes := modes()) and tracing()):
             return Kept(tensor)
         if other_modes:
             with without_modes():  # what the engine does with the tensor is not the program's
@@ -126,7 +121,7 @@ class OffloadEngine:
         with self._lock:
             if self._closed:  # meanwhile, by another thread
                 return Kept(tensor)
-            if self.device.capturing():  # the next call does what would break the capture, see `_drain`
+            if self._copies and self.device.capturing():  # the next call does the rest, see `_drain`
                 self.metrics.saved_tensors += 1
                 self.meter.see(storage)
                 return Kept(tensor)
@@ -135,7 +130,7 @@ class OffloadEngine:
             self.mover.reap()
             operator = operator_number()
             if tape.unstored and tape.unstored[-1].operator != operator:
-                postponed = self._starter.begin(tape)
+                postponed = self._starter.begin(tape, storage)
             held = self._save(tape, tensor, storage, operator)
         if postponed:
             for region in postponed:
@@ -156,23 +151,25 @@ class OffloadEngine:
         if tensor.nbytes < eligible.min_bytes or _graph_task() != -1 or eligible.is_excluded(tensor, storage):
             return Kept(tensor)
         extent = extent_of(tensor)
-        if extent[1] - extent[0] < eligible.min_bytes:
+        if extent[2] < eligible.min_bytes:
             return Kept(tensor)  # an expanded tensor looks larger than it is
-        self.device.record_use(tensor)  # see Note: [Memory of another stream] in `starter`
+        if self._copies:
+            self.device.record_use(tensor)  # see Note: [Memory of another stream] in `starter`
         region = find_region(seen, tensor, extent, tape) if seen.regions else None
         if region is not None:
             metrics.shared_tensors += 1
             region.shared = True
+            region.handles += 1
+            region.pending_unpacks += 1
+            if len(tape.regions) - region.index > FAR:
+                tape.join(region)
             return self._handle(region, tensor, extent)
         region = make_region(seen, tensor, storage, extent, tape, operator)
         try:
             action = STAY if tape.keep else self._decide(tape, region)
-            if action.stays:
-                region.stays = True
-            if action.offload:
+            if action.offload and (action is not OFFLOAD or region.dtype in self.coding.dtypes):
                 codec = self.coding.choose(tensor, extent, region, action.codec)
-                if codec is not None or action.tier is not None:
-                    self.mover.plan(region, codec, action.tier)
+                self.mover.plan(region, codec, action)
         except BaseException:
             seen.regions.remove(region)  # the policy has failed
             raise
@@ -184,18 +181,21 @@ class OffloadEngine:
         if action.offload:
             self._starter.add(tape, region)
         else:
+            region.stays = action.stays
             self.mover.keep(region)
         return self._handle(region, tensor, extent)
 
     def _decide(self, tape: Tape, region: Region) -> Action:
-        if modules := self.modules.stack:
+        modules = self.modules.stack if self.modules.watching else ()
+        if modules:
             region.module = modules[-1].name
-        place = tape.chunk, tape.microbatch, region.index, tape.nbytes
-        return self.policy.decide(SavedTensorInfo(*place, region.nbytes, region.dtype, modules))
+        return self.policy.decide(
+            SavedTensorInfo(
+                tape.chunk, tape.microbatch, region.index, tape.nbytes, region.nbytes, region.dtype, modules
+            )
+        )
 
     def _handle(self, region: Region, tensor: torch.Tensor, extent: Extent) -> Handle:
-        region.handles += 1
-        region.pending_unpacks += 1
         offset = 0 if region.origin is not None else (extent[0] - region.start) // tensor.itemsize
         return Handle(region, (tensor.dtype, tensor.shape, tensor.stride(), offset), self._released)
 
@@ -205,13 +205,15 @@ class OffloadEngine:
         """The tensor that `pack` was given: same bytes, dtype, sizes and strides.
 
         Raises:
-            RuntimeError: it was modified in place since, as autograd says without hooks; or the engine was closed.
+            RuntimeError: it was modified in place since, as autograd says without hooks; it was closed; or a graph is captured.
             IOFailure: it could not be read back.
         """
         if isinstance(held, Kept):
             return held.unchanged()
         if self.forked:
             raise RuntimeError("a saved tensor that was offloaded cannot be used in a forked process")
+        if self.device.capturing():
+            raise captured()
         if modes():
             with without_modes():
                 return self._unpack(held)
@@ -241,10 +243,7 @@ class OffloadEngine:
                 passing = self.mover.transfer.returning() if operation is None else None
             began, cause = self.options.clock(), "event" if operation is None else "load"
             if operation is not None:
-                if not wait_quietly(operation, PATIENCE):
-                    logger.warning(
-                        "backward has waited %g s for %d bytes to come back", PATIENCE, region.nbytes
-                    )
+                wait_for_load(operation, region, self.mover.loads, self._lock, PATIENCE)
             elif passing is not None:
                 self.device.block(passing)  # every buffer is in use by copies that are under way
             waited = self.options.clock() - began
@@ -254,10 +253,13 @@ class OffloadEngine:
         region, tape = handle.region, handle.region.tape
         self._drain_released()
         if tape.cursor is None:
-            tape.cursor = region.index + 1  # backward begins here, which need not be the end
+            tape.cursor = tape.place(region) + 1  # backward begins here, which need not be the end
             self.prefetcher.begin(tape)
         self._note_ends()
-        tape.reached(region.index, again=handle.ref.unpacked)
+        again = handle.ref.unpacked
+        # Only the tensor of a region that was saved first says where backward is. Which one is asked for again is not known.
+        if region.index not in tape.joined if again else region.pending_unpacks <= 1:
+            tape.reached(region.index, again=again)
         return self._restorer.restore(handle)
 
     # Between the two
@@ -277,12 +279,13 @@ class OffloadEngine:
             self.recorder.forward_ended(tape, ended)
         with self._lock:
             # What the drive has finished is not processed here: if backward comes next, it is still in memory.
-            self._drain_released()
+            if not (capturing := self.device.capturing()):
+                self._drain_released()
             postponed = []
             if complete:
                 waits = self.metrics.store_wait_seconds, self.metrics.load_wait_seconds
                 self.policy.observe(ForwardProfile(tape.chunk, tape.microbatch, tape.nbytes, *waits))
-                if tape.unstored and not self.device.capturing():
+                if tape.unstored and not capturing:
                     postponed = self._starter.begin(tape)
             self._starter.abandon(tape)
         for region in postponed:
@@ -290,7 +293,7 @@ class OffloadEngine:
 
     def prefetch(self, tape: Tape) -> None:
         """The backward of `tape` is about to begin: start its loads."""
-        if self.forked:
+        if self.forked or self.device.capturing():
             return
         with self._lock:
             self._drain_released()
@@ -330,14 +333,15 @@ class OffloadEngine:
         self._note_ends()
 
     def _drain_released(self) -> None:
-        while not self._released.empty() and (released := self._released.next()) is not None:
+        while not self._released.empty():
+            released = self._released.next()
             region = released.region
             region.handles -= 1
             if not released.unpacked:
                 region.pending_unpacks -= 1
             if region.handles == 0:
                 self.meter.release(region)
-                self.mover.release(region)
+                self.release(region)
                 self.metrics.live_regions -= 1
 
     def _note_ends(self) -> None:
@@ -353,7 +357,7 @@ class OffloadEngine:
             self._drain()
             self.mover.flush()
             metrics = self.metrics.copy()
-            metrics.in_flight_bytes = self.mover.in_flight
+            metrics.in_flight_bytes = self.mover.stores.under_way()
             self.meter.write_to(metrics)
             metrics.buffer_bytes = self.buffers.counted_bytes
             return metrics
@@ -373,28 +377,24 @@ class OffloadEngine:
         Handles still alive become inert: what is in memory can be unpacked, what is in a tier raises.
 
         Raises:
-            TimeoutError: transfers of GPUDirect Storage have not ended in a minute. Everything else is closed.
+            TimeoutError: GPUDirect transfers, or copies of the device, have not ended in a minute. Everything else is closed.
         """
         if self.forked:
             return
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
-            self.prefetcher.closed = self._starter.closed = self._restorer.closed = True
+            self._closed = self.prefetcher.closed = self._starter.closed = self._restorer.closed = True
+            self.mover.stores.bound = None  # no later store makes what has been written leave
             self._drain()
             busy = busy_regions(self.mover.busy())
         hung = wait_for_ends(busy, self.options.deadline, PATIENCE)
-        while True:
-            with self._lock:
-                self._drain()
-                passing = self.mover.transfer.passing()
-                if passing is None:
-                    self.buffers.close()
-                    break
-            self.device.block(passing)  # a copy still uses a buffer of the arena
-        if hung:
-            raise TimeoutError(
-                f"GPUDirect transfers of {hung} bytes have not ended in {PATIENCE:g} s: their memory stays until the process "
-                'ends; see dmesg, and set offload.gpudirect to "off"'
-            )
+        check_ended(hung, wait_for_copies(self._next_copy, self.device, PATIENCE), PATIENCE)
+
+    def _next_copy(self) -> Event | None:
+        """The end of the next copy that uses the arena; None: there is none, and the arena is closed."""
+        with self._lock:
+            self._drain()
+            if (passing := self.mover.transfer.passing()) is None:
+                self.buffers.close()
+            return passing

@@ -106,10 +106,10 @@ class ActivationOffload(Feature):
         """The parameters and buffers of `model` never move."""
         self.engine.eligible.register(model)
         if self.engine.policy.needs_modules or self.engine.prover is not None:
-            self.engine.modules.watch(model)
+            self.engine.modules.watch(model, owner=self)
 
     def detach(self) -> None:
-        self.engine.modules.close()
+        self.engine.modules.close(self)
 
     # The loop
 

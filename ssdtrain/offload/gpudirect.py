@@ -20,10 +20,10 @@ import torch
 from ssdtrain.config import OffloadConfig
 from ssdtrain.config.units import MiB
 from ssdtrain.device import Device
-from ssdtrain.offload.mover import wait_quietly
 from ssdtrain.offload.region import Region
 from ssdtrain.offload.staged import StagedTransfer, source_of
 from ssdtrain.offload.transfer_state import Arrival, Read, Write
+from ssdtrain.offload.waiting import wait_quietly
 from ssdtrain.storage import Arena, Operation, Slot, SpillStore, StoreFull, gpudirect
 
 __all__ = ["GpuDirectTransfer", "attach_gpudirect"]
@@ -76,13 +76,14 @@ class GpuDirectTransfer(StagedTransfer):
         target = transfer.target
         if target is None or target.tensor is None:  # none yet, or that of an earlier load
             try:
-                target = self.reserve_target(transfer.stored_bytes)
+                target = self.reserve_target(transfer.arriving_bytes)
             except torch.OutOfMemoryError:
                 if on_demand:
                     raise
                 return None  # it is not needed yet
         tensor = self.targets.take(target)
         event = self.device.load_event(target.awaited)
+        event = self._put_back(region, tensor) or event
         operation = self.store.transfer_device(
             transfer.slot, tensor.data_ptr(), into=False, after_event=self.device.event_handle(event)
         )

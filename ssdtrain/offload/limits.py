@@ -79,10 +79,10 @@ class TransferLimits:
 
     def _set_in_flight(self) -> None:
         if self._options.in_flight is not None:
-            self._mover.in_flight_limit = self._options.in_flight
+            self._mover.stores.allowed = self._options.in_flight
         elif self._mover.transfer.copies and not self._options.by_cufile:
-            self._mover.in_flight_limit = self._buffers.capacity // 2
+            self._mover.stores.allowed = self._buffers.capacity // 2
         elif self._mover.transfer.copies:
-            self._mover.in_flight_limit = max(IN_PLACE, 2 * self._largest_operator)
+            self._mover.stores.allowed = max(IN_PLACE, 2 * self._largest_operator)
         else:
-            self._mover.in_flight_limit = IN_PLACE
+            self._mover.stores.allowed = IN_PLACE

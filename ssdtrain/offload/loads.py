@@ -7,6 +7,7 @@ from collections import deque
 
 import torch
 
+from ssdtrain.offload.hung import keep_for_ever
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.region import Region, after_close, overwritten
 from ssdtrain.offload.transfer import Transfer
@@ -77,7 +78,7 @@ class Loads:
         if transfer.state is State.LOADING and transfer.in_place:
             return  # it is being filled
         if transfer.target is None or transfer.target.tensor is None:  # none yet, or that of an earlier load
-            transfer.target = self.transfer.reserve_target(transfer.stored_bytes)
+            transfer.target = self.transfer.reserve_target(transfer.arriving_bytes)
 
     def end(self, region: Region) -> bool:
         """LOADING -> LOADED: the read has ended. False: it failed to fill device memory itself, and the region, which is STORED
@@ -94,7 +95,8 @@ class Loads:
         self._needed.discard(region)
         error = operation.failed()
         if error is not None:
-            self._not_prefetched(region)
+            if transfer.prefetched:
+                self._not_prefetched(region)
             self._abandon(region)
             transfer.state = State.STORED
             if isinstance(error, IOCancelled):
@@ -108,19 +110,41 @@ class Loads:
         if self.metrics.spans is not None:
             self.metrics.count_transfer("loads", region, operation)
         if operation.digest:
-            self.metrics.verified_bytes += region.nbytes
+            self.metrics.verified_bytes += transfer.moved_bytes
         arrival = self.transfer.advance_load(region)
         if arrival is not None:
             transfer.arrived(arrival)
         transfer.operation = transfer.lease = None
         transfer.state = State.LOADED
-        self.metrics.loaded_bytes += region.nbytes
+        self.metrics.loaded_bytes += transfer.moved_bytes
         return True
+
+    def give_up(self, region: Region) -> None:
+        """LOADING -> STORED if a read that fills device memory itself takes for ever: all go through host memory from now
+        on. One that still waits for the device is only begun again."""
+        transfer = region.transfer
+        operation = transfer.operation
+        if not transfer.in_place or operation is None or operation.done():
+            return
+        event = transfer.load_event
+        waits_for_device = event is not None and not event.query()
+        cancelled = operation.cancel()
+        if not cancelled and operation.done():
+            return
+        self._needed.discard(region)
+        if not cancelled:
+            keep_for_ever(operation, transfer.loaded, transfer.payload, event)
+        if not waits_for_device:  # it has begun, or those before it have hung
+            self.transfer.stop_in_place(TimeoutError(f"a read of {region.nbytes} bytes has not ended"))
+        transfer.operation = None
+        transfer.in_place = False
+        self._drop(region)
 
     def hand_out(self, region: Region) -> None:
         """Backward gets the region now: what it does is ordered after the load."""
         transfer = region.transfer
-        if transfer.loaded is not None or transfer.state is State.LOADED:
+        copied_or_encoded = self.transfer.copies or transfer.payload is not None
+        if copied_or_encoded and (transfer.loaded is not None or transfer.state is State.LOADED):
             began = time.perf_counter()
             decoded = self.transfer.end_load(region)
             if decoded is not None:
@@ -146,10 +170,10 @@ class Loads:
         transfer.state = State.STORED
 
     def _not_prefetched(self, region: Region) -> None:
-        if region.transfer.prefetched:
-            region.transfer.prefetched = False
-            self.prefetched_bytes -= region.nbytes
-            self._prefetched.remove(region)
+        """It was until now."""
+        region.transfer.prefetched = False
+        self.prefetched_bytes -= region.nbytes
+        self._prefetched.remove(region)
 
     def _evict(self, *, in_place: bool = False) -> bool:
         """Drop the prefetched region that is needed last, for its buffer, or where `in_place` for the device memory that it fills
@@ -180,7 +204,8 @@ class Loads:
 
     def forget(self, region: Region) -> None:
         """Backward does not need the region any more."""
-        self._not_prefetched(region)
+        if region.transfer.prefetched:
+            self._not_prefetched(region)
         self._needed.discard(region)
 
     def release(self, region: Region) -> None:

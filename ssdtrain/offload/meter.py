@@ -7,6 +7,9 @@ counted. `adjust` adds what is not a saved storage: the arena.
 Beside that stands what would be alive if nothing left memory: a saved storage until it has died and the last region over it was
 released.
 
+Note: [Peaks]
+Bytes come with each save, and go when something has died. So a peak is looked for before bytes go, and when it is read.
+
 torch keeps the Python object of a storage as long as the storage itself, so a weak reference to it dies exactly when the
 memory goes. That may be anywhere, in the middle of a cyclic collection too: C code puts the reference into a queue, and no Python
 runs in which an exception could be lost.
@@ -16,7 +19,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from queue import Empty, SimpleQueue
+from collections.abc import Callable
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,13 +55,17 @@ class ActivationMeter:
 
     def __init__(self, *, timeline: bool = False) -> None:
         self.live_bytes = 0
-        self.peak_bytes = 0
         self.unoffloaded_bytes = 0
         """Bytes that would be alive for backward now if nothing had left memory."""
-        self.unoffloaded_recent_bytes = 0
-        """The most of these since `begin_recent`."""
-        self._unoffloaded_peak_before = 0  # the most until then, since `reset_peak`
+        # Since `reset_peak`, up to the last `_note_peaks`.
+        self._peak = 0
+        self._unoffloaded_recent = 0  # since `begin_recent`
+        self._unoffloaded_before = 0  # until then
         self.record = timeline
+        """Whether `timeline` is kept; see `start_timeline`."""
+        self._recorders = int(timeline)
+        self.clock: Callable[[], float] = time.perf_counter
+        """Of `timeline`, seconds."""
         self.timeline: list[tuple[float, int]] = []
         self._seen: dict[int, Seen] = {}
         self._dead: SimpleQueue[Seen] = SimpleQueue()
@@ -65,9 +73,14 @@ class ActivationMeter:
         """`settled()`: nothing has died that `drain` would take off."""
 
     @property
+    def peak_bytes(self) -> int:
+        """The most of `live_bytes` since `reset_peak`."""
+        return max(self._peak, self.live_bytes)
+
+    @property
     def unoffloaded_peak_bytes(self) -> int:
         """The most of `unoffloaded_bytes` since `reset_peak`."""
-        return max(self._unoffloaded_peak_before, self.unoffloaded_recent_bytes)
+        return max(self._unoffloaded_before, self._unoffloaded_recent, self.unoffloaded_bytes)
 
     def see(self, storage: torch.UntypedStorage, *, own: bool = False) -> Seen:
         """Count `storage` from now until it dies, if it is not counted already.
@@ -90,10 +103,10 @@ class ActivationMeter:
         seen.regions = []
         seen.dead, seen.own = False, own
         if not own:
-            self.unoffloaded_bytes = without = self.unoffloaded_bytes + nbytes
-            if without > self.unoffloaded_recent_bytes:
-                self.unoffloaded_recent_bytes = without
-        self.adjust(nbytes)
+            self.unoffloaded_bytes += nbytes
+        self.live_bytes += nbytes
+        if self.record:
+            self._record()
         return seen
 
     def see_own(self, storage: torch.UntypedStorage) -> None:
@@ -105,43 +118,67 @@ class ActivationMeter:
         seen = region.seen
         seen.regions.remove(region)
         if seen.dead and not seen.regions and not seen.own:
+            if self.unoffloaded_bytes > self._unoffloaded_recent:
+                self._unoffloaded_recent = self.unoffloaded_bytes
             self.unoffloaded_bytes -= seen.nbytes
 
     def adjust(self, nbytes: int) -> None:
         """Add `nbytes` (negative: subtract) that are alive for backward but are no saved storage."""
-        self.live_bytes = live = self.live_bytes + nbytes
-        if live > self.peak_bytes:
-            self.peak_bytes = live
+        self._note_peaks()
+        self.live_bytes += nbytes
         if self.record:
-            self.timeline.append((time.perf_counter(), self.live_bytes))
+            self._record()
+
+    def _note_peaks(self) -> None:
+        """See Note: [Peaks]."""
+        if self.live_bytes > self._peak:
+            self._peak = self.live_bytes
+        if self.unoffloaded_bytes > self._unoffloaded_recent:
+            self._unoffloaded_recent = self.unoffloaded_bytes
+
+    def _record(self) -> None:
+        self.timeline.append((self.clock(), self.live_bytes))
+
+    def start_timeline(self) -> None:
+        """Keep the timeline from now on, until `stop_timeline` was called as often."""
+        self._recorders += 1
+        self.record = True
+
+    def stop_timeline(self) -> None:
+        """One that started the timeline has read it: the last one clears it."""
+        self._recorders -= 1
+        if not self._recorders:
+            self.record, self.timeline = False, []
 
     def drain(self) -> None:
         """Take off what has died. Cheap when nothing has."""
         dead = self._dead
+        if dead.empty():
+            return
+        self._note_peaks()
         while not dead.empty():
-            try:
-                seen = dead.get_nowait()
-            except Empty:
-                return
-            if self._seen.get(seen.key) is seen:
-                del self._seen[seen.key]
-                self.adjust(-seen.nbytes)
-                seen.dead = True
-                if not seen.regions and not seen.own:
-                    self.unoffloaded_bytes -= seen.nbytes
+            seen = dead.get_nowait()
+            del self._seen[seen.key]
+            seen.dead = True
+            self.live_bytes -= seen.nbytes
+            if not seen.regions and not seen.own:
+                self.unoffloaded_bytes -= seen.nbytes
+            if self.record:
+                self._record()
 
     def begin_recent(self) -> int:
         """The most that would have been alive since the last call; the next one counts from now."""
-        self._unoffloaded_peak_before = self.unoffloaded_peak_bytes
-        found, self.unoffloaded_recent_bytes = self.unoffloaded_recent_bytes, self.unoffloaded_bytes
+        self._note_peaks()
+        self._unoffloaded_before = self.unoffloaded_peak_bytes
+        found, self._unoffloaded_recent = self._unoffloaded_recent, self.unoffloaded_bytes
         return found
 
     def reset_peak(self) -> None:
         """Start a new peak and a new timeline from what is alive now."""
         self.drain()
-        self.peak_bytes = self.live_bytes
-        self._unoffloaded_peak_before = self.unoffloaded_recent_bytes = self.unoffloaded_bytes
-        self.timeline = [(time.perf_counter(), self.live_bytes)] if self.record else []
+        self._peak = self.live_bytes
+        self._unoffloaded_before = self._unoffloaded_recent = self.unoffloaded_bytes
+        self.timeline = [(self.clock(), self.live_bytes)] if self.record else []
 
     def write_to(self, metrics: OffloadMetrics) -> None:
         """Set the gauges that this counts."""

@@ -27,7 +27,7 @@ class OffloadMetrics(MetricSet):
     offloaded_bytes: int = counter(Unit.BYTES, "offloaded")
     """Bytes handed to a tier."""
     kept_bytes: int = counter(Unit.BYTES, "kept")
-    """Bytes of regions that stayed in memory: by plan, for want of room, or past the deadline."""
+    """Bytes of regions, or parts of them, that stayed in memory: by plan, for want of room, or past the deadline."""
     kept_full_bytes: int = counter(Unit.BYTES, "kept as tiers are full")
     """Of these, because every tier was full or had failed."""
     kept_late_bytes: int = counter(Unit.BYTES, "kept as stores are late")

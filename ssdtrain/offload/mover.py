@@ -16,43 +16,30 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections import deque
 
 from ssdtrain.codecs import Codec
 from ssdtrain.offload.departures import Departures
+from ssdtrain.offload.in_flight import StoresInFlight
 from ssdtrain.offload.loads import Loads
 from ssdtrain.offload.metrics import OffloadMetrics
+from ssdtrain.offload.policy import Action
 from ssdtrain.offload.region import Region
+from ssdtrain.offload.rests import moved_bytes
+from ssdtrain.offload.sampling import Sampling
+from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer import Transfer
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.storage import (
-    IOCancelled,
     IOFailure,
     Operation,
-    SourceChanged,
     SpillStore,
     StoreClosed,
     StoreFull,
 )
-from ssdtrain.storage.faults import mix
 
-__all__ = ["Mover", "wait_quietly"]
+__all__ = ["Mover"]
 
 logger = logging.getLogger("ssdtrain")
-
-
-def wait_quietly(operation: Operation, timeout: float) -> bool:
-    """Wait until `operation` is over, well or not: the mover sees to how it ended. False: timeout."""
-    try:
-        return operation.wait(timeout)
-    except (IOFailure, IOCancelled, SourceChanged):
-        return True
-
-
-def next_verified(draw: int, verified: int) -> int:
-    """In how many stores the next one is verified: in `verified` on average, and spread over the regions of a tape, however
-    many there are."""
-    return 1 + mix(draw + 1) % (2 * verified - 1)
 
 
 class Mover:
@@ -80,29 +67,28 @@ class Mover:
         self.metrics = metrics
         self.departures = Departures(self._depart)
         self.loads = Loads(transfer, metrics)
-        self.in_flight = 0  # bytes of stores whose operation has not ended
         self.batch_bytes = 0  # of stores that may wake the pool together: see `SpillStore.write`
         self._deferred = 0  # bytes of stores queued since the pool was woken
-        self.in_flight_limit = 0
-        """Bytes of stores in flight, see `admits`; set by `TransferLimits`."""
         self._raise_when_full = raise_when_full
-        self._verified = verified
-        self._draws = 0  # of `next_verified`
-        # The store that is verified next is the so manieth from here; 0 or less: none.
-        self._next_verified = next_verified(0, verified) if verified else 0
-        self._stores: deque[Region] = deque()  # in the order in which they began
+        self._sampling = Sampling(verified)
+        self.stores = StoresInFlight(self._end_store)
         self._warned_full = False
 
     # Stores
 
-    def plan(self, region: Region, codec: Codec | None, tier: str | None) -> None:
-        """The region, which is resident, is to be stored: by `codec`, in `tier`; None is plain, and the first that has room."""
-        region.transfer.codec = codec
-        region.transfer.tier = tier
+    def plan(self, region: Region, codec: Codec | None, action: Action) -> None:
+        """The region, which is resident, is to be stored by `codec` (None: its plain bytes), as `action` says. ValueError: see
+        `moved_bytes`."""
+        transfer = region.transfer
+        transfer.codec, transfer.tier = codec, action.tier
+        if action.part != 1:
+            nbytes = moved_bytes(region.nbytes, action)
+            transfer.moved_bytes = transfer.stored_bytes = nbytes if codec is None else region.nbytes
+            transfer.saved_before = self.metrics.saved_bytes
 
     def admits(self, region: Region) -> bool:
-        """True if the stores in flight leave room for one more. A single store always has room."""
-        return not self._stores or self.in_flight + region.nbytes <= self.in_flight_limit
+        """True if the stores in flight leave room for one more."""
+        return self.stores.admits(region.transfer.moved_bytes)
 
     def begin_store(self, region: Region) -> bool:
         """RESIDENT -> STORING, or kept where no tier has room. False: no staging buffer now; try after a store has ended.
@@ -113,26 +99,30 @@ class Mover:
         transfer = region.transfer
         if transfer.codec is not None:
             self._encode(region)
+        if transfer.moved_bytes != region.nbytes:
+            transfer.rest = self.transfer.rests.take(region)
+            if transfer.rest is None:  # no memory for it: it leaves whole
+                transfer.moved_bytes = transfer.stored_bytes = region.nbytes
         try:
             transfer.slot = self.store.reserve(transfer.stored_bytes, transfer.tier)
         except StoreFull as error:
             self._keep_for_want_of_room(region, error)
             return True
-        chosen = self._next_verified == 1
         # No thread of the host sees the bytes of a pinned slot.
+        chosen = self._sampling.left == 1
         transfer.verify = chosen and not self.store.is_pinned(transfer.slot)
-        nbytes = region.nbytes
+        nbytes = transfer.moved_bytes
         deferred = self._deferred + nbytes
         defer = deferred <= self.batch_bytes
         write = self.transfer.begin_store(region, defer=defer)
         if write is None:
+            transfer.rest = None
             self._free_slot(region)
             return False
         if chosen:
-            self._draws += 1
-            self._next_verified = next_verified(self._draws, self._verified)
+            self._sampling.draw()
         else:
-            self._next_verified -= 1
+            self._sampling.left -= 1
         self._deferred = deferred if defer else 0
         encoded = transfer.payload is not None
         if encoded:
@@ -140,11 +130,13 @@ class Mover:
             region.empty_()
             self.metrics.encoded_bytes += nbytes
         transfer.write_began(write)
-        self.in_flight += nbytes
-        self._stores.append(region)
+        self.stores.nbytes += nbytes
+        self.stores.append(region)
         self.metrics.offloaded_bytes += nbytes
+        if nbytes != region.nbytes:
+            self.metrics.kept_bytes += region.nbytes - nbytes
         if self.transfer.copies and not encoded and not transfer.in_place:
-            self.departures.add(region)
+            self.departures.add(region, self.metrics.saved_bytes)
         return True
 
     def _encode(self, region: Region) -> None:
@@ -163,17 +155,33 @@ class Mover:
 
     def keep(self, region: Region) -> None:
         """The region stays in memory: by plan, or because its store could not begin in time."""
-        region.transfer.payload = None
+        region.transfer.payload = region.transfer.rest = None
+        self.metrics.kept_bytes += region.nbytes
+        if self.departures.parting:
+            self.departures.advance(self.metrics.saved_bytes)
+
+    def abandon(self, region: Region) -> None:
+        """As `keep`, where a graph may be being captured: no event is asked."""
+        region.transfer.payload = region.transfer.rest = None
         self.metrics.kept_bytes += region.nbytes
 
     def keep_resident(self, region: Region) -> None:
         """Backward is near: where the bytes are still in memory when the store ends, they stay there."""
         region.transfer.keep_resident = True
 
+    def keep_tail(self, tape: Tape) -> None:
+        """The backward of `tape` begins: see Note: [Departure in order]. What has not been written need not be."""
+        if not self.stores.in_order:
+            return
+        for region in [one for one in self.stores if one.tape is tape]:
+            if not region.transfer.keep_resident and not self.stop_store(region):
+                self.keep_resident(region)
+
     def _keep_for_want_of_room(self, region: Region, error: StoreFull | StoreClosed) -> None:
         if isinstance(error, StoreClosed):
             return self.keep(region)
         if self._raise_when_full:
+            region.transfer.rest = None
             raise error
         self.metrics.kept_full_bytes += region.nbytes
         self.keep(region)
@@ -187,24 +195,17 @@ class Mover:
         self._deferred = 0
         self.store.flush()
 
-    def oldest_store(self) -> Operation | None:
-        """Of the stores in flight, the one that began first."""
-        return self._stores[0].transfer.operation if self._stores else None
-
     def reap(self) -> None:
         """Process the transfers that have ended. Cheap when none has."""
-        stores = self._stores
         if self.transfer.copies:
             self.transfer.poll()
-        while stores and (operation := stores[0].transfer.operation) is not None and operation.done():
-            self._end_store(stores.popleft())
+        if self.stores:
+            self.stores.reap()
         if self.loads.leaving:
             self.loads.reap()
 
-    def _end_store(self, region: Region) -> None:
+    def _end_store(self, region: Region, operation: Operation) -> None:
         transfer = region.transfer
-        operation = transfer.operation
-        assert operation is not None
         error = operation.failed()
         if error is not None and transfer.state is not State.RELEASED:
             if isinstance(error, IOFailure):
@@ -214,7 +215,7 @@ class Mover:
             return
         if self.metrics.spans is not None:
             self.metrics.count_transfer("stores", region, operation)
-        self.in_flight -= region.nbytes
+        self.stores.nbytes -= transfer.moved_bytes
         if transfer.state is State.RELEASED:
             self._close_write(region)
             region.empty_()
@@ -224,7 +225,7 @@ class Mover:
             # Backward is near and the bytes are still here: they need not come back.
             self._close_write(region)
             self._free_slot(region)
-            transfer.state = State.RESIDENT
+            transfer.stays_resident()
             self._count_forwarded(region)
         elif transfer.loaded is not None:
             self._close_write(region)
@@ -236,34 +237,39 @@ class Mover:
 
     def _close_write(self, region: Region) -> None:
         """The write is over, well or not, and nothing is to be done with its buffer any more."""
-        self.transfer.give_back(region)
+        if self.transfer.copies:
+            self.transfer.give_back(region)
         region.transfer.write_over()
 
     def _leave_to_owner(self, region: Region) -> None:
         """Which bytes went to the tier is unknown. See Note: [Freed under the engine]."""
-        self.metrics.offloaded_bytes -= region.nbytes
+        self.metrics.offloaded_bytes -= region.transfer.moved_bytes
         self._close_write(region)
         self._free_slot(region)
-        region.transfer.state = State.RESIDENT
+        region.transfer.stays_resident()
 
     def _store_cancelled(self, region: Region) -> None:
         """STORING -> RESIDENT, or STAGED where the tensor was released: none of its bytes are in the tier."""
-        self.in_flight -= region.nbytes
-        self.metrics.avoided_write_bytes += region.nbytes
-        self.metrics.offloaded_bytes -= region.nbytes
+        self._count_cancelled(region)
         self._free_slot(region)
         if region.transfer.loaded is None and region.emptied:
             region.transfer.operation = None
             region.transfer.state = State.STAGED
             return
         self._close_write(region)
-        region.transfer.state = State.RESIDENT
+        region.transfer.stays_resident()
+
+    def _count_cancelled(self, region: Region) -> None:
+        nbytes = region.transfer.moved_bytes
+        self.stores.nbytes -= nbytes
+        self.metrics.avoided_write_bytes += nbytes
+        self.metrics.offloaded_bytes -= nbytes
 
     def _count_forwarded(self, region: Region) -> None:
         """Once for each store, however often backward asks."""
         if not region.transfer.forwarded:
             region.transfer.forwarded = True
-            self.metrics.forwarded_bytes += region.nbytes
+            self.metrics.forwarded_bytes += region.transfer.moved_bytes
 
     def _store_failed(self, region: Region, error: OSError) -> None:
         """A failing drive gets no more data; the bytes, which are still in memory, go to the next tier or stay. After a failed
@@ -277,7 +283,7 @@ class Mover:
         elif error.errno != errno.EFAULT:
             self.store.retire(transfer.slot, error)
         if region.freed():
-            self.in_flight -= region.nbytes
+            self.stores.nbytes -= region.transfer.moved_bytes
             self._leave_to_owner(region)
             return
         self._free_slot(region)
@@ -292,15 +298,17 @@ class Mover:
             self._keep_for_want_of_room(region, none)
             return
         transfer.operation = self.transfer.rewrite(region)
-        self._stores.append(region)
+        self.stores.append(region)
 
     def _undo_store(self, region: Region) -> None:
         """STORING -> RESIDENT: the store has failed, and the bytes are in memory."""
-        self.in_flight -= region.nbytes
-        self.metrics.offloaded_bytes -= region.nbytes
-        recalled = region.transfer.loaded is not None or self.bring_back(region)
+        transfer = region.transfer
+        self.stores.nbytes -= transfer.moved_bytes
+        self.metrics.offloaded_bytes -= transfer.moved_bytes
+        self.metrics.kept_bytes -= region.nbytes - transfer.moved_bytes  # `keep` counts the whole
+        recalled = transfer.loaded is not None or self.bring_back(region)
         self._close_write(region)
-        region.transfer.state = State.RESIDENT
+        transfer.stays_resident()
         assert recalled or region.in_tensor, "a failed store had let its bytes go"
 
     def stop_store(self, region: Region) -> bool:
@@ -308,7 +316,7 @@ class Mover:
         operation = region.transfer.operation
         if operation is None or not operation.cancel():
             return False
-        self._stores.remove(region)
+        self.stores.remove(region)
         self._store_cancelled(region)
         return True
 
@@ -317,7 +325,7 @@ class Mover:
         recalled = self.bring_back(region)
         assert recalled, "a staged region has its bytes in a buffer or encoded"
         self._close_write(region)
-        region.transfer.state = State.RESIDENT
+        region.transfer.stays_resident()
 
     def bring_back(self, region: Region) -> bool:
         """Have the bytes of a region being stored in memory again. False: they are still in the tensor."""
@@ -349,10 +357,8 @@ class Mover:
         if state is State.STORING:
             assert operation is not None
             if operation.cancel():
-                self._stores.remove(region)
-                self.in_flight -= region.nbytes
-                self.metrics.avoided_write_bytes += region.nbytes
-                self.metrics.offloaded_bytes -= region.nbytes
+                self.stores.remove(region)
+                self._count_cancelled(region)
                 self._close_write(region)
                 region.empty_()
             # Otherwise it stays among the stores, and with it the memory that is being written from: of a copy the buffer.
@@ -366,6 +372,7 @@ class Mover:
             transfer.loaded = transfer.payload = None
             if not region.emptied:
                 region.empty_()
+        transfer.rest = None
         self._free_slot(region)
         region.tape.remove(region)
 
@@ -376,4 +383,4 @@ class Mover:
 
     def busy(self) -> list[Region]:
         """Regions whose memory an operation uses."""
-        return [*self._stores, *self.loads.busy()]
+        return [*self.stores, *self.loads.busy()]

@@ -71,6 +71,9 @@ class Action(NamedTuple):
     """Where it goes; None: to the first tier that has room."""
     stays: bool = False
     """Not to offload it is no decision about how much: a plan counts it as memory that no plan frees."""
+    part: float = 1.0
+    """Of its bytes, the leading ones that are offloaded, in whole pages of 4 KiB; the others stay in memory. For tensors so large
+    that all or nothing is too coarse. A region that a codec encodes is offloaded whole."""
 
 
 KEEP = Action(False)
@@ -126,8 +129,10 @@ class AmountPolicy:
         self._totals: dict[int, deque[int]] = {}
 
     def decide(self, saved: SavedTensorInfo) -> Action:
+        if self.amount.kind == "all":
+            return OFFLOAD
         totals = self._totals.get(saved.chunk)
-        if self.amount.kind == "all" or totals is None:
+        if totals is None:
             return OFFLOAD
         # Their largest: after a short microbatch the next long one would keep all that it is longer by.
         total = max(totals)

@@ -16,6 +16,9 @@ from ssdtrain.offload.transfer_state import State
 
 __all__ = ["Prefetcher"]
 
+LARGE = 0.25
+"""Of the limit of what is read ahead: a tensor above it is large."""
+
 
 class Prefetcher:
     """Keeps up to `limit` bytes loaded ahead of where backward is.
@@ -24,8 +27,9 @@ class Prefetcher:
     Within that distance a store that has not begun is cancelled, since its bytes are about to be needed, and one that has
     begun leaves its bytes in memory.
 
-    Loads are issued several at a time, when less than half of the limit is ahead: each time costs the thread that trains a walk
-    down a cold tape and the waking of the I/O pool.
+    Small loads are issued several at a time, when less than half of the limit is ahead: each time costs the thread that trains a
+    walk down a cold tape and the waking of the I/O pool. A large one is issued as soon as it fits: where large tensors are
+    needed one right after another, all that fit have to be there before the first.
 
     Args:
         mover: starts the loads.
@@ -36,12 +40,14 @@ class Prefetcher:
     def __init__(self, mover: Mover, buffers: Buffers, options: EngineOptions) -> None:
         self.limit = options.prefetch or 0
         self.largest = 0  # bytes of the largest region so far
+        self.backwards = 0  # that have begun
         self.closed = False
         self.next_tapes: list[Tape] = []
         self._mover = mover
         self._buffers = buffers
         self._options = options
         self._wanted = 0  # the most that a tape wanted loaded ahead so far
+        self._next_bytes = 0  # of the region at which the last walk ended
 
     def size(self, tape: Tape) -> None:
         """Choose how far to read ahead of the backward of `tape`, unless the config does.
@@ -53,13 +59,11 @@ class Prefetcher:
             self.limit = self._buffers.capacity // 2
         elif self._options.prefetch is None:
             free = self._buffers.capacity // 2 if self._options.buffer is not None else 1024 * MiB
-            away = sum(
-                region.nbytes
-                for region in tape.regions
-                if region is not None and region.transfer.state not in (State.RESIDENT, State.RELEASED)
-            )
-            quarter = max(away // 4, self.largest)
-            self._wanted = max(self._wanted, min(max(3 * self.largest, 24 * MiB), quarter))
+            enough = max(3 * self.largest, 24 * MiB)
+            if self._wanted < enough:
+                here = State.RESIDENT, State.RELEASED
+                stored = [r.nbytes for r in tape.regions if r is not None and r.transfer.state not in here]
+                self._wanted = max(self._wanted, min(enough, max(sum(stored) // 4, self.largest)))
             self.limit = min(self._wanted, free)
 
     def fit(self) -> None:
@@ -68,8 +72,10 @@ class Prefetcher:
 
     def begin(self, tape: Tape) -> None:
         """The backward of `tape` begins. Called with the engine's lock held, as `run`."""
+        self.backwards += 1
         if not self.closed:
             self.size(tape)
+        self._mover.keep_tail(tape)
         self.run(tape)
 
     def run(self, tape: Tape) -> None:
@@ -131,24 +137,32 @@ class Prefetcher:
             yield from following.coming()
 
     def _enough(self, tape: Tape) -> bool:
-        """Whether half of the limit is ahead of backward. What it has passed without asking (the loss of another head) is not."""
+        """Whether half of the limit is ahead of backward, and a large region does not fit into the rest. What backward has passed
+        without asking (the loss of another head) is not ahead."""
         loads = self._mover.loads
         furthest = loads.furthest_prefetched()
-        if furthest is None or 2 * loads.prefetched_bytes <= self.limit:
+        ahead, following = loads.prefetched_bytes, self._next_bytes
+        if furthest is None or 2 * ahead <= self.limit:
+            return False
+        if following > LARGE * self.limit and ahead + following <= self.limit:
             return False
         if furthest.tape is tape:
-            return furthest.index < tape.end
+            return not tape.passed(furthest.index)
         return any(following is furthest.tape for following in self.next_tapes)
 
     def _along(self, tape: Tape, near: int) -> int:
         """Go down `tape` for `near` bytes; returns the bytes of that distance that are left."""
         mover, loads = self._mover, self._mover.loads
+        fitted = False
         for region in tape.coming():
             state = region.transfer.state
+            self._next_bytes = region.nbytes
             if state is State.STORED:
                 if loads.prefetched_bytes and loads.prefetched_bytes + region.nbytes > self.limit:
                     return 0
-                self.fit()
+                if not fitted:
+                    self.fit()
+                    fitted = True
                 if not loads.begin(region, on_demand=False):
                     return 0
             elif state is State.STORING and not mover.stop_store(region):

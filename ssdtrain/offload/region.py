@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "Region",
     "Releases",
     "after_close",
+    "captured",
     "lost",
     "modified",
     "overwritten",
@@ -47,7 +48,7 @@ class Region:
     Note: [The probe]
     `tensor` is a detached alias of the first tensor saved. When the bytes have left memory its storage is taken away
     (`empty_`), but the object remains: it still shares the version counter of the original, so an in-place write to the
-    original is noticed whenever it happens. Regions that hold a packed copy (`capture`) watch the original through `probe`.
+    original is noticed whenever it happens. Regions that hold a packed copy (`copy_together`) watch the original through `probe`.
 
     Note: [Buffers belong to the tensor]
     `transfer.loaded` is the buffer that a load filled. What `unpack` hands out shares its storage and its version counter; where
@@ -91,6 +92,9 @@ class Region:
         "version",
     )
 
+    stream: Any | None
+    """Of the device, on which it was saved; set where it is to be copied off the device."""
+
     def __init__(
         self,
         tensor: torch.Tensor,
@@ -115,25 +119,26 @@ class Region:
         self.origin: Geometry | None = None
         self.packed: tuple[int, ...] | None = None  # shape of that copy, when it was made
         self.stays = False  # whatever a plan says: it is filtered out, or all of its tape stays
-        self.handles = 0  # handles alive
+        self.handles = 1  # handles alive, with that of the tensor that makes it
         self.shared = False  # there was ever more than one
-        self.pending_unpacks = 0  # handles alive that were never unpacked
+        self.pending_unpacks = 1  # handles alive that were never unpacked
         self.last_pass = -1  # the tape's pass in which backward last used it
         self.dtype = tensor.dtype
         self.module = ""  # qualified name of the module that saved it; "": unknown
-        self.stream: Any | None = None  # of the device, on which it was saved
-        self.pointer = pointer  # of the storage of `tensor`; 0: that was emptied
+        self.pointer = (
+            pointer  # of the storage of `tensor`, as it was at the last `capture`; 0: that was emptied
+        )
         self.transfer = TransferState(nbytes)  # the mover's
 
     @property
     def name(self) -> str:
         """Of the module that saved it, or else its place."""
-        return self.module or f"chunk {self.tape.chunk}, region {self.index}"
+        return self.module or self.place
 
     @property
-    def address(self) -> int:
-        """Host or device address of the first byte, as it was when the region was seen to be unchanged (`capture`)."""
-        return self.pointer + self.start
+    def place(self) -> str:
+        """The model chunk, and the number on its tape."""
+        return f"chunk {self.tape.chunk}, region {self.index}"
 
     @property
     def in_tensor(self) -> bool:
@@ -172,16 +177,20 @@ class Region:
         return storage.data_ptr() != self.pointer or storage.nbytes() < self.start + self.nbytes
 
     def capture(self) -> bool:
-        """The operator that saved the tensor has ended: its bytes are what will be stored. True if they were copied together."""
-        if self.origin is None:
-            self.pointer = self.tensor.untyped_storage().data_ptr()
-        elif self.packed is None:
-            self.tensor = densest(self.probe)
-            self.pointer = self.tensor.untyped_storage().data_ptr()
-            self.packed = tuple(self.tensor.shape)
-            self.probe.data = _NOTHING[self.probe.device]  # it only watches the version
-            return True
-        return False
+        """The operator that saved the tensor has ended: its bytes are what will be stored. False: it was modified in place since
+        it was saved, or is lost."""
+        storage = self.tensor.untyped_storage()
+        if self.probe._version != self.version or storage.nbytes() < self.start + self.nbytes:
+            return False
+        self.pointer = storage.data_ptr()
+        return True
+
+    def copy_together(self) -> None:
+        """Have the bytes of a thin view, which was captured, in one piece."""
+        self.tensor = densest(self.probe)
+        self.pointer = self.tensor.untyped_storage().data_ptr()
+        self.packed = tuple(self.tensor.shape)
+        self.probe.data = _NOTHING[self.probe.device]  # it only watches the version
 
     def empty_(self) -> None:
         """Let go of the bytes and keep the version counter. See Note: [The probe]."""
@@ -199,7 +208,10 @@ class Handle:
         self.region = region
         self.geometry = geometry
         self.proof: Proof | None = None  # what backward gets is compared with
-        self.ref = releases.watch(self, region)
+        self.ref = ref = HandleRef(self, releases.put)
+        ref.region = region
+        ref.unpacked = False
+        releases.watched[id(ref)] = ref
 
 
 class HandleRef(weakref.ref[Handle]):
@@ -223,26 +235,17 @@ class Releases:
 
     def __init__(self) -> None:
         self._dead: SimpleQueue[HandleRef] = SimpleQueue()
+        self.put = self._dead.put
+        """What the reference of a handle calls back."""
         self.empty = self._dead.empty
         """`empty()`: no handle has died since."""
-        # The collector calls back for a weak reference only if that is no garbage itself.
-        self._watched: dict[int, HandleRef] = {}
+        self.watched: dict[int, HandleRef] = {}
+        """References by their `id`: the collector calls back only for one that is no garbage itself."""
 
-    def watch(self, handle: Handle, region: Region) -> HandleRef:
-        """Put the reference that is returned into the queue when `handle` dies."""
-        ref = HandleRef(handle, self._dead.put)
-        ref.region = region
-        ref.unpacked = False
-        self._watched[id(ref)] = ref
-        return ref
-
-    def next(self) -> HandleRef | None:
-        """The next handle that died, once; None: there is none."""
-        try:
-            ref = self._dead.get_nowait()
-        except Empty:
-            return None
-        del self._watched[id(ref)]
+    def next(self) -> HandleRef:
+        """The next handle that died, once. There must be one: handles are taken here only, with the engine's lock held."""
+        ref = self._dead.get_nowait()
+        del self.watched[id(ref)]
         return ref
 
 
@@ -306,4 +309,12 @@ def after_close() -> RuntimeError:
     """The error for a saved tensor that is in a tier when the engine has been closed."""
     return RuntimeError(
         "a saved tensor is needed after the offload engine was closed: close it after backward"
+    )
+
+
+def captured() -> RuntimeError:
+    """The error for a saved tensor that is needed while a CUDA graph is captured, and may be offloaded."""
+    return RuntimeError(
+        "a CUDA graph is being captured of the backward of a forward that was not captured: what that forward saved may be "
+        "offloaded, and a graph would read its memory at each replay. Capture the forward too, or leave it outside of offloading"
     )

@@ -71,13 +71,15 @@ def extent_of(tensor: torch.Tensor) -> Extent:
 
 def find_region(seen: Seen, tensor: torch.Tensor, extent: Extent, tape: Tape) -> Region | None:
     """A region of `tape`, over the storage of `tensor`, whose bytes contain those of `tensor` as they are now."""
+    base = tensor._base
+    owner = tensor if base is None else base  # see Note: [Owners of version counters]
     for region in seen.regions:
         if (
             region.tape is tape
             and _contains(region, tensor, extent)
             and not region.changed()
             and (
-                region.owner() is _owner(tensor)
+                region.owner() is owner
                 # See Note: [Detached inside of an operator].
                 or (tensor.requires_grad and same_counter(region.probe, tensor))
             )
@@ -103,18 +105,13 @@ def make_region(
             start, nbytes = 0, storage.nbytes()
         elif own < nbytes // 2 and no_overlap(tensor):
             start, nbytes, thin = 0, own, True
-    owner = weakref.ref(_owner(tensor))
+    base = tensor._base
+    owner = weakref.ref(tensor if base is None else base)  # see Note: [Owners of version counters]
     region = Region(tensor.detach(), start, nbytes, tape, operator, seen, storage.data_ptr(), owner)
     if thin:
         region.origin = _origin(tensor)
     seen.regions.append(region)
     return region
-
-
-def _owner(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose version counter `tensor` has. See Note: [Owners of version counters]."""
-    base = tensor._base
-    return tensor if base is None else base
 
 
 def _origin(tensor: torch.Tensor) -> Geometry:

@@ -17,6 +17,7 @@ from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.device_copy import DeviceCopy
 from ssdtrain.offload.region import Region, after_close
+from ssdtrain.offload.rests import Rests, bytes_of
 from ssdtrain.offload.targets import LoadTargets, Target
 from ssdtrain.offload.transfer import Encoding
 from ssdtrain.offload.transfer_state import Arrival, Read, Write
@@ -67,6 +68,7 @@ class StagedTransfer:
         self.store = store
         self._seen = seen
         self._encoding = Encoding(coding, seen)
+        self.rests = Rests(device, seen)
         self.buffers = buffers
         self.device = device
         self.targets = LoadTargets(device)
@@ -143,7 +145,9 @@ class StagedTransfer:
         elif load_event is not None:
             self._passing[_TO_DEVICE].append(_Passing(event, lease, None))
         else:
-            self._passing[_TO_HOST].append(_Passing(event, lease, region.tensor.untyped_storage()))
+            payload = region.transfer.payload
+            source = payload if payload is not None else region.tensor.untyped_storage()
+            self._passing[_TO_HOST].append(_Passing(event, lease, source))
 
     def rewrite(self, region: Region) -> Operation:
         lease = region.transfer.lease
@@ -202,16 +206,29 @@ class StagedTransfer:
 
     def _copy_in(self, region: Region, host: torch.Tensor, after: Event | None = None) -> Arrival:
         """Queue the copy of `host` to the device, behind `after`."""
-        target = region.transfer.target
+        transfer = region.transfer
+        target = transfer.target
         if target is None or target.tensor is None:  # none yet, or that of an earlier load
-            target = self.reserve_target(host.numel())
+            target = self.reserve_target(transfer.arriving_bytes)
         tensor = self.targets.take(target)
         awaited = target.awaited if after is None else [*target.awaited, after]
-        event = self.device.copy_to_device(host, tensor, awaited)
-        slot = region.transfer.slot
+        head = tensor if transfer.rest is None else tensor[: host.numel()]
+        event = self.device.copy_to_device(host, head, awaited)
+        event = self._put_back(region, tensor) or event
+        slot = transfer.slot
         if slot is not None and self.store.is_pinned(slot):
             self._copied(slot, event, into=False)
         return Arrival(tensor, None, target, event)
+
+    def _put_back(self, region: Region, whole: torch.Tensor) -> Event | None:
+        """Queue the copy of the part that stayed, if the region left in part. None: it did not, or the copy is over."""
+        rest = region.transfer.rest
+        if rest is None:
+            return None
+        event = self.rests.put_back(region, whole)
+        if event is not None:
+            self._passing[_BUFFERLESS_TO_DEVICE].append(_Passing(event, None, rest))
+        return event
 
     def reserve_target(self, nbytes: int) -> Target:
         target = self.targets.reserve(nbytes)
@@ -258,11 +275,10 @@ class StagedTransfer:
 
 
 def source_of(region: Region) -> torch.Tensor:
-    """What is copied off the device (uint8): the payload, or the bytes of the region."""
+    """What is copied off the device (uint8): the payload, or the bytes of the region that leave."""
     if region.transfer.payload is not None:
         return region.transfer.payload
-    source = torch.empty(0, dtype=torch.uint8, device=region.tensor.device)
-    return source.set_(region.tensor.untyped_storage(), region.start, (region.nbytes,), (1,))
+    return bytes_of(region, 0, region.transfer.moved_bytes)
 
 
 def bytes_of_slot(slot: Slot) -> torch.Tensor:

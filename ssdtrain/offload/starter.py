@@ -17,6 +17,7 @@ declared to be used by the stream that saves it (`Device.record_use`), for each 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from itertools import filterfalse
 
 import torch
 
@@ -25,11 +26,12 @@ from ssdtrain.device import Device
 from ssdtrain.offload.limits import TransferLimits
 from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.metrics import OffloadMetrics
-from ssdtrain.offload.mover import Mover, wait_quietly
+from ssdtrain.offload.mover import Mover
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.region import Region
 from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer_state import State
+from ssdtrain.offload.waiting import wait_quietly
 from ssdtrain.offload.warn_once import BUFFER_FULL, STORE_TIMEOUT, TOO_LARGE, WarnOnce
 
 __all__ = ["StoreStarter", "operator_number"]
@@ -61,6 +63,7 @@ class StoreStarter:
     ) -> None:
         self.closed = False
         self._mover = mover
+        self._copies = mover.transfer.copies
         self._metrics = metrics
         self._meter = meter
         self._device = device
@@ -75,43 +78,54 @@ class StoreStarter:
         """Store `region`, which was saved just now, once its operator has ended."""
         if region.nbytes > self._largest:
             self._largest = region.nbytes
-            self._mover.batch_bytes = min(TOGETHER, self._mover.in_flight_limit // 4, region.nbytes)
-        region.stream = self._device.current_stream()
+            self._mover.batch_bytes = min(TOGETHER, self._mover.stores.limit // 4, region.nbytes)
+        if self._copies:
+            region.stream = self._device.current_stream()
+            if self._mover.departures.parting:
+                self._mover.departures.advance(self._metrics.saved_bytes)
         tape.unstored.append(region)
 
-    def begin(self, tape: Tape) -> list[Region]:
+    def begin(self, tape: Tape, following: torch.UntypedStorage | None = None) -> list[Region]:
         """Begin the stores of `tape`, whose operator has ended. Returns those that find no room now. While the current stream is
         captured this must not be called: nothing may be queued or asked of other streams meanwhile.
+
+        Args:
+            following: what the next operator saves first. It is in memory before the tensors leave that make room.
 
         Raises:
             StoreFull: no tier has room, and the config says to raise.
         """
         regions, tape.unstored = tape.unstored, []
-        if self._mover.transfer.copies:
+        if following is not None and self._mover.stores.in_order:
+            self._meter.see(following)
+        if self._copies:
             self.limits.saw(tape, sum(region.nbytes for region in regions), self._largest)
-        self._device.wait_stream(regions[-1].stream)
-        return [region for region in regions if not self._begin(region)]
+            self._device.wait_stream(regions[-1].stream)
+        return list(filterfalse(self._begin, regions))
 
     def abandon(self, tape: Tape) -> None:
         """Keep what was saved on `tape` and not stored yet: its forward is over."""
         for region in tape.unstored:
             if region.transfer.state is State.RESIDENT:
-                self._mover.keep(region)
+                self._mover.abandon(region)
         tape.unstored.clear()
 
     def _begin(self, region: Region) -> bool:
         if region.transfer.state is not State.RESIDENT:
             return True  # released
-        if self.closed or region.last_pass >= 0 or region.changed():
+        if self.closed or region.last_pass >= 0 or not region.capture():
             self._mover.keep(region)
             return True
-        if region.origin is not None:
-            self._device.record_use(region.probe)  # the copy is made on this stream
-        if region.capture():
-            region.stream = self._device.current_stream()  # which allocated the copy
-            self._metrics.packed_bytes += region.nbytes
-            self._meter.see_own(region.tensor.untyped_storage())
+        if region.origin is not None and region.packed is None:
+            self._copy_together(region)
         return self._mover.admits(region) and self._mover.begin_store(region)
+
+    def _copy_together(self, region: Region) -> None:
+        self._device.record_use(region.probe)  # the copy is made on this stream
+        region.copy_together()
+        region.stream = self._device.current_stream()  # which allocated the copy
+        self._metrics.packed_bytes += region.nbytes
+        self._meter.see_own(region.tensor.untyped_storage())
 
     # Without the lock
 
@@ -123,7 +137,7 @@ class StoreStarter:
         while True:
             with lock:
                 self._mover.reap()
-                oldest = self._mover.oldest_store()
+                oldest = self._mover.stores.oldest()
                 if not (full and oldest is not None) and self._begin(region):
                     return
                 full = full or self._mover.admits(region)

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Tape"]
 
+FAR = 8
+"""Places of a tape between a tensor and one that shares its bytes, from which on the latter has a place of its own."""
+
 
 class Tape:
     """Backward reads a tape from its end. A pipeline has several alive.
@@ -26,6 +29,7 @@ class Tape:
         "__weakref__",
         "chunk",
         "cursor",
+        "joined",
         "keep",
         "largest_operator",
         "microbatch",
@@ -46,6 +50,9 @@ class Tape:
         self.cursor: int | None = None  # backward has come down to this index; None: not begun
         self.pass_number = 0  # backward passes begun: retain_graph makes more than one
         self.regions: list[Region | None] = []
+        # Place of a region: the place where it was saved once more, far from there (an encoder's output, a table that all layers
+        # use). Backward asks for it there first.
+        self.joined: dict[int, int] = {}
         # Saved by one operator, and to be stored when that has ended. See Note: [After the operator]
         self.unstored: list[Region] = []
         self.unproven: list[tuple[int, Any, Proof]] = []  # see `Prover.saved`
@@ -65,8 +72,16 @@ class Tape:
             self.pass_number += 1
             self.cursor = len(self.regions)
 
+    def join(self, region: Region) -> None:
+        """`region` was saved once more, and what is saved next follows far behind it."""
+        self.joined[region.index] = len(self.regions) - 1
+
+    def place(self, region: Region) -> int:
+        """Where backward is when it asks for `region` first."""
+        return self.joined.get(region.index, region.index)
+
     def reached(self, index: int, *, again: bool) -> None:
-        """Backward asks for region `index`; `again`: a handle that was unpacked before, so this is a new pass."""
+        """Backward asks for what was saved of region `index` first; `again`: it had it before, so this is a new pass."""
         if self.cursor is None:
             self.cursor = len(self.regions)
         if again and index > self.cursor:
@@ -88,19 +103,36 @@ class Tape:
             other = regions[end] if end < count else None
         return end
 
+    def passed(self, index: int) -> bool:
+        """Whether backward has had region `index`, or will not ask for it."""
+        return (self.cursor is None or index >= self.cursor) and index >= self.end
+
     def coming(self) -> Iterator[Region]:
         """Regions that backward has not had, in the order in which it will ask: operators from the last one, and what each of
-        them saved in the order in which it was saved."""
-        operator: list[Region] = []
+        them saved in the order in which it was saved. A region that was saved again far from its place comes there too."""
+        regions, now = self.regions, self.pass_number
+        joined: dict[int, list[int]] = {}
+        for index, place in self.joined.items():
+            joined.setdefault(place, []).append(index)
+        saved: list[Region] = []  # by one operator, the last one first
+        operator = -1
         for index in range(self.end - 1, -1, -1):
-            region = self.regions[index]
-            if region is None or (region.last_pass == self.pass_number and not region.pending_unpacks):
+            region = regions[index]
+            if joined and index in joined:
+                while saved:
+                    yield saved.pop()
+                for other in joined[index]:
+                    if (again := regions[other]) is not None and again.last_pass != now:
+                        yield again
+            if region is None or (region.last_pass == now and not region.pending_unpacks):
                 continue
-            if operator and region.operator != operator[-1].operator:
-                yield from reversed(operator)
-                operator.clear()
-            operator.append(region)
-        yield from reversed(operator)
+            if region.operator != operator:
+                while saved:
+                    yield saved.pop()
+                operator = region.operator
+            saved.append(region)
+        while saved:
+            yield saved.pop()
 
     def __repr__(self) -> str:
         live = sum(region is not None for region in self.regions)

@@ -2,46 +2,52 @@
 
 Note: [Load targets]
 A restored tensor is written by the load stream and read by the stream that runs backward. If its memory came from the compute
-stream's allocations, the copy would have to wait for all work that is queued there, and never overlap with it. So targets are
-allocated on the load stream, whose allocator hands a block out again as soon as the host releases it, although work that reads
-it may still be queued elsewhere. What is missing is that order: when a target dies, an event is recorded on the stream that used
-it, and a copy into memory that overlaps it waits, on the load stream, for that event.
+stream's allocations, the copy would have to wait for all work that is queued there, and never overlap with it. So targets have
+memory of the load stream, and that of one which has died is used again for the next, although work that reads it may still be
+queued elsewhere: when a target dies, an event is recorded on each stream that used it, and the copy into the next one waits, on
+the load stream, for these events.
 
 Targets are reserved a few regions before they are filled. So several are alive at a time, and the next one takes the memory of
-one that was used a few regions ago, not of the last: its copy waits for work that is long over.
+the one that died first: its copy waits for work that is long over.
 
-The death of a storage is noticed through a weak reference and a queue, perhaps later than the allocator notices it. A new target
-that overlaps one that is not known to be dead proves that it is: its event is recorded then.
+Note: [Memory of the allocator]
+The allocator knows only the load stream. What it is given back while another stream reads it, it may unmap at any time (with
+expandable segments, where memory is short or after `torch.cuda.empty_cache`) or hand to others (cudaMallocAsync, or a component
+that was given the same stream of torch's pool). So what is handed out is an alias with a storage of its own; the block behind it
+stays here until the death of the alias has been noticed, and the events of its users have passed.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ssdtrain.device import Device, Event
 
 __all__ = ["LoadTargets", "Target"]
 
+SLACK = 2
+"""A block is used again for a target that needs at least this part of it."""
+
 
 class Target(weakref.ref[torch.UntypedStorage]):
-    """Memory [start, end) that a load fills."""
+    """Memory that a load fills; a reference to the storage of the alias that is handed out."""
 
-    __slots__ = ("awaited", "end", "events", "start", "streams", "tensor")
+    __slots__ = ("awaited", "block", "streams", "tensor")
 
-    start: int
-    end: int
+    block: torch.Tensor
+    """What the allocator gave (uint8)."""
     tensor: torch.Tensor | None
-    """Its bytes (uint8), until `take`."""
+    """The alias (uint8), until `take`."""
     awaited: list[Event]
-    """What a copy into it waits for first."""
+    """What a copy into it waits for first; when it is dead, what the copy into the next one waits for."""
     streams: list[Any]
     """That were handed it."""
-    events: list[Event] | None
-    """After which it may be overwritten; None: it is in use."""
 
 
 class LoadTargets:
@@ -54,30 +60,33 @@ class LoadTargets:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._dead: SimpleQueue[Target] = SimpleQueue()
-        self._targets: list[Target] = []
+        self._alive: dict[int, Target] = {}
+        self._pending: deque[Target] = deque()  # dead, in the order of their deaths, and not out of use yet
 
     def reserve(self, nbytes: int) -> Target:
-        """A target of `nbytes` uninitialised bytes."""
+        """A target of `nbytes` uninitialised bytes.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for it.
+        """
         self.note_deaths()
-        tensor = self._device.load_target(nbytes)
-        storage = tensor.untyped_storage()
-        target = Target(storage, self._dead.put)
-        target.start = storage.data_ptr()
-        target.end = target.start + storage.nbytes()
+        block, awaited = self._block(nbytes)
+        tensor = from_dlpack(to_dlpack(block[:nbytes]))
+        target = Target(tensor.untyped_storage(), self._dead.put)
+        target.block = block
         target.tensor = tensor
-        target.awaited = []
+        target.awaited = awaited
         target.streams = []
-        target.events = None
-        others = []
-        for other in self._targets:
-            if other.start < target.end and target.start < other.end:
-                target.awaited += self._retire(other)
-                if target.start <= other.start and other.end <= target.end:
-                    continue
-            if other.events is None or not all(event.query() for event in other.events):
-                others.append(other)
-        self._targets = [*others, target]
+        self._alive[id(target)] = target
         return target
+
+    def _block(self, nbytes: int) -> tuple[torch.Tensor, list[Event]]:
+        """Memory, and the events that end its use so far."""
+        for target in self._pending:
+            if nbytes <= target.block.numel() <= SLACK * nbytes:
+                self._pending.remove(target)
+                return target.block, target.awaited
+        return self._device.load_target(nbytes), []
 
     def take(self, target: Target) -> torch.Tensor:
         """The tensor, which from now on is alive only while others hold it."""
@@ -92,18 +101,20 @@ class LoadTargets:
             target.streams.append(stream)
 
     def note_deaths(self) -> None:
-        """Record where the streams are that used what has died since. Cheap when nothing has."""
-        dead = self._dead
+        """Record where the streams are that used what has died since, and give back what is out of use. Cheap when nothing is."""
+        dead, pending = self._dead, self._pending
         while not dead.empty():
             try:
                 self._retire(dead.get_nowait())
             except Empty:
-                return
+                break
+        while pending and all(event.query() for event in pending[0].awaited):
+            pending.popleft()
 
-    def _retire(self, target: Target) -> list[Event]:
-        if target.events is None:
-            found = [self._device.record(stream) for stream in target.streams]
-            # What it had to wait for itself, if nothing was ever copied into it, the next copy into its memory waits for.
-            waited = [event for event in target.awaited if not event.query()]
-            target.events = [*waited, *(event for event in found if event is not None)]
-        return target.events
+    def _retire(self, target: Target) -> None:
+        del self._alive[id(target)]
+        # What it had to wait for itself, if nothing was ever copied into it, the next copy into its memory waits for.
+        used = [self._device.record(stream) for stream in target.streams]
+        ends = [*target.awaited, *(event for event in used if event is not None)]
+        target.awaited = [event for event in ends if not event.query()]
+        self._pending.append(target)

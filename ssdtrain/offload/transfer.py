@@ -18,6 +18,7 @@ from ssdtrain.device import Device, Event
 from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.region import Region
+from ssdtrain.offload.rests import Rests
 from ssdtrain.offload.targets import Target
 from ssdtrain.offload.transfer_state import Arrival, Read, Write
 from ssdtrain.storage import ALIGNMENT, Lease, Operation, SpillStore
@@ -29,6 +30,7 @@ class Transfer(Protocol):
     """The moves of one region; the mover decides when, and keeps the states."""
 
     buffers: Buffers
+    rests: Rests
     copies: bool
     """Tensors are copied to a buffer first, so that one may be emptied (`depart`) before its write has ended."""
 
@@ -133,6 +135,7 @@ class DirectTransfer:
         self.buffers = buffers
         self._seen = seen
         self._encoding = Encoding(coding, seen)
+        self.rests = Rests(device, seen)
 
     def encode(self, region: Region) -> torch.Tensor | None:
         return self._encoding.encode(region)
@@ -168,14 +171,17 @@ class DirectTransfer:
     def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
         transfer = region.transfer
         assert transfer.slot is not None
-        lease = self.buffers.acquire(transfer.stored_bytes, transfer.page_offset)
+        nbytes = transfer.stored_bytes if transfer.rest is None else region.nbytes
+        lease = self.buffers.acquire(nbytes, transfer.page_offset)
         if lease is not None:
             buffer = _bytes_of(lease)
         elif allow_unpooled:
-            buffer = torch.empty(transfer.stored_bytes, dtype=torch.uint8, device="cpu")
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             self._seen(buffer.untyped_storage())
         else:
             return None
+        if transfer.rest is not None:
+            self.rests.put_back(region, buffer)
         operation = self.store.read(transfer.slot, buffer.data_ptr(), defer=not on_demand)
         if transfer.codec is None:
             return Read(operation, loaded=buffer)
@@ -205,4 +211,4 @@ class DirectTransfer:
 def _address(region: Region) -> int:
     """Of what is written: the region, or its payload."""
     payload = region.transfer.payload
-    return region.address if payload is None else payload.data_ptr()
+    return region.pointer + region.start if payload is None else payload.data_ptr()

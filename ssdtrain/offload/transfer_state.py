@@ -82,6 +82,20 @@ class TransferState:
         nbytes: of the region.
     """
 
+    # Set when a write or read has begun, and not read before.
+    in_place: bool
+    """The operation under way reads or fills device memory itself."""
+    verify: bool
+    """All its bytes are compared, by a checksum, when they come back."""
+    page_offset: int
+    lease: Lease | None
+    """The staging buffer of a device copy."""
+    event: Event | None
+    """The copy off the device."""
+    loaded_version: int
+    saved_before: int
+    """Of all regions, bytes saved before it, where it leaves in part."""
+
     __slots__ = (
         "codec",
         "decoding",
@@ -93,10 +107,13 @@ class TransferState:
         "load_event",
         "loaded",
         "loaded_version",
+        "moved_bytes",
         "operation",
         "page_offset",
         "payload",
         "prefetched",
+        "rest",
+        "saved_before",
         "slot",
         "state",
         "stored_bytes",
@@ -109,29 +126,36 @@ class TransferState:
         self.state = State.RESIDENT
         self.codec: Codec | None = None  # encodes it on the way to a tier
         self.tier: str | None = None  # that the policy wants it in
+        self.moved_bytes = nbytes  # of the region the first ones, which leave memory
+        self.rest: torch.Tensor | None = (
+            None  # a copy of the others. See Note: [Parts of a region] in `rests`.
+        )
         self.stored_bytes = nbytes  # in the tier
-        self.in_place = False  # the operation under way reads or fills device memory itself
-        self.verify = False  # all its bytes are compared, by a checksum, when they come back
-        self.page_offset = 0
         self.slot: Slot | None = None
         self.operation: Operation | None = None
-        self.lease: Lease | None = None  # the staging buffer of a device copy
-        self.event: Event | None = None  # the copy off the device
         self.load_event: Event | None = None  # the copy onto the device
         self.decoding: Event | None = None  # of what came back encoded, on the device
         self.target: Target | None = None  # the device memory that it fills
         self.payload: torch.Tensor | None = None  # encoded bytes, on their way to or from the tier
         # What came back. See Note: [Buffers belong to the tensor] in `region`.
         self.loaded: torch.Tensor | None = None
-        self.loaded_version = 0
         self.keep_resident = False  # backward is near: keep the bytes when the store ends
         self.forwarded = False  # backward got it while it was being stored; counted
         self.prefetched = False  # loaded, or being loaded, before backward asked for it
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Of the memory that a load fills: with the part that stayed, where the region left in part."""
+        return self.stored_bytes if self.rest is None else self.stored_bytes + self.rest.numel()
 
     def write_began(self, write: Write) -> None:
         """RESIDENT -> STORING."""
         self.operation, self.page_offset, self.lease, self.event, self.in_place = write
         self.state = State.STORING
+
+    def stays_resident(self) -> None:
+        """-> RESIDENT: nothing is in a tier, and all bytes are in one piece of memory."""
+        self.state, self.rest = State.RESIDENT, None
 
     def write_over(self) -> None:
         """Let go of what the write needed; its staging buffer has been given back."""

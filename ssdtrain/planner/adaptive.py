@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from ssdtrain.offload.policy import OFFLOAD, Action, ForwardProfile, SavedTensorInfo
+from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
+from ssdtrain.planner import step
+from ssdtrain.planner.step import Choice, Machine
 
-__all__ = ["AdaptivePolicy"]
+__all__ = ["AdaptivePolicy", "actions_of"]
 
 REMEMBERED = 8
 """Forwards of a chunk whose largest says how large its tapes are."""
@@ -28,6 +30,8 @@ class AdaptivePolicy:
         """By model chunk: what happens to the region at each position of a tape."""
         self.largest: dict[int, int] = {}
         """By model chunk: bytes saved by its largest forward so far."""
+        self.forwards = 0
+        """That saved something."""
         self._bytes: dict[int, deque[int]] = {}
         self._planned: dict[int, int] = {}
 
@@ -39,6 +43,7 @@ class AdaptivePolicy:
 
     def observe(self, forward: ForwardProfile) -> None:
         if forward.saved_bytes:
+            self.forwards += 1
             chunk = forward.chunk
             self.largest[chunk] = max(self.largest.get(chunk, 0), forward.saved_bytes)
             self._bytes.setdefault(forward.chunk, deque(maxlen=REMEMBERED)).append(forward.saved_bytes)
@@ -56,3 +61,21 @@ class AdaptivePolicy:
             if before is not None and not 0.8 * before <= max(sizes) <= 1.2 * before:
                 return True
         return False
+
+
+def actions_of(spans: Sequence[tuple[int, int]], choices: Sequence[Choice], machine: Machine) -> list[Action]:
+    """What the engine does with each region of a tape: without a tier it takes host memory first.
+
+    Args:
+        spans: [begin, end) of the positions that each choice is about.
+    """
+    plan = [KEEP] * spans[-1][1]
+    for (begin, end), choice in zip(spans, choices, strict=True):
+        if choice == step.KEEP:
+            continue
+        first = len(machine.tiers) > 1 and choice.tier == machine.tiers[0].name
+        action = Action(True, tier="ssd") if first else OFFLOAD
+        plan[begin:end] = [action if choice.share == 1 else action._replace(part=choice.share)] * (
+            end - begin
+        )
+    return plan

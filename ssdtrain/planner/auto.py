@@ -11,14 +11,13 @@ one of each kind, which stands for the others; blocks that have buffers are kept
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ssdtrain.compact.feature import CompactLinear
@@ -27,18 +26,28 @@ from ssdtrain.config import Problem as Wrong
 from ssdtrain.features import Feature, Forward, Step
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.feature import ActivationOffload
-from ssdtrain.planner.block_times import MeasuredBlock, kind_of, measured_blocks, pieces, with_compressed
-from ssdtrain.planner.controller import STAYS
+from ssdtrain.planner.actions import BlockActions, recomputed_meanwhile
+from ssdtrain.planner.agreement import Agreement
+from ssdtrain.planner.block_times import (
+    MeasuredBlock,
+    kind_of,
+    problem_of,
+    read_steps,
+    with_compressed,
+)
+from ssdtrain.planner.controller import OUTGROWN, STAYS
 from ssdtrain.planner.drift import Drift
-from ssdtrain.planner.execute import BlockPolicy, recompute_modules
-from ssdtrain.planner.explain import alternatives, plan_table
-from ssdtrain.planner.measured import Profile, bound_stores, measured_machine
+from ssdtrain.planner.execute import BlockPolicy
+from ssdtrain.planner.explain import plan_table
+from ssdtrain.planner.finder import PlanFinder
+from ssdtrain.planner.measured import bound_stores, measured_machine, warn_of_no_writes
+from ssdtrain.planner.memory_plot import PlanPlot
+from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plan_metrics import PlanMetrics
-from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem, actions_for
-from ssdtrain.planner.search import search
-from ssdtrain.planner.step import COMPRESS, KEEP, Machine, Pass
-from ssdtrain.planner.step_ends import OptimizerHook
-from ssdtrain.planner.timeline import simulate
+from ssdtrain.planner.plans import NoPlan, Plan, Problem
+from ssdtrain.planner.step import Machine, Pass
+from ssdtrain.planner.step_ends import UNENDED, OptimizerHook, warn_of_no_step_end
+from ssdtrain.planner.timeline import kept_step
 from ssdtrain.profile.passes import StepRecord
 from ssdtrain.profile.spans import BlockSpans, Collectives, Span
 from ssdtrain.telemetry.messages import report
@@ -57,9 +66,6 @@ RECORDED = 3
 PATIENCE = 8
 """Steps after which tiers that nothing was written to (backward came before every write) are left out of the plan."""
 
-ALIKE = 0.9
-"""Of the bytes of the largest recorded forward: others as large as that count for its times."""
-
 
 class AutoPlan(Feature):
     """Plans for the blocks of one model.
@@ -68,13 +74,15 @@ class AutoPlan(Feature):
         plan: the section of the config.
         offload: whose engine has `policy`, and whose tiers are used if `tiers`.
         policy: of that engine; follows the plan.
-        blocks: by qualified name; each may be recomputed.
+        named: the blocks; each may be recomputed.
         compact: compresses inputs of linear layers in the blocks that the plan says; None: nothing lossy is chosen.
         tiers: there is an offload section.
         reports: log the plan.
+        plot: where the memory of a step that follows it is drawn; None: nowhere.
 
     Raises:
-        NoPlan: from the end of a step, where no plan keeps to the limits, and none was followed so far; has the smallest peak.
+        NoPlan: from the end of the step in which the first plan is made, where none keeps to the limits; has the smallest peak.
+            Later the nearest plan is followed, with a warning: an error on one rank would leave the others waiting.
         ConfigError: from there too, where blocks are to be recomputed and none can be.
     """
 
@@ -83,22 +91,25 @@ class AutoPlan(Feature):
         plan: PlanConfig,
         offload: ActivationOffload,
         policy: BlockPolicy,
-        blocks: Mapping[str, nn.Module],
+        named: PlanBlocks,
         checkpoint: Checkpoint,
         *,
         compact: CompactLinear | None = None,
         tiers: bool,
         reports: bool = False,
+        plot: Path | None = None,
     ) -> None:
         self.plan: Plan | None = None
         """That is followed."""
         self.problem: Problem | None = None
         """That it was searched for."""
         self.metric = PlanMetrics()
-        self._config, self._offload, self._policy, self._blocks = plan, offload, policy, blocks
-        self._checkpoint, self._tiers, self._reports = checkpoint, tiers, reports
+        self._config, self._offload, self._policy = plan, offload, policy
+        self._blocks = blocks = named.blocks
+        self._agreement, self._note = Agreement(named.group, tuple(blocks)), ""
+        self._tiers, self._reports, self._compact = tiers, reports, compact
+        self._actions = BlockActions(blocks, policy, checkpoint, compact)
         self._decided = ""
-        self._compact = compact
         self._uncompressed: list[MeasuredBlock] | None = None  # while blocks are measured with compression
         self._engine = offload.engine
         self._recorder = self._engine.recorder
@@ -106,28 +117,42 @@ class AutoPlan(Feature):
         self._kinds = {name: kind_of(block) for name, block in blocks.items()}
         self._order: list[Pass] = []
         self._drift = Drift()
+        self._finder, self._plot = PlanFinder(plan, self._engine), PlanPlot(plot, self._engine.meter)
+        self._started = False  # a plan was followed
+        self._known: set[tuple[str, ...]] = set()  # plans that were followed for forwards like these
         self._spans: BlockSpans | None = None
         # By serial number of the tape: spans, small bytes outside.
         self._found: dict[int, tuple[list[Span], int]] = {}
         # Why these blocks must not run again; for good.
         self._impure = dict.fromkeys(blocks, "plan.recompute is off") if plan.recompute == "off" else {}
         self._ran_impure = False  # one of them was recomputed
-        self._warned, self._warned_impure = False, plan.recompute == "off"
+        self._warned = self._warned_of_size = self._warned_of_no_end = False
+        self._warned_impure = plan.recompute == "off"
         self._larger = 0  # bytes of a forward that was larger than planned for
         self._forwards = 0  # of the step that runs
+        self._step_ended = False  # one has, so far
         self._key = (0, -1)
         self._measured: list[MeasuredBlock] = []
-        self._undo: list[Callable[[], None]] = []
-        self._hook = OptimizerHook(self._ended)
-        for block in blocks.values():
-            self._hook.attach(block)
+        self._hook = None if named.announced else OptimizerHook(self._ended, self._engine.drain)
         self._profile_again()
 
     # Events
 
+    def attach(self, model: nn.Module) -> None:
+        if self._hook is not None:
+            self._hook.attach(model)
+
+    def before_forward(self) -> None:
+        if self._hook is not None:
+            self._hook.before_forward()
+
     def on_forward(self, forward: Forward) -> AbstractContextManager[Any] | None:
         self._forwards += 1
-        if self._spans is None:
+        self._keeps |= forward.keep
+        if self._spans is None or self._forwards >= UNENDED:
+            if self._spans is not None:
+                self._spans.begin()  # its list is that of a forward whose record is kept
+                self._stop_recording()
             return None
         self._key = forward.chunk, forward.microbatch
         return self._watching(self._spans)
@@ -138,8 +163,8 @@ class AutoPlan(Feature):
         before = meter.unoffloaded_bytes
         spans.begin()
         # Not in steps that are recorded: a mode takes time.
-        watch = Collectives(spans.communicates) if self._steps < WARM_UP and _ranks() > 1 else nullcontext()
-        with watch:
+        watched = self._steps < WARM_UP and self._agreement.leaves_out
+        with Collectives(self._communicates) if watched else nullcontext():
             yield
         for span in spans.found:
             if span.why:
@@ -151,6 +176,10 @@ class AutoPlan(Feature):
             if serial is not None:
                 self._found[serial] = spans.found, max(0, small)
 
+    def _communicates(self, group: Any) -> None:
+        if self._spans is not None and not self._agreement.covers(group):
+            self._spans.communicates()
+
     def on_step_end(self, step: Step) -> None:
         self._ended()
 
@@ -158,11 +187,12 @@ class AutoPlan(Feature):
         """See Note: [Steps]."""
         if not self._forwards or self._engine.forked:
             return
-        self._forwards = 0
+        self._forwards, self._step_ended = 0, True
         self._engine.drain()  # notes the end of the last backward
+        self._plot.step_ended()
         self._drift.measure(self._offload.store.metrics)
-        bound_stores(self._engine, self._link, self._policy.largest)
         if self._spans is not None:
+            bound_stores(self._engine, self._link, self._policy.largest)
             self._profiled(self._spans)
         elif self._policy.shape_changed():
             logger.info("the size of what forwards save changed: profiling again")
@@ -173,73 +203,82 @@ class AutoPlan(Feature):
 
     # Profiling
 
+    def _stop_recording(self) -> None:
+        """A step has many forwards, or none ends: records must not fill memory."""
+        if self._step_ended:
+            self._recorder.stop("plan")
+            return
+        self._recorder.request("plan", False)
+        self._records.clear()
+        self._found.clear()
+        if not self._warned_of_no_end:
+            self._warned_of_no_end = True
+            warn_of_no_step_end()
+
     def _profile_again(self) -> None:
-        self._release()
         if self._spans is not None:
             self._spans.remove()
         self.plan = None
+        self._plot.cancel()
+        self._known.clear()
         self._steps = 0
         self._uncompressed = None
-        self._compress(())
-        self._ran_impure = False
+        self._ran_impure = self._keeps = False
         self._records: list[StepRecord] = []
         self._found.clear()
         self._recorder.take()
         self._recorder.request("plan", False)
-        recomputed = {} if self._tiers else self._recomputed_meanwhile()
-        self._recomputed = frozenset(recomputed)
-        self._undo.append(recompute_modules(recomputed, self._checkpoint))
-        self._policy.follow({}, rest="offload" if self._tiers else "keep")
+        agreed, meanwhile = self._agreement.recomputed, frozenset[str]()
+        if agreed is None and not self._tiers:
+            meanwhile = recomputed_meanwhile(self._blocks, self._impure)
+        self._recomputed = meanwhile if agreed is None else agreed
+        self._actions.profile(self._recomputed, offload=self._tiers)
         self._spans = BlockSpans(self._blocks, self._engine, lambda: self._offload.tape(*self._key))
 
-    def _recomputed_meanwhile(self) -> dict[str, nn.Module]:
-        last = {self._kinds[name]: name for name in self._blocks}
-        return {
-            name: block
-            for name, block in self._blocks.items()
-            if last[self._kinds[name]] != name
-            and next(block.buffers(), None) is None
-            and name not in self._impure
-        }
-
     def _profiled(self, spans: BlockSpans) -> None:
-        if self._ran_impure:  # all ranks have run it again so far: now none does
+        ran_impure = self._ran_impure and self._agreement.recomputed is None
+        found = [] if ran_impure else self._measure()
+        again, ready = self._agreement.exchange(self._impure, ran_impure, found)
+        if again:  # all ranks have run it again so far: now none does
             self._profile_again()
-            return
+        elif ready and self._compact is not None and self._uncompressed is None:
+            self._measure_compressed(found)
+        elif ready:
+            if self._uncompressed is not None:
+                found = with_compressed(self._uncompressed, found)
+            self._measured = found
+            self._actions.compress(())  # until there is a plan that does
+            self._make(found)
+            spans.remove()
+            self._spans, self._records = None, []
+            self._recorder.request("plan", False)
+
+    def _measure(self) -> list[MeasuredBlock]:
+        """A step was profiled. Returns its blocks, or nothing where more steps are needed."""
         self._steps += 1
-        self._recorder.request("plan", self._steps >= WARM_UP)
         record = self._recorder.take()
+        self._recorder.request("plan", self._steps >= WARM_UP)
         if self._steps > WARM_UP:
             self._records.append(record)
+        del self._records[:-RECORDED]
+        recorded = {serial for one in self._records for _, serial, _ in one.order}
+        self._found = {serial: self._found[serial] for serial in self._found.keys() & recorded}
         if len(self._records) < RECORDED:
-            return
-        if (
-            self._tiers
-            and not (self._drift.rates.write or self._link)
-            and self._steps < WARM_UP + RECORDED + PATIENCE
-        ):
-            self._records.pop(0)
-            return
+            return []
+        unknown = self._leaves and not (self._drift.rates.write or self._link)
+        if unknown and self._steps < WARM_UP + RECORDED + PATIENCE:
+            return []
         device = self._engine.device
         event = device.record(device.current_stream())
         if event is not None:
             device.block(event)
-        found = self._read(self._records)
+        spans, known = self._found, self._measured
+        found, order = read_steps(self._records, spans, self._recomputed, self._kinds, known)
+        self._order = order or self._order
         if not found:
             self._records.clear()  # no backward came
             self._found.clear()
-            return
-        if self._compact is not None and self._uncompressed is None:
-            self._measure_compressed(found)
-            return
-        if self._uncompressed is not None:
-            found = with_compressed(self._uncompressed, found)
-        self._measured = found
-        self._compress(())  # until there is a plan that does
-        self._make(found)
-        spans.remove()
-        self._spans, self._records = None, []
-        self._recorder.request("plan", False)
+        return found
 
     def _measure_compressed(self, found: list[MeasuredBlock]) -> None:
         """Profile the same number of steps with compression, after one to warm up."""
@@ -247,113 +286,96 @@ class AutoPlan(Feature):
         self._records.clear()
         self._found.clear()
         self._recorder.request("plan", False)
-        self._compress(name for name in self._blocks if name not in self._recomputed)
-
-    def _compress(self, names: Iterable[str]) -> None:
-        """Only in these blocks."""
-        if self._compact is not None:
-            self._compact.compress_in(self._blocks[name] for name in names)
-
-    def _read(self, records: Sequence[StepRecord]) -> list[MeasuredBlock]:
-        steps: list[list[MeasuredBlock]] = []
-        for record in records:
-            tapes = [tape for tape in record.tapes() if tape.used and tape.serial in self._found]
-            if tapes:
-                tape = max(tapes, key=lambda one: sum(region.nbytes for region in one.regions))
-                spans, small = self._found[tape.serial]
-                steps.append(pieces(tape, spans, self._recomputed, small))
-                self._order = Profile(record).order
-        if not steps:
-            return []
-        steps.sort(key=_saved)
-        names, least = [piece.name for piece in steps[-1]], ALIKE * _saved(steps[-1])
-        alike = [step for step in steps if [p.name for p in step] == names and _saved(step) >= least]
-        return measured_blocks(alike, self._kinds)
+        self._actions.compress(name for name in self._blocks if name not in self._recomputed)
 
     # Planning
 
+    @property
+    def _leaves(self) -> bool:
+        """What is saved may leave memory: there are tiers, and no forward since profiling began was kept (`Forward.keep`)."""
+        return self._tiers and not self._keeps
+
     def _machine(self) -> Machine:
-        if not self._tiers or not (self._drift.rates.write or self._link):
+        if not self._leaves or not (self._drift.rates.write or self._link):
             return Machine()
         return measured_machine(self._engine, self._drift.rates, self._link)
+
+    def _agreed_problem(self, measured: Sequence[MeasuredBlock], machine: Machine) -> Problem:
+        """What is searched on this rank, when the ranks that recompute the same blocks have agreed on them."""
+        of = functools.partial(problem_of, measured, self._order, machine, self._impure)
+        if self._agreement.recomputed is None:
+            problem = of()
+            self._agreement.decide(
+                lambda: self._finder.recomputed(problem, self._larger)
+            )  # what raises comes after
+            may_recompute = self._agreement.recomputed or "recompute" in problem.actions
+            self._note = "" if may_recompute else self._nothing_to_recompute()
+        return of(self._agreement.recomputed)
 
     def _make(self, measured: Sequence[MeasuredBlock]) -> None:
         """Search, and follow what is found."""
         machine = self._machine()
-        if self._tiers and not machine.tiers:
-            logger.warning(
-                "ssdtrain.plan: nothing was written to the tiers in %d steps, because backward came before every write: "
-                "nothing is offloaded",
-                self._steps,
-            )
-        pure = [piece.pure and piece.name not in self._impure for piece in measured]
-        blocks = [
-            piece.block if may else replace(piece.block, recompute=0.0)
-            for piece, may in zip(measured, pure, strict=True)
-        ]
-        # A block that runs several times in a forward has one action for all of them.
-        times = Counter(piece.name for piece in measured)
-        fixed = frozenset(n for n, piece in enumerate(measured) if not piece.name or times[piece.name] > 1)
-        if not any(pure):
-            self._nothing_to_recompute()
-        compress = COMPRESS if any(block.compressed is not None for block in blocks) else None
-        if self._compact is not None and compress is None:
+        if self._leaves and not machine.tiers:
+            warn_of_no_writes(self._steps)
+        self.problem = problem = self._agreed_problem(measured, machine)
+        if self._compact is not None and "compress" not in problem.actions:
             logger.warning("ssdtrain.plan: compressed inputs of linear layers save nothing in any block")
-        actions = actions_for(machine, recompute=any(pure), compress=compress)
-        impure = frozenset(number for number, may in enumerate(pure) if not may)
-        self.problem = Problem([blocks], self._order, machine, actions, fixed, impure)
-        kept = simulate([blocks], [[KEEP] * len(blocks)], self._order, machine)
-        slowdown = self._config.slowdown
-        seconds = None if slowdown is None else kept.seconds * (1 + slowdown)
-        limits = Limits(self._config.device_limit, seconds=seconds)
+        blocks, kept = problem.blocks, kept_step(problem)
+        better: Sequence[tuple[str, Plan | None]] = ()
         try:
-            objective = Objective(0, 1) if self._config.memory else Objective()
-            found = search(self.problem, limits, objective)
+            found = self._finder.find(problem, kept, self._larger)
+            given = self._config.device_limit
+            plans, limit = found.plans, found.limits.device if given is None else given
         except NoPlan as error:
-            if self.plan is None:
-                error.args = (f"ssdtrain.plan: {error}",)
-                raise
-            # Only the bandwidths have changed: what is followed is no worse than before.
-            if not self._warned:
-                self._warned = True
-                logger.warning(STAYS, error)
-            self._drift.planned(same=True)
-            return
-        same = self.plan is not None and self.plan.actions == found[0].actions
-        self._drift.planned(same=same)
-        self.plan = found[0]
+            nearest = self._nearest(error)
+            if nearest is None:
+                return
+            found, plans, limit = None, [nearest], self._config.device_limit
+        same = self.plan is not None and self.plan.actions == plans[0].actions
+        self._drift.planned(same=same, new=plans[0].actions not in self._known)
+        self._known.add(plans[0].actions)
+        self.plan, self._started = plans[0], True
         if not same:
-            self._follow(measured, self.plan.actions)
-        self.metric.update(blocks, [actions[name] for name in self.plan.actions], self.plan.timeline, kept)
-        better = alternatives(self.problem, limits, objective) if self._reports and not same else ()
-        self._decided = plan_table(blocks, found, kept, self._config.device_limit, better)
+            self._actions.follow(measured, self.plan.actions, self._larger, self._agreement.recomputed)
+            self._plot.planned(problem, self.plan, limit)
+        chosen = [problem.actions[name] for name in self.plan.actions]
+        self.metric.update(blocks, chosen, self.plan.timeline, kept)
+        if found is not None and self._reports and not same:
+            better = found.alternatives(problem)
+        self._decided = plan_table(blocks, plans, kept, limit, better) + self._note
         if self._reports:
             report(self._decided)
 
-    def _nothing_to_recompute(self) -> None:
-        """No block may run again: say why."""
+    def _nearest(self, error: NoPlan) -> Plan | None:
+        """The plan to follow where none keeps to the limits. None: the one of before."""
+        agreed = self._agreement.recomputed is not None
+        if not self._started and not agreed:
+            error.args = (f"ssdtrain.plan: {error}",)
+            raise error
+        if self.plan is None:
+            if agreed:
+                self._agreement.warn(error, larger=self._started)
+            elif not self._warned_of_size:
+                self._warned_of_size = True
+                logger.warning(OUTGROWN, error)
+            return error.nearest
+        # Only the bandwidths have changed: what is followed is no worse than before.
+        if not self._warned:
+            self._warned = True
+            logger.warning(STAYS, error)
+        self._drift.planned(same=True, new=False)
+        return None
+
+    def _nothing_to_recompute(self) -> str:
+        """No block may run again: say why, once. Returns the line of the table."""
         name, why = next(iter(self._impure.items()), ("the model", "none of its blocks ran"))
-        if self._config.recompute == "on":
+        if self._config.recompute == "on" and not self._started:
             text = f"can recompute no block: {name}: {why}"
             raise ConfigError([Wrong("ssdtrain.plan.recompute", "on", text, '"auto" or "off"')])
         if not self._warned_impure:
             self._warned_impure = True
             logger.warning("ssdtrain.plan: no block can be recomputed: %s: %s", name, why)
-
-    def _follow(self, measured: Sequence[MeasuredBlock], chosen: Sequence[str]) -> None:
-        self._release()
-        pairs = list(zip(measured, chosen, strict=True))
-        actions = {piece.name: action for piece, action in pairs if piece.name}
-        again = {name: self._blocks[name] for name, action in actions.items() if action == "recompute"}
-        self._undo.append(recompute_modules(again, self._checkpoint))
-        offloaded = [name for name, action in actions.items() if action == "ssd"]
-        self._compress(name for name, action in actions.items() if action == "compress")
-        expected = sum(piece.saved_by(action) for piece, action in pairs)
-        self._policy.follow(dict.fromkeys(offloaded, "offload"), expected=max(expected, self._larger))
-
-    def _release(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        return f"\n  no block is recomputed: {name}: {why}"
 
     # Everything else
 
@@ -368,20 +390,13 @@ class AutoPlan(Feature):
         return f"plan: auto, {len(self._blocks)} blocks" + ("" if limit is None else f", {limit} bytes")
 
     def detach(self) -> None:
-        self._hook.remove()
-        self._release()
+        if self._hook is not None:
+            self._hook.remove()
+        self._actions.release()
+        self._plot.cancel()
         if self._spans is not None:
             self._spans.remove()
             self._spans = None
 
     def close(self) -> None:
         self.detach()
-
-
-def _saved(pieces: Sequence[MeasuredBlock]) -> int:
-    return sum(piece.block.saved for piece in pieces)
-
-
-def _ranks() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -1,26 +1,46 @@
 """From recorded steps to the model's blocks as the cost model reads them, where blocks may be recomputed.
 
 Blocks of one kind (class and shapes of parameters) take the same time: the median of all that were measured. Where blocks were
-recomputed while steps were recorded, their saved bytes are those of the one of their kind that was not.
+recomputed while steps were recorded, their saved bytes are those of the one of their kind that was not; where there is none (all
+ranks recompute them), those of an earlier profile, by the ratio of their inputs.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ssdtrain.planner.step import Block
-from ssdtrain.profile.passes import RegionTimes, TapeTimes
+from ssdtrain.planner.measured import Profile
+from ssdtrain.planner.plans import Problem, actions_for
+from ssdtrain.planner.step import COMPRESS, Block, Machine, Pass
+from ssdtrain.profile.passes import RegionTimes, StepRecord, TapeTimes
 from ssdtrain.profile.spans import Span
 
-__all__ = ["MeasuredBlock", "kind_of", "measured_blocks", "pieces", "with_compressed"]
+__all__ = [
+    "MeasuredBlock",
+    "kind_of",
+    "measured_blocks",
+    "pieces",
+    "problem_of",
+    "read_steps",
+    "set_parameter_shapes",
+    "with_compressed",
+]
 
 
-PARTS = 8
-"""Of a block, that the cost model distinguishes."""
+ALIKE = 0.9
+"""Of the bytes of the largest recorded forward: others as large as that count for its times."""
+
+PARTS = 16
+"""Of a block, that the cost model distinguishes, at least."""
+
+
+_shapes: WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], ...]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -47,7 +67,12 @@ class MeasuredBlock:
 
 def kind_of(block: nn.Module) -> Hashable:
     """Equal for blocks that compute the same with other weights, as far as can be seen."""
-    return type(block), tuple(tuple(parameter.shape) for parameter in block.parameters())
+    return type(block), _shapes.get(block) or tuple(tuple(one.shape) for one in block.parameters())
+
+
+def set_parameter_shapes(block: nn.Module, shapes: Iterable[Sequence[int]]) -> None:
+    """Make these the shapes of its parameters for `kind_of`, where the parameters are partitioned and do not have them."""
+    _shapes[block] = tuple(map(tuple, shapes))
 
 
 def pieces(
@@ -62,7 +87,8 @@ def pieces(
     """
     found: list[MeasuredBlock] = []
     at, computed = 0, 0.0
-    for span in spans:
+    held = _held(spans)
+    for number, span in enumerate(spans):
         if span.begin > at or not found:
             found.append(_outside(tape.regions[at : span.begin], len(found)))
         regions = tape.regions[span.begin : span.end]
@@ -80,7 +106,9 @@ def pieces(
             recompute=again,
             inputs=saved if was else span.inputs,
             small=span.small,
-            parts=_parts(span.name, regions, again, forward, span.small),
+            held=sum(tape.regions[index].nbytes for index in held[number]),
+            held_blocks=max(held[number].values(), default=0),
+            parts=_parts(span, regions, again, forward, held[number]),
         )
         found.append(MeasuredBlock(span.name, block, span.pure, was))
         computed += forward
@@ -93,33 +121,69 @@ def pieces(
     return found
 
 
+def _held(spans: Sequence[Span]) -> list[dict[int, int]]:
+    """`Span.held` of each, in pieces instead of blocks. What is there at the end of the last block is taken to be there until the
+    end of forward, but for that block's own."""
+    places: list[int] = []
+    count = at = 0
+    for span in spans:
+        count += span.begin > at or not count
+        places.append(count)
+        count, at = count + 1, span.end
+    last = len(spans) - 1
+    return [
+        {
+            index: (count if blocks and number + blocks == last else places[number + blocks]) - places[number]
+            for index, blocks in span.held.items()
+        }
+        for number, span in enumerate(spans)
+    ]
+
+
 def _parts(
-    name: str, regions: Sequence[RegionTimes], again: float, forward: float, small: int
+    span: Span, regions: Sequence[RegionTimes], again: float, forward: float, held_to: Mapping[int, int]
 ) -> tuple[Block, ...]:
     """A block's regions, some neighbours taken together, and the time after the last one.
 
     Args:
         again: seconds to the last region.
         forward: seconds of the whole block.
+        held_to: by the index of a region, how many pieces later ends the one until whose end the program has it.
     """
     if len(regions) < 2:
         return ()
-    share = sum(region.nbytes for region in regions) / PARTS
+    share = sum(region.nbytes for region in regions) / PARTS if len(regions) > PARTS else 0.0
     later = sum(region.forward for region in regions[1:])
     scale = min(1.0, again / later) if later else 1.0
     found: list[Block] = []
     seconds, backward, nbytes = max(0.0, again - later), 0.0, 0
     first: float | None = None
+    held = held_blocks = 0
     for number, region in enumerate(regions):
         seconds += scale * region.forward if number else 0.0
         first = seconds if first is None else first
         backward += region.backward
         nbytes += region.nbytes
+        blocks = held_to.get(span.begin + number)
+        if blocks is not None:
+            held, held_blocks = held + region.nbytes, max(held_blocks, blocks)
         if nbytes >= share or number + 1 == len(regions):
-            least = 0 if found else small
-            found.append(Block(name, seconds, backward, nbytes, small=least, first_operator=first))
-            seconds, backward, nbytes, first = 0.0, 0.0, 0, None
-    found.append(Block(name, forward - again, 0.0, 0))
+            following = regions[number + 1].operator if number + 1 < len(regions) else -1
+            found.append(
+                Block(
+                    span.name,
+                    seconds,
+                    backward,
+                    nbytes,
+                    small=0 if found else span.small,
+                    first_operator=first,
+                    held=held,
+                    held_blocks=held_blocks,
+                    continues=region.operator == following != -1,
+                )
+            )
+            seconds, backward, nbytes, first, held, held_blocks = 0.0, 0.0, 0, None, 0, 0
+    found.append(Block(span.name, forward - again, 0.0, 0))
     return tuple(found)
 
 
@@ -144,13 +208,16 @@ def _outside(regions: Sequence[RegionTimes], number: int) -> MeasuredBlock:
 
 
 def measured_blocks(
-    steps: Sequence[Sequence[MeasuredBlock]], kinds: Mapping[str, Hashable]
+    steps: Sequence[Sequence[MeasuredBlock]],
+    kinds: Mapping[str, Hashable],
+    earlier: Sequence[MeasuredBlock] = (),
 ) -> list[MeasuredBlock]:
     """The blocks by the medians of some steps.
 
     Args:
         steps: `pieces` of each, of one shape; at least one. Bytes are those of the last.
         kinds: of each block, by name.
+        earlier: what an earlier profile returned, for kinds of which every block was recomputed in these steps.
     """
     latest = steps[-1]
     by_kind: dict[Hashable, list[MeasuredBlock]] = {}
@@ -158,11 +225,13 @@ def measured_blocks(
         for piece in step:
             if piece.name and not piece.recomputed:
                 by_kind.setdefault(kinds[piece.name], []).append(piece)
+    before = {kinds[piece.name]: piece for piece in earlier if piece.name}
     found = []
     for index, piece in enumerate(latest):
         alike = by_kind.get(kinds[piece.name], []) if piece.name else [step[index] for step in steps]
         if not alike:
-            found.append(piece)  # never measured: a block that nothing is decided about
+            like = before.get(kinds[piece.name])  # None: never measured, and nothing is decided about it
+            found.append(piece if like is None else _grown(piece, like.block))
             continue
         forward, backward, recompute = (
             statistics.median(getattr(one.block, what) for one in alike)
@@ -178,6 +247,56 @@ def measured_blocks(
             pure = pure and like.pure
         found.append(MeasuredBlock(piece.name, block, pure, piece.recomputed))
     return found
+
+
+def _grown(piece: MeasuredBlock, like: Block) -> MeasuredBlock:
+    """A recomputed block as if it had been kept, by the ratio of its inputs to those of `like`, one of its kind in an earlier
+    profile. Its forward was measured; its backward was not without the recomputation."""
+    ratio = piece.block.inputs / like.inputs if like.inputs else 1.0
+    block = replace(
+        piece.block,
+        saved=max(piece.block.inputs, int(ratio * like.saved)),
+        small=int(ratio * like.small),
+        backward=ratio * like.backward,
+        parts=(),
+    )
+    return replace(piece, block=block)
+
+
+def read_steps(
+    records: Sequence[StepRecord],
+    found: Mapping[int, tuple[Sequence[Span], int]],
+    recomputed: frozenset[str],
+    kinds: Mapping[str, Hashable],
+    earlier: Sequence[MeasuredBlock] = (),
+) -> tuple[list[MeasuredBlock], list[Pass]]:
+    """The blocks of the largest recorded forwards, and the passes of a step. Empty: no backward came.
+
+    Args:
+        records: that the device has passed.
+        found: by serial number of the tape: spans, and small bytes outside.
+        recomputed: see `pieces`.
+        kinds, earlier: see `measured_blocks`.
+    """
+    steps: list[list[MeasuredBlock]] = []
+    order: list[Pass] = []
+    for record in records:
+        tapes = [tape for tape in record.tapes() if tape.used and tape.serial in found]
+        if tapes:
+            tape = max(tapes, key=lambda one: sum(region.nbytes for region in one.regions))
+            spans, small = found[tape.serial]
+            steps.append(pieces(tape, spans, recomputed, small))
+            order = Profile(record).order
+    if not steps:
+        return [], []
+    steps.sort(key=_saved)
+    names, least = [piece.name for piece in steps[-1]], ALIKE * _saved(steps[-1])
+    alike = [step for step in steps if [p.name for p in step] == names and _saved(step) >= least]
+    return measured_blocks(alike, kinds, earlier), order
+
+
+def _saved(pieces: Sequence[MeasuredBlock]) -> int:
+    return sum(piece.block.saved for piece in pieces)
 
 
 def with_compressed(
@@ -201,3 +320,34 @@ def with_compressed(
             piece = replace(piece, block=replace(block, compressed=smaller))
         found.append(piece)
     return found
+
+
+def problem_of(
+    measured: Sequence[MeasuredBlock],
+    order: Sequence[Pass],
+    machine: Machine,
+    impure: Container[str],
+    recomputed: Container[str] | None = None,
+) -> Problem:
+    """What is searched for these blocks. Without a block that may be recomputed there is no such action; the same with compress.
+
+    Args:
+        impure: names of blocks that must not run again.
+        recomputed: names of the blocks that are recomputed, which is decided already; None: it is not.
+    """
+    again = [recomputed is not None and bool(piece.name) and piece.name in recomputed for piece in measured]
+    pure = (
+        again if recomputed is not None else [piece.pure and piece.name not in impure for piece in measured]
+    )
+    blocks = [
+        piece.block if may else replace(piece.block, recompute=0.0)
+        for piece, may in zip(measured, pure, strict=True)
+    ]
+    # A block that runs several times in a forward has one action for all of them.
+    times = Counter(piece.name for piece in measured)
+    fixed = frozenset(n for n, piece in enumerate(measured) if not piece.name or times[piece.name] > 1)
+    compress = COMPRESS if any(block.compressed is not None for block in blocks) else None
+    actions = actions_for(machine, recompute=any(pure), compress=compress)
+    never = frozenset(number for number, may in enumerate(pure) if not may)
+    always = frozenset(number for number, must in enumerate(again) if must)
+    return Problem([blocks], order, machine, actions, fixed - always, never, always)

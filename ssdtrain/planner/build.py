@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import nn
+import logging
+from collections.abc import Sequence
+from pathlib import Path
 
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.config import Config, ConfigError, OffloadConfig, Problem
@@ -17,10 +17,15 @@ from ssdtrain.planner.adaptive import AdaptivePolicy
 from ssdtrain.planner.auto import AutoPlan
 from ssdtrain.planner.controller import AdaptiveOffload
 from ssdtrain.planner.execute import BlockPolicy
+from ssdtrain.planner.plan_blocks import PlanBlocks
+from ssdtrain.planner.plan_metrics import PlanMetrics
 from ssdtrain.storage import Faults
 from ssdtrain.telemetry.messages import report
+from ssdtrain.telemetry.registry import MetricSet
 
 __all__ = ["offload_features"]
+
+logger = logging.getLogger("ssdtrain")
 
 
 def offload_features(
@@ -28,7 +33,7 @@ def offload_features(
     place: Placement,
     *,
     policy: OffloadPolicy | None = None,
-    plan_blocks: Mapping[str, nn.Module] | None = None,
+    plan_blocks: PlanBlocks | None = None,
     compact: CompactLinear | None = None,
     faults: Faults | None = None,
     staged: bool | None = None,
@@ -50,11 +55,17 @@ def offload_features(
     """
     plan = config.plan if config.plans else None
     followed: OffloadPolicy | None = policy
+    named = PlanBlocks(why="its integration names none") if plan_blocks is None else plan_blocks
+    idle = named.empty_stage and config.offload is None
     if plan is not None:
-        _check_plan(config, plan_blocks, policy, reports)
-        followed = AdaptivePolicy() if plan_blocks is None else BlockPolicy({})
+        _check_plan(config, named, policy, reports)
+        followed = BlockPolicy({}) if named.blocks or idle else AdaptivePolicy()
     elif policy is None and config.offload is not None and config.offload.amount.kind == "auto":
         followed = AdaptivePolicy()
+    plot = None
+    if plan is not None and plan.plot:
+        directory = config.report.expand(rank=place.rank, local_rank=place.local_rank)
+        plot = None if directory is None else directory / f"plan-rank-{place.rank}.png"
     offload = ActivationOffload(
         config.offload or _records_only(place),
         place,
@@ -67,7 +78,7 @@ def offload_features(
     if followed is policy:
         return [offload]
     try:
-        return [offload, _planning(config, offload, followed, plan_blocks or {}, compact, reports)]
+        return [offload, _planning(config, offload, followed, named, compact, plot, reports)]
     except BaseException:
         offload.close()
         raise
@@ -83,18 +94,28 @@ def _planning(
     config: Config,
     offload: ActivationOffload,
     policy: OffloadPolicy | None,
-    blocks: Mapping[str, nn.Module],
+    named: PlanBlocks,
     compact: CompactLinear | None,
+    plot: Path | None,
     reports: bool,
 ) -> Feature:
     plan = config.plan if config.plans else None
+    if not named.blocks and config.offload is None:
+        logger.warning(
+            "ssdtrain.plan: nothing is planned on this rank, because %s; if all ranks say so, no stage has such blocks: correct "
+            "plan.blocks, or add an offload section",
+            named.why,
+        )
+        return _EmptyStage(named.why)
     if isinstance(policy, BlockPolicy):
         assert plan is not None
         exact, tiers = checkpoint.exact(config.checkpoint), config.offload is not None
         lossy = compact if plan.compress else None
-        return AutoPlan(plan, offload, policy, blocks, exact, compact=lossy, tiers=tiers, reports=reports)
+        return AutoPlan(
+            plan, offload, policy, named, exact, compact=lossy, tiers=tiers, reports=reports, plot=plot
+        )
     assert isinstance(policy, AdaptivePolicy) and config.offload is not None
-    return AdaptiveOffload(
+    found = AdaptiveOffload(
         offload.engine,
         offload.store,
         policy,
@@ -105,26 +126,38 @@ def _planning(
         most_slowdown=None if plan is None else plan.max_slowdown,
         least_memory=plan is not None and plan.memory,
         reports=reports,
+        plot=plot,
     )
+    if plan is not None:
+        found.note = f"\n  no block is recomputed: {named.why}"
+    return found
 
 
-def _check_plan(
-    config: Config, blocks: Mapping[str, nn.Module] | None, policy: OffloadPolicy | None, reports: bool
-) -> None:
+class _EmptyStage(Feature):
+    """In place of `AutoPlan` on a rank that has nothing to plan for: the same metrics, which are reduced over all ranks."""
+
+    def __init__(self, why: str) -> None:
+        self._why, self._metric = why, PlanMetrics()
+
+    def metrics(self) -> Sequence[tuple[str, MetricSet]]:
+        return [("plan", self._metric)]
+
+    def description(self) -> str:
+        return f"plan: nothing to plan for, because {self._why}"
+
+
+def _check_plan(config: Config, named: PlanBlocks, policy: OffloadPolicy | None, reports: bool) -> None:
     assert config.plan is not None
     if policy is not None:
         raise ValueError("the config has a plan, which decides what is offloaded: leave it or the policy out")
-    if blocks is not None:
-        return
-    why = (
-        "can recompute no block here: only ssdtrain.attach does, for a model in plain PyTorch that is not compiled, has a "
-        "ModuleList (or plan.blocks) without repeats, and whose blocks gather no sharded parameters"
-    )
-    if config.plan.compress:
+    why = f"can recompute no block here: {named.why}"
+    if config.plan.compress and not (named.blocks and named.compress):
+        reason = "only ssdtrain.attach has that in this version" if named.blocks else named.why
         allowed = "leaving it out: what compact says is compressed everywhere"
-        raise ConfigError(
-            [Problem("ssdtrain.plan.compress", True, why.replace("recompute", "compress"), allowed)]
-        )
+        text = f"can compress no block here: {reason}"
+        raise ConfigError([Problem("ssdtrain.plan.compress", True, text, allowed)])
+    if named.blocks or named.empty_stage:
+        return
     if config.plan.recompute == "on":
         raise ConfigError([Problem("ssdtrain.plan.recompute", "on", why, '"auto" or "off"')])
     if config.offload is None:

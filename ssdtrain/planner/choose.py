@@ -6,14 +6,15 @@ over them is as good, and takes a tenth of a second."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ssdtrain.planner.plans import Limits, NoPlan, Objective, Problem
+from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem
 from ssdtrain.planner.search import search
+from ssdtrain.planner.shares import coarse_blocks, with_shares
 from ssdtrain.planner.step import KEEP, Block, Choice, Machine, Pass, StepTimeline
 from ssdtrain.planner.timeline import simulate
 
-__all__ = ["Chosen", "choose_offloads"]
+__all__ = ["Chosen", "as_plan", "choose_offloads", "no_plan"]
 
 SLACK = 0.01
 """Of the time of a step that keeps everything: what transfers may cost."""
@@ -25,6 +26,9 @@ RELAXED = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, 10.0)
 BLOCK_PASSES = 60_000
 """Of all choices together, where they are all tried: some tenths of a second."""
 
+SHARES_GAIN = 0.02
+"""Of the peak where everything is kept: offloading parts of blocks has to lower it by so much."""
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -33,6 +37,39 @@ class Chosen:
     choices: tuple[tuple[Choice, ...], ...]
     predicted: StepTimeline
     kept: StepTimeline
+
+    def beside(self, other: int) -> Chosen:
+        """With `other` bytes more in the peak."""
+        return replace(self, predicted=replace(self.predicted, peak_bytes=self.predicted.peak_bytes + other))
+
+
+def as_plan(
+    chunks: Sequence[Sequence[Block]], order: Sequence[Pass], machine: Machine, found: Chosen
+) -> tuple[Problem, Plan]:
+    """What was chosen as a plan, and the problem that it is of."""
+    several = len(machine.tiers) > 1
+    names = {KEEP: "keep"}
+    flat = [choice for choices in found.choices for choice in choices]
+    for choice in flat:
+        if choice not in names:
+            name = "offload" if choice.share == 1 else f"offload {choice.share:.0%}"
+            name += f" to {choice.tier}" if several else ""
+            names[choice] = f"{name} ({len(names)})" if name in names.values() else name
+    actions = {name: choice for choice, name in names.items()}
+    plan = Plan(tuple(names[choice] for choice in flat), found.predicted)
+    return Problem(chunks, order, machine, actions), plan
+
+
+def no_plan(
+    chunks: Sequence[Sequence[Block]],
+    order: Sequence[Pass],
+    machine: Machine,
+    nearest: Chosen,
+    limits: Limits,
+) -> NoPlan:
+    """That no choice keeps to the limits, and this one is nearest."""
+    problem, plan = as_plan(chunks, order, machine, nearest)
+    return NoPlan(plan, limits, problem.blocks)
 
 
 def choose_offloads(
@@ -46,19 +83,45 @@ def choose_offloads(
 ) -> Chosen:
     """Offload blocks to the machine's first tier, and what backward needs soonest to a second one, which has a capacity.
 
-    Few blocks are tried in every combination. Of many, each is tried in forward order, since what is saved first has the most
-    time: it is offloaded if the step then takes at most 1 + `slack` of keeping everything. So where a tier is slower than the
-    model saves, the offloaded blocks spread over forward at the pace of the tier. After that those stay
-    after all, the last first, whose offload writes bytes and does not lower the peak. A store that backward cancels writes none:
-    it is left as it is.
+    Blocks are offloaded whole, and in part where they are large and that lowers the peak within the same time
+    (`ssdtrain.planner.shares`). Under a budget parts are tried where whole blocks reach it only by waiting.
 
     Args:
+        slack: what transfers may cost, of the time of keeping everything.
         device_budget: bytes that the peak should stay under, at the least slack that allows it; what is not
             needed for it stays.
         endurance: bytes per second that the tier should be written at most, of the time of the step; None: as fast as it can.
     """
     kept = simulate(chunks, [[KEEP] * len(blocks) for blocks in chunks], order, machine, steps=2)
     rate = machine.tiers[0].write if endurance is None else min(endurance, machine.tiers[0].write)
+    found = _choose_whole(chunks, order, machine, kept, slack, device_budget, rate)
+    if machine.copies is None or not coarse_blocks(chunks):
+        return found
+    if device_budget is None:
+        return _in_parts(chunks, order, machine, found, slack, rate)
+    hidden = found.predicted.seconds <= kept.seconds * (1 + slack)
+    if hidden and found.predicted.peak_bytes <= device_budget:
+        return found
+    free = _choose_whole(chunks, order, machine, kept, slack, None, rate)
+    free = _in_parts(chunks, order, machine, free, slack, rate)
+    return free if free.predicted.peak_bytes <= device_budget else found
+
+
+def _choose_whole(
+    chunks: Sequence[Sequence[Block]],
+    order: Sequence[Pass],
+    machine: Machine,
+    kept: StepTimeline,
+    slack: float,
+    device_budget: int | None,
+    rate: float,
+) -> Chosen:
+    """Few blocks are tried in every combination. Of many, each is tried in forward order, since what is saved first has the most
+    time: it is offloaded if the step then takes at most 1 + `slack` of keeping everything. So where a tier is slower than the
+    model saves, the offloaded blocks spread over forward at the pace of the tier. After that those stay
+    after all, the last first, whose offload writes bytes and does not lower the peak. A store that backward cancels writes none:
+    it is left as it is.
+    """
     if _few(chunks, order) and len(machine.tiers) == 1:
         tried = _tried(chunks, order, machine, kept, slack, device_budget, rate)
         if tried is not None:
@@ -74,10 +137,37 @@ def choose_offloads(
     return _pruned(chunks, order, machine, found, device_budget)
 
 
+def _in_parts(
+    chunks: Sequence[Sequence[Block]],
+    order: Sequence[Pass],
+    machine: Machine,
+    found: Chosen,
+    slack: float,
+    rate: float,
+) -> Chosen:
+    """`found`, or what is better by parts of its large blocks."""
+
+    def play(choices: Sequence[Sequence[Choice]]) -> StepTimeline | None:
+        tried = simulate(chunks, choices, order, machine, steps=2)
+        return tried if tried.seconds <= limit and _sustained(tried, rate) else None
+
+    limit = found.kept.seconds * (1 + slack)
+    away, most = Choice(machine.tiers[0].name), BLOCK_PASSES // max(1, 2 * _block_passes(chunks, order))
+    better = with_shares(found.choices, coarse_blocks(chunks), away, play, most)
+    gain = SHARES_GAIN * found.kept.peak_bytes
+    if better is None or better[1].peak_bytes > found.predicted.peak_bytes - gain:
+        return found
+    return Chosen(_fixed(better[0]), better[1], found.kept)
+
+
+def _block_passes(chunks: Sequence[Sequence[Block]], order: Sequence[Pass]) -> int:
+    """That the cost model plays in two steps."""
+    return 2 * sum(len(chunks[one.chunk]) for one in order if one.kind != "idle")
+
+
 def _few(chunks: Sequence[Sequence[Block]], order: Sequence[Pass]) -> bool:
     movable = sum(block.saved > 0 for blocks in chunks for block in blocks)
-    passes = 2 * sum(len(chunks[one.chunk]) for one in order if one.kind != "idle")
-    return movable <= 16 and 2**movable * passes <= BLOCK_PASSES
+    return movable <= 16 and 2**movable * _block_passes(chunks, order) <= BLOCK_PASSES
 
 
 def _tried(

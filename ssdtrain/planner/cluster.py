@@ -9,9 +9,10 @@ alive that the interleaved schedule has.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB, format_size
@@ -21,7 +22,7 @@ from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem, act
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import Block, Link, Machine, Tier, one_forward_one_backward
 
-__all__ = ["ClusterPlan", "Job", "Stage", "best_plan", "plan_job", "with_more"]
+__all__ = ["ClusterPlan", "Job", "Stage", "best_plan", "plan_job"]
 
 OPTIMIZER_TRAFFIC = 28
 """Bytes of device memory that Adam in mixed precision reads and writes per parameter."""
@@ -183,6 +184,18 @@ class Job:
         )
         return min(microbatches, -(-chunks // layout.virtual))
 
+    @property
+    def ends(self) -> tuple[bool, ...]:
+        """Pipeline stages that are planned, by whether they are the last one."""
+        return (False, True) if self.layout.pp > 1 else (False,)
+
+    def bandwidth_for_all(self, microbatch: int) -> float:
+        """Bytes per second that one GPU would have to write if every block were offloaded and nothing were recomputed."""
+        stages = [self.blocks(microbatch, last) for last in self.ends]
+        return max(
+            2 * sum(b.saved for b in stage) / sum(b.forward + b.backward for b in stage) for stage in stages
+        )
+
     def update_seconds(self) -> tuple[float, float]:
         """(reducing gradients over dp, optimizer) of the larger stage."""
         layout = self.layout
@@ -289,13 +302,6 @@ class ClusterPlan:
             2 * stage.plan.written / stage.simulated / stage.seconds(stage.plan) for stage in self.stages
         )
 
-    def bandwidth_for_all(self) -> float:
-        """The same if every block were offloaded."""
-        return max(
-            2 * sum(block.saved for block in stage.problem.blocks) / stage.compute_seconds
-            for stage in self.stages
-        )
-
     def life_seconds(self) -> float | None:
         """Of the drives at this rate; None: nothing is written, or their endurance is not known."""
         ssds = self.job.ssds
@@ -306,12 +312,17 @@ class ClusterPlan:
 
 
 def plan_job(
-    job: Job, microbatch: int, limits: Limits | None = None, objective: Objective | None = None
+    job: Job,
+    microbatch: int,
+    limits: Limits | None = None,
+    objective: Objective | None = None,
+    slowdown: float | None = None,
 ) -> ClusterPlan:
     """The best plan at one microbatch size.
 
     Args:
         limits: beside the device's memory; `written` is bytes per microbatch.
+        slowdown: of a microbatch over keeping everything, minus 1, at most; in place of `limits.seconds`.
 
     Raises:
         NoPlan: activations do not fit, whatever is done.
@@ -324,7 +335,7 @@ def plan_job(
             "a multiple",
         )
     stages = []
-    for last in (False, True) if job.layout.pp > 1 else (False,):
+    for last in job.ends:
         state = job.state_bytes(last)
         budget = job.gpu.memory - job.reserve - sum(state.values())
         if budget <= 0:
@@ -348,7 +359,9 @@ def plan_job(
         )
         given = limits or Limits()
         per_step = None if given.written is None else given.written * simulated
-        plans = search(problem, Limits(budget, per_step, given.seconds), objective)
+        kept = simulated * sum(block.forward + block.backward for block in blocks)
+        seconds = given.seconds if slowdown is None else (1 + slowdown) * kept
+        plans = search(problem, Limits(budget, per_step, seconds), objective)
         stages.append(Stage(last, problem, plans, alive, simulated, budget, state))
     return ClusterPlan(job, microbatch, stages)
 
@@ -363,10 +376,14 @@ def sizes(job: Job) -> Iterator[int]:
 
 
 def best_plan(
-    job: Job, limits: Limits | None = None, objective: Objective | None = None
+    job: Job,
+    limits: Limits | None = None,
+    objective: Objective | None = None,
+    slowdown: float | None = None,
+    value: Callable[[ClusterPlan], float] = attrgetter("tokens_per_second"),
 ) -> tuple[ClusterPlan, int]:
-    """The plan with the most tokens per second over all microbatch sizes (among those within 1% the largest), and the largest
-    microbatch that fits at all.
+    """The plan of the largest `value` over all microbatch sizes (among those within 1% the largest), and the largest microbatch
+    that fits at all.
 
     Raises:
         NoPlan, InvalidValue: not even the smallest microbatch fits.
@@ -374,20 +391,10 @@ def best_plan(
     found: list[ClusterPlan] = []
     for size in sizes(job):
         try:
-            found.append(plan_job(job, size, limits, objective))
+            found.append(plan_job(job, size, limits, objective, slowdown))
         except NoPlan:
             if not found:
                 raise
             break
-    most = max(plan.tokens_per_second for plan in found)
-    return [plan for plan in found if plan.tokens_per_second >= 0.99 * most][-1], found[-1].microbatch
-
-
-def with_more(job: Job) -> dict[str, Job]:
-    """The same job with one thing better, by what it is."""
-    found = {"1 GB more device memory": replace(job, gpu=replace(job.gpu, memory=job.gpu.memory + 10**9))}
-    if job.ssds is not None:
-        found["drives twice as fast"] = replace(job, ssds=job.ssds.faster(2))
-    if job.layout.dp > 1 or job.layout.tp > job.node:
-        found["network twice as fast"] = replace(job, network=2 * job.network)
-    return found
+    most = max(map(value, found))
+    return [plan for plan in found if value(plan) >= 0.99 * most][-1], found[-1].microbatch

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from pathlib import Path
 
 from torch import nn
 
 from ssdtrain.features import Feature, Forward, Step
 from ssdtrain.offload import policy as offload
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.planner.adaptive import AdaptivePolicy
-from ssdtrain.planner.choose import SLACK, Chosen, choose_offloads
+from ssdtrain.planner.adaptive import AdaptivePolicy, actions_of
+from ssdtrain.planner.choose import SLACK, Chosen, as_plan, choose_offloads, no_plan
 from ssdtrain.planner.decisions import Outcome, decision_table
+from ssdtrain.planner.drift import DRIFT, MOST_DRIFT, Backoff
+from ssdtrain.planner.margin import STALLS, StallMargin
 from ssdtrain.planner.measured import Bandwidths, Profile, Rates, host_tier, measured_machine
+from ssdtrain.planner.memory_plot import PlanPlot
 from ssdtrain.planner.plan_metrics import PlanMetrics
-from ssdtrain.planner.plans import Limits, NoPlan, Plan
+from ssdtrain.planner.plans import Limits, NoPlan
 from ssdtrain.planner.room import Room
 from ssdtrain.planner.step import KEEP, Choice, Machine
-from ssdtrain.planner.step_ends import StepEnds
+from ssdtrain.planner.step_ends import UNENDED, StepEnds
 from ssdtrain.planner.timeline import simulate
 from ssdtrain.planner.wear import WearLimit
 from ssdtrain.profile.passes import StepRecord
@@ -36,6 +39,8 @@ __all__ = ["AdaptiveOffload"]
 
 logger = logging.getLogger("ssdtrain")
 
+Choices = tuple[tuple[Choice, ...], ...]
+
 WARM_UP = 2
 """Steps before the first plan: the first one has costs of its own."""
 
@@ -46,38 +51,16 @@ PROBE_PERIOD = 16
 """Steps after which a plan that offloads nothing lets one block go, to see whether the drive is faster
 now."""
 
-DRIFT = 0.25
-"""Of a bandwidth, in two steps in turn: plan again. Each time that the plan stays the same, half as much more is
-tolerated, up to `MOST_DRIFT`: a drive whose speed varies from step to step is no reason to plan all the time."""
-
-MOST_DRIFT = 0.6
-
-STALL = 0.02
-"""Of a step's time, more than predicted, in two steps in turn: plan again with a margin."""
-
 STAYS = "ssdtrain.plan: the bandwidth of the tiers changed, and the plan of before is followed because now %s"
 
-MARGIN = 0.85
-"""By which the bandwidths are reduced where a plan stalls though they are as measured."""
-
-LEAST_MARGIN = 0.1
-
-UNENDED = 512
-"""Forwards without the end of a step, after which nothing is recorded any more: records must not fill memory."""
+OUTGROWN = "ssdtrain.plan: forwards have become larger, and the plan nearest to the limits is followed, because now %s"
 
 ENDLESS = (
     'offload.amount is "auto", but %d forwards ran without the end of a step: everything is offloaded until one comes; call '
     "runtime.step_end() after each step, or give an amount"
 )
 
-VARIES = 1.05
-"""Of the size of a recorded forward: another one that was larger by so much counts in what fits."""
-
-CALM_STEPS = 64
-"""Steps without stalls after which one such reduction is taken back. Twice as many each time that stalls come again, up to
-`MOST_CALM_STEPS`: what made them may be over, or come every time."""
-
-MOST_CALM_STEPS = 4096
+DRIFTED = "the bandwidth of the tiers changed"
 
 
 class AdaptiveOffload(Feature):
@@ -88,11 +71,13 @@ class AdaptiveOffload(Feature):
         policy: the engine's.
         device_budget: bytes that activations should stay under; None: as low as transfers can be hidden.
         endurance: of the drives, which are not to wear faster than it says; None: they are written as fast as they can.
-        must_fit: where no choice stays under the budget, raise `NoPlan` from the end of the step.
+        must_fit: where no choice stays under the budget, raise `NoPlan` from the end of the step in which the first plan is made;
+            later ones are followed as they are, with a warning.
         slack: of the step's time, what transfers may cost; None: the default of `choose_offloads`.
         most_slowdown: with `must_fit`, the same where the budget asks for more; None: no limit.
         least_memory: minimise the peak within `slack`, instead of the time within the budget.
         reports: log a table of what was decided.
+        plot: where the memory of a step that follows the plan is drawn; None: nowhere.
     """
 
     def __init__(
@@ -108,10 +93,11 @@ class AdaptiveOffload(Feature):
         most_slowdown: float | None = None,
         least_memory: bool = False,
         reports: bool = False,
+        plot: Path | None = None,
     ) -> None:
         self.chosen: Chosen | None = None
         """The plan that is followed."""
-        self.metric = PlanMetrics()
+        self.metric, self.note = PlanMetrics(), ""  # the end of its table
         self._engine, self._store, self._policy = engine, store, policy
         self._device_budget, self._must_fit = device_budget, must_fit
         self._slack = SLACK if slack is None else slack
@@ -120,7 +106,7 @@ class AdaptiveOffload(Feature):
         self._reports = reports
         self._decided = ""
         self._ends = StepEnds(self._ended, engine.drain)
-        self._room = Room(engine)
+        self._room, self._plot = Room(engine), PlanPlot(plot, engine.meter)
         self._recorder = engine.recorder
         self._recorder.request("plan", True)
         # With their steps and the peaks of these without offload; the device has not passed them yet.
@@ -138,22 +124,27 @@ class AdaptiveOffload(Feature):
         self._profile_since = WARM_UP  # the next plan is made from a profile of this step, or a later one
         self._reshaped = False  # what is followed was not planned for tapes like these
         self._replan_reason = "profiled"  # why the next plan is made; "": none is due
-        self._drifted = self._stalled = 0  # steps in turn
-        self._drift = DRIFT
+        self._drifted, self._drift = 0, DRIFT  # steps in turn
+        self._backoff, self._margin = Backoff(), StallMargin()
+        self._known: set[Choices] = set()  # that were followed for tapes like these
         self._stall_seconds = 0.0
-        self._margin = 1.0
-        self._calm, self._calm_since = CALM_STEPS, 0
+        self._unused = 0  # forwards so far whose backward never came
         self._outcome_due = False
         self._same = False  # the plan is the one before
-        self._warned = self._warned_of_no_end = False
+        self._warned = self._warned_of_size = self._warned_of_no_end = False
         self._link = engine.device.link_bandwidth()
 
     def attach(self, model: nn.Module) -> None:
         self._ends.attach(model)
 
+    def before_forward(self) -> None:
+        self._ends.before_forward()
+
     def on_forward(self, forward: Forward) -> None:
         if self._ends.forward() < UNENDED:
             return
+        if self._steps:  # they end, after many forwards
+            return self._recorder.stop("plan")
         self._recorder.request("plan", False)
         if not self._warned_of_no_end:
             self._warned_of_no_end = True
@@ -162,10 +153,12 @@ class AdaptiveOffload(Feature):
     def on_step_end(self, step: Step) -> None:
         self._ends.announced(step.seconds)
 
-    def _ended(self, seconds: float) -> None:
+    def _ended(self, seconds: float, elapsed: float) -> None:
+        """See `StepEnds`."""
         if self._engine.forked:
             return
         self._steps += 1
+        self._plot.step_ended()
         record, peak = self._recorder.take(), self._engine.meter.begin_recent()
         if record.order:
             self._records.append((self._steps, peak, record))
@@ -173,13 +166,16 @@ class AdaptiveOffload(Feature):
         latest = self._bandwidths.since(store)
         if self._wear is not None:
             to_host = store.host_bytes_written if self._both else 0
-            self._wear.observe(store, self._engine.metrics.offloaded_bytes - to_host, seconds)
+            self._wear.observe(store, self._engine.metrics.offloaded_bytes - to_host, elapsed)
         self._rates = latest.or_else(self._rates)
         self._host_rates = self._host_bandwidths.since(store).or_else(self._host_rates)
         fresh = self._resolve()
+        unused = self._policy.forwards - self._engine.prefetcher.backwards
+        evaluated, self._unused = unused > self._unused, unused
         if not self._replan_reason:
-            self._watch(latest, fresh, seconds)
-        if self._replan_reason and fresh and self._profile is not None and self._measured():
+            self._watch(latest, fresh, 0.0 if evaluated else seconds)
+        measured = self._rates.write or self._host_rates.write or self._link
+        if self._replan_reason and fresh and self._profile is not None and measured:
             self._plan(self._profile)
         elif self._outcome_due and self._steps >= self._planned_at + 2:
             self._outcome_due = False
@@ -209,26 +205,20 @@ class AdaptiveOffload(Feature):
         least = 1 - self._drift
         drifted = any(now and then and not least <= now / then <= 1 / least for now, then in pairs)
         self._drifted = self._drifted + 1 if drifted else 0
-        if self._drifted >= 2:
-            self._margin = 1.0
-            return self._request_plan("the bandwidth of the tiers changed")
+        if self._drifted >= 2 and self._backoff.due(self._steps):
+            self._margin.reset()
+            return self._request_plan(DRIFTED)
         if self._writes_nothing() and self._steps >= self._planned_at + PROBE_PERIOD:
             return self._request_plan("to see whether the tiers are faster now")
         self._note_stall(fresh, seconds)
-        if self._stalled >= 2:
-            self._margin = max(LEAST_MARGIN, self._margin * MARGIN)
-            self._calm, self._calm_since = min(MOST_CALM_STEPS, 2 * self._calm), self._steps
-            return self._request_plan("transfers were waited for")
-        if self._stalled:
-            self._calm_since = self._steps
-        elif self._margin < 1 and self._steps >= self._calm_since + self._calm:
-            self._margin, self._calm_since = min(1.0, self._margin / MARGIN), self._steps
-            return self._request_plan("transfers were not waited for any more")
+        if why := self._margin.changed(self._steps):
+            return self._request_plan(why)
         if self._wear is not None and self._wear.exceeded():
             return self._request_plan("the drives wore faster than their budget")
 
     def _note_stall(self, fresh: bool, total: float) -> None:
-        """What computation waited for in a step of `total` seconds: that of a device is known of steps that were recorded."""
+        """What computation waited for in a step of `total` seconds (0.0: not known, or it had an evaluation in it): that of a
+        device is known of steps that were recorded."""
         seconds = self._engine.metrics.stall_seconds
         found, self._stall_seconds = seconds - self._stall_seconds, seconds
         if self._engine.device.kind != "cpu":  # the host may wait while the device computes what was queued
@@ -238,7 +228,7 @@ class AdaptiveOffload(Feature):
         if self._steps <= self._planned_at + 1 or not total or self.chosen is None:
             return  # the first step of a plan still waits for transfers of the one before
         predicted = self.chosen.predicted.stall / self.chosen.predicted.seconds
-        self._stalled = self._stalled + 1 if found / total > predicted + STALL else 0
+        self._margin.observe(found / total, predicted)
 
     def _writes_nothing(self) -> bool:
         """To the tier whose bandwidth may change: the drives, where there is host memory too."""
@@ -250,7 +240,8 @@ class AdaptiveOffload(Feature):
     def _request_plan(self, why: str) -> None:
         self._replan_reason = why
         self._profile_since = self._steps
-        self._drifted = self._stalled = 0
+        self._drifted = 0
+        self._margin.requested()
 
     # Planning
 
@@ -258,42 +249,41 @@ class AdaptiveOffload(Feature):
         """The machine as measured."""
         metrics = self._store.metrics
         if not self._both or metrics.host is None:
-            return measured_machine(self._engine, self._rates, self._link, self._margin)
+            return measured_machine(self._engine, self._rates, self._link, self._margin.value)
         host = host_tier(metrics.host.capacity, self._host_rates, self._link)
         # Nothing was written to a drive where all fits into host memory.
         rates = self._rates.or_else(self._host_rates)
-        return measured_machine(self._engine, rates, self._link, self._margin, host)
-
-    def _measured(self) -> bool:
-        return bool(self._rates.write or self._host_rates.write or self._link)
+        return measured_machine(self._engine, rates, self._link, self._margin.value, host)
 
     def _plan(self, profile: Profile) -> None:
         machine = self.machine()
         rate = self._wear.rate if self._wear is not None else None
         other = self._other_bytes(profile)
-        found = self._choose(profile, machine, other, rate)
-        predicted = replace(found.predicted, peak_bytes=found.predicted.peak_bytes + other)
-        found = replace(found, predicted=predicted)
+        found = self._choose(profile, machine, other, rate).beside(other)
         try:
-            self._check_fit(profile, found)
+            self._check_fit(profile, found, profile.outgrown(self._policy.largest))
         except NoPlan as error:
-            if self.chosen is None or self._reshaped:
-                raise
-            self._keep_plan(error)
-            return
+            if self.chosen is None:
+                self._check_fit(profile, found)  # other ranks, whose forwards vary otherwise, go on
+            elif not self._reshaped:
+                return self._keep_plan(error)
+            if not self._warned_of_size:
+                self._warned_of_size = True
+                logger.warning(OUTGROWN, error)
+        if self._reshaped:
+            self._known.clear()
+        new = self._note_plan(found.choices)
         self.chosen, self._reshaped = found, False
         if self._wear is not None:
             bound = rate is not None and rate < machine.tiers[0].write
             # A slow drive, or a small model, is written less than its life allows in any case.
             bound = bound and self._choose(profile, machine, other, None).choices != found.choices
-            self._wear.planned(bound=bound)
+            self._wear.planned(bound=bound, new=new)
         self._planned_profile = profile
-        plans = {}
-        for chunk, spans, choices in zip(profile.chunks, profile.spans, found.choices, strict=True):
-            plan = [offload.KEEP] * spans[-1][1]
-            for (begin, end), choice in zip(spans, choices, strict=True):
-                plan[begin:end] = [_action(choice, machine)] * (end - begin)
-            plans[chunk] = plan
+        plans = {
+            chunk: actions_of(spans, choices, machine)
+            for chunk, spans, choices in zip(profile.chunks, profile.spans, found.choices, strict=True)
+        }
         if self._writes_nothing() and plans and self._wear is None:
             first = min(plans)  # one region, by which a change of the bandwidth is seen
             plans[first][0] = offload.Action(True, tier="ssd") if self._both else offload.OFFLOAD
@@ -301,6 +291,10 @@ class AdaptiveOffload(Feature):
         self._same = same and not self._outcome_due
         self._drift = min(MOST_DRIFT, 1.5 * self._drift) if same else DRIFT
         self._policy.follow(plans)
+        if not same:
+            self._plot.planned(
+                *as_plan(profile.blocks, profile.order, machine, found), self._device_budget, other
+            )
         self._planned_rates, self._planned_at, self._outcome_due = self._rates, self._steps, True
         blocks = [block for chunk in profile.blocks for block in chunk]
         every = [choice for chunk in found.choices for choice in chunk]
@@ -308,15 +302,29 @@ class AdaptiveOffload(Feature):
         logger.debug("planned at step %d: %s", self._steps, self._replan_reason)
         self._replan_reason = ""
 
+    def _note_plan(self, choices: Choices) -> bool:
+        """How soon the next search for the same reason may be made: see `Backoff`. True: it was not followed before."""
+        new = choices not in self._known
+        self._known.add(choices)
+        self._margin.planned(self._steps, self._replan_reason, new=new)
+        if self._replan_reason == DRIFTED:
+            self._backoff.searched(self._steps, new=new)
+        return new
+
     def _keep_plan(self, error: NoPlan) -> None:
-        """Only bandwidths have changed: what is followed is no worse than before."""
-        if not self._warned:
+        """Only bandwidths have changed, or how much may be written: what is followed is no worse than before."""
+        self._margin.restore()
+        if self._replan_reason == DRIFTED:
+            self._backoff.searched(self._steps, new=False)
+        elif self._replan_reason == STALLS:
+            self._margin.failed(self._steps)
+        if not (self._wear is not None and self._wear.failed()) and not self._warned:
             self._warned = True
             logger.warning(STAYS, error)
         self._planned_rates, self._planned_at, self._replan_reason = self._rates, self._steps, ""
 
     def _choose(self, profile: Profile, machine: Machine, other: int, rate: float | None) -> Chosen:
-        larger = self._larger(profile)
+        larger = profile.outgrown(self._policy.largest)
 
         def within(budget: int | None) -> Chosen:
             return choose_offloads(
@@ -332,17 +340,12 @@ class AdaptiveOffload(Feature):
         if self._device_budget is None:
             most = self._room()
             if most is not None and larger * (found.predicted.peak_bytes + other) > most:
-                return within(most)
+                found = within(most)
+                limits, nearest = Limits(int(most / larger)), found.beside(other)
+                if nearest.predicted.peak_bytes > int(most / larger):
+                    why = no_plan(profile.blocks, profile.order, machine, nearest, limits)
+                    self._room.exceeded(most, why)
         return found
-
-    def _larger(self, profile: Profile) -> float:
-        """By how much the largest forward so far was larger than the one that was recorded: it has to fit too."""
-        found = 1.0
-        for chunk, blocks in zip(profile.chunks, profile.blocks, strict=True):
-            nbytes = sum(block.saved + block.fixed for block in blocks)
-            if nbytes:
-                found = max(found, self._policy.largest.get(chunk, 0) / nbytes)
-        return found if found > VARIES else 1.0
 
     def _other_bytes(self, profile: Profile) -> int:
         """Of the activation peak, beside the blocks: what is saved in small tensors, or in storages larger than their regions."""
@@ -351,17 +354,17 @@ class AdaptiveOffload(Feature):
         )
         return max(0, self._peak - kept.peak_bytes)
 
-    def _check_fit(self, profile: Profile, found: Chosen) -> None:
+    def _check_fit(self, profile: Profile, found: Chosen, larger: float = 1.0) -> None:
         budget, seconds = self._device_budget, None
+        if budget is not None:
+            budget = int(budget / larger)
         if self._most_slowdown is not None:
             seconds = found.kept.seconds * (1 + self._most_slowdown)
         fits = budget is None or found.predicted.peak_bytes <= budget
         in_time = seconds is None or found.predicted.seconds <= seconds * (1 + 1e-9)
         if not self._must_fit or (fits and in_time):
             return
-        names = tuple("keep" if choice == KEEP else "offload" for one in found.choices for choice in one)
-        flat = [block for chunk in profile.blocks for block in chunk]
-        raise NoPlan(Plan(names, found.predicted), Limits(budget, seconds=seconds), flat)
+        raise no_plan(profile.blocks, profile.order, self.machine(), found, Limits(budget, seconds=seconds))
 
     # Reports
 
@@ -376,7 +379,7 @@ class AdaptiveOffload(Feature):
             self._profile.stall,
             now.load_waits,
         )
-        self._decided = decision_table(self._planned_profile, self.chosen, outcome)
+        self._decided = decision_table(self._planned_profile, self.chosen, outcome) + self.note
         if self._same:
             return  # it was said of this plan
         if self._reports:
@@ -393,11 +396,3 @@ class AdaptiveOffload(Feature):
 
     def detach(self) -> None:
         self._ends.close()
-
-
-def _action(choice: Choice, machine: Machine) -> offload.Action:
-    """What the engine does for a choice: without a tier it takes host memory first."""
-    if choice == KEEP:
-        return offload.KEEP
-    first = len(machine.tiers) > 1 and choice.tier == machine.tiers[0].name
-    return offload.Action(True, tier="ssd") if first else offload.OFFLOAD

@@ -63,7 +63,9 @@ def decision_table(profile: Profile, chosen: Chosen, outcome: Outcome) -> str:
         rows = [_Row(*row) for row in zip(*parts, strict=True)]
         for (choice, why), group in groupby(rows, key=lambda row: (row.choice, row.why)):
             action = _action_text(choice, chosen)
-            lines.append(f"  chunk {chunk} {_group_text(list(group), action, why)}")
+            text = _group_text(list(group), action, why)
+            # Where no module is known, the name of a region has the chunk too.
+            lines.append(f"  chunk {chunk}: {text.replace(f'chunk {chunk}, ', '')}")
     predicted = chosen.predicted
     lines.append(
         f"  activation peak: {size_text(predicted.peak_bytes)} predicted, {size_text(outcome.peak_bytes)} measured, "
@@ -83,9 +85,10 @@ def _action_text(choice: Choice, chosen: Chosen) -> str:
     """With the tier, where there are two."""
     if choice == KEEP:
         return "keep"
-    if len(chosen.predicted.written) == 1:
-        return "offload"
-    return "offload to host memory" if choice.tier == "host" else "offload to drives"
+    action = "offload" if choice.share == 1 else f"{choice.share:.0%} offloaded"
+    if len(chosen.predicted.written) > 1:
+        action += " to host memory" if choice.tier == "host" else " to drives"
+    return action if choice.share == 1 else f"{action}, of"
 
 
 def _group_text(rows: Sequence[_Row], action: str, why: str) -> str:

@@ -113,7 +113,7 @@ def estimate(make: Make, batch: int, hardware: Hardware, *, patterns: Sequence[s
         raise InvalidValue(
             f"needs {format_size(state)} of model state ({parameters} parameters at {hardware.state} bytes) beside "
             f"{format_size(hardware.reserve)} of reserve, and {hardware.gpu.name} has {format_size(hardware.gpu.memory)}",
-            "a larger GPU, or fewer bytes per parameter where states are split over ranks",
+            "a larger GPU, or fewer bytes per parameter (--state-bytes) where states are split over ranks",
         )
 
     def plan(size: int) -> Plan | None:

@@ -207,9 +207,9 @@ def recompute_modules(
 ) -> Callable[[], None]:
     """Run these blocks under the checkpoint function.
 
-    Their `forward` is replaced on the instance; what was there comes back when the returned function is called. A call with an
-    object that a second run could find changed (a cache) is not recomputed, nor one without gradients. A call that changes its
-    input in place raises RuntimeError.
+    Their `forward` is replaced on the instance; what was there comes back when the returned function is called. One of an
+    earlier call that was never undone gives way. A call with an object that a second run could find changed (a cache) is not
+    recomputed, nor one without gradients. A call that changes its input in place raises RuntimeError.
 
     Args:
         checkpoint: default: as `ssdtrain.checkpoint`.
@@ -218,8 +218,13 @@ def recompute_modules(
     undo: list[Callable[[], None]] = []
     for name, block in blocks.items():
         own = block.__dict__.get("forward")
-        block.forward = _Recomputed(run, name, block, block.forward, own is not None)
-        undo.append(lambda block=block, own=own: _restore(block, own))  # type: ignore[misc]
+        # Of somebody who was dropped without undoing: one recomputation is enough.
+        while isinstance(own, _Recomputed):
+            own = block.__dict__["forward"] = own.forward if own.own else None
+        if own is None:
+            block.__dict__.pop("forward", None)
+        mine = block.forward = _Recomputed(run, name, block, block.forward, own is not None)
+        undo.append(lambda block=block, own=own, mine=mine: _restore(block, own, mine))  # type: ignore[misc]
 
     def restore() -> None:
         while undo:
@@ -259,8 +264,11 @@ class _Recomputed:
         return getattr, (self.block, "forward")
 
 
-def _restore(block: nn.Module, own: Callable[..., Any] | None) -> None:
+def _restore(block: nn.Module, own: Callable[..., Any] | None, mine: _Recomputed) -> None:
+    now = block.__dict__.get("forward")
+    if isinstance(now, _Recomputed) and now is not mine:
+        return  # a later one took its place, and restores what was there before both
     if own is None:
-        del block.__dict__["forward"]
+        block.__dict__.pop("forward", None)
     else:
         block.forward = own

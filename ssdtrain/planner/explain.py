@@ -8,13 +8,13 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ssdtrain.config.units import GiB
-from ssdtrain.planner.cluster import ClusterPlan, Stage
+from ssdtrain.planner.cluster import ClusterPlan, Job, Stage
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import Block, StepTimeline
 from ssdtrain.telemetry.text import YEAR_SECONDS, duration_text, size_text
 
-__all__ = ["Row", "alternatives", "figures", "plan_table", "rows"]
+__all__ = ["Row", "alternatives", "figures", "plan_table", "rows", "with_more"]
 
 
 class Row(NamedTuple):
@@ -62,6 +62,16 @@ def alternatives(problem: Problem, limits: Limits, objective: Objective) -> list
     return found
 
 
+def with_more(job: Job) -> dict[str, Job]:
+    """The same job with one thing better, by what it is."""
+    found = {"1 GB more device memory": replace(job, gpu=replace(job.gpu, memory=job.gpu.memory + 10**9))}
+    if job.ssds is not None:
+        found["drives twice as fast"] = replace(job, ssds=job.ssds.faster(2))
+    if job.layout.dp > 1 or job.layout.tp > job.node:
+        found["network twice as fast"] = replace(job, network=2 * job.network)
+    return found
+
+
 def plan_table(
     blocks: Sequence[Block],
     plans: Sequence[Plan],
@@ -100,10 +110,8 @@ def plan_table(
     bound = "" if limit is None else f" of {size_text(limit)}"
     for which, plan in zip(["predicted", *["next best"] * 3], plans, strict=False):
         ratio = plan.seconds / kept.seconds if kept.seconds else 1.0
-        lowest = plan.timeline.lowest_peak_bytes
-        least = "" if lowest is None else f" (from {size_text(lowest)}, by the speed of the drive)"
         lines.append(
-            f"  {which}: activation peak {size_text(plan.peak)}{bound}{least}, forward and backward x{ratio:.3f} of keeping "
+            f"  {which}: activation peak {size_text(plan.peak)}{bound}, forward and backward x{ratio:.3f} of keeping "
             f"everything ({size_text(kept.peak_bytes)})" + ("" if plan is best else f": {plan.summary()}")
         )
     for case, other in better:
@@ -171,7 +179,7 @@ def figures(plan: ClusterPlan, largest: int | None = None) -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_second,
         "tflops_per_gpu": plan.flops_per_gpu / 1e12,
         "ssd_bandwidth_needed": plan.needed_bandwidth(),
-        "ssd_bandwidth_for_all": plan.bandwidth_for_all(),
+        "ssd_bandwidth_for_all": plan.job.bandwidth_for_all(plan.microbatch),
         "ssd_bytes_per_step": plan.written_per_step(),
         "ssd_bytes_per_drive_and_year": plan.written_per_step() * job.local_node * steps_a_year / drives
         if drives

@@ -76,6 +76,9 @@ GPUS = {
         _gpu("h100", 989.4, 80, 3350, PCIE5, 450, "NVIDIA H100 datasheet, SXM5"),
         _gpu("h100-pcie", 756, 80, 2000, PCIE5, 64, "NVIDIA H100 datasheet, PCIe, without NVLink bridge"),
         _gpu(
+            "h100-nvl", 835.5, 94e9 / GiB, 3900, PCIE5, 300, "NVIDIA H100 datasheet, NVL, with NVLink bridge"
+        ),
+        _gpu(
             "gh200",
             989.4,
             96,

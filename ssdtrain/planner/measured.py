@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ssdtrain.offload.engine import OffloadEngine
@@ -10,7 +12,17 @@ from ssdtrain.planner.step import Block, Link, Machine, Pass, Tier
 from ssdtrain.profile.passes import StepRecord, TapeTimes
 from ssdtrain.storage.metrics import StoreMetrics, TierMetrics
 
-__all__ = ["Bandwidths", "Profile", "Rates", "bound_stores", "host_tier", "measured_machine"]
+__all__ = [
+    "Bandwidths",
+    "Profile",
+    "Rates",
+    "bound_stores",
+    "host_tier",
+    "measured_machine",
+    "warn_of_no_writes",
+]
+
+logger = logging.getLogger("ssdtrain")
 
 MOST_BLOCKS = 64
 ALL_BEGUN = 1 << 30
@@ -19,8 +31,20 @@ ALL_BEGUN = 1 << 30
 AT_ONCE = 1e15
 """Bytes per second of what takes no time."""
 
+VARIES = 1.05
+"""Of the size of a recorded forward: another one that was larger by so much counts in what fits."""
+
 MOST_PASSES = 512
-"""Blocks times passes that the cost model plays at a time."""
+"""Parts of blocks times passes that the cost model plays at a time."""
+
+
+def warn_of_no_writes(steps: int) -> None:
+    """After so many steps of a plan with tiers."""
+    logger.warning(
+        "ssdtrain.plan: nothing was written to the tiers in %d steps, because backward came before every write: nothing is "
+        "offloaded",
+        steps,
+    )
 
 
 class Profile:
@@ -31,10 +55,10 @@ class Profile:
 
     Attributes:
         chunks: the model chunks seen, in the order in which `blocks` has them.
-        blocks: neighbouring regions taken together, so that there are at most 64 for a chunk; of its largest
-        tape. spans: the positions on the tape that each block covers, [begin, end). order: the passes of the
-        step; only the first microbatches of many. stall: seconds that the device waited for transfers.
-        seconds: what it computed and waited, in all.
+        blocks: neighbouring regions taken together, so that there are at most 64 for a chunk, with regions as
+        their parts; of its largest tape. spans: the positions on the tape that each block covers, [begin, end).
+        order: the passes of the step; only the first microbatches of many. stall: seconds that the device waited
+        for transfers. seconds: what it computed and waited, in all.
     """
 
     def __init__(self, record: StepRecord) -> None:
@@ -46,16 +70,29 @@ class Profile:
                 largest[tape.chunk] = tape
         self.chunks = sorted(largest)
         self.order = _order(record, {tape.serial for tape in tapes}, self.chunks)
-        most = max(8, min(MOST_BLOCKS, MOST_PASSES // max(1, len(self.order))))
+        finest = max(8, MOST_PASSES // max(1, len(self.order)))
         self.blocks: list[list[Block]] = []
         self.spans: list[list[tuple[int, int]]] = []
         for chunk in self.chunks:
-            blocks, spans = _blocks(largest[chunk], most)
+            blocks, spans = _blocks(largest[chunk], min(MOST_BLOCKS, finest), finest)
             self.blocks.append(blocks)
             self.spans.append(spans)
         regions = [region for tape in tapes for region in tape.regions]
         self.stall = sum(region.store_stall + region.load_stall for region in regions)
         self.seconds = self.stall + sum(region.forward + region.backward for region in regions)
+
+    def outgrown(self, largest: Mapping[int, int]) -> float:
+        """By how much the largest forward was larger than the one that was recorded: it has to fit too.
+
+        Args:
+            largest: bytes saved, by chunk.
+        """
+        found = 1.0
+        for chunk, blocks in zip(self.chunks, self.blocks, strict=True):
+            nbytes = sum(block.saved + block.fixed for block in blocks)
+            if nbytes:
+                found = max(found, largest.get(chunk, 0) / nbytes)
+        return found if found > VARIES else 1.0
 
 
 def _bytes(tape: TapeTimes) -> int:
@@ -78,23 +115,41 @@ def _order(record: StepRecord, used: set[int], chunks: Sequence[int]) -> list[Pa
     ]
 
 
-def _blocks(tape: TapeTimes, most: int) -> tuple[list[Block], list[tuple[int, int]]]:
-    share = _bytes(tape) / most if len(tape.regions) > most else 0.0
+def _blocks(tape: TapeTimes, most: int, finest: int) -> tuple[list[Block], list[tuple[int, int]]]:
+    """At most `most` blocks that are decided about, played in at most `finest` parts: several transfers may be under way where
+    one of them together would not fit into the buffers."""
+    finer = _spans(tape, finest)
     blocks: list[Block] = []
+    spans = _spans(tape, most)
+    for begin, end in spans:
+        inside = [
+            (max(begin, first), min(end, last)) for first, last in finer if first < end and last > begin
+        ]
+        parts = tuple(_block(tape, first, last) for first, last in inside)
+        whole = _block(tape, begin, end)
+        blocks.append(replace(whole, parts=parts) if len(parts) > 1 else whole)
+    return blocks, spans
+
+
+def _spans(tape: TapeTimes, most: int) -> list[tuple[int, int]]:
+    """Neighbouring regions taken together until each part has its share of the bytes."""
+    share = _bytes(tape) / most if len(tape.regions) > most else 0.0
     spans: list[tuple[int, int]] = []
-    begin, size = 0, 0
+    begin = size = 0
     for position, region in enumerate(tape.regions):
         size += region.nbytes
         if size >= share or position + 1 == len(tape.regions):
-            regions = tape.regions[begin : position + 1]
-            forward, backward = sum(one.forward for one in regions), sum(one.backward for one in regions)
-            fixed = sum(one.nbytes for one in regions if one.stays)
-            first = regions[0].forward
-            name, saved = regions[0].name, size - fixed
-            blocks.append(Block(name, forward, backward, saved, fixed=fixed, first_operator=first))
             spans.append((begin, position + 1))
             begin, size = position + 1, 0
-    return blocks, spans
+    return spans
+
+
+def _block(tape: TapeTimes, begin: int, end: int) -> Block:
+    regions = tape.regions[begin:end]
+    forward, backward = sum(one.forward for one in regions), sum(one.backward for one in regions)
+    fixed = sum(one.nbytes for one in regions if one.stays)
+    saved = sum(one.nbytes for one in regions) - fixed
+    return Block(regions[0].name, forward, backward, saved, fixed=fixed, first_operator=regions[0].forward)
 
 
 class Rates(NamedTuple):
@@ -162,11 +217,13 @@ def measured_machine(
     return Machine(
         (Tier("ssd", margin * write, margin * read, depth=ALL_BEGUN), *([host] if host is not None else [])),
         Link(*(margin * rate for rate in link)) if link is not None else None,
-        engine.mover.in_flight_limit,
+        engine.mover.stores.limit,
         max(engine.prefetcher.limit, 1),
         max(engine.mover.departures.limit, 1),
         engine.buffers.counted_bytes,
         engine.mover.batch_bytes if link is None else 0,
+        copies=engine.device.copy_bandwidth(),
+        in_order=engine.mover.stores.in_order,
     )
 
 
@@ -182,14 +239,12 @@ def host_tier(capacity: int, rates: Rates, link: tuple[float, float] | None) -> 
 
 
 def bound_stores(engine: OffloadEngine, link: tuple[float, float] | None, tape_bytes: int) -> None:
-    """On a CPU (`link` is None) let no more bytes of stores be under way than two of the largest tensors or a sixteenth of a
-    forward: the peak depends on the drive by as much. What forward then waits for, a block that is kept need not.
+    """On a CPU (`link` is None) let tensors leave in order (`offload.in_flight`), with at most two of the largest tensors or a
+    sixteenth of a forward in flight: they are a part of the peak. Called at the end of each step that is profiled: the
+    bound follows the size of forwards, up and down.
 
     Args:
-        tape_bytes: saved by the largest forward.
+        tape_bytes: saved by the largest of the latest forwards.
     """
-    mover = engine.mover
     if link is None and tape_bytes:
-        mover.in_flight_limit = min(
-            mover.in_flight_limit, max(2 * engine.prefetcher.largest, tape_bytes // 16)
-        )
+        engine.mover.stores.bound = max(2 * engine.prefetcher.largest, tape_bytes // 16)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ssdtrain.planner.step import DEVICE, Block, BlockTimes, Choice
 
-__all__ = ["expanded", "folded"]
+__all__ = ["expanded", "first_operator", "folded", "largest_two"]
 
 
 def expanded(
@@ -41,3 +41,15 @@ def folded(times: Sequence[BlockTimes], owners: Sequence[int]) -> list[BlockTime
         found[owner].load_stall += one.load_stall
         found[owner].stored += one.stored
     return found
+
+
+def first_operator(block: Block, choice: Choice) -> float:
+    """Seconds from the beginning of its forward to its first hook."""
+    if choice.recompute:
+        return block.forward
+    return block.parts[0].first_operator if block.parts else block.first_operator
+
+
+def largest_two(block: Block) -> int:
+    """Bytes: what a forward that saves nothing has of `Block.saved` at a time, the input and the output of an operator."""
+    return sum(sorted((part.saved for part in block.parts or (block,)), reverse=True)[:2])

@@ -49,7 +49,7 @@ class PlanMetrics(MetricSet):
         self.recomputed_blocks = sum(choice.recompute for choice in choices)
         self.compressed_blocks = sum(choice.compress for choice in choices)
         offloaded = [
-            block.saved
+            round(block.saved * choice.share)
             for block, choice in zip(blocks, choices, strict=True)
             if choice.tier != DEVICE and not choice.recompute
         ]

@@ -22,6 +22,7 @@ class Problem:
         actions: by name, what may be done with a block. Must have "keep". Lossy ones are here only where the config allows them.
         fixed: numbers (over all chunks) of blocks that are always kept.
         impure: the same, of blocks that are never recomputed. Their `recompute` is 0.
+        always: the same, of blocks that are recomputed in any case.
         steps: that are simulated; the last one is judged, which begins while transfers of those before are under way.
     """
 
@@ -31,6 +32,7 @@ class Problem:
     actions: Mapping[str, Choice]
     fixed: frozenset[int] = frozenset()
     impure: frozenset[int] = frozenset()
+    always: frozenset[int] = frozenset()
     steps: int = 1
 
     @property
@@ -46,9 +48,8 @@ class Problem:
     @property
     def decided(self) -> list[int]:
         """Numbers of the blocks that are decided about."""
-        return [
-            number for number, block in enumerate(self.blocks) if block.saved and number not in self.fixed
-        ]
+        settled = self.fixed | self.always
+        return [number for number, block in enumerate(self.blocks) if block.saved and number not in settled]
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes; at most, where the speed of the drive decides."""
+        """Bytes."""
         return self.timeline.peak_bytes
 
     @property
@@ -120,10 +121,20 @@ class NoPlan(ValueError):
 
     Attributes:
         smallest: the plan with the smallest peak that was found.
+        nearest: the fastest one within the limit of the device; where none is, `smallest`.
+        limits: that were searched under.
     """
 
-    def __init__(self, smallest: Plan, limits: Limits, blocks: Sequence[Block], buffers: int = 0) -> None:
-        self.smallest = smallest
+    def __init__(
+        self,
+        smallest: Plan,
+        limits: Limits,
+        blocks: Sequence[Block],
+        buffers: int = 0,
+        nearest: Plan | None = None,
+    ) -> None:
+        self.smallest, self.limits = smallest, limits
+        self.nearest = smallest if nearest is None else nearest
         parts = {**_parts(smallest, blocks), "buffers of loads": buffers}
         limited = [
             f"{format_size(limits.device)} on the device" if limits.device is not None else "",

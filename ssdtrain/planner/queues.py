@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
-from ssdtrain.planner.step import Tier
+from ssdtrain.planner.step import BlockTimes, Tier
 
-__all__ = ["Bounded", "Job", "Server"]
+__all__ = ["Bounded", "Job", "Parting", "Saved", "Server"]
 
 
 class Job:
@@ -86,6 +87,50 @@ class Server:
             self.write_free = self.read_free
         self.read += nbytes
         return self.read_free + self.tier.latency
+
+
+@dataclass(slots=True)
+class Saved:
+    """What one block of one tape left for backward."""
+
+    nbytes: int  # of it on the device before its store and after its load
+    rest: int = 0  # of these, copied out when the store begins, and on the device until backward has had it
+    job: Job | None = None
+    server: Server | None = None
+    departed: bool = False
+    pooled: bool = False  # it came back into the arena
+    held: int = 0  # bytes that the program has too
+    held_to: int = 0  # until its forward is past the block of this number
+    read: float | None = None  # when the read from the tier ends; None: there is none
+
+    @property
+    def moved(self) -> int:
+        return self.nbytes - self.rest
+
+
+class Parting:
+    """Stores of blocks that leave a device in part, until more bytes than `limit` were saved since, their own included."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: list[tuple[Saved, BlockTimes, int]] = []
+        self._passed = 0
+
+    def add(self, saved: Saved, times: BlockTimes) -> None:
+        self._waiting.append((saved, times, self._passed - saved.nbytes))
+
+    def passed(self, nbytes: int) -> list[tuple[Saved, Job, BlockTimes]]:
+        """`nbytes` more are saved: what leaves now."""
+        self._passed += nbytes
+        if not self._waiting:
+            return []
+        going = [
+            (saved, saved.job, times)
+            for saved, times, before in self._waiting
+            if self._passed - before > self._limit and saved.job is not None and not saved.job.cancelled
+        ]
+        self._waiting = [one for one in self._waiting if self._passed - one[2] <= self._limit]
+        return going
 
 
 class Bounded:

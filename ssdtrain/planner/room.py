@@ -8,14 +8,18 @@ optimizers, and what comes and goes inside of operators.
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import torch
 
+from ssdtrain.config.units import format_size
 from ssdtrain.device import CudaDevice
 from ssdtrain.offload.engine import OffloadEngine
 
 __all__ = ["DeviceMemory", "Room"]
+
+logger = logging.getLogger("ssdtrain")
 
 LEFT_FREE = 0.05
 """Of the device's memory, for fragments and what grows later."""
@@ -39,6 +43,7 @@ class Room:
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
         self._transient = 0  # the most that was allocated beside the model and the activations
+        self._warned = False
 
     def __call__(self) -> int | None:
         """Between steps; None: the device has no memory of its own. Does not wait for the device."""
@@ -47,6 +52,17 @@ class Room:
             return None
         now = self._engine.snapshot()
         return self.left(memory, now.activation_bytes, now.activation_peak_bytes)
+
+    def exceeded(self, room: int, why: ValueError) -> None:
+        """No plan stays under `room` bytes, and the nearest one is followed: said once."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "ssdtrain.plan: about %s of the device are left for activations, and the plan that is nearest to it is "
+                "followed, because %s",
+                format_size(room),
+                why,
+            )
 
     def memory(self) -> DeviceMemory | None:
         """Of a CUDA device, now."""

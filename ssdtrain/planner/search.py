@@ -15,9 +15,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from ssdtrain.planner.peaks import lowest_peak, play
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem
 from ssdtrain.planner.step import DEVICE, Pass
+from ssdtrain.planner.timeline import simulate
 
 __all__ = ["search"]
 
@@ -84,8 +84,7 @@ class _Search:
                         self.improve(start)
         ranked = self.ranked()
         if self.excess(ranked[0]) > 0:
-            smallest = min(ranked, key=lambda plan: plan.peak)
-            raise NoPlan(smallest, self.limits, self.blocks, self.problem.machine.buffers)
+            raise self.none_fits(ranked)
         found: list[Plan] = []
         seen: set[tuple[str, ...]] = set()
         for plan in ranked:
@@ -93,15 +92,21 @@ class _Search:
             if kinds not in seen and self.excess(plan) == 0:
                 seen.add(kinds)
                 found.append(plan)
-        for plan in found[: 1 + runners_up]:
-            plan.timeline.lowest_peak_bytes = lowest_peak(self.problem, self.problem.choices(plan.actions))
         return found[: 1 + runners_up]
+
+    def none_fits(self, plans: Sequence[Plan]) -> NoPlan:
+        smallest = min(plans, key=lambda plan: plan.peak)
+        limit = self.limits.device
+        within = [plan for plan in plans if limit is not None and plan.peak <= limit]
+        nearest = min(within, key=lambda plan: plan.seconds, default=smallest)
+        return NoPlan(smallest, self.limits, self.blocks, self.problem.machine.buffers, nearest)
 
     # Judging
 
     def plan(self, chosen: Sequence[str]) -> Plan:
         """The plan in which the decided blocks have the actions `chosen`, in their order."""
-        names = ["keep"] * len(self.blocks)
+        always = self.problem.always
+        names = ["recompute" if number in always else "keep" for number in range(len(self.blocks))]
         for number, name in zip(self.decided, chosen, strict=True):
             action = self.problem.actions[name]
             never = action.recompute and number in self.problem.impure
@@ -110,7 +115,9 @@ class _Search:
         key = tuple(names)
         known = self.plans.get(key)
         if known is None:
-            known = self.plans[key] = Plan(key, play(self.problem, self.problem.choices(key)))
+            of = self.problem
+            timeline = simulate(of.chunks, of.choices(key), of.order, of.machine, steps=of.steps)
+            known = self.plans[key] = Plan(key, timeline)
             if self.best is None or self.score(known) < self.score(self.best):
                 self.best = known
         return known
@@ -153,7 +160,7 @@ class _Search:
 
     def shapes(self) -> None:
         count = len(self.decided)
-        recompute = "recompute" in self.problem.actions
+        recompute = "recompute" in self.problem.actions and not self.problem.impure.issuperset(self.decided)
         numbers = list(range(count + 1)) if recompute else [0]
         step = max(1, count // 12) if recompute else 1
         for _ in range(3):

@@ -2,11 +2,12 @@
 
 What is modelled, after the engine's own rules (`ssdtrain.offload`):
 
-- A block's saved tensors are on the device from the beginning of its forward. Its store begins when its
-  forward ends: a copy over the link to a staging buffer, then a write to the tier, both served in order. At
-  most `in_flight` bytes of stores are under way: else forward waits.
-- Without a link (CPU) tensors leave when their write has ended, and a tier that is idle begins writes
-  together, when more than `together` bytes of them are queued.
+- A block's saved tensors are on the device from the beginning of its forward; where it is recomputed its inputs, and the two
+  largest others while it runs. A store begins when the block's forward ends: a copy over the link to a staging buffer, then a
+  write to the tier, both served in order. At most `in_flight` bytes of stores are under way: else forward waits.
+- Without a link (CPU) tensors leave when their write has ended, or `in_order` when a later store needs their room in
+  `in_flight`: what is left of them when their backward begins stays. A tier that is idle begins writes together, when more than
+  `together` bytes of them are queued.
 - On a device with a link the host (see `Machine.hook`) is ahead: it queues an operator, and later its backward, before the stores
   of what was queued before have ended. A store begins in the hook of the next operator, and its copy is queued behind that.
   Tensors leave in the order of what is queued: those whose store has ended when the host comes to the next hook (it waits for
@@ -18,6 +19,8 @@ What is modelled, after the engine's own rules (`ssdtrain.offload`):
   included; copies to the device while at most `window` bytes are there ahead of their use.
 - A store that has not begun when its load would begin is cancelled and its bytes stay; one whose write is
   under way is brought back from its staging buffer.
+- What stays of a block that leaves in part is copied when its store begins, while the whole is still there, and copied again
+  into the whole that a load fills; the first copy is there until backward has had the block.
 """
 
 from __future__ import annotations
@@ -25,39 +28,37 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 
-from ssdtrain.planner.queues import Bounded, Job, Server
+from ssdtrain.planner.occupancy import Occupancy
+from ssdtrain.planner.parts import first_operator, largest_two
+from ssdtrain.planner.queues import Bounded, Job, Parting, Saved, Server
 from ssdtrain.planner.step import (
     DEVICE,
     Block,
     BlockTimes,
     Choice,
     Machine,
-    StepTimeline,
 )
 
 __all__ = ["Simulation"]
 
 
-@dataclass(slots=True)
-class _Saved:
-    """What one block of one tape left for backward."""
-
-    nbytes: int  # of it on the device before its store and after its load
-    job: Job | None = None
-    server: Server | None = None
-    departed: bool = False
-    pooled: bool = False  # it came back into the arena
-    read: float | None = None  # when the read from the tier ends; None: there is none
-
-
 class Simulation:
+    """See above.
+
+    Args:
+        owners: of which block each part is, [chunk][part].
+    """
+
     def __init__(
-        self, chunks: Sequence[Sequence[Block]], choices: Sequence[Sequence[Choice]], machine: Machine
+        self,
+        chunks: Sequence[Sequence[Block]],
+        choices: Sequence[Sequence[Choice]],
+        machine: Machine,
+        owners: Sequence[Sequence[int]],
     ) -> None:
-        self.chunks, self.choices, self.machine = chunks, choices, machine
+        self.chunks, self.choices, self.machine, self.owners = chunks, choices, machine, owners
         self.servers = {tier.name: Server(tier) for tier in machine.tiers}
         self.now = self.began = 0.0
         self.host = 0.0  # when the thread that trains last waited for a transfer: with a link it waits for nothing else
@@ -65,19 +66,21 @@ class Simulation:
             0.0,
             BlockTimes(),
         )  # when the operator after the next may begin, and whose store it waits for
-        self.late: list[int] = []  # bytes that leave when the next operator has its memory
+        self.late: list[Saved] = []  # what leaves when the next operator has its memory
         self.compute = self.idle = 0.0
         self.store_link_free = self.load_link_free = 0.0
         self.stores: deque[tuple[Job, Server, BlockTimes]] = deque()  # under way
         self.store_bytes = 0
         self.deferred: list[Job] = []  # writes that begin with others
         self.deferred_bytes = 0
-        self.leaving: deque[tuple[_Saved, BlockTimes]] = deque()  # stores whose tensors are on the device
+        self.leaving: deque[tuple[Saved, BlockTimes]] = deque()  # stores whose tensors are on the device
         self.leaving_bytes = 0
+        self.parting = Parting(machine.window)
         self.staged = Bounded(machine.prefetch)
         self.ahead = Bounded(machine.window)
-        self.memory: list[tuple[float, bool, int]] = []  # when, after all others of that time, bytes
-        self.tapes: dict[tuple[int, int], tuple[list[_Saved], float]] = {}  # and the end of its forward
+        self.memory = Occupancy()
+        self.hold, self.leave = self.memory.hold, self.memory.leave
+        self.tapes: dict[tuple[int, int], tuple[list[Saved], float]] = {}  # and the end of its forward
         self.backward_began: float | None = None  # the latest
         self.blocks = [[BlockTimes() for _ in chunk] for chunk in chunks]
 
@@ -85,16 +88,19 @@ class Simulation:
         self.now += seconds
         self.compute += seconds
 
-    def hold(self, when: float, nbytes: int, *, late: bool = False) -> None:
-        if nbytes:
-            self.memory.append((when, late, nbytes))
+    def copy(self, nbytes: int) -> None:
+        """In the memory of tensors, where the stream that computes does it."""
+        if nbytes and self.machine.copies:
+            self.run(nbytes / self.machine.copies)
 
     # Forward
 
     def forward(self, chunk: int, microbatch: int) -> None:
-        tape: list[_Saved] = []
+        tape: list[Saved] = []
         parts = list(zip(self.chunks[chunk], self.choices[chunk], self.blocks[chunk], strict=True))
-        before = self.gate
+        before, owners = self.gate, self.owners[chunk]
+        self.memory.past(0, self.now)
+        unstored: deque[tuple[Saved, Server, BlockTimes]] = deque()
         for index, (block, choice, times) in enumerate(parts):
             before, gate = self.gate, before
             self.wait(*gate)
@@ -107,32 +113,47 @@ class Simulation:
                 self.depart()
             began = self.now
             self.run(block.forward)
-            self.hold(began, block.saved + block.small + block.fixed + block.forward_transient)
+            whole = block.saved + block.small
+            alive = min(whole, block.inputs + largest_two(block)) if choice.recompute else whole
+            self.hold(began, alive + block.fixed + block.forward_transient)
             while self.late:
-                self.hold(began, -self.late.pop(), late=True)
+                self.leave(self.late.pop(), began, late=True)
             self.hold(self.now, -block.forward_transient)
             kept = block.saved
             if choice.recompute:
                 kept = block.inputs
-                self.hold(self.now, kept - block.saved - block.small)
+                self.hold(self.now, kept - alive)
             self.run(choice.encode)
-            saved = _Saved(round(kept * choice.ratio))
+            for parted, job, of in self.parting.passed(block.saved):
+                self.block(job.left, of, host=False)
+                self.leave(parted, self.now)
+            saved = Saved(
+                round(kept * choice.ratio), held=block.held, held_to=owners[index] + block.held_blocks
+            )
             self.hold(self.now, saved.nbytes - kept)
+            tape.append(saved)
             if choice.tier != DEVICE and saved.nbytes:
-                last = index + 1 == len(parts)
-                following = 0.0 if last else _first_operator(*parts[index + 1][:2])
-                self.store(saved, self.servers[choice.tier], times, following=following, last=last)
+                saved.rest = round(saved.nbytes * (1 - choice.share))
+                unstored.append((saved, self.servers[choice.tier], times))
             elif self.machine.link is None:
                 self.depart()
-            tape.append(saved)
+            if block.continues:
+                continue
+            last = index + 1 == len(parts)
+            self.memory.past(owners[index] + 1 if last else owners[index + 1], self.now)
+            following = 0.0 if last else first_operator(*parts[index + 1][:2])
+            while unstored:
+                self.store(*unstored.popleft(), following=following, last=last)
+        self.memory.past(inf, self.now)
+        for saved in tape:
+            saved.held = 0
         self.wait(*self.gate)
         self.tapes[chunk, microbatch] = tape, self.now
 
-    def store(
-        self, saved: _Saved, server: Server, times: BlockTimes, *, following: float, last: bool
-    ) -> None:
-        nbytes, capacity = saved.nbytes, server.tier.capacity
+    def store(self, saved: Saved, server: Server, times: BlockTimes, *, following: float, last: bool) -> None:
+        nbytes, capacity = saved.moved, server.tier.capacity
         if capacity is not None and server.used + nbytes > capacity:
+            saved.rest = 0
             return
         full = False
         while self.stores:
@@ -140,8 +161,10 @@ class Simulation:
                 full = True
                 self.flush()
                 self.end_store(wait=True)
-            elif self.machine.link is not None or not self.end_store(wait=False):
+            elif self.machine.link is not None or self.machine.in_order or not self.end_store(wait=False):
                 break
+        self.hold(self.now, saved.rest)
+        self.copy(saved.rest)
         job = Job(nbytes, self.now)
         if self.machine.link is not None:
             # Its copy is queued behind the operator in whose hook it begins.
@@ -163,8 +186,11 @@ class Simulation:
         self.store_bytes += nbytes
         saved.job, saved.server = job, server
         times.stored += nbytes
-        self.leaving.append((saved, times))
-        self.leaving_bytes += nbytes
+        if saved.rest and self.machine.link is not None:
+            self.parting.add(saved, times)
+        else:
+            self.leaving.append((saved, times))
+            self.leaving_bytes += saved.nbytes
         self.depart(late=full and not last)  # the host has queued the next operator before it waits
 
     def end_store(self, *, wait: bool) -> bool:
@@ -194,21 +220,25 @@ class Simulation:
             saved, times = self.leaving[0]
             job, server = saved.job, saved.server
             if job is not None and server is not None and not job.cancelled:
-                if self.machine.link is None:
+                if self.machine.in_order:
+                    if not job.over:
+                        return
+                    self.leave(saved, self.now, late=True)
+                elif self.machine.link is None:
                     server.serve(self.now)
                     if not job.served or job.end > self.now:
                         return
-                    self.hold(job.end, -saved.nbytes)
+                    self.leave(saved, job.end)
                 else:
                     if not job.over:
                         if self.leaving_bytes <= self.machine.window:
                             return
                         self.block(job.left, times, host=False)
                     if late:
-                        self.late.append(saved.nbytes)
+                        self.late.append(saved)
+                        saved.departed = True
                     else:
-                        self.hold(self.now, -saved.nbytes)
-                saved.departed = True
+                        self.leave(saved, self.now)
             self.leaving.popleft()
             self.leaving_bytes -= saved.nbytes
 
@@ -267,7 +297,7 @@ class Simulation:
                 stored = saved.job
                 ready = self.load(saved, saved.server, stored, reads, max(reads, copies), asked[first])
                 if stored.cancelled:
-                    times.stored -= saved.nbytes
+                    times.stored -= saved.moved
                 if ready > self.now:
                     times.load_stall += ready - self.now
                     self.now = ready
@@ -296,7 +326,7 @@ class Simulation:
             lingers = saved.nbytes if left > self.host else 0
             if lingers:
                 lingering.append((left, lingers))
-            self.hold(self.now, pooled - alive + lingers)
+            self.hold(self.now, pooled - alive + lingers - saved.rest)
             if self.machine.link is None:
                 self.depart()
         self.hold(self.now, -sum(size for _, size in lingering))
@@ -305,7 +335,7 @@ class Simulation:
             pass
 
     def load(
-        self, saved: _Saved, server: Server, job: Job, announced: float, copied: float, asked: float
+        self, saved: Saved, server: Server, job: Job, announced: float, copied: float, asked: float
     ) -> float:
         """When the bytes are on the device, in memory that is counted from when they may be copied into it.
 
@@ -317,11 +347,16 @@ class Simulation:
         nbytes, link = saved.nbytes, self.machine.link
         issued = self.staged.admit(nbytes, announced)
         seen = issued if link is None or issued > announced else min(issued, asked)
+        if self.machine.in_order and not saved.departed and self.backward_began is not None:
+            seen = self.backward_began
         server.serve(seen)
-        server.used -= nbytes
+        server.used -= saved.moved
         if not server.begun(job, seen):
             job.cancelled = True
-            server.written -= nbytes
+            server.written -= saved.moved
+        if self.machine.in_order and not saved.departed:
+            saved.job = None
+            return self.now
         if link is None:
             self.depart()
             if not job.served or job.end > issued:
@@ -329,7 +364,8 @@ class Simulation:
                 if saved.departed:
                     self.hold(job.end, nbytes)
                 return self.now
-            ready = server.begin_read(nbytes, issued)
+            ready = server.begin_read(saved.moved, issued)
+            self.copy(saved.rest)
             saved.pooled = self.machine.buffers > 0
             if not saved.pooled:
                 self.hold(issued, nbytes)
@@ -339,17 +375,16 @@ class Simulation:
             saved.job = None
             return self.now
         if job.served and job.end <= seen:
-            saved.read = ready = server.begin_read(nbytes, seen)
+            saved.read = ready = server.begin_read(saved.moved, seen)
         else:
             ready = max(issued, job.left)
         room = self.ahead.admit(nbytes, copied)
         self.hold(room, nbytes)
-        self.load_link_free = max(ready, room, self.load_link_free) + nbytes / link.to_device
+        seconds = saved.moved / link.to_device + saved.rest / (self.machine.copies or inf)
+        self.load_link_free = max(ready, room, self.load_link_free) + seconds
         self.staged.hold(nbytes, self.load_link_free)
         self.ahead.hold(nbytes, max(self.load_link_free, self.now))
         return self.load_link_free
-
-    # The outcome
 
     def next_step(self) -> None:
         """What is counted from now on is the next step's."""
@@ -361,36 +396,3 @@ class Simulation:
                 times.stored = 0
         for server in self.servers.values():
             server.written = server.read = 0
-
-    def outcome(self, *, memory: bool) -> StepTimeline:
-        live = peak = 0
-        when = 0.0
-        line = [(0.0, self.machine.buffers)] if memory else []
-        for time, _, change in sorted(self.memory):
-            live += change
-            if memory and time >= self.began:
-                line.append((time - self.began, live + self.machine.buffers))
-            if live > peak:
-                peak, when = live, time
-        flat = [times for chunk in self.blocks for times in chunk]
-        return StepTimeline(
-            self.now - self.began,
-            self.compute,
-            self.idle,
-            sum(times.store_stall for times in flat),
-            sum(times.load_stall for times in flat),
-            peak + self.machine.buffers,
-            when,
-            {name: server.written for name, server in self.servers.items()},
-            {name: server.read for name, server in self.servers.items()},
-            {name: server.peak for name, server in self.servers.items()},
-            self.blocks,
-            line,
-        )
-
-
-def _first_operator(block: Block, choice: Choice) -> float:
-    """Seconds from the beginning of its forward to its first hook."""
-    if choice.recompute:
-        return block.forward
-    return block.parts[0].first_operator if block.parts else block.first_operator

@@ -50,6 +50,12 @@ class Block:
     """Bytes alive during its backward only: gradients of activations, workspaces."""
     first_operator: float = 0.0
     """Of `forward`, seconds until its first tensor is saved. The copies of what was saved before begin after it."""
+    held: int = 0
+    """Of `saved`, bytes that the program has too: a store does not free them before forward is past the block and `held_blocks`
+    more."""
+    held_blocks: int = 0
+    continues: bool = False
+    """Its operator saves what follows too: stores begin after that."""
     parts: tuple[Block, ...] = ()
     """What it saves, in forward order, where that is known more finely: stores begin and loads are needed part by part. Their
     seconds and bytes add up to the block's."""
@@ -73,6 +79,8 @@ class Choice:
     """Seconds of encoding, on the stream that computes, after the block's forward."""
     decode: float = 0.0
     """Seconds of decoding, before its backward."""
+    share: float = 1.0
+    """Of the bytes, what goes to `tier`; the others are copied, and the copy stays on the device."""
 
     @property
     def lossy(self) -> bool:
@@ -121,8 +129,10 @@ class Machine:
 
     `link` is None where tensors are stored from host memory without a copy (CPU). `buffers`: bytes of the arena that they come
     back into, where it is of the memory that activations take; it is there all the time. `together`: bytes of
-    writes that are queued before an idle tier begins them (CPU). `hook`: seconds of the host for one operator and its
+    writes that are queued before an idle tier begins them (CPU). `in_order`: without a link, tensors leave when later stores need
+    their room in `in_flight`, and not before. `hook`: seconds of the host for one operator and its
     hook, with a link, where the host is ahead of the device by as much as it is faster; None: not known, and it is not ahead.
+    `copies`: bytes per second of a copy within the memory that tensors are in; None: not known, and blocks leave whole.
     """
 
     tiers: tuple[Tier, ...] = ()
@@ -133,6 +143,8 @@ class Machine:
     buffers: int = 0
     together: int = 0
     hook: float | None = None
+    copies: float | None = None
+    in_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +218,6 @@ class StepTimeline:
     """[chunk][block]"""
     memory: list[tuple[float, int]] = field(default_factory=list)
     """(seconds from the first forward, bytes on the device from then on), where it was asked for."""
-    lowest_peak_bytes: int | None = None
-    """The least that the peak may be, where the speed of the drive decides (see `planner.peaks`); `peak_bytes` is the most."""
 
     @property
     def stall(self) -> float:

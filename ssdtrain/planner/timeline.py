@@ -10,10 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ssdtrain.planner.parts import expanded, folded
+from ssdtrain.planner.plans import Problem
 from ssdtrain.planner.simulation import Simulation
-from ssdtrain.planner.step import Block, Choice, Machine, Pass, StepTimeline
+from ssdtrain.planner.step import KEEP, Block, Choice, Machine, Pass, StepTimeline
 
-__all__ = ["simulate"]
+__all__ = ["kept_step", "simulate"]
+
+
+def kept_step(problem: Problem) -> StepTimeline:
+    """The step that keeps everything."""
+    choices = [[KEEP] * len(chunk) for chunk in problem.chunks]
+    return simulate(problem.chunks, choices, problem.order, problem.machine)
 
 
 def simulate(
@@ -43,7 +50,7 @@ def simulate(
         if len(blocks) != len(chosen):
             raise ValueError(f"chunk {number} has {len(blocks)} blocks and {len(chosen)} choices")
     chunks, choices, owners = expanded(chunks, choices)
-    running = Simulation(chunks, choices, machine)
+    running = Simulation(chunks, choices, machine, owners)
     for number in range(steps):
         if number:
             running.next_step()
@@ -55,6 +62,28 @@ def simulate(
                 running.forward(one.chunk, one.microbatch)
             else:
                 running.backward(one.chunk, one.microbatch)
-    outcome = running.outcome(memory=memory)
+    outcome = _outcome(running, memory)
     outcome.blocks = [folded(times, of) for times, of in zip(outcome.blocks, owners, strict=True)]
     return outcome
+
+
+def _outcome(running: Simulation, memory: bool) -> StepTimeline:
+    peak, when = running.memory.peak()
+    buffers = running.machine.buffers
+    line = running.memory.line(running.began) if memory else []
+    flat = [times for chunk in running.blocks for times in chunk]
+    servers = running.servers
+    return StepTimeline(
+        running.now - running.began,
+        running.compute,
+        running.idle,
+        sum(times.store_stall for times in flat),
+        sum(times.load_stall for times in flat),
+        peak + buffers,
+        when,
+        {name: server.written for name, server in servers.items()},
+        {name: server.read for name, server in servers.items()},
+        {name: server.peak for name, server in servers.items()},
+        running.blocks,
+        [(at, live + buffers) for at, live in line],
+    )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-__all__ = ["BlockProfile", "ModelProfile", "count_blocks", "find_blocks", "profile_blocks"]
+__all__ = ["BlockProfile", "ModelProfile", "count_blocks", "find_blocks", "names_a_module", "profile_blocks"]
 
 Step = Callable[[], Tensor]
 """Runs the model's forward and returns the loss."""
@@ -71,6 +71,11 @@ class ModelProfile:
     def saved(self) -> int:
         """Bytes saved in all."""
         return self.outside + sum(block.saved for block in self.blocks)
+
+
+def names_a_module(model: nn.Module, patterns: Sequence[str]) -> bool:
+    """True if one of these patterns of `find_blocks` names a module of `model`."""
+    return any(fnmatchcase(name, pattern) for name, _ in model.named_modules() for pattern in patterns)
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.Module]:

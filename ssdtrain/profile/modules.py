@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -33,6 +35,13 @@ class Running(NamedTuple):
     kind: str
 
 
+class _Thread(threading.local):
+    """What runs on this thread."""
+
+    stack: tuple[Running, ...] = ()
+    began: tuple[tuple[Running, Spans, float], ...] = ()
+
+
 class ModuleNames:
     """Tracks the stack of running modules per thread, with forward hooks on the modules of watched models.
 
@@ -41,21 +50,19 @@ class ModuleNames:
     """
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self._local = _Thread()
         self._removals: list[Callable[[], None]] = []
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models
+        self._owners: set[object] = set()
+        self.watching = False
+        """Whether hooks are in place."""
         self.spans: Spans | None = None
         """Gets the forward of each module as a span; None: not recorded."""
 
     @property
-    def watching(self) -> bool:
-        """Whether hooks are in place."""
-        return bool(self._removals)
-
-    @property
     def stack(self) -> tuple[Running, ...]:
         """The running modules of this thread, outermost first."""
-        found: tuple[Running, ...] = getattr(self._local, "stack", ())
-        return found
+        return self._local.stack
 
     @property
     def current(self) -> str:
@@ -63,8 +70,14 @@ class ModuleNames:
         stack = self.stack
         return stack[-1].name if stack else ""
 
-    def watch(self, model: nn.Module, prefix: str = "") -> None:
-        """Track the modules of `model` until `close`."""
+    def watch(self, model: nn.Module, prefix: str = "", owner: object = None) -> None:
+        """Track the modules of `model` until each owner that watches a model has called `close`. A model that is watched already
+        gets no second hooks."""
+        self._owners.add(owner)
+        if model in self._watched:
+            return
+        self._watched.add(model)
+        self.watching = True
         for name, module in model.named_modules(prefix=prefix):
             running = Running(plain_name(name), type(module).__name__)
             before = module.register_forward_pre_hook(_Enter(self, running), prepend=True)
@@ -92,7 +105,7 @@ class ModuleNames:
 
     def _open(self, spans: Spans) -> tuple[tuple[Running, Spans, float], ...]:
         """What has begun on this thread and not ended; not what an earlier recording left."""
-        return tuple(one for one in getattr(self._local, "began", ()) if one[1] is spans)
+        return tuple(one for one in self._local.began if one[1] is spans)
 
     def _end(self, running: Running, spans: Spans) -> None:
         found = self._open(spans)
@@ -109,18 +122,25 @@ class ModuleNames:
                 return stack[:index]
         return stack
 
-    def close(self) -> None:
-        """Remove the hooks."""
+    def close(self, owner: object = None) -> None:
+        """This owner needs no names any more: the hooks of all models go with the last one."""
+        self._owners.discard(owner)
+        if self._owners:
+            return
+        self._watched.clear()
+        self.watching = False
         while self._removals:
             self._removals.pop()()
+        self._local.stack = ()  # no hook is left to take a running module off
 
 
-def _nothing(*_: Any) -> None:
-    return None
+_NO_HOOK = getattr, (contextlib.nullcontext(), "__exit__")
+"""See `no_hook`: what does nothing, and is found without this package where a file is loaded."""
 
 
-def no_hook() -> Callable[..., None]:
-    return _nothing
+def no_hook() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What `__reduce__` of a hook returns that is copied or pickled as one without effect."""
+    return _NO_HOOK
 
 
 class _Enter:
@@ -133,7 +153,7 @@ class _Enter:
         self.names.enter(self.running)
 
     def __reduce__(self) -> Any:
-        return no_hook, ()
+        return no_hook()
 
 
 class _Leave:
@@ -144,7 +164,7 @@ class _Leave:
         self.names.leave(self.running)
 
     def __reduce__(self) -> Any:
-        return no_hook, ()
+        return no_hook()
 
 
 def matches(stack: tuple[Running, ...], patterns: tuple[str, ...]) -> bool:

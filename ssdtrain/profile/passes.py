@@ -42,6 +42,8 @@ class RegionTimes(NamedTuple):
     """Waited in the hook that brought it back."""
     stays: bool = False
     """No plan may move it."""
+    operator: int = -1
+    """Number of the operator that saved it; -1: not known."""
 
 
 class TapeTimes(NamedTuple):
@@ -66,11 +68,22 @@ class PassTimes(NamedTuple):
     """(name of the region, begin, end): in forward of hooks that made a region, in backward of all."""
 
 
+class _Made(NamedTuple):
+    """A region, as `RegionTimes` has it."""
+
+    name: str = ""
+    stays: bool = False
+    operator: int = -1
+
+
+_NONE = _Made()
+
+
 class _Pass:
     def __init__(self, serial: int, chunk: int) -> None:
         self.serial, self.chunk = serial, chunk
-        # Regions and bytes of the tape so far, name of the region that was made and whether it stays, begin and end of the hook.
-        self.hooks: list[tuple[int, int, str, bool, _Timestamp, _Timestamp]] = []
+        # Regions and bytes of the tape so far, of the region that was made, begin and end of the hook.
+        self.hooks: list[tuple[int, int, _Made, _Timestamp, _Timestamp]] = []
         self.uses: list[tuple[int, _Timestamp, _Timestamp]] = []
         self.began: _Timestamp | None = None
         self.saved: _Timestamp | None = None  # the end of its forward
@@ -78,19 +91,22 @@ class _Pass:
 
     def times(self) -> TapeTimes:
         """Raises TypeError where the device has not come to its end: ask `StepRecord.passed` first."""
-        forward, nbytes, names, stored, stays = self._forward()
+        forward, nbytes, made, stored = self._forward()
         backward, loaded = self._backward(len(nbytes))
-        regions = zip(nbytes, names, forward, backward, stored, loaded, stays, strict=True)
-        return TapeTimes(
-            self.serial, self.chunk, tuple(RegionTimes(*one) for one in regions), bool(self.uses)
+        regions = tuple(
+            RegionTimes(size, one.name, before, after, store, load, one.stays, one.operator)
+            for size, one, before, after, store, load in zip(
+                nbytes, made, forward, backward, stored, loaded, strict=True
+            )
         )
+        return TapeTimes(self.serial, self.chunk, regions, bool(self.uses))
 
     def passes(self) -> Iterator[PassTimes]:
         """As `times`, one by one."""
         made: list[tuple[str, float, float]] = []
-        for count, _, name, _, began, ended in self.hooks:
+        for count, _, region, began, ended in self.hooks:
             if count > len(made):
-                made.append((name, _passed(began), _passed(ended)))
+                made.append((region.name, _passed(began), _passed(ended)))
         if self.began is not None and self.saved is not None:
             yield PassTimes("forward", self.chunk, _passed(self.began), _passed(self.saved), tuple(made))
         used = [
@@ -102,16 +118,15 @@ class _Pass:
             last = used[-1][2] if self.ended is None else max(used[-1][2], _passed(self.ended))
             yield PassTimes("backward", self.chunk, used[0][1], last, tuple(used))
 
-    def _forward(self) -> tuple[list[float], list[int], list[str], list[float], list[bool]]:
+    def _forward(self) -> tuple[list[float], list[int], list[_Made], list[float]]:
         seconds: list[float] = []
         nbytes: list[int] = []
-        names: list[str] = []
-        staying: list[bool] = []
+        made: list[_Made] = []
         stalls: list[float] = []
         before = _passed(self.began) if self.began is not None else None
         computed = waited = 0.0
         known = 0
-        for count, total, name, stays, began, ended in self.hooks:
+        for count, total, region, began, ended in self.hooks:
             if before is not None:
                 computed += max(0.0, _passed(began) - before)
             before = _passed(ended)
@@ -119,12 +134,11 @@ class _Pass:
             if count > len(nbytes):
                 seconds.append(computed)
                 nbytes.append(total - known)
-                names.append(name)
-                staying.append(stays)
+                made.append(region)
                 stalls.append(waited)
                 computed = waited = 0.0
                 known = total
-        return seconds, nbytes, names, stalls, staying
+        return seconds, nbytes, made, stalls
 
     def _backward(self, count: int) -> tuple[list[float], list[float]]:
         seconds, stalls = [0.0] * count, [0.0] * count
@@ -175,6 +189,7 @@ class PassRecorder:
     def __init__(self) -> None:
         self.active = False
         self._records: dict[str, StepRecord] = {}
+        self._stopped: dict[str, StepRecord] = {}
         self._serial = 0
         self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
         self._current: _Pass | None = None  # whose backward runs
@@ -182,10 +197,18 @@ class PassRecorder:
     def request(self, user: str, on: bool) -> None:
         """`user` needs what is recorded from now on, or does not any more; `active` while anyone does. What it has not taken is
         dropped."""
+        self._stopped.pop(user, None)
         if on:
             self._records.setdefault(user, StepRecord())
         else:
             self._records.pop(user, None)
+        self.active = bool(self._records)
+
+    def stop(self, user: str) -> None:
+        """No more is recorded for `user`, who may still take what was."""
+        record = self._records.pop(user, None)
+        if record is not None:
+            self._stopped[user] = record
         self.active = bool(self._records)
 
     def forward_began(self, tape: _Tape, now: _Timestamp) -> None:
@@ -207,11 +230,11 @@ class PassRecorder:
         """A tensor was saved, in a region of its own or not."""
         found = self._passes.get(tape)
         if found is not None:
-            count, name, stays = len(tape.regions), "", False
+            count, made = len(tape.regions), _NONE
             region = tape.regions[-1] if count > (found.hooks[-1][0] if found.hooks else 0) else None
             if region is not None:  # else there is no new one, or it was released meanwhile
-                name, stays = region.name, region.stays
-            found.hooks.append((count, tape.nbytes, name, stays, began, ended))
+                made = _Made(region.name, region.stays, region.operator)
+            found.hooks.append((count, tape.nbytes, made, began, ended))
             self._reached(ended)
 
     def unpacked(self, tape: _Tape, index: int, began: _Timestamp, ended: _Timestamp) -> None:
@@ -228,7 +251,7 @@ class PassRecorder:
     def last_packed(self, tape: _Tape) -> _Timestamp | None:
         """The end of the hook that last saved a tensor of `tape`."""
         found = self._passes.get(tape)
-        return found.hooks[-1][5] if found is not None and found.hooks else None
+        return found.hooks[-1][-1] if found is not None and found.hooks else None
 
     def serial(self, tape: _Tape) -> int | None:
         """The serial number of `tape`; None: it is not recorded."""
@@ -246,7 +269,7 @@ class PassRecorder:
         """What was recorded for `user` since it asked, or since the last call; empty where it has not asked."""
         taken = self._records.get(user)
         if taken is None:
-            return StepRecord()
+            return self._stopped.pop(user, None) or StepRecord()
         self._records[user] = StepRecord()
         return taken
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,8 @@ class Span:
         small: bytes of the storages that it saved and that are not in these regions.
         plain: it is called with plain arguments: see `may_run_again`.
         why: it must not run again; "": it may.
+        held: by the index of a region, at the end of how many blocks after this one (0: of this one) the program still had the
+            tensor: its memory is there until then, though it leaves.
         timestamps: of its begin, of the end of the hook that saved its last tensor, of its end; None where passes are not
             recorded.
     """
@@ -45,6 +47,7 @@ class Span:
     plain: bool = True
     why: str = ""
     timestamps: tuple[Any, Any, Any] | None = None
+    held: dict[int, int] = field(default_factory=dict)
 
     @property
     def pure(self) -> bool:
@@ -59,12 +62,13 @@ OBJECT = "it is called with an object that is no tensor or plain value (a cache:
 
 
 class Collectives(TorchDispatchMode):
-    """While it is active, calls `seen` before every collective and message of this thread.
+    """While it is active, calls `seen` before every collective and message of this thread, with its process group where that is
+    known, else None.
 
     A second run of what communicates would pair with whatever another rank, which runs nothing again, sends next.
     """
 
-    def __init__(self, seen: Callable[[], None]) -> None:
+    def __init__(self, seen: Callable[[Any], None]) -> None:
         super().__init__()
         self._seen = seen
 
@@ -74,11 +78,23 @@ class Collectives(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types:
+        # A Parameter may come here as a class of its own, without operations of its own.
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # a DTensor, for one: its operations on plain tensors are seen
         if func.namespace in COMMUNICATION:
-            self._seen()
+            self._seen(_group_of(args))
         return func(*args, **(kwargs or {}))
+
+
+def _group_of(arguments: Sequence[Any]) -> Any:
+    """The process group among the arguments of an operator; None: it has none of that type."""
+    for value in arguments:
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return torch.distributed.ProcessGroup.unbox(value)
+            except (AttributeError, RuntimeError, TypeError):
+                continue
+    return None
 
 
 class _Running(NamedTuple):
@@ -91,6 +107,8 @@ class _Running(NamedTuple):
     """That it is called with, and its buffers."""
     versions: list[int]
     """Of these, before."""
+    buffers: list[int]
+    """Which objects its buffers were, by id: `tensors` keeps these alive."""
     unoffloaded: int
     """What the meter counted before, bytes."""
     began: Any
@@ -110,6 +128,9 @@ class BlockSpans:
         """Of the forward that runs, or the latest."""
         self._engine, self._tape = engine, tape
         self._running: _Running | None = None
+        self._watched: list[
+            tuple[Span, int, int]
+        ] = []  # regions that the program may have: span, its number, index
         self._hooks = []
         for name, block in blocks.items():
             self._hooks.append(block.register_forward_pre_hook(_Before(self, name), with_kwargs=True))
@@ -117,7 +138,7 @@ class BlockSpans:
 
     def begin(self) -> None:
         """A forward of the model begins."""
-        self.found, self._running = [], None
+        self.found, self._running, self._watched = [], None, []
 
     def remove(self) -> None:
         """Remove the hooks. Idempotent."""
@@ -139,9 +160,11 @@ class BlockSpans:
         began = self._engine.device.timestamp() if self._recorder() is not None else None
         counted = self._engine.meter.unoffloaded_bytes
         watched = [*tensors, *block.buffers()]
-        self._running = _Running(span, storages, watched, versions(watched), counted, began)
+        self._running = _Running(
+            span, storages, watched, versions(watched), _identities(block.buffers()), counted, began
+        )
 
-    def communicates(self) -> None:
+    def communicates(self, _: object = None) -> None:
         """A collective is called: the block that runs, if one does, must not run again."""
         if self._running is not None:
             self._running.span.why = (
@@ -159,18 +182,40 @@ class BlockSpans:
         span.inputs = sum(region.nbytes for region in saved if region.seen.key in running.storages)
         grown = self._engine.meter.unoffloaded_bytes - running.unoffloaded
         span.small = max(0, grown - sum(region.nbytes for region in saved))
-        if not span.why and running.versions != versions(running.tensors):
+        replaced = running.buffers != _identities(block.buffers())  # self.average = 0.9 * self.average + ...
+        if not span.why and (replaced or running.versions != versions(running.tensors)):
             span.why = "it changes a buffer, or its input in place"
         if recorder is not None and running.began is not None:
             last = recorder.last_packed(tape)
             ended = self._engine.device.timestamp()
             span.timestamps = (running.began, running.began if last is None else last, ended)
+        for region in saved:
+            if region.seen.key in running.storages:
+                span.held[region.index] = 0  # by whoever called the block
+            self._watched.append((span, len(self.found), region.index))
+        self._note_held(tape)
         self.found.append(span)
+
+    def _note_held(self, tape: Any) -> None:
+        """A block has ended: see `Span.held`."""
+        still = []
+        for span, number, index in self._watched:
+            region = tape.regions[index]
+            if region is None or (region.emptied and region.seen() is None):
+                continue
+            if region.emptied:
+                span.held[index] = len(self.found) - number
+            still.append((span, number, index))
+        self._watched = still
 
 
 def versions(values: Any) -> list[int]:
     """How often each tensor in `values` was changed in place, where torch counts it."""
     return [t._version for t in tree_iter(values) if isinstance(t, Tensor) and not t.is_inference()]
+
+
+def _identities(tensors: Iterable[Tensor]) -> list[int]:
+    return [id(tensor) for tensor in tensors]
 
 
 class _Before:
@@ -183,7 +228,7 @@ class _Before:
         self.spans.enter(self.name, block, (args, kwargs))
 
     def __reduce__(self) -> Any:
-        return no_hook, ()
+        return no_hook()
 
 
 class _After:
@@ -194,4 +239,4 @@ class _After:
         self.spans.leave(self.name, block)
 
     def __reduce__(self) -> Any:
-        return no_hook, ()
+        return no_hook()

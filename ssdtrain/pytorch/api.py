@@ -14,11 +14,14 @@ from torch import nn
 
 from ssdtrain.config import Config, load_config
 from ssdtrain.features import Feature
+from ssdtrain.integration.random_trackers import register_trackers
 from ssdtrain.offload.checkpoint import checkpoint
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tape import Tape
 from ssdtrain.planner.execute import recomputable_blocks
+from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.pytorch.attached import attach_model
+from ssdtrain.pytorch.steps import record_unannounced_steps
 from ssdtrain.runtime import Runtime
 
 __all__ = ["Offload", "attach", "checkpoint", "offload"]
@@ -142,7 +145,7 @@ def attach(
         local_rank=local_rank,
         local_world_size=local_world_size,
         policy=policy,
-        plan_blocks=recomputable_blocks(model, read.plan) if read.plans and read.plan is not None else None,
+        plan_blocks=_plan_blocks(model, read),
         features=features,
         chunked_state=True,
     )
@@ -151,11 +154,20 @@ def attach(
     if runtime.state is not None:
         runtime.state.optimizer = optimizer
     try:
+        record_unannounced_steps(runtime)
         attach_model(runtime, model)
     except BaseException:
         runtime.close()
         raise
     return runtime
+
+
+def _plan_blocks(model: nn.Module, config: Config) -> PlanBlocks | None:
+    if not config.plans or config.plan is None:
+        return None
+    blocks = recomputable_blocks(model, config.plan) or {}
+    why = register_trackers() if blocks and config.plan.recompute != "off" else ""
+    return PlanBlocks(why=why) if why else PlanBlocks(blocks, announced=False, compress=True)
 
 
 def _device_of(model: nn.Module | None, device: torch.device | str | None) -> torch.device:

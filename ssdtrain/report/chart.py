@@ -96,7 +96,7 @@ def line_chart(lines: Sequence[Line], unit: Unit, what: str, *, from_zero: bool 
 
 
 def bar_chart(bars: Sequence[Bar], unit: Unit, names: Sequence[str]) -> str:
-    """A `<figure>` of horizontal bars with their values.
+    """A `<figure>` of horizontal bars with their values. Of a bar with several parts those that are 0 are left out.
 
     Args:
         names: of the parts, for the legend; one name needs none.
@@ -110,6 +110,7 @@ def bar_chart(bars: Sequence[Bar], unit: Unit, names: Sequence[str]) -> str:
             f'<span class="track"><span class="bar b{index % 8}" style="width:{80 * part / most:.2f}%"></span>'
             f"<span>{escape(unit.text(part))}</span></span>"
             for index, part in enumerate(bar.parts)
+            if part or not any(bar.parts)
         )
         rows.append(
             f'<div class="row"><span class="of" title="{escape(bar.label)}">{escape(bar.label)}</span><span>{tracks}</span></div>'

@@ -26,6 +26,12 @@ spaces for underscores and without zeros. Metrics of collectives begin with `com
 
 A counter is a total since the start; a line of the journal has what the step added. A gauge is a value of the moment. "Ranks"
 says how the values of several ranks become one: the sum, or that of the rank with the most or the least.
+
+A line of the journal also has `load_waits`, the three modules whose saved tensors backward waited for longest in the step, and
+`decisions`, where they are others than before. The lines of steps 2, 4, 8 ... 1024 and of each 1024th have `modules`: for each
+module that saved tensors, `offloaded_bytes`, `kept_bytes` (by the policy, for want of room, or because backward came before the
+store) and `load_wait_seconds`. Names are unknown in a model that `torch.compile` has compiled: there regions have the number of
+their model chunk and their own.
 """
 
 

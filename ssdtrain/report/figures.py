@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ssdtrain.report.run import RankJournal, Run, metric_named
+from ssdtrain.report.run import ModuleUse, RankJournal, Run, metric_named
 from ssdtrain.telemetry.registry import Reduce, Unit
 from ssdtrain.telemetry.text import duration_text, size_text
 
-__all__ = ["TILES", "Tile", "per_step", "rank_rows", "traffic_rows", "waited_share"]
+__all__ = [
+    "TILES",
+    "Tile",
+    "metric_rows",
+    "module_rows",
+    "per_step",
+    "rank_rows",
+    "traffic_rows",
+    "waited_share",
+]
 
 WAITS = ("store_wait_seconds", "load_wait_seconds")
 
@@ -168,6 +177,20 @@ def traffic_rows(run: Run) -> tuple[list[str], list[list[str]]]:
         "codec",
         "waited",
     ], rows
+
+
+def module_rows(modules: Mapping[str, ModuleUse]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of the table of modules."""
+    rows = [
+        [
+            name,
+            size_text(used.offloaded_bytes),
+            size_text(used.kept_bytes),
+            duration_text(used.load_wait_seconds),
+        ]
+        for name, used in modules.items()
+    ]
+    return ["module", "offloaded", "kept", "waited for loads"], rows
 
 
 def metric_rows(run: Run) -> tuple[list[str], list[list[str]]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 
 from ssdtrain import __version__
 from ssdtrain.report.chart import Bar, Line, bar_chart, line_chart
-from ssdtrain.report.figures import TILES, Tile, metric_rows, per_step, rank_rows, traffic_rows
+from ssdtrain.report.figures import TILES, Tile, metric_rows, module_rows, per_step, rank_rows, traffic_rows
 from ssdtrain.report.run import Run, metric_named
 from ssdtrain.report.style import CSS, SCRIPT
 from ssdtrain.telemetry.registry import Reduce, Unit
@@ -34,7 +35,8 @@ def page(run: Run, against: Run | None = None, *, refresh: int | None = None) ->
         _step_time(run, against),
         _waits(run, against),
         _bytes(run, against),
-        _modules(run),
+        _module_bytes(run),
+        _module_waits(run),
         _traffic(run),
         _loss(run, against),
         _decisions(run),
@@ -150,7 +152,14 @@ def _memory(run: Run, against: Run | None) -> str:
 
 def _step_time(run: Run, against: Run | None) -> str:
     lines = _runs(run, against, "step_seconds", Reduce.MAX) if against else _by_rank(run, "step_seconds")
-    lead = "From the end of one optimizer step to the end of the next."
+    # 0 of a first step: nothing said when it began.
+    lines = [
+        replace(line, points={step: value for step, value in line.points.items() if value}) for line in lines
+    ]
+    lead = (
+        "From the beginning of each step to its end; where the loop does not say when a step begins, from the end of the one "
+        "before."
+    )
     return _card("Step time", lead, line_chart(lines, Unit.SECONDS, "time"))
 
 
@@ -191,7 +200,27 @@ def _bytes(run: Run, against: Run | None) -> str:
     return _card("Bytes per step", lead, line_chart(lines, Unit.BYTES, "bytes"))
 
 
-def _modules(run: Run) -> str:
+def _module_bytes(run: Run) -> str:
+    modules = run.modules()
+    if not modules:
+        return ""
+    largest = sorted(modules, key=lambda name: -modules[name].saved_bytes)[:MOST_MODULES]
+    bars = [
+        Bar(name, [modules[name].offloaded_bytes, modules[name].kept_bytes])
+        for name in modules
+        if name in largest
+    ]
+    steps = sorted({journal.modules_step for journal in run.journals if journal.modules})
+    which = f"step {steps[0]}" if len(steps) == 1 else f"one of the steps {steps[0]} to {steps[-1]}"
+    lead = f"Bytes that modules saved for backward in {which}, the sum of all ranks: offloaded, and kept in memory."
+    if len(modules) > len(largest):
+        lead += f" The {len(largest)} of {len(modules)} modules that saved most."
+    table = _rows(module_rows(modules))
+    body = bar_chart(bars, Unit.BYTES, ["offloaded", "kept"])
+    return _card("Bytes by module", lead, f"{body}<details><summary>All modules</summary>{table}</details>")
+
+
+def _module_waits(run: Run) -> str:
     waits = run.waits()
     if not waits:
         return ""

@@ -13,7 +13,7 @@ import ssdtrain.telemetry.totals  # noqa: F401 - and with it every feature's met
 from ssdtrain.telemetry.lines import read_lines
 from ssdtrain.telemetry.registry import Metric, MetricSet, Reduce, Unit
 
-__all__ = ["NoJournals", "RankJournal", "Run", "metric_named"]
+__all__ = ["ModuleUse", "NoJournals", "RankJournal", "Run", "metric_named"]
 
 _FILE = re.compile(r"rank-(\d+)(?:\.(\d+))?\.jsonl")
 _REDUCE: dict[Reduce, Callable[[Iterable[float]], float]] = {
@@ -25,6 +25,26 @@ _REDUCE: dict[Reduce, Callable[[Iterable[float]], float]] = {
 
 class NoJournals(ValueError):
     """A directory has no journal with a complete line."""
+
+
+@dataclass(frozen=True)
+class ModuleUse:
+    """What the tensors that one module saved did in one step."""
+
+    offloaded_bytes: float = 0
+    kept_bytes: float = 0
+    load_wait_seconds: float = 0.0
+
+    def __add__(self, other: ModuleUse) -> ModuleUse:
+        return ModuleUse(
+            self.offloaded_bytes + other.offloaded_bytes,
+            self.kept_bytes + other.kept_bytes,
+            self.load_wait_seconds + other.load_wait_seconds,
+        )
+
+    @property
+    def saved_bytes(self) -> float:
+        return self.offloaded_bytes + self.kept_bytes
 
 
 @dataclass
@@ -39,6 +59,8 @@ class RankJournal:
         totals: the sum of each value over all lines.
         waits: seconds that backward waited for loads, by the module that saved the tensor. A line of the journal names the three
             longest, so these are lower bounds.
+        modules: what each module's saved tensors did in the last step of which the journal says so; such steps are few.
+        modules_step: that step; 0: there is none.
         decisions: (step, what features decided at its end and why), in the order of writing.
     """
 
@@ -48,6 +70,8 @@ class RankJournal:
     by_step: dict[int, dict[str, float]] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
+    modules: dict[str, ModuleUse] = field(default_factory=dict)
+    modules_step: int = 0
     decisions: list[tuple[int, str]] = field(default_factory=list)
 
     @property
@@ -74,6 +98,16 @@ class RankJournal:
         for wait in record.get("load_waits", ()):
             name = str(wait["module"])
             self.waits[name] = self.waits.get(name, 0.0) + float(wait["seconds"])
+        if "modules" in record:
+            self.modules_step = int(record["step"])
+            self.modules = {
+                str(used["module"]): ModuleUse(
+                    float(used["offloaded_bytes"]),
+                    float(used["kept_bytes"]),
+                    float(used["load_wait_seconds"]),
+                )
+                for used in record["modules"]
+            }
 
 
 @dataclass
@@ -147,6 +181,15 @@ class Run:
                 found[name] = found.get(name, 0.0) + seconds
         return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
+    def modules(self) -> dict[str, ModuleUse]:
+        """What each module's saved tensors did in one step, summed over ranks, in the order of their names. The step of a rank is
+        the last of which its journal says so."""
+        found: dict[str, ModuleUse] = {}
+        for journal in self.journals:
+            for name, used in journal.modules.items():
+                found[name] = found.get(name, ModuleUse()) + used
+        return dict(sorted(found.items(), key=lambda pair: _numbers_as_such(pair[0])))
+
     def dimensions(self) -> list[str]:
         """Parallel dimensions that sent anything."""
         return [
@@ -154,6 +197,11 @@ class Run:
             for name in self.names
             if name.startswith("comm/") and name.endswith("/raw_bytes") and self.has(name)
         ]
+
+
+def _numbers_as_such(name: str) -> list[tuple[int, str]]:
+    """A key that puts "layers.10" behind "layers.9"."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _fill(journal: RankJournal, path: Path) -> None:

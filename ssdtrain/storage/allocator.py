@@ -35,7 +35,7 @@ class RangeAllocator:
 
     def allocate(self, nbytes: int) -> int | None:
         """The offset of a range of `nbytes` (rounded up), or None where no free range is that long."""
-        length = self.rounded(nbytes)
+        length = -(-nbytes // self.alignment) * self.alignment or self.alignment  # `rounded`
         ready = self._ready.get(length)
         if ready is not None:
             start = ready.pop()

@@ -5,6 +5,7 @@ Note: [Release from finalizers]
     arena's lock. `release` therefore only appends to a deque, which the next `acquire` or query drains.
 """
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from ssdtrain.storage.allocator import RangeAllocator
 from ssdtrain.storage.errors import StoreClosed
 from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.signal_safe_lock import make_signal_safe_lock
+
+logger = logging.getLogger(__name__)
 
 
 class _OwningView(weakref.ref[memoryview]):
@@ -69,7 +72,7 @@ class Arena:
         nbytes: size in bytes, rounded up to the huge page (2 MiB). Pages are allocated at first touch and kept.
         huge_pages: request huge pages, which need a third of the CPU time per transferred byte.
         register: called once as `register(address, nbytes)` with the whole map, for example to pin it with
-            cudaHostRegister. Returns a function that undoes it.
+            cudaHostRegister. Returns a function that undoes it; if that raises TimeoutError, the memory stays.
         node: NUMA node of the pages; None: that of the calling thread.
     """
 
@@ -179,7 +182,15 @@ class Arena:
         self._unmap(False)
 
     def _unmap(self, force: bool) -> None:
-        if self._closed and (force or not self._allocator.used) and self._map.nbytes:
+        if not self._closed or not (force or not self._allocator.used) or not self._map.nbytes:
+            return
+        try:
             if self._unregister is not None:
                 self._unregister()
-            self._map.close()
+        except TimeoutError as error:  # the device may still copy to or from it
+            logger.warning(
+                "%d bytes of pinned memory stay until the process ends: %s", self._map.nbytes, str(error)
+            )
+            self._map.abandon()
+            return
+        self._map.close()

@@ -196,6 +196,10 @@ class Map:
             "huge pages are not available (%s: %s): transfers need more CPU time", name, os.strerror(code)
         )
 
+    def abandon(self) -> None:
+        """Leave the memory mapped for as long as the process lives: something may still use it."""
+        self.nbytes = 0
+
     def close(self) -> None:
         if self.nbytes and self._pid == os.getpid():
             _libc.munmap(self.address, self.nbytes)

@@ -59,6 +59,9 @@ class Slot:
         if written_at is not None:
             self.record_write(operation, written_at)
         earlier = self._operations
+        if not earlier:
+            self._operations = (operation,)
+            return
         if len(earlier) > 1:  # rare: a slot is usually written once and read once
             earlier = tuple([old for old in earlier if not old.done()])
         self._operations = (*earlier, operation)
@@ -79,12 +82,12 @@ class Slot:
             ValueError: no write has succeeded, or the last one is still in flight.
         """
         for operation, page_offset in reversed(self._writes):
+            ended = operation.done()  # first: what ends later has no error yet
             error = operation.failed()
-            if isinstance(error, IOCancelled):
-                continue
-            if error is not None:
-                raise ValueError(f"cannot read {self}: its write failed: {error}")
-            if not operation.done():
+            if error is None:
+                if ended:
+                    return page_offset, operation.checksum, operation.digest
                 raise ValueError(f"cannot read {self}: its write has not ended")
-            return page_offset, operation.checksum, operation.digest
+            if not isinstance(error, IOCancelled):
+                raise ValueError(f"cannot read {self}: its write failed: {error}")
         raise ValueError(f"cannot read {self}: it was never written")

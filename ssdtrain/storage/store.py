@@ -10,6 +10,7 @@ Note: [Free never blocks]
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from operator import methodcaller
 from pathlib import Path
 
 from ssdtrain.storage import forks, memory
@@ -24,6 +25,8 @@ from ssdtrain.storage.signal_safe_lock import make_signal_safe_lock
 from ssdtrain.storage.slab import Slab, default_capacity, no_room
 from ssdtrain.storage.slot import Slot
 from ssdtrain.storage.striping import StripedDrives
+
+_done = methodcaller("done")
 
 FREE_BATCH = 32
 """Freed slots that `free` collects before it drains them: one by one they cost backward more."""
@@ -140,13 +143,16 @@ class SpillStore:
         """
         if nbytes < 0:
             raise ValueError(f"nbytes must not be negative, got {nbytes}")
-        forks.check(self._generation, "this store")
+        if self._closed:
+            self._check_open()  # before the lock, which a thread of the parent may have held at a fork
         with self._lock:
             if self._closed:
                 self._check_open()
             if self._freed or self._ending:
                 self._drain()
-            if tier == "ssd":
+            if self._host is None:
+                slot = self._reserve_drives(nbytes)
+            elif tier == "ssd":
                 slot = self._reserve_drives(nbytes) or self._reserve_host(nbytes)
             else:
                 slot = self._reserve_host(nbytes) or self._reserve_drives(nbytes)
@@ -275,17 +281,18 @@ class SpillStore:
 
     def after_fork(self) -> None:
         """In a forked child: close the files, so that the child does not keep their space allocated."""
+        self._closed = True
         for slab in self._slabs:
             slab.close()
 
     def _check_open(self) -> None:
+        forks.check(self._generation, "this store")
         if self._closed:
             raise StoreClosed("this spill store is closed")
 
     def _submit(
         self, slot: Slot, kind: int, address: int, event: int, defer: bool, checksum: int, digest: int
     ) -> Operation:
-        forks.check(self._generation, "this store")
         if self._closed:
             self._check_open()
         if not slot._held:
@@ -339,7 +346,7 @@ class SpillStore:
         if not self._ending or self._closed:
             return
         for slot in tuple(self._ending):
-            if not all(operation.done() for operation in slot._operations):
+            if not all(map(_done, slot._operations)):
                 continue
             # Before its space is freed: an exception of a signal handler may interrupt this, and space must not be freed twice.
             self._ending.remove(slot)

@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from ssdtrain.offload.module_tally import ModuleTally
 from ssdtrain.telemetry.lines import write_line
 from ssdtrain.telemetry.messages import report
+from ssdtrain.telemetry.module_bytes import ModuleBytes
 from ssdtrain.telemetry.registry import line
+from ssdtrain.telemetry.tensorboard import TensorBoard
 from ssdtrain.telemetry.totals import Interval, RuntimeMetrics
 
 __all__ = ["Journal"]
@@ -37,15 +40,21 @@ class Journal:
         directory: of the file; None: no file.
         interval: steps between log lines; 0: no log lines.
         rank: of this process; only rank 0 logs, every rank writes its file.
+        board: also gets the values; closed with the journal.
 
     Attributes:
         file: the open file, or None.
+        modules: bytes by module of chosen steps, and names of modules for waits; None: unknown.
 
     Raises:
         OSError: the file cannot be created.
     """
 
-    def __init__(self, directory: Path | None, interval: int, rank: int) -> None:
+    def __init__(
+        self, directory: Path | None, interval: int, rank: int, board: TensorBoard | None = None
+    ) -> None:
+        self._board = board
+        self.modules: ModuleBytes | None = None
         self._interval = interval if rank == 0 else 0
         self._stream: TextIO | None = None
         self.file: Path | None = None
@@ -71,24 +80,34 @@ class Journal:
             metrics: totals; the file gets differences, the log means per step.
             decisions: see `Feature.decisions`; in the file where they are others than in the step before.
         """
+        tally = self.modules.take() if self.modules is not None else None
         if self._stream is not None:
-            waits = self._worst_waits(metrics)
-            record = {"step": number, **self._step.end(metrics), **self._given, "load_waits": waits}
+            waits = self._waits(metrics)
+            record = {"step": number, **self._step.end(metrics), **self._given, "load_waits": _longest(waits)}
+            if tally is not None:
+                record["modules"] = _by_module(tally, waits)
             if decisions and self._decisions != list(decisions):
                 record["decisions"] = self._decisions = list(decisions)
             try:
                 write_line(self._stream, record)
             except OSError as error:
                 self._drop(error)
+        if self._board is not None:
+            self._board.step(number, metrics, self._given)
         self._given = {}
         if self._interval and number % self._interval == 0:
             report(f"step {number} | {line(metrics.declared(), self._logged.end(metrics))}")
 
-    def _worst_waits(self, metrics: RuntimeMetrics) -> list[dict[str, Any]]:
+    def _waits(self, metrics: RuntimeMetrics) -> dict[str, float]:
+        """Seconds that backward waited in this step, by module, or by the place of a region whose module is not known."""
         before, self._load_waits = self._load_waits, metrics.offload.load_waits
-        waits = {key: total - before.get(key, 0.0) for key, total in self._load_waits.items()}
-        worst = sorted(((seconds, key) for key, seconds in waits.items() if seconds > 0), reverse=True)
-        return [{"module": name, "seconds": seconds} for seconds, name in worst[:_WORST]]
+        names = self.modules.names if self.modules is not None else {}
+        waits: dict[str, float] = {}
+        for key, total in self._load_waits.items():
+            if (seconds := total - before.get(key, 0.0)) > 0:
+                name = names.get(key) or key
+                waits[name] = waits.get(name, 0.0) + seconds
+        return waits
 
     def _drop(self, error: OSError) -> None:
         """Stop writing the file. An exception would end a training run because of its report."""
@@ -103,16 +122,38 @@ class Journal:
 
     def close(self) -> None:
         """Idempotent."""
+        board, self._board = self._board, None
         file = self.file
         try:
             self._close()
         except OSError as error:
             logger.warning("report.path: %s could not be closed (%s): its end may be missing", file, error)
+        finally:
+            if board is not None:
+                board.close()
 
     def _close(self) -> None:
         stream, self._stream, self.file = self._stream, None, None
         if stream is not None:
             stream.close()
+
+
+def _longest(waits: Mapping[str, float]) -> list[dict[str, Any]]:
+    found = sorted(((seconds, name) for name, seconds in waits.items()), reverse=True)
+    return [{"module": name, "seconds": seconds} for seconds, name in found[:_WORST]]
+
+
+def _by_module(tally: ModuleTally, waits: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Every module that saved a tensor, in order of its name."""
+    return [
+        {
+            "module": name,
+            "offloaded_bytes": tally.offloaded_bytes.get(name, 0),
+            "kept_bytes": tally.kept_bytes.get(name, 0),
+            "load_wait_seconds": waits.get(name, 0.0),
+        }
+        for name in sorted({*tally.offloaded_bytes, *tally.kept_bytes})
+    ]
 
 
 def _free_file(directory: Path, rank: int) -> Path:

@@ -26,7 +26,8 @@ class StepMetrics(MetricSet):
     """Metrics of the run as a whole."""
 
     step_seconds: float = counter(Unit.SECONDS, "time", ranks=Reduce.MAX)
-    """From the end of one optimizer step to the end of the next."""
+    """From the beginning of each step to its end; where the loop does not say when a step begins, from the end of the one
+    before."""
 
 
 class RuntimeMetrics:

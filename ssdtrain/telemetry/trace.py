@@ -59,14 +59,13 @@ class StepTrace(Feature):
         self._models: list[weakref.ref[nn.Module]] = []
         self._next = 1
         self._recording: _Recording | None = None
-        self._watched = False  # the hooks of modules are this feature's
         self._ended: list[tuple[TracedStep, StepRecord | None]] = []
         self._written = 0
 
     def attach(self, model: nn.Module) -> None:
         self._models.append(weakref.ref(model))
-        if self._watched:
-            self._modules.watch(model)
+        if self._recording is not None:
+            self._modules.watch(model, owner=self)
 
     def on_step_begin(self) -> None:
         self._begin()
@@ -97,20 +96,16 @@ class StepTrace(Feature):
         if self._comm is not None:
             self._comm.meter.record(self._recording.spans)
         self._modules.spans = self._recording.spans
-        if not self._modules.watching:
-            self._watched = True
-            for model in self._models:
-                if (found := model()) is not None:
-                    self._modules.watch(found)
+        for model in self._models:
+            if (found := model()) is not None:
+                self._modules.watch(found, owner=self)
 
     def _end(self, number: int) -> None:
         """What is recorded was step `number`."""
         if self._recording is None:
             return
         self._modules.spans = None
-        if self._watched:
-            self._watched = False
-            self._modules.close()
+        self._modules.close(self)
         if self._comm is not None:
             self._comm.meter.record(None)
         step, record = self._recording.end(number)
@@ -171,7 +166,7 @@ class _Recording:
             self._mark = engine.device.timestamp()
             engine.metrics.spans = self.spans
             engine.recorder.request("trace", True)
-            self._had_timeline, engine.meter.record = engine.meter.record, True
+            engine.meter.start_timeline()
 
     def end(self, number: int) -> tuple[TracedStep, StepRecord | None]:
         """Record no more."""
@@ -182,8 +177,6 @@ class _Recording:
         self._engine.metrics.spans = None
         meter, record = self._engine.meter, self._engine.recorder.take("trace")
         step.memory = [entry for entry in meter.timeline if entry[0] >= self._began]
-        meter.record = self._had_timeline
-        if not self._had_timeline:
-            meter.timeline = []
+        meter.stop_timeline()
         self._engine.recorder.request("trace", False)
         return step, record

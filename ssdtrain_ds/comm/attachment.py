@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +57,7 @@ class CommAttachment:
         _compat_comm.check()
         self.engine = engine
         self.comm = comm
-        # What undoes each change, the last first, and all whatever one raises.
-        self._undo = ExitStack()
+        self._patches = Patches()
         try:
             self._attach()
         except BaseException:
@@ -67,10 +65,7 @@ class CommAttachment:
             raise
 
     def _attach(self) -> None:
-        engine, comm = self.engine, self.comm
-        self._undo.callback(comm.forget_weights)
-        patches = Patches()
-        self._undo.callback(patches.undo)
+        engine, comm, patches = self.engine, self.comm, self._patches
         for name, wrap in _INTERCEPTED.items():
             patches.replace(_compat_comm.TorchBackend, name, wrap)
         for functions, dimension in (
@@ -110,16 +105,21 @@ class CommAttachment:
         return directory / f"ssdtrain_comm_rank_{self.comm.rank}.pt"
 
     def _saving(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def save_checkpoint(save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-            found = plain(save_dir, tag, *args, **kwargs)
-            directory = Path(save_dir) / str(f"global_step{self.engine.global_steps}" if tag is None else tag)
-            if directory.is_dir():
-                residuals.save(self.comm, self._file(directory), {})
-            else:
-                logger.warning("comm: residuals are not saved: %s is no directory on this node", directory)
+        # Its own signature: what stands there may be somebody's wrapper, which names no argument.
+        def save_checkpoint(save_dir: Any, *args: Any, **kwargs: Any) -> Any:
+            found = plain(save_dir, *args, **kwargs)
+            self._save(save_dir, args[0] if args else kwargs.get("tag"))
             return found
 
         return save_checkpoint
+
+    def _save(self, save_dir: Any, tag: Any) -> None:
+        name = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
+        directory = Path(save_dir, name)
+        if directory.is_dir():
+            residuals.save(self.comm, self._file(directory), {})
+        else:
+            logger.warning("comm: residuals are not saved: %s is no directory on this node", directory)
 
     def _loading(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def load_checkpoint(load_dir: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,10 @@ class CommAttachment:
 
     def detach(self) -> None:
         """The engine, its optimizer, DeepSpeed's backend and layers are as they were. Idempotent."""
-        self._undo.close()
+        try:
+            self._patches.undo()
+        finally:
+            self.comm.forget_weights()
 
 
 def _of_layer(comm: Communicator, dimension: str, *args: Any, **kwargs: Any) -> Traffic:

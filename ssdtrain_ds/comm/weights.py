@@ -8,7 +8,8 @@ Note: [Only while training]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ssdtrain.comm import Bucket, Communicator
-from ssdtrain.integration.patching import Patches
+from ssdtrain.integration.patching import Patches, run_inside
 from ssdtrain.integration.traffic import Traffic, current_traffic, in_scope, traffic_scope
 from ssdtrain_ds import _compat, _compat_comm
 from ssdtrain_ds.comm.gradients import interleaved
@@ -41,7 +42,7 @@ def patch_weights(
         patches.replace(module, _compat_comm.GATHER_GROUPS, _all_gather_dp_groups)
     stage = _compat.zero_stage(engine)
     if stage in (1, 2):
-        patches.replace(engine.optimizer, "step", functools.partial(_gathering, comm, uncompressed))
+        patches.replace(engine.optimizer, "step", run_inside(lambda *_, **__: _gathering(comm, uncompressed)))
     coordinator = _compat_comm.coordinator_of(engine)
     if stage == 3 and coordinator is not None:
         # Uncompressed until it is known what is gathered.
@@ -72,17 +73,13 @@ def _gathering_some(excluded: set[int], plain: Callable[..., Any]) -> Callable[.
     return all_gather_coalesced
 
 
-def _gathering(
-    comm: Communicator, uncompressed: set[torch.nn.Parameter], plain: Callable[..., Any]
-) -> Callable[..., Any]:
-    def step(*args: Any, **kwargs: Any) -> Any:
-        token = _stepping.set((comm, uncompressed))
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            _stepping.reset(token)
-
-    return step
+@contextmanager
+def _gathering(comm: Communicator, uncompressed: set[torch.nn.Parameter]) -> Iterator[None]:
+    token = _stepping.set((comm, uncompressed))
+    try:
+        yield
+    finally:
+        _stepping.reset(token)
 
 
 def _all_gather_dp_groups(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from ssdtrain.comm import Communicator
 from ssdtrain.integration.intercept import Interception, by_caller
-from ssdtrain.integration.patching import Patches, Wrap
+from ssdtrain.integration.patching import Patches, Wrap, call_after
 from ssdtrain_megatron import _compat_comm
 from ssdtrain_megatron.comm.classification import Classification
 from ssdtrain_megatron.comm.pipeline import Pipeline
@@ -78,12 +78,9 @@ class Hooks:
         """
         self.check_not_installed()
         Hooks._installed = self
-        wraps = self._wraps()
-        for name, places in _compat_comm.places().items():
-            for place in places:
-                self._patches.replace(*place, wraps[name])
+        self._patches.replace_all(_compat_comm.places(), self._wraps())
         self._comm.loss_scale = _compat_comm.loss_scale(self._optimizer)
-        self._patches.replace(self._optimizer, "step", self._step)
+        self._patches.replace(self._optimizer, "step", call_after(self._after_step))
 
     def remove(self) -> None:
         """Put everything back. Idempotent."""
@@ -101,10 +98,7 @@ class Hooks:
             "coalescing": self._buffers.coalescing,
             "batched_p2p": pipeline.batched,
             "p2p": pipeline.ordered,
-            "called_all_reduce": by_caller("all_reduce", self._of_caller),
-            "called_all_gather": by_caller("all_gather_into_tensor", self._of_caller),
-            "called_reduce_scatter": by_caller("reduce_scatter_tensor", self._of_caller),
-            "called_all_to_all": by_caller("all_to_all_single", self._of_caller),
+            **{name: by_caller(name, self._of_caller) for name in _compat_comm.CALLED},
         }
 
     def _of_caller(self, module: str) -> Interception | None:
@@ -114,11 +108,6 @@ class Hooks:
         from_engine = module.startswith(TRANSFORMER_ENGINE) and LEFT_OUT not in module
         return self._layers if from_engine or module in _compat_comm.TENSOR_PARALLEL else None
 
-    def _step(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            result = plain(*args, **kwargs)
-            successful = result[0] if isinstance(result, tuple) else result
-            self._stepped(not successful)
-            return result
-
-        return step
+    def _after_step(self, result: Any, _: object) -> None:
+        successful = result[0] if isinstance(result, tuple) else result
+        self._stepped(not successful)

@@ -8,6 +8,8 @@ Verification without a GPU: in Triton's interpreter the kernels produce the byte
 contains no fused multiply-add and no approximate division. A test marked `gpu` compares the bytes on a device; bit-equality is
 claimed only where it has passed.
 
+Triton launches on the current device, whatever device the tensors are of: so that is made the current one.
+
 The kernels never make the host wait for the device, and there is no silent fallback.
 """
 
@@ -54,39 +56,45 @@ def block_encode(
     """Encode `flat` [numel], or several pieces of that size, into `payload`, headers and finite flags included."""
     from ssdtrain.codecs.kernels import block
 
-    block.encode(codec, flat, payload, header, key, source, pieces)
+    with torch.cuda.device_of(flat):
+        block.encode(codec, flat, payload, header, key, source, pieces)
 
 
 def block_decode(codec: BlockFormat, body: Tensor, out: Tensor, accumulate: bool) -> None:
     """Decode into `out` [numel], or add to it."""
     from ssdtrain.codecs.kernels import block
 
-    block.decode(codec, body, out, accumulate)
+    with torch.cuda.device_of(out):
+        block.decode(codec, body, out, accumulate)
 
 
 def rotate(flat: Tensor, rotated: Tensor, signs: Tensor, unit: float) -> None:
     """Hadamard rotation of blocks as long as `signs`; `rotated` is float32, padded to whole blocks."""
     from ssdtrain.codecs.kernels import hadamard
 
-    hadamard.rotate(flat, rotated, signs, unit)
+    with torch.cuda.device_of(flat):
+        hadamard.rotate(flat, rotated, signs, unit)
 
 
 def unrotate(rotated: Tensor, out: Tensor, signs: Tensor, unit: float, accumulate: bool) -> None:
     """The inverse into `out` [numel], or onto it."""
     from ssdtrain.codecs.kernels import hadamard
 
-    hadamard.unrotate(rotated, out, signs, unit, accumulate)
+    with torch.cuda.device_of(out):
+        hadamard.unrotate(rotated, out, signs, unit, accumulate)
 
 
 def zfp_encode(flat: Tensor, body: Tensor, block_bits: int) -> Tensor:
     """Encode `flat` [numel] into `body`; returns whether every block is finite, bool []."""
     from ssdtrain.codecs.kernels import zfp
 
-    return zfp.encode(flat, body, block_bits)
+    with torch.cuda.device_of(flat):
+        return zfp.encode(flat, body, block_bits)
 
 
 def zfp_decode(body: Tensor, out: Tensor, block_bits: int, accumulate: bool) -> None:
     """Decode into `out` [numel], or add to it."""
     from ssdtrain.codecs.kernels import zfp
 
-    zfp.decode(body, out, block_bits, accumulate)
+    with torch.cuda.device_of(out):
+        zfp.decode(body, out, block_bits, accumulate)

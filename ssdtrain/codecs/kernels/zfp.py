@@ -51,7 +51,7 @@ def _or_word(stream: tl.tensor, word: tl.tensor, value: tl.tensor, inside: tl.te
     tl.atomic_or(stream + word, bits, mask=inside & (bits != 0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel", "blocks"])
 def _encode_kernel(
     x: tl.tensor,
     table: tl.tensor,
@@ -167,7 +167,7 @@ def _value(q: tl.tensor, header: tl.tensor, biased: tl.tensor) -> tl.tensor:
     return tl.where(header == 1, float("nan"), value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel", "words"])
 def _decode_kernel(
     stream: tl.tensor,
     table: tl.tensor,

@@ -7,73 +7,86 @@ the hooks installed inside a forward are recorded, with the bytes that they take
 
 from __future__ import annotations
 
-import threading
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ssdtrain.features import FIRST_STEPS, Feature, Forward, Step
 from ssdtrain.integration.patching import Patches
-from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.offload.functorch import PackHook
 
 __all__ = ["InnerHooks"]
 
-# Recomputation: nothing is lost, the block's inputs are offloaded instead.
-_RECOMPUTING = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing")
+logger = logging.getLogger("ssdtrain")
 
-
-class _Watchers(threading.local):
-    """Who watches this thread, innermost last."""
-
-    def __init__(self) -> None:
-        self.stack: list[InnerHooks] = []
-
-
-_watchers = _Watchers()
+_watcher: ContextVar[InnerHooks | None] = ContextVar("ssdtrain_inner_hooks", default=None)
+"""Of this thread's innermost forward."""
 
 
 def _noting(plain: Callable[[Any], None]) -> Callable[[Any], None]:
     def enter(hooks: Any) -> None:
-        if _watchers.stack:
-            _watchers.stack[-1]._watch(hooks)
+        watcher = _watcher.get()
+        if watcher is not None:
+            watcher._watch(hooks)
         plain(hooks)
 
     return enter
 
 
-class InnerHooks:
-    """Counts what hooks nested inside a forward take, by who installed them.
+class InnerHooks(Feature):
+    """Counts what hooks nested inside a forward take, by who installed them, and warns of it after the first steps.
+
+    An adapter appends it to `Runtime.features`, behind the one that offloads.
 
     Args:
         min_bytes: smaller tensors would not have been offloaded anyway.
+        recomputing: modules whose hooks recompute: nothing is lost, as the inputs of the block are offloaded instead.
 
     Attributes:
         taken: bytes by the qualified name of the pack hook, recomputation left out.
     """
 
-    def __init__(self, min_bytes: int) -> None:
+    def __init__(self, min_bytes: int, *recomputing: str) -> None:
         self.taken: dict[str, int] = {}
         self._min_bytes = min_bytes
+        self._recomputing = ("torch.utils.checkpoint", *recomputing)
+        self._steps = 0
+
+    def on_forward(self, forward: Forward) -> AbstractContextManager[None] | None:
+        return self._watched() if self._steps < FIRST_STEPS else None
+
+    def on_step_end(self, step: Step) -> None:
+        self._steps += 1
+        if self._steps == FIRST_STEPS and self.taken:
+            logger.warning(
+                "saved-tensor hooks inside the model take precedence, and what they take is not offloaded: %s",
+                ", ".join(
+                    f"{name} takes {nbytes // FIRST_STEPS} bytes a step"
+                    for name, nbytes in sorted(self.taken.items())
+                ),
+            )
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Watch this thread inside one forward."""
+    def _watched(self) -> Iterator[None]:
         patches = Patches()
         patches.replace(saved_tensors_hooks, "__enter__", _noting)
-        _watchers.stack.append(self)
+        token = _watcher.set(self)
         try:
             yield
         finally:
-            _watchers.stack.pop()
+            _watcher.reset(token)
             patches.undo()
 
     def _watch(self, hooks: Any) -> None:
         pack: Callable[[torch.Tensor], Any] = hooks.pack_hook
-        if getattr(pack, "__module__", "") in _RECOMPUTING or hasattr(pack, "watches"):
+        if getattr(pack, "__module__", "") in self._recomputing or hasattr(pack, "watches"):
             return
-        if isinstance(getattr(getattr(pack, "func", None), "__self__", None), OffloadEngine):
+        if isinstance(pack, PackHook):
             return  # another engine's forward inside this one
         name = f"{type(hooks).__module__}.{type(hooks).__qualname__}"
         if type(hooks) is saved_tensors_hooks:
@@ -88,12 +101,3 @@ class InnerHooks:
 
         counting.watches = pack  # type: ignore[attr-defined]
         hooks.pack_hook = counting
-
-    def report(self, steps: int) -> str | None:
-        """One line about what is lost, or None."""
-        if not self.taken:
-            return None
-        parts = ", ".join(
-            f"{name} takes {nbytes // steps} bytes a step" for name, nbytes in sorted(self.taken.items())
-        )
-        return f"saved-tensor hooks inside the model take precedence, and what they take is not offloaded: {parts}"

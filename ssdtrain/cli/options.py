@@ -1,0 +1,82 @@
+"""Types of command-line options: what they refuse is an error of usage that names the option, the value and what is allowed."""
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from ssdtrain.config.errors import InvalidValue
+from ssdtrain.planner.hardware import parse_rate
+
+__all__ = ["given", "number", "rate", "whole"]
+
+T = TypeVar("T")
+
+
+def given(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """`parse` as an argparse type: an InvalidValue becomes an error of usage."""
+
+    def converted(text: str) -> T:
+        try:
+            return parse(text)
+        except InvalidValue as error:
+            raise argparse.ArgumentTypeError(f'"{text}" {error}') from None
+
+    return converted
+
+
+def number(allowed: str, *, zero: bool = True, most: float = math.inf) -> Callable[[str], float]:
+    """An argparse type: a finite number that is not negative.
+
+    Args:
+        allowed: ends the error, such as "dollars of one drive, such as 400".
+        zero: 0 is allowed.
+        most: the largest value that is allowed.
+    """
+
+    def parse(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            raise InvalidValue("is not a number", allowed) from None
+        if not math.isfinite(found):
+            raise InvalidValue("is not finite", allowed)
+        _check(found, allowed, zero)
+        if found > most:
+            raise InvalidValue(f"is above {most:g}", allowed)
+        return found
+
+    return given(parse)
+
+
+def whole(allowed: str = "a whole number above 0", *, zero: bool = False) -> Callable[[str], int]:
+    """An argparse type: a whole number above 0, or with `zero` 0 too.
+
+    Args:
+        allowed: ends the error.
+    """
+
+    def parse(text: str) -> int:
+        try:
+            found = int(text)
+        except ValueError:
+            raise InvalidValue("is not a whole number", allowed) from None
+        _check(found, allowed, zero)
+        return found
+
+    return given(parse)
+
+
+def rate(text: str) -> float:
+    """An argparse type: bytes per second above 0, of "50GB/s" or "400Gbit/s"."""
+    found = given(parse_rate)(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f'"{text}" is 0; allowed: above 0, such as "50GB/s" or "400Gbit/s"')
+    return found
+
+
+def _check(found: float, allowed: str, zero: bool) -> None:
+    if found < 0:
+        raise InvalidValue("is negative", allowed)
+    if not found and not zero:
+        raise InvalidValue("is 0", allowed)

@@ -1,0 +1,72 @@
+"""The CUDA runtime that torch has loaded: functions that torch.cuda does not offer, errors, and where a device is attached."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["address_of", "check_cuda", "loaded_cuda_runtime", "numa_node_of"]
+
+logger = logging.getLogger("ssdtrain")
+
+
+def address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def loaded_cuda_runtime(maps: Path = Path("/proc/self/maps")) -> ctypes.CDLL:
+    """The CUDA runtime that torch uses; events are not valid in another copy of it, which another package may have loaded too.
+
+    Raises:
+        OSError: torch has not loaded it as a shared library.
+    """
+    return ctypes.CDLL(_cuda_runtime_path(maps.read_text()))
+
+
+def _cuda_runtime_path(maps: str) -> str:
+    """Of the text of /proc/self/maps: torch's own library, by which its symbols are found in the runtime that it is linked with;
+    else the only runtime there is.
+
+    Raises:
+        OSError: as `loaded_cuda_runtime`.
+    """
+    paths = [line.split(maxsplit=5)[-1] for line in maps.splitlines()]
+    paths = list(dict.fromkeys(path for path in paths if path.startswith("/")))
+    runtimes = [path for path in paths if "libcudart" in Path(path).name]
+    if not runtimes:
+        raise OSError(
+            "torch.cuda is in use, but no libcudart is loaded in this process: is torch linked statically to it?"
+        )
+    if len(runtimes) == 1:
+        return runtimes[0]
+    return next((path for path in paths if Path(path).name == "libc10_cuda.so"), runtimes[0])
+
+
+def check_cuda(code: int) -> None:
+    """Raise `torch.cuda.CudaError` for the code of a runtime call that failed.
+
+    The runtime also remembers the error for this thread, and torch reads it at the next kernel launch, which would fail instead
+    where the caller can do without this call. So it is cleared.
+    """
+    if not code:
+        return
+    try:
+        loaded_cuda_runtime().cudaGetLastError()
+    except OSError as unknown:
+        logger.warning("the last error of the CUDA runtime is not cleared: %s", str(unknown))
+    torch.cuda.check_error(code)
+
+
+def numa_node_of(properties: Any, sysfs: Path = Path("/sys")) -> int | None:
+    """The NUMA node of the PCI slot that torch's device properties name; None where the system or this torch does not say."""
+    bus = getattr(properties, "pci_bus_id", None)
+    if bus is None:
+        return None
+    name = f"{properties.pci_domain_id:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
+    path = sysfs / "bus/pci/devices" / name / "numa_node"
+    node = int(path.read_text()) if path.exists() else -1
+    return node if node >= 0 else None

@@ -1,0 +1,161 @@
+"""Ranks whose blocks communicate with each other recompute the same blocks, or they would wait for each other for ever.
+
+Note: [When ranks agree]
+At the end of each profiled step, and of no other, all ranks of the group exchange what they know: so they begin and end profiling
+together. When each has measured enough, the one whose forwards save most decides which blocks are recomputed, and the others
+take that over. It holds as long as the model is attached: what a rank plans later, for itself, is keep and offload. A limit
+that no plan meets is an error on all of them; later, where forwards have become larger, it is a warning.
+
+Note: [Groups]
+A block that communicates with ranks that are not in the group is never recomputed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from ssdtrain.planner.block_times import MeasuredBlock
+from ssdtrain.planner.controller import OUTGROWN
+from ssdtrain.planner.plans import NoPlan
+
+__all__ = ["Agreement"]
+
+logger = logging.getLogger("ssdtrain")
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a rank knows at the end of a profiled step.
+
+    Attributes:
+        blocks: names of its blocks.
+        impure: names of those that must not run again, with why.
+        again: one of them was recomputed: profiling begins anew.
+        saved: bytes of its largest forward; None: it has not measured enough.
+    """
+
+    blocks: tuple[str, ...]
+    impure: dict[str, str]
+    again: bool
+    saved: int | None
+
+
+class Agreement:
+    """The side of one rank. Its methods are called by all ranks of the group in the same order.
+
+    Args:
+        group: of this rank and those that its blocks communicate with; None: it plans for itself, and nothing is sent.
+        blocks: names of its blocks.
+
+    Attributes:
+        recomputed: names of the blocks that all ranks recompute; None: not decided, or without a group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, blocks: tuple[str, ...]) -> None:
+        self.recomputed: frozenset[str] | None = None
+        self._group, self._blocks = group, blocks
+        self._ranks = [] if group is None else dist.get_process_group_ranks(group)
+        self._decides = 0  # the rank within the group
+        self._warned: set[bool] = set()
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether there are ranks that a block could communicate with and that do not agree here."""
+        every = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return max(1, len(self._ranks)) < every
+
+    def covers(self, group: Any) -> bool:
+        """Whether all ranks of `group` agree here. False where they are not known."""
+        if not self._ranks or group is None:
+            return False
+        try:
+            return set(dist.get_process_group_ranks(group)) <= set(self._ranks)
+        except (KeyError, RuntimeError, ValueError):  # made past torch.distributed
+            return False
+
+    def exchange(
+        self, impure: dict[str, str], again: bool, found: Sequence[MeasuredBlock]
+    ) -> tuple[bool, bool]:
+        """Add what other ranks know to `impure`. See Note: [When ranks agree].
+
+        Args:
+            again: a block of `impure` was recomputed in the step.
+            found: the measured blocks; empty: not enough was measured.
+
+        Returns:
+            (profiling has to begin anew, all have measured enough).
+
+        Raises:
+            RuntimeError: ranks have blocks of other names, on all of them.
+        """
+        if self._group is None:
+            return again, bool(found)
+        if self.recomputed is not None:
+            return False, bool(found)
+        saved = sum(piece.block.saved for piece in found) if found else None
+        states: list[Any] = [None] * len(self._ranks)
+        dist.all_gather_object(states, _State(self._blocks, dict(impure), again, saved), group=self._group)
+        if any(state.blocks != self._blocks for state in states):
+            raise RuntimeError(
+                f"ssdtrain.plan: the ranks {self._ranks} have other blocks each, and could not recompute the same ones: "
+                'give them the same plan.blocks, or set plan.recompute to "off"'
+            )
+        for state in states:
+            for name, why in state.impure.items():
+                impure.setdefault(name, why)
+        sizes = [-1 if state.saved is None else state.saved for state in states]
+        self._decides = sizes.index(max(sizes))
+        return any(state.again for state in states), min(sizes) >= 0
+
+    def decide(self, choose: Callable[[], Iterable[str]]) -> None:
+        """Set `recomputed` to what `choose` returns on the rank that decides, after an exchange. Without a group: nothing.
+
+        Raises:
+            RuntimeError: `choose` raised on that rank, where it is the exception that it raised.
+        """
+        if self._group is None:
+            return
+        decides = self._ranks[self._decides]
+        answer: list[Any] = [None]
+        error: Exception | None = None
+        if decides == dist.get_rank():
+            try:
+                answer = [frozenset(choose())]
+            except Exception as raised:  # noqa: BLE001 - raised below, when the others know
+                answer, error = [str(raised)], raised
+        dist.broadcast_object_list(answer, src=decides, group=self._group)
+        if error is not None:
+            raise error
+        if isinstance(answer[0], str):
+            raise RuntimeError(f"on rank {decides}, which plans for this one too: {answer[0]}")
+        self.recomputed = answer[0]
+
+    def warn(self, error: NoPlan, *, larger: bool) -> None:
+        """Log, once for each cause, that the plan nearest to the limits is followed with the blocks that were agreed on.
+
+        Args:
+            larger: forwards have become larger since; else the limits of this rank were not kept to from the start.
+        """
+        if larger in self._warned:
+            return
+        self._warned.add(larger)
+        device = error.limits.device
+        if not larger:
+            logger.warning(
+                "ssdtrain.plan: the plan nearest to the limits is followed, because with the blocks that all ranks recompute %s",
+                error,
+            )
+        elif device is not None and error.nearest.peak > device:
+            logger.warning(
+                "ssdtrain.plan: forwards have become larger, and plan.device_limit is not kept to any more: memory may run out, "
+                "because the blocks that all ranks recompute stay those that they agreed on in the first steps. Start again with "
+                "activation checkpointing by the framework, or with a smaller plan.device_limit. Now %s",
+                error,
+            )
+        else:
+            logger.warning(OUTGROWN, error)

@@ -1,0 +1,70 @@
+"""Steps of a training loop that announces none, such as a trainer's: for the journal, TensorBoard, the trace and the log.
+
+A step is over where a forward with gradients begins after an optimizer of the model has stepped, and so several optimizers, and
+several microbatches, are one step. A loop that announces steps itself (`Runtime.step_end`, `Runtime.step`) is left to do so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ssdtrain.features import Feature, Forward, Step
+from ssdtrain.planner.step_ends import OptimizerHook
+from ssdtrain.runtime import Runtime
+
+__all__ = ["UnannouncedSteps", "record_unannounced_steps"]
+
+
+def record_unannounced_steps(runtime: Runtime) -> None:
+    """Let `runtime` record the steps of its loop until that announces one; call it before the model is registered."""
+    if runtime.records_steps:
+        steps = UnannouncedSteps(runtime.record_step)
+        runtime.features.insert(0, steps)  # a step ends before anything of the next one is recorded
+        runtime.call_at_close(steps.finish)
+
+
+class UnannouncedSteps(Feature):
+    """Records steps until the loop announces one.
+
+    Args:
+        record: records that a step is over; called between two steps.
+    """
+
+    def __init__(self, record: Callable[[], object]) -> None:
+        self._record = record
+        self._stepped = False
+        self._hook = OptimizerHook(self._optimizer_steps, register=register_optimizer_step_post_hook)
+
+    def _optimizer_steps(self) -> None:
+        self._stepped = True
+
+    def attach(self, model: nn.Module) -> None:
+        self._hook.attach(model)
+
+    def before_forward(self) -> None:
+        self._hook.before_forward()
+        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            self.finish()  # which asks the device
+
+    def on_forward(self, forward: Forward) -> None:
+        """Has an attached model announce its forwards: see `before_forward`."""
+
+    def finish(self) -> None:
+        """A step whose optimizer has stepped is over."""
+        if self._stepped:
+            self._stepped = False
+            self._record()
+
+    def on_step_begin(self) -> None:
+        self.close()
+
+    def on_step_end(self, step: Step) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._stepped = False
+        self._hook.remove()
