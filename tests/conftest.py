@@ -11,6 +11,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Collecting makes some hundred thousand objects that all live on: looking for garbage among them is a fifth of its time.
+gc.disable()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Failures are also printed as they happen: a run that is cut off has no summary."""
@@ -41,3 +45,4 @@ def pytest_collection_finish() -> None:
     """Collections of garbage, which many tests ask for, look at what the tests make, and not at all that was imported."""
     gc.collect()
     gc.freeze()
+    gc.enable()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ssdtrain import device
+from ssdtrain import cuda_runtime, device
 
 
 def test_an_untested_torch_is_said_once(
@@ -103,14 +103,21 @@ def test_a_failed_pinning_does_not_leave_its_error_for_the_next_kernel_launch(
 
     runtime = Runtime(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    current: list[Any] = []
+
+    def make_current(chosen: torch.device) -> Any:
+        current.append(chosen)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", make_current)
+    monkeypatch.setattr(device.CudaDevice, "_wait_for_copies", lambda self: None)
     monkeypatch.setattr(torch.cuda, "check_error", check)
-    monkeypatch.setattr(device, "_loaded_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(cuda_runtime, "loaded_cuda_runtime", lambda: runtime)
     layer = object.__new__(device.CudaDevice)
     layer.device = torch.device("cuda", 0)
     register = layer.host_register()
     unregister = register(4096, 4096)
+    assert current == [layer.device], "else a context appears on another one"
     runtime.code = 2
     for call in (lambda: register(8192, 4096), unregister):
         with pytest.raises(RuntimeError, match="code 2"):
@@ -120,7 +127,7 @@ def test_a_failed_pinning_does_not_leave_its_error_for_the_next_kernel_launch(
     def unloaded() -> None:
         raise OSError("no libcudart")
 
-    monkeypatch.setattr(device, "_loaded_cuda_runtime", unloaded)
+    monkeypatch.setattr(cuda_runtime, "loaded_cuda_runtime", unloaded)
     with pytest.raises(RuntimeError, match="code 2"):
         register(8192, 4096)
 
@@ -131,9 +138,65 @@ def test_the_numa_node_is_that_of_the_devices_pci_slot(tmp_path: Path) -> None:
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
     for written, node in (("1\n", 1), ("-1\n", None)):  # -1: the firmware does not say
         (slot / "numa_node").write_text(written)
-        assert device.numa_node_of(properties, tmp_path) == node
+        assert cuda_runtime.numa_node_of(properties, tmp_path) == node
     assert (
-        device.numa_node_of(SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1C, pci_device_id=0), tmp_path)
+        cuda_runtime.numa_node_of(
+            SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1C, pci_device_id=0), tmp_path
+        )
         is None
     )
-    assert device.numa_node_of(SimpleNamespace(), tmp_path) is None, "an older torch"
+    assert cuda_runtime.numa_node_of(SimpleNamespace(), tmp_path) is None, "an older torch"
+
+
+class Stream:
+    """As much of a stream as is needed to wait for it."""
+
+
+class NeverPasses:
+    def __init__(self, **options: Any) -> None:
+        pass
+
+    def record(self, stream: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return False
+
+
+def test_memory_that_the_device_may_still_use_stays_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective whose peer is gone never ends, and with it the end of the process would not either."""
+    unpinned: list[int] = []
+
+    class Runtime:
+        cudaHostRegister = staticmethod(lambda *arguments: 0)
+        cudaHostUnregister = staticmethod(unpinned.append)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda chosen: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda chosen: Stream())
+    monkeypatch.setattr(torch.cuda, "Event", NeverPasses)
+    monkeypatch.setattr(device, "UNPIN_TIMEOUT", 0.02)
+    layer = object.__new__(device.CudaDevice)
+    layer.device = torch.device("cuda", 0)
+    layer._store_stream = layer._load_stream = Stream()  # type: ignore[assignment]
+    unregister = layer.host_register()(4096, 4096)
+    with pytest.raises(TimeoutError, match="a collective whose peer is gone"):
+        unregister()
+    assert not unpinned
+
+
+def test_of_several_cuda_runtimes_the_one_that_torch_is_linked_with_is_taken() -> None:
+    def line(path: str) -> str:
+        return f"7f00-7f01 r-xp 00000000 08:01 123 {path}"
+
+    libraries = [
+        "/usr/lib/libc.so.6",
+        "/other/libcudart.so.13",
+        "/torch/lib/libc10_cuda.so",
+        "/cu12/libcudart.so.12",
+    ]
+    found = cuda_runtime._cuda_runtime_path
+    assert found("\n".join(map(line, libraries))) == "/torch/lib/libc10_cuda.so"
+    assert found("\n".join(map(line, libraries[:2]))) == "/other/libcudart.so.13"
+    with pytest.raises(OSError, match="linked statically"):
+        found(line(libraries[0]))

@@ -207,3 +207,23 @@ def test_two_metrics_of_one_name_are_an_error_at_start() -> None:
         ValueError, match=r"HalfPrecisionInputs and HalfPrecisionInputs both.*half/halved_bytes"
     ):
         Runtime(load_config({}), features=[HalfPrecisionInputs(), HalfPrecisionInputs()])
+
+
+def test_closing_undoes_everything_and_closes_features_whatever_raises() -> None:
+    heard: list[str] = []
+
+    class Closed(Feature):
+        def close(self) -> None:
+            heard.append("closed")
+
+    def fail() -> None:
+        heard.append("fails")
+        raise OSError("full")
+
+    runtime = Runtime(load_config({}), features=[Closed()])
+    runtime.call_at_close(lambda: heard.append("first"))
+    runtime.call_at_close(fail)
+    runtime.call_at_close(lambda: heard.append("last"))
+    with pytest.raises(OSError, match="full"):
+        runtime.close()
+    assert heard == ["last", "fails", "first", "closed"]

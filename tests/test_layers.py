@@ -18,6 +18,8 @@ FLOOR = {
     "config": 0,
     "device": 1,
     "timestamps": 0,
+    "cuda_runtime": 0,
+    "bandwidth": 0,
     "ranks": 0,
     "telemetry.text": 1,
     "telemetry.registry": 2,
@@ -112,6 +114,21 @@ def test_adapters_do_not_know_each_other(package: str) -> None:
     other = {"ssdtrain_ds": "ssdtrain_megatron", "ssdtrain_megatron": "ssdtrain_ds"}[package]
     for path in (ROOT / package).rglob("*.py"):
         assert not any(name.split(".")[0] == other for name in imports_of(path)), path
+
+
+@pytest.mark.parametrize("package", ["ssdtrain_ds", "ssdtrain_megatron"])
+def test_private_names_of_a_framework_are_in_compat_files_only(package: str) -> None:
+    for path in (ROOT / package).rglob("*.py"):
+        if path.name.startswith("_compat"):
+            continue
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        own = {"self", "cls"} | {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and re.match(r"_[A-Za-z]", node.attr):
+                assert ast.unparse(node.value) in own, f"{path}:{node.lineno}: {ast.unparse(node)}"
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FRAMEWORKS:
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                assert not any(name.startswith("_") for name in names), f"{path}:{node.lineno}"
 
 
 def test_no_module_of_the_codecs_imports_one_that_imports_it() -> None:

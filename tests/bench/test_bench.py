@@ -130,6 +130,7 @@ def test_a_lossy_config_shows_that_gradients_differ(
     assert figures(capsys, *options, "--config", str(tmp_path / "c.yaml"))["gradients_equal"] is False
 
 
+@pytest.mark.slow
 def test_what_recomputation_drops_counts_in_the_peak_without_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ def check(directory: Path, *steps: str, **environment: str) -> tuple[int, str, l
     )
 
 
+@pytest.mark.slow
 def test_steps_that_fail_or_are_cut_off_stop_no_other_and_a_second_call_goes_on(tmp_path: Path) -> None:
     """1. tests fail, and those of training do not end; 2. the next call has no time; 3. others do the rest of the benchmark;
     4. what failed is well, but only a part of it has run again; 5. all of it.
@@ -87,6 +88,7 @@ def test_what_has_not_run_is_not_called_well(tmp_path: Path) -> None:
     assert not (tmp_path / "state" / "doctor.status").exists()
 
 
+@pytest.mark.slow
 def test_other_sources_and_a_dry_run_leave_nothing_that_counts(tmp_path: Path) -> None:
     """1. and 2. a dry run; 3. the real one with the same folder; 4. again; 5. with other sources."""
     (tmp_path / "calls.rows").touch()  # the benchmark ends in one call
@@ -173,6 +175,7 @@ def test_what_failed_is_not_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -
     table = markdown(
         {**result, "rows": [row], "largest": [{"geometry": "gpt", "ways": found}], "errors": attempts.errors}
     )
+    assert "| gpt | keep | at least 8 | 256 |" in table, "none was too large"
     assert "| gpt | host | 2 | 64 |" in table and "| gpt | ssd | failed | - |" in table
     assert f"| {SMALL.name} | ssd | failed | - | - | - | - |" in table
 

@@ -53,7 +53,9 @@ def test_an_old_lock_that_nobody_holds_is_a_warning_with_the_file_to_delete(lock
     assert str(lock) in finding.found and "1.00 h" in finding.found
     assert f"rm '{lock}'" in finding.remedy
     assert "if no other node, container or user is building" in finding.remedy
-    assert "nobody that this process can see" in finding.found and "if a build was killed" in finding.found
+    assert (
+        "no process that is visible from here" in finding.found and "if a build was killed" in finding.found
+    )
     assert finding in doctor.examine(doctor.parser().parse_args([str(lock.parent)]), 0)
 
 

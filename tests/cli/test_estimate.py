@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,126 @@ def test_the_table_names_blocks_and_the_largest_microbatch(
     assert "largest microbatch" in shown
 
 
-@pytest.mark.parametrize("name", ["its_model", "its_model:nothing", "no_such_module:build"])
-def test_what_cannot_be_imported_is_an_error(
-    name: str, here: None, capsys: pytest.CaptureFixture[str]
+PROBLEMS = """
+import torch
+from torch import nn
+
+def scaled(batch):
+    layers = nn.Sequential(nn.Linear(8, 8))
+    layers.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    return layers, lambda: layers.blocks[1](layers.blocks[0](torch.ones(batch, 8))).sum()
+
+def reads(batch):
+    model, _ = scaled(batch)
+    return model, lambda: model.blocks[0](torch.ones(batch, 8)).sum() * model.blocks[1].weight.sum().item()
+
+def lone(batch):
+    return scaled(batch)[0]
+
+def loose(batch):
+    model, _ = scaled(batch)
+    return model, lambda: model.blocks[0](torch.ones(batch, 8))
+
+def picky(batch, width):
+    return scaled(batch)
+
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("its_model", "allowed: module:function, file.py:function"),
+        ("its_model:biuld", 'did you mean "build"?'),
+        ("its_model.py:biuld", 'did you mean "build"?'),
+        ("no_such_module:build", "start in the directory that holds it"),
+        ("no_such_file.py:build", "there is no file no_such_file.py in"),
+        ("needs_more:build", "imports what is not installed"),
+        ("broken:build", "SyntaxError"),
+        ("broken.py:build", "SyntaxError"),
+        ("problems:number", "which is no function; allowed: one that returns (model, step)"),
+        ("problems:picky", "missing 1 required positional argument"),
+        ("problems:lone", "returns a Sequential; allowed: (model, step)"),
+        ("problems:loose", "returns a tensor of shape (1, 8); allowed: the loss"),
+        ("problems:reads", "leave out what reads values (.item()"),
+        ("folder", 'did you mean "folder/config.json"?'),
+        ("folder/no.json", "there is no such file"),
+        ("folder/config.json", "cannot read"),
+    ],
+)
+def test_a_model_that_cannot_be_estimated_says_what_to_change(
+    name: str, says: str, here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "problems.py").write_text(PROBLEMS)
+    (tmp_path / "broken.py").write_text("def build(")
+    (tmp_path / "needs_more.py").write_text("import no_such_package")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{")
+    for module in ("its_model", "problems", "broken", "needs_more"):
+        sys.modules.pop(module, None)
+    if name == "folder/config.json":
+        pytest.importorskip("transformers")
     assert main(["estimate", name, "--gpu", "h100"]) == 1
-    assert name in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert name in shown
+    assert says in shown
+    if name == "problems:reads":
+        assert "problems.py, line 12)" in shown
+
+
+def test_a_config_of_an_unknown_architecture_says_what_to_do(
+    here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "gpt2", "architectures": ["NoSuchModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["estimate", "./config.json", "--gpu", "h100"]) == 1
+    shown = capsys.readouterr().err
+    assert "NoSuchModel" in shown
+    assert "name a function in its place" in shown
+
+
+def test_flags_of_a_training_script_are_answered_by_the_command_for_shapes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["pretrain_gpt.py", "--num-layers", "24", "--hidden-size=1024", "--fp16", "--gpu", "a100"]
+    with pytest.raises(SystemExit) as caught:
+        main(["estimate", *given])
+    assert caught.value.code == 2
+    shown = capsys.readouterr().err
+    assert "ssdtrain plan --model gpt --hidden 1024 --layers 24 --seq S --gpu a100" in shown
+
+
+def test_without_drives_a_microbatch_that_does_not_fit_names_them(
+    here: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sys.modules.pop("its_model", None)
+    assert main(["estimate", "its_model:build", "--batch", "4096", "--gpu", "rtx4090"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "no plan fits into" in shown
+    assert "--ssd" in shown
+    assert "a smaller --batch" in shown
+    assert main(["estimate", "its_model:build", "--gpu", "rtx4090", "--state-bytes", "2000"]) == 1
+    assert "--state-bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--batch", "0"),
+        ("--seq", "-1"),
+        ("--gpus-per-node", "0"),
+        ("--efficiency", "2"),
+        ("--state-bytes", "x"),
+    ],
+)
+def test_a_number_that_cannot_be_is_an_error_of_usage(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["estimate", "its_model:build", "--gpu", "h100", option, value])
+    assert caught.value.code == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f'argument {option}: "{value}" is' in shown
+    assert "allowed: " in shown

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ssdtrain
-from ssdtrain.cli import main
+from ssdtrain.cli import bench, main
 from ssdtrain.cli.main import COMMANDS, whole_parser
 from tests.support.journals import write
 
@@ -52,6 +52,7 @@ def test_a_shell_can_complete_every_option_of_every_command(monkeypatch: pytest.
     parser = whole_parser()
     assert parser.parse_args(["report", "out", "--trace"]).directory == Path("out")
     assert parser.parse_args(["bench", "io", "--size", "1GiB"]).size == 1 << 30
+    assert parser.parse_args(["demo", "--steps", "8"]).steps == 8
     asked = []
     fake = SimpleNamespace(autocomplete=lambda found: asked.append(found))
     monkeypatch.setitem(sys.modules, "argcomplete", fake)  # the package is an extra
@@ -60,12 +61,12 @@ def test_a_shell_can_complete_every_option_of_every_command(monkeypatch: pytest.
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "demo"])
-def test_the_help_of_every_command_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", [*COMMANDS, *(f"bench {part}" for part in bench.EXAMPLES)])
+def test_the_help_of_every_command_has_an_example(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main([name, "--help"])
+        whole_parser().parse_args([*words.split(), "--help"])
     assert caught.value.code == 0
-    assert f"  ssdtrain {name} " in capsys.readouterr().out.partition("usage:")[2].partition("\n")[2]
+    assert f"  ssdtrain {words} " in capsys.readouterr().out.partition("usage:")[2].partition("\n")[2]
 
 
 @pytest.mark.parametrize(
@@ -124,16 +125,31 @@ def test_the_demo_outside_of_a_checkout_says_where_it_is(
     assert "make demo" in capsys.readouterr().err
 
 
-@pytest.mark.long
-def test_the_demo_runs_from_any_directory(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("words", "status", "printed"),
+    [
+        ("--help", 0, "usage: ssdtrain demo"),
+        ("--modes sleep", 2, "ssdtrain demo: error: argument --modes: invalid choice: 'sleep'"),
+    ],
+)
+def test_the_demo_passes_options_on_from_any_directory(
+    words: str,
+    status: int,
+    printed: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--help"]) == 0
-    assert "usage: ssdtrain demo" in capfd.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", *words.split()])
+    assert ended.value.code == status
+    assert printed in "".join(capsys.readouterr())
 
 
-@pytest.mark.slow
-def test_the_demo_passes_options_and_exit_status_on(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--modes", "sleep"]) == 2
-    assert "ssdtrain demo: error: argument --modes: invalid choice: 'sleep'" in capfd.readouterr().err
+def test_ctrl_c_in_the_demo_is_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("examples.deepspeed_gpt.compare.main", interrupted)
+    assert main(["demo"]) == 130

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 
@@ -60,3 +61,91 @@ def test_an_unknown_gpu_is_an_error_of_the_command_line(capsys: pytest.CaptureFi
         main([*SMALL[:-1], "h10"])
     assert caught.value.code == 2
     assert 'did you mean "h100"' in capsys.readouterr().err
+
+
+def found(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+    assert main([*MANY, "--json", "--no-alternatives", *more]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def test_the_least_memory_takes_no_longer_than_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    one = ["--microbatch", "1"]
+    fastest = found(capsys, *one)["stages"][0]
+    for slowdown in (0.02, 0.3):
+        goal = ["--objective", "memory", "--max-slowdown", str(slowdown)]
+        least = found(capsys, *one, *goal)["stages"][0]
+        assert least["activation_peak_bytes"] < fastest["activation_peak_bytes"]
+        assert least["microbatch_seconds"] <= (1 + slowdown) * fastest["microbatch_seconds"] * 1.001
+
+
+def test_the_largest_microbatch_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    without = [*SMALL, "--batch", "64", "--gpus-per-node", "1", "--json", "--no-alternatives"]
+    assert main([*without, "--objective", "microbatch"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["microbatch"] == plan["largest_microbatch"]
+    assert main([*without, "--microbatch", str(2 * plan["microbatch"])]) == 1
+
+
+def test_the_cheapest_run_writes_less_where_drives_cost_more(capsys: pytest.CaptureFixture[str]) -> None:
+    cost = ["--objective", "cost", "--gpu-hour", "2"]
+    cheap = found(capsys, *cost)
+    dear = found(capsys, *cost, "--drive-price", "1e6")
+    assert cheap["ssd_bytes_per_step"] > dear["ssd_bytes_per_step"]
+    step = cheap["step_seconds"] * 2 / 3600
+    assert cheap["dollars_per_step"] == pytest.approx(step)
+    assert cheap["dollars_per_billion_tokens"] == pytest.approx(step / (4 * 2048) * 1e9)
+    assert dear["dollars_per_step"] < step + cheap["ssd_bytes_per_step"] * 1e6 / (1825 * 3.84e12)
+    assert main([*MANY, "--objective", "cost"]) == 1
+    assert "--gpu-hour" in capsys.readouterr().err
+    unrated = [*MANY[:-1], "4 x 7GB/s", *cost, "--drive-price", "400"]
+    assert main(unrated) == 1
+    assert "no endurance" in capsys.readouterr().err
+    assert main([*MANY, "--no-alternatives", *cost, "--drive-price", "400"]) == 0
+    assert "dollars per step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("--drive-price", "-5", "is negative; allowed: dollars of one drive"),
+        ("--drive-price", "inf", "is not finite"),
+        ("--drive-price", "$5", "is not a number"),
+        ("--gpu-hour", "0", "is 0; allowed: dollars above 0, such as 2.5"),
+        ("--gpu-hour", "-1", "is negative"),
+        ("--gpu-hour", "nan", "is not finite"),
+        ("--network", "0Gbit/s", "is 0; allowed: above 0"),
+        ("--network", "-1GB/s", "is negative"),
+        ("--network", "50GB", "is no rate"),
+        ("--network", "50GBps/s", "has the unknown unit"),
+        ("--ssd", "4 x -7GB/s", "is negative"),
+        ("--ssd", "4 x 0GB/s", "rate 0"),
+        ("--ssd", "fast", "is no rate"),
+        ("--host", "-1GB", "is negative"),
+        ("--reserve", "4GX", "has the unknown unit"),
+        ("--efficiency", "0", "is 0; allowed: above 0, at most 1"),
+        ("--efficiency", "1.5", "is above 1"),
+        ("--max-slowdown", "-0.1", "is negative"),
+        ("--hidden", "0", "is 0; allowed: a whole number above 0"),
+        ("--layers", "1.5", "is not a whole number"),
+        ("--microbatch", "-1", "is negative"),
+        ("--batch", "-4", "is negative"),
+        ("--gpus-per-node", "0", "is 0"),
+        ("--gradient-bytes", "-2", "is negative; allowed: bytes"),
+        ("--optimizer-bytes", "x", "is not a whole number"),
+    ],
+)
+def test_a_value_that_cannot_be_is_an_error_that_names_option_value_and_remedy(
+    option: str, value: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*MANY, f"{option}={value}"])
+    assert caught.value.code == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f'argument {option}: "{value}" ' in shown
+    assert why in shown
+    assert "allowed: " in shown
+
+
+def test_a_price_of_drives_needs_drives(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--gpu-hour", "2", "--drive-price", "400"]) == 1
+    assert "--ssd" in capsys.readouterr().err

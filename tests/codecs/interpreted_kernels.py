@@ -14,7 +14,7 @@ from triton.runtime.interpreter import GridExecutor
 from ssdtrain.codecs import FixedSizeCodec, make_codec, payload_finite
 from ssdtrain.codecs.base import Pieces
 from ssdtrain.codecs.kernels.block import TENSOR_STRIDE
-from ssdtrain.codecs.warm_up import run_once
+from ssdtrain.codecs.warm_up import NUMELS, run_once
 from tests.codecs.common import FLOATS, KEY, payload, randn
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -126,7 +126,7 @@ def test_an_encode_is_one_launch_after_its_first_words_are_zeroed(monkeypatch: p
 
 def test_warming_up_compiles_what_training_calls() -> None:
     for spec in ("int8", "fp8"):
-        run_once(make_codec(spec, "triton"), torch.device("cpu"), torch.bfloat16)
+        run_once(make_codec(spec, "triton"), torch.device("cpu"), torch.bfloat16, NUMELS[1])
 
 
 class Operators(TorchDispatchMode):

@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from ssdtrain.codecs import make_codec
+from ssdtrain.codecs import kernels, make_codec, warm_up
 from tests.codecs.common import FLOATS, KEY, payload, randn
 
 ROOT = Path(__file__).parents[2]
@@ -41,11 +44,67 @@ def test_kernels_compile_without_fused_or_approximate_arithmetic(tmp_path: Path)
     _run(["-m", "tests.codecs.compiled_kernels"], TRITON_CACHE_DIR=str(tmp_path))
 
 
+def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes the current device, which need not be theirs."""
+    current: list[Any] = []
+    launched: list[Any] = []
+
+    class DeviceOf:
+        def __init__(self, tensor: Any) -> None:
+            self._tensor = tensor
+
+        def __enter__(self) -> None:
+            current.append(self._tensor)
+
+        def __exit__(self, *error: object) -> None:
+            current.pop()
+
+    def launch(*arguments: Any) -> None:
+        launched.append(current[-1])
+
+    monkeypatch.setattr(torch.cuda, "device_of", DeviceOf)
+    stub = SimpleNamespace(encode=launch, decode=launch, rotate=launch, unrotate=launch)
+    for name in ("block", "hadamard", "zfp"):
+        monkeypatch.setattr(kernels, name, stub, raising=False)
+    flat, body, out = (torch.zeros(1) for _ in range(3))
+    anything: Any = None
+    kernels.block_encode(anything, flat, body, anything, None, torch.float32)
+    kernels.block_decode(anything, body, out, False)
+    kernels.rotate(flat, body, out, 1.0)
+    kernels.unrotate(body, out, flat, 1.0, False)
+    kernels.zfp_encode(flat, body, 8)
+    kernels.zfp_decode(body, out, 8, False)
+    assert [id(tensor) for tensor in launched] == [id(t) for t in (flat, out, flat, out, flat, out)]
+
+
+def test_a_codec_is_compiled_before_training_for_whole_programs_and_for_a_partial_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[tuple[torch.dtype, bool]] = []
+
+    def run_once(codec: Any, device: torch.device, dtype: torch.dtype, numel: int) -> None:
+        ran.append((dtype, numel % 16 == 0))
+
+    monkeypatch.setattr(warm_up, "run_once", run_once)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    warm_up.warm_up(make_codec("int8"), torch.device("cuda", 0), (torch.float32, torch.int64))
+    assert ran == [(torch.float32, True), (torch.float32, False)]
+    warm_up.warm_up(make_codec("int8"), torch.device("cpu"), (torch.float32,))
+    assert len(ran) == 2, "nothing is compiled for a CPU"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
     "spec",
-    ["int8", "int4:block=64,round=stochastic", "int2:block=32,asymmetric,round=stochastic", "zfp:rate=8"],
+    [
+        "int8",
+        "int4:block=64,round=stochastic",
+        "int2:block=32,asymmetric,round=stochastic",
+        "fp8:block=64",
+        "int4:block=128,hadamard",
+        "zfp:rate=8",
+    ],
 )
 def test_on_a_device_the_bytes_are_those_of_the_reference(spec: str, dtype: torch.dtype) -> None:
     if not torch.cuda.is_available():

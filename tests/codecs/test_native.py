@@ -104,6 +104,7 @@ special = st.sampled_from([0.0, -0.0, 1e-45, -1e-42, 2.0**-126, 6e-8, 65504.0, -
 bad = st.sampled_from([float("inf"), -float("inf"), float("nan")])
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     runs=st.lists(

@@ -98,6 +98,7 @@ def test_any_values_give_the_stream_of_the_library(backend: str, values: list[fl
     assert torch.equal(decoded(codec, buf, x), their_decoding(stream, x.numel(), rate))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=100, deadline=None)
 @given(data=st.binary(min_size=64, max_size=64), rate=st.sampled_from([r for r in RATES if r >= 4]))

@@ -21,6 +21,7 @@ from ssdtrain.comm.routing import CHANGED, IN_FULL
 from tests.comm.test_collectives import make, values
 from tests.support.ranks import on_ranks
 from tests.support.tensors import all_equal
+from tests.support.tiers import tiered
 
 
 def passed_on(rank: int, codec: str, error: float, dtype: torch.dtype) -> Any:
@@ -54,13 +55,16 @@ def passed_on(rank: int, codec: str, error: float, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize(
     ("codec", "error", "dtype"),
-    [
-        ("int8", 0.02, torch.float32),
-        ("int8", 0.02, torch.bfloat16),
-        ("zfp:rate=16", 0.001, torch.float32),
-        ("lossless", 0.0, torch.float32),
-        ("lossless", 0.0, torch.bfloat16),
-    ],
+    tiered(
+        [
+            ("int8", 0.02, torch.float32),
+            ("int8", 0.02, torch.bfloat16),
+            ("zfp:rate=16", 0.001, torch.float32),
+            ("lossless", 0.0, torch.float32),
+            ("lossless", 0.0, torch.bfloat16),
+        ],
+        quick=[("int8", 0.02, torch.bfloat16), ("lossless", 0.0, torch.float32)],
+    ),
 )
 def test_a_message_to_a_neighbour(codec: str, error: float, dtype: torch.dtype) -> None:
     for wire in on_ranks(2, passed_on, codec, error, dtype):
@@ -95,7 +99,7 @@ def stepped(rank: int, dtype: torch.dtype) -> Any:
     return far
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", tiered([torch.float32, torch.bfloat16], quick=[torch.bfloat16]), ids=str)
 def test_weights_gathered_by_difference_do_not_drift(dtype: torch.dtype) -> None:
     for far in on_ranks(2, stepped, dtype):
         # Always within about one difference's error of the exact weights, at the end as at the beginning.
@@ -242,7 +246,7 @@ def changed_between_steps(rank: int, dtype: torch.dtype) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", tiered([torch.float32, torch.bfloat16], quick=[torch.bfloat16]), ids=str)
 def test_weights_that_somebody_else_changed_are_gathered_in_full_by_all(dtype: torch.dtype) -> None:
     """Written in place on one rank, in four ways, without a word to the engine: replicas stay equal and right."""
     wanted = [step in (2, 4, 6, 8) for step in range(10)]

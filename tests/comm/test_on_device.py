@@ -1,5 +1,7 @@
 """What collectives do on a GPU, as far as it shows without one."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +12,9 @@ from ssdtrain.codecs.base import Pieces
 from ssdtrain.comm import probe
 from ssdtrain.comm.algorithms import Call, Coders
 from ssdtrain.comm.coding import Coder, Piece
-from ssdtrain.comm.meter import CommMetrics
+from ssdtrain.comm.meter import CommMetrics, Meter
 from ssdtrain.comm.policy import DEVICE_CHUNK, Policy
-from ssdtrain.comm.work import Streams
+from ssdtrain.comm.work import CompressedWork, Streams
 from ssdtrain.config import CommConfig
 from tests.codecs.common import KEY
 
@@ -62,6 +64,38 @@ def test_the_probe_waits_for_its_own_stream_only(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "synchronize", reject)
     probe._synchronize(CUDA)
     assert calls == [("record", "mine"), "synchronize"]
+
+
+class FakeStream:
+    device = torch.device("cuda", 1)
+
+    def __init__(self) -> None:
+        self.waited: list[Any] = []
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        self.waited.append(event)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_the_stream_of_the_tensors_device_waits_and_a_capture_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, capturing: bool
+) -> None:
+    """The current device need not be that of the tensors. An event of a capture can never be asked."""
+    streams = {None: FakeStream(), FakeStream.device: FakeStream()}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[device])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda enable_timing: SimpleNamespace(record=lambda stream: None)
+    )
+    meter = Meter()
+    work = CompressedWork([iter(())], CommMetrics(), meter, FakeStream())  # type: ignore[arg-type,list-item]
+    assert work.wait()
+    assert streams[FakeStream.device].waited and not streams[None].waited
+    assert len(meter._pending) == (0 if capturing else 1)
 
 
 class Recording:

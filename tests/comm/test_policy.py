@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,7 @@ def test_reductions_have_names_and_no_addresses() -> None:
     """Each is a reason that is given once."""
     assert op_name(dist.ReduceOp.AVG) == "AVG"
     assert op_name(dist.ReduceOp(dist.ReduceOp.SUM)) == "SUM"
+    assert op_name(SimpleNamespace(op=dist.ReduceOp.RedOpType.PREMUL_SUM)) == "PREMUL_SUM"
     if hasattr(dist, "_make_nccl_premul_sum"):  # of builds with NCCL
         assert op_name(dist._make_nccl_premul_sum(0.5)) == "PREMUL_SUM"
 

@@ -258,6 +258,7 @@ FUZZ = settings(
 )
 
 
+@pytest.mark.slow
 @FUZZ
 @given(blocks)
 def test_any_block_is_a_config_or_rejected(block: dict[Any, Any]) -> None:

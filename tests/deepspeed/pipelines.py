@@ -30,7 +30,7 @@ COMMON: dict[str, Any] = {
 
 
 def _layers(row: Row, block: type[nn.Module] = Block) -> list[Any]:
-    blocks = [LayerSpec(block) for _ in range(BLOCKS)]
+    blocks = [LayerSpec(block, row.dropout) for _ in range(BLOCKS)]
     if not row.tied:
         return [LayerSpec(Embedding), *blocks, LayerSpec(Head)]
     first = TiedLayerSpec("embedding", Embedding, tied_weight_attr=["token.weight"])

@@ -27,7 +27,8 @@ class Row:
             is recomputed only.
         needs: what not every DeepSpeed has; see `upstream.LACKS`.
         counted: the bytes that leave can be counted by plain hooks.
-        plan: with `"plan": "auto"` in the block, and steps enough for a plan.
+        plan: the section in the block, where there is one; then there are steps enough for a plan.
+        tiers: the block has an offload section.
     """
 
     name: str
@@ -47,7 +48,13 @@ class Row:
     needs: tuple[str, ...] = ()
     resumes: bool = False
     compressed: bool = True
-    plan: bool = False
+    plan: Any = None
+    tiers: bool = True
+
+    @property
+    def recomputes(self) -> bool:
+        """Its plan has nothing but recomputation to choose."""
+        return self.plan is not None and not self.tiers
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -179,11 +186,30 @@ def _other_rows() -> list[Row]:
     return rows
 
 
+LEAST = {"objective": "memory", "max_slowdown": 0.99}
+"""A plan that recomputes whatever may be."""
+
+
 def _plan_rows() -> list[Row]:
-    """Of several ranks."""
     pipeline = {"gradient_accumulation_steps": 4}
+    recompute: dict[str, Any] = {
+        "steps": 8,
+        "dropout": 0.2,
+        "counted": False,
+        "compressed": False,
+        "plan": LEAST,
+        "tiers": False,
+    }
+    limited = {**recompute, "plan": {"device_limit": "450KiB"}}
     return [
-        Row("zero3-plan", 2, zero(3), steps=8, counted=False, compressed=False, plan=True),
+        Row("zero1-plan-recompute", 1, {**zero(1), **BF16}, **recompute),
+        Row("zero1-plan-limit", 2, zero(1, overlap_comm=True), **limited),
+        Row("zero2-plan-recompute-accumulate", 2, {**zero(2), "gradient_accumulation_steps": 2}, **recompute),
+        Row("zero3-plan-recompute", 2, {**zero(3), **BF16}, **recompute),
+        Row("zero3-plan-limit-accumulate", 2, {**zero(3), "gradient_accumulation_steps": 2}, **limited),
+        Row("pipeline2-plan-recompute", 2, pipeline, kind="pipeline", **recompute),
+        Row("pipeline2-plan-limit-tied", 2, pipeline, kind="pipeline", tied=True, **limited),
+        Row("zero3-plan", 2, zero(3), steps=8, counted=False, compressed=False, plan="auto"),
         Row(
             "pipeline2-plan",
             2,
@@ -192,17 +218,16 @@ def _plan_rows() -> list[Row]:
             steps=8,
             counted=False,
             compressed=False,
-            plan=True,
+            plan="auto",
         ),
     ]
 
 
 QUICK = (
-    "compiled-zero1",
-    "checkpoint-deepspeed",
     "zero3-bf16-accumulate",
     "pipeline2",
     "autotp-zero1",
+    "zero3-plan-recompute",
 )
 """One row of each kind of layout: these are trained by `make test`, the others by `make test-all`."""
 
@@ -248,6 +273,9 @@ THOROUGH = (
     "tensor2-partitioned",
     "pipeline2-plan",
     "autotp-llama-zero1",
+    "zero2-plan-recompute-accumulate",
+    "zero3-plan-limit-accumulate",
+    "pipeline2-plan-limit-tied",
 )
 """Rows whose layout, or what it is combined with, other rows have too: `make test-long` trains them."""
 

@@ -15,7 +15,8 @@ from tests.support.ranks import StandingRanks, on_ranks
 from tests.support.tensors import all_equal
 from tests.support.tiers import tiered
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+# Slow, all of them, for the start of two ranks of DeepSpeed; rows of the matrix train with compressed collectives in `make test`.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300), pytest.mark.slow]
 
 COMM = {
     "min_bytes": 0,
@@ -90,7 +91,7 @@ def resumed(rank: int, stage: int, directory: str) -> Any:
     return [on, again, *found]
 
 
-@pytest.mark.parametrize("stage", tiered([0, 2, 3], quick=[2]))
+@pytest.mark.parametrize("stage", tiered([0, 2, 3], quick=[]))
 def test_residuals_are_in_the_checkpoint_and_a_resumed_run_goes_on_to_the_bit(
     stage: int, two_ranks: StandingRanks, tmp_path: Path
 ) -> None:

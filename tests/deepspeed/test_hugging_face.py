@@ -11,7 +11,7 @@ import pytest
 from tests.deepspeed.conftest import CPU
 from tests.support.processes import forked
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NAMES = ("gpt2", "bert", "t5", "llama", "llama-gradient-checkpointing")
 
@@ -27,7 +27,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_trainer_gets_the_same_losses_and_parameters(name: str, found: dict[str, Any]) -> None:
     plain, offloaded = found[name]["plain"], found[name]["offloaded"]

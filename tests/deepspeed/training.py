@@ -72,8 +72,10 @@ def config_of(row: Row, directory: Path | None, mode: str = "offloaded") -> dict
                 "threads": 1,
             }
         }
-        if row.plan:
-            config["ssdtrain"]["plan"] = "auto"
+        if row.plan is not None:
+            config["ssdtrain"]["plan"] = row.plan
+        if not row.tiers:
+            del config["ssdtrain"]["offload"]
     return config
 
 
@@ -126,6 +128,7 @@ def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
     losses += more
     if asked is not None:
         deepspeed.checkpointing.configure(None)
+        deepspeed.checkpointing.deepspeed_checkpointing_enabled = False  # as before, for the rows that follow
     result: dict[str, Any] = {"losses": sha1(losses), "parameters": sha1(parameters_of(engine))}
     if counter is not None:
         result["counted_bytes"] = counter.nbytes
@@ -140,7 +143,9 @@ def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
             key: value for key, value in vars(found.offload).items() if isinstance(value, int | float)
         }
         result["live_slots"] = found.store.live_slots
-        result["plans"] = found.values().get("auto/plans", 0)
+        values = found.values()
+        result["plans"] = values.get("auto/plans", 0) + values.get("plan/plans", 0)
+        result["recomputed"] = values.get("plan/recomputed_blocks", 0)
         result["comm"] = {dimension: vars(figures) for dimension, figures in found.comm.items()}
         if row.tied:
             result["tied"] = sha1([weight for weight, _ in engine.module.get_tied_weights_and_groups()])

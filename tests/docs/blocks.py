@@ -65,9 +65,8 @@ RUN_BY = {
     ("README.md", "import torch, ssdtrain"): Ran(
         f"{README_TESTS}::test_the_pytorch_example_runs", "the directory"
     ),
-    ("README.md", "runtime = ssdtrain.attach"): Ran(f"{README_TESTS}::test_the_line_for_the_trainer_runs"),
-    ("README.md", '"ssdtrain"'): Ran(
-        f"{README_TESTS}::test_the_deepspeed_block_is_a_config", "loaded, no training"
+    ("docs/policy.md", "from ssdtrain.offload.policy"): Ran(
+        f"{BLOCKS}::test_a_policy_of_ones_own", "what is large"
     ),
     ("README.md", "torchrun --nproc_per_node 8 -m ssdtrain_ds"): Ran(
         f"{README_TESTS}::test_the_deepspeed_commands_run_a_script",

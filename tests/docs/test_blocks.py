@@ -96,6 +96,30 @@ def test_codecs() -> None:
     assert 0 < error < 0.2
 
 
+def test_a_policy_of_ones_own(tmp_path: Path) -> None:
+    import ssdtrain
+
+    plain, model = small_model(), small_model()
+    model.load_state_dict(plain.state_dict())
+    config = {"offload": {"directories": str(tmp_path), "min_bytes": 1024}}
+    names = run(
+        "docs/policy.md",
+        "from ssdtrain.offload.policy",
+        change={"1 << 28": "1 << 14", "ssdtrain.attach": "runtime = ssdtrain.attach"},
+        ssdtrain=ssdtrain,
+        model=model,
+        config=config,
+    )
+    x = torch.randn(64, 256)
+    for one in (plain, model):
+        one(x).sum().backward()
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs if p.grad is not None and q.grad is not None)
+    found = names["runtime"].statistics().offload  # type: ignore[attr-defined]
+    assert found.kept_bytes == found.saved_bytes // 2 > 0
+    names["runtime"].close()  # type: ignore[attr-defined]
+
+
 def test_compact() -> None:
     import ssdtrain
 
@@ -364,7 +388,9 @@ def pasted(command: list[str], directory: Path) -> str:
 def test_the_page_for_the_trainer(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(block("docs/index.md", "import ssdtrain, torch").text)
     told = pasted(["train.py"], tmp_path)
-    assert "train_loss" in told and re.search(r"offloaded bytes +[1-9]", told)
+    assert (
+        "train_loss" in told and "summary of 5 steps" in told and re.search(r"offloaded bytes +[1-9]", told)
+    )
 
 
 @pytest.mark.long

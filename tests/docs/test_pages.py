@@ -64,6 +64,7 @@ def test_config_blocks_are_configs(page: Path) -> None:
             assert load_config(found).active, block
 
 
+@pytest.mark.slow
 def test_the_first_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

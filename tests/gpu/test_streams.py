@@ -110,3 +110,40 @@ def test_a_batch_that_a_loader_made_on_its_own_stream(gpu: torch.device, tmp_pat
         assert weight.grad is not None and torch.equal(weight.grad, expected)
     finally:
         offload.close()
+
+
+class TakesMemoryBack(torch.autograd.Function):
+    """Its backward reads late what it saved, after the allocator has given back all that is free."""
+
+    @staticmethod
+    def forward(context: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        kept = x * 3
+        context.save_for_backward(kept)
+        return kept * kept
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        context: torch.autograd.function.FunctionCtx, gradient: torch.Tensor
+    ) -> torch.Tensor:
+        torch.cuda.empty_cache()
+        (kept,) = context.saved_tensors  # type: ignore[attr-defined]
+        torch.cuda._sleep(LATE)
+        return 6 * kept * gradient
+
+
+def test_memory_of_loads_is_not_unmapped_while_a_kernel_reads_it(gpu: torch.device, tmp_path: Path) -> None:
+    """With expandable segments memory is given back when the stream that allocated it is idle, whoever reads it."""
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    offload = ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024)
+    try:
+        x = torch.ones(16 << 20, device=gpu, requires_grad=True)
+        for _ in range(2):
+            x.grad = None
+            with offload:
+                total = sum(TakesMemoryBack.apply(x).sum() for _ in range(6))
+            total.backward()
+            torch.cuda.synchronize()
+            assert x.grad is not None and bool((x.grad == 6 * 18).all())
+    finally:
+        offload.close()
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")

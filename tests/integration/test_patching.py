@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from ssdtrain.integration.patching import Patches, Wrap, is_patched
+from ssdtrain.integration.patching import Patches, Wrap, call_after, is_patched, run_inside
 
 
 class Holder:
@@ -151,3 +153,23 @@ def test_a_wrapper_that_raises_leaves_nothing() -> None:
     with pytest.raises(AttributeError):
         patches.replace(holder, "missing", noting("a"))
     assert dict(vars(holder)) == before and not patches.active
+
+
+def test_a_function_runs_inside_of_a_context_and_is_followed_by_a_call() -> None:
+    heard: list[Any] = []
+
+    @contextmanager
+    def around(holder: Any, x: int) -> Iterator[None]:
+        heard.append(("in", x))
+        yield
+        heard.append("out")
+
+    patches = Patches()
+    patches.replace(Derived, "method", run_inside(around))
+    patches.replace(Derived, "method", call_after(lambda result, given: heard.append((result, given["x"]))))
+    assert Derived().method(x=3) == [6]
+    assert heard == [("in", 3), "out", ([6], 3)]
+    with pytest.raises(TypeError):
+        Derived().method("one", 2)  # type: ignore[call-arg,arg-type]
+    patches.undo()
+    assert "method" not in vars(Derived)

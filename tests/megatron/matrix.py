@@ -90,8 +90,10 @@ def offloaded_run(row: Row, directory: str) -> dict[str, Any]:
         "offload": {"directories": directory, "amount": "all", "min_bytes": MIN_BYTES, **row.offload},
         "checkpoint": row.checkpoint,
     }
-    if row.plan:
-        config["plan"] = "auto"
+    if row.plan is not None:
+        config["plan"] = row.plan
+    if not row.tiers:
+        del config["offload"]
     before = schedules.forward_step
     chunks = trainer.chunks[::-1] if row.reversed else trainer.chunks
     with ssdtrain_megatron.attach(chunks, config) as attachment:
@@ -112,7 +114,8 @@ def offloaded_run(row: Row, directory: str) -> dict[str, Any]:
             "kept": offload.kept_bytes,
             "kept_for_want": offload.kept_full_bytes + offload.kept_late_bytes,
             "saved": offload.saved_bytes,
-            "plans": found.values().get("auto/plans", 0),
+            "plans": found.values().get("auto/plans", 0) + found.values().get("plan/plans", 0),
+            "recomputed": found.values().get("plan/recomputed_blocks", 0),
             "live_regions": offload.live_regions,
             "live_slots": found.store.live_slots,
             "loaded": offload.loaded_bytes,

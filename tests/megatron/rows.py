@@ -17,7 +17,8 @@ class Row:
         counted: what autograd saves is counted in a run of its own. That takes hooks, which some options do not stand.
         reversed: attach gets the chunks in the reverse order.
         evaluated: an evaluation follows each step.
-        plan: with `"plan": "auto"`, and steps enough for a plan.
+        plan: the section, where there is one; then there are steps enough for a plan.
+        tiers: with an offload section.
         reference: options of the run without offload, where Megatron alone does not train with the row's.
     """
 
@@ -38,9 +39,15 @@ class Row:
     counted: bool = True
     reversed: bool = False
     evaluated: bool = False
-    plan: bool = False
+    plan: Any = None
+    tiers: bool = True
     steps: int = 3
     reference: dict[str, Any] | None = None
+
+    @property
+    def recomputes(self) -> bool:
+        """Its plan has nothing but recomputation to choose."""
+        return self.plan is not None and not self.tiers
 
     @property
     def dp(self) -> int:
@@ -65,16 +72,13 @@ FUSED = {"gradient_accumulation_fusion": True}
 
 
 QUICK = (
-    "one process",
-    "recompute full, dropout",
-    "bert",
-    "t5",
     "tp2 sp",
     "pp2 vp2",
     "dp2, distributed optimizer, overlap",
     "moe ep2",
+    "tp2, plan, recompute",
 )
-"""One row of each kind of layout and model: these are trained by `make test`, the others by `make test-all`."""
+"""One row of each kind of parallelism: these are trained by `make test`, the others by `make test-all`."""
 
 THOROUGH = (
     "dropout",
@@ -119,6 +123,10 @@ THOROUGH = (
     "tp2, recompute full, distributed, evaluations",
     "pp2 vp2, deallocate",
     "pp2, moe, global balancing, recompute moe",
+    "plan, recompute",
+    "tp2 sp, plan within a limit",
+    "pp2, plan, recompute, deallocate",
+    "dp2, distributed optimizer, overlap both, plan within a limit",
     "tp2 pp2, plan",
 )
 """Rows whose layout, or what it is combined with, other rows have too: `make test-long` trains them."""
@@ -132,8 +140,13 @@ BIAS: dict[str, Any] = {"evaluated": True, "reference": {}, "counted": False}
 """Where a recomputed MLP returns its bias: Megatron's own function recurses in the first backward, so that the run without
 offload recomputes nothing, which changes no bit."""
 
+LEAST = {"objective": "memory", "max_slowdown": 0.99}
+"""A plan that recomputes whatever may be."""
+PLANNED: dict[str, Any] = {"plan": LEAST, "tiers": False, "dropout": 0.1, "steps": 8, "counted": False}
+
 ROWS = [
     Row("one process"),
+    Row("plan, recompute", **PLANNED),
     Row("dropout", dropout=0.1),
     Row("bf16", bf16=True),
     Row("half of the bytes", offload={"amount": "50%"}),
@@ -211,7 +224,23 @@ ROWS = [
     Row("pp4", 4, pp=4),
     Row("pp4, deallocate", 4, pp=4, microbatches=6, options=DEALLOCATE),
     Row("tp2 pp2", 4, tp=2, pp=2),
-    Row("tp2 pp2, plan", 4, tp=2, pp=2, counted=False, plan=True, steps=8),
+    Row("pp2, plan, recompute, deallocate", 2, pp=2, options=DEALLOCATE, **PLANNED),
+    Row(
+        "dp2, distributed optimizer, overlap both, plan within a limit",
+        2,
+        ddp={"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        **{**PLANNED, "plan": {"device_limit": "3MiB"}},
+    ),
+    Row("tp2, plan, recompute", 2, tp=2, **PLANNED),
+    Row(
+        "tp2 sp, plan within a limit",
+        2,
+        tp=2,
+        options={"sequence_parallel": True},
+        **{**PLANNED, "plan": {"device_limit": "1536KiB"}},
+    ),
+    Row("tp2 pp2, plan, recompute, bf16", 4, tp=2, pp=2, bf16=True, **PLANNED),
+    Row("tp2 pp2, plan", 4, tp=2, pp=2, counted=False, plan="auto", steps=8),
     Row("tp2 pp2, recompute full, distributed", 4, tp=2, pp=2, dropout=0.1, options=SPREAD, counted=False),
     Row("tp2 sp pp2, bf16", 4, tp=2, pp=2, bf16=True, options={"sequence_parallel": True}),
     Row("tp2 pp2 vp2, deallocate", 4, tp=2, pp=2, vp=2, options={**INTERLEAVED, **DEALLOCATE}),

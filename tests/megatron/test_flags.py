@@ -195,6 +195,7 @@ def test_help_names_every_flag() -> None:
     assert "60%" in text
 
 
+@pytest.mark.slow
 def test_the_flags_need_no_megatron() -> None:
     program = (
         "import sys; sys.modules['megatron'] = None\n"

@@ -117,6 +117,8 @@ class Machine:
         seed: of the leaves.
         settle: waits until every store has ended, so that backward has to read.
         close: closes what records.
+        copied: waits until no copy reads saved memory any more: what it brings of memory that is freed meanwhile is wrong, and
+            goes unseen where that memory comes back at the same address (docs/storage.md).
         keeps: no backward frees its graph. So it is after `close` and after memory was freed, where the engine may raise in the
             middle of a backward: which graphs are left then would differ.
     """
@@ -127,12 +129,14 @@ class Machine:
         seed: int,
         settle: Callable[[], None] = lambda: None,
         close: Callable[[], None] = lambda: None,
+        copied: Callable[[], None] = lambda: None,
         keeps: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.recording = recording
         self.settle = settle
         self.close = close
+        self.copied = copied
         self.keeps = keeps
         self.leaves = [torch.randn(ROWS, COLUMNS, generator=generator).requires_grad_() for _ in range(2)]
         self.values: list[torch.Tensor] = [leaf * 0.5 for leaf in self.leaves]
@@ -155,8 +159,7 @@ class Machine:
             self.values.clear()
             self.losses.clear()
             gc.unfreeze()
-            # After a backward that raised, torch holds nodes of its graph in this thread's queue until the next backward.
-            torch.ones(1, requires_grad=True).sum().backward()
+            _empty_queue()
         return self.shown
 
     def _open(self) -> None:
@@ -216,7 +219,12 @@ class Machine:
 
     def do_elsewhere(self, a: int, b: int) -> None:
         """A backward on another thread, while this one saves."""
-        thread = threading.Thread(target=self._backward, args=(a, True))
+
+        def run() -> None:
+            self._backward(a, True)
+            _empty_queue()  # `join` returns before what belongs to the thread is gone
+
+        thread = threading.Thread(target=run)
         thread.start()
         for turn in range(1 + b % 3):
             self.do_unary(a + turn, b)
@@ -276,6 +284,7 @@ class Machine:
         self.values = [leaf * 0.5 for leaf in self.leaves]
         self.do_tape(a, b)
         buffer = self.buffers[1]
+        self.copied()
         if b % 2:
             storage = buffer.untyped_storage()
             nbytes = storage.nbytes()
@@ -292,6 +301,7 @@ class Machine:
         kept = value.detach().clone()
         storage = value.untyped_storage()
         nbytes = storage.nbytes()
+        self.copied()
         storage.resize_(0)
         others = [torch.full((ROWS, COLUMNS), float(b)) for _ in range(a % 3)]
         if b % 5 == 0:
@@ -312,6 +322,11 @@ class Machine:
 
     def do_freeze(self, a: int, b: int) -> None:
         gc.freeze()
+
+
+def _empty_queue() -> None:
+    """After a backward that raised, torch holds nodes of its graph in this thread's queue until the next backward."""
+    torch.ones(1, requires_grad=True).sum().backward()
 
 
 def same(one: Shown, other: Shown, *, freed: bool = False, closed: bool = False) -> str | None:

@@ -134,6 +134,7 @@ def test_what_somebody_puts_in_front_stays(x: torch.Tensor, make_runtime: MakeRu
     assert runtime.statistics().offload.saved_tensors == seen  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "after", tiered([False, True], quick=[True]), ids=["compiled before", "compiled after"]
 )

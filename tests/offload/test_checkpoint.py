@@ -139,6 +139,29 @@ def test_recomputation_stops_early_unless_told_not_to() -> None:
         assert len(calls) == count
 
 
+def test_arguments_that_are_one_tensor_are_one_in_the_recomputation(make_runtime: MakeRuntime) -> None:
+    """As attention asks (`query is key`): it runs other operators then."""
+    torch.manual_seed(0)
+    attention, runtime = nn.MultiheadAttention(64, 2, batch_first=True), make_runtime()
+    calls: list[Any] = [
+        lambda run, x: run(attention, x, x, x)[0],
+        lambda run, x: run(attention, x, key=x, value=x)[0],
+        lambda run, x: run(lambda pair, y, *, layer: layer(*pair, y)[0], (x, x), x, layer=attention),
+    ]
+
+    def gradients(recording: zoo.Recording, call: Any, run: Any) -> list[torch.Tensor]:
+        attention.zero_grad()
+        x = zoo.noise(4, 32, 64).requires_grad_()
+        with recording():
+            loss = call(run, x.cos()).square().sum()
+        loss.backward()
+        return [x.grad, *(p.grad for p in attention.parameters())]  # type: ignore[list-item]
+
+    for call in calls:
+        expected = gradients(nullcontext, call, lambda of, *args, **kwargs: of(*args, **kwargs))
+        assert same(expected, gradients(runtime.forward, call, Checkpoint()))
+
+
 def test_nested_and_under_autocast(make_runtime: MakeRuntime) -> None:
     def run(recording: zoo.Recording, function: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ssdtrain.config import ConfigError, load_config
-from ssdtrain.offload import build, closing, gpudirect
+from ssdtrain.offload import build, gpudirect
 from ssdtrain.offload import engine as engine_module
+from ssdtrain.offload import hung as hanging
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults, IOFailure
@@ -79,7 +80,7 @@ def test_a_tensor_stays_until_its_write_has_ended(stand_in: KvikioStandIn, make_
     runtime = make_runtime(ON)
     pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
     x, loss = chain(runtime)
-    stores = list(engine_of(runtime).mover._stores)
+    stores = list(engine_of(runtime).mover.stores)
     assert stores and all(region.in_tensor for region in stores)
     del x, loss
     gc.collect()
@@ -368,7 +369,7 @@ def test_a_transfer_that_hangs_in_training_is_not_waited_for_for_ever(
     pools: list[Any] = []
     regions: list[Any] = []
     monkeypatch.setattr(storage, "_HUNG", pools)
-    monkeypatch.setattr(closing, "_HUNG", regions)
+    monkeypatch.setattr(hanging, "_HUNG", regions)
     runtime = make_runtime(ON, deadline="50ms", prefetch="512KiB")
     engine, store = engine_of(runtime), runtime.offload.store  # type: ignore[union-attr]
     if kind == "write":
@@ -389,6 +390,31 @@ def test_a_transfer_that_hangs_in_training_is_not_waited_for_for_ever(
     pools.clear()
     pool.close_device()
     runtime.close()
+    del x, loss
+
+
+@pytest.mark.parametrize("more", [{}, {"prefetch": 0}, {"threads": 1}], ids=str)
+def test_a_read_that_hangs_in_backward_is_given_up_for_one_through_host_memory(
+    stand_in: KvikioStandIn,
+    make_runtime: MakeRuntime,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    more: dict[str, Any],
+) -> None:
+    """1. reads hang; 2. backward waits a while; 3. it gets the same bytes the other way; 4. what hangs keeps its memory."""
+    monkeypatch.setattr(engine_module, "PATIENCE", 0.05)
+    kept: list[Any] = []
+    monkeypatch.setattr(hanging, "_HUNG", kept)
+    runtime = make_runtime(ON, **more)
+    x, loss = chain(runtime)
+    settled(runtime)
+    stand_in.gate.clear()
+    with caplog.at_level(logging.WARNING, "ssdtrain"):
+        loss.backward()
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert "GPUDirect Storage is not used any more" in caplog.text
+    assert any(isinstance(memory, torch.Tensor) and memory.nbytes for memory in kept)
+    stand_in.gate.set()
     del x, loss
 
 

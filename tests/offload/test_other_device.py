@@ -15,6 +15,7 @@ class CudaTensor:
 
     layout = torch.strided
     is_quantized = is_nested = False
+    _base = grad_fn = None
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
@@ -31,5 +32,5 @@ def test_the_whole_device_is_compared(device: torch.device, monkeypatch: pytest.
     monkeypatch.setattr(eligible, "_is_functional", lambda tensor: False)
     monkeypatch.setattr(eligible, "_is_wrapped", lambda tensor: False)
     found = Eligibility(1, device)
-    assert found.is_plain(CudaTensor(1))  # type: ignore[arg-type]
-    assert not found.is_plain(CudaTensor(0))  # type: ignore[arg-type]
+    assert found.may_move(CudaTensor(1))  # type: ignore[arg-type]
+    assert not found.may_move(CudaTensor(0))  # type: ignore[arg-type]

@@ -106,7 +106,7 @@ def test_what_is_still_in_memory_when_backward_begins_is_not_read(
     runtime = make_runtime(way, prefetch="16MiB")
     pool_of(runtime).hold()  # type: ignore[attr-defined]
     x, loss = chain(runtime)
-    stores = [region.transfer.operation for region in engine_of(runtime).mover._stores]
+    stores = [region.transfer.operation for region in engine_of(runtime).mover.stores]
     assert len(stores) > 3
     pool_of(runtime).release()  # type: ignore[attr-defined]
     pool_of(runtime).flush()  # type: ignore[attr-defined]
@@ -158,7 +158,7 @@ def test_a_store_is_forwarded_once_however_often_it_is_asked_for(
     pool_of(runtime).hold(begun=True, reads=False)  # type: ignore[attr-defined]
     _, loss = chain(runtime, depth=2)
     pool_of(runtime).flush()  # type: ignore[attr-defined]
-    until(lambda: engine_of(runtime).mover._stores[0].transfer.operation.begun(), "the first store")  # type: ignore[union-attr]
+    until(lambda: engine_of(runtime).mover.stores[0].transfer.operation.begun(), "the first store")  # type: ignore[union-attr]
     for _ in range(3):
         loss.backward(retain_graph=True)
     pool_of(runtime).release()  # type: ignore[attr-defined]

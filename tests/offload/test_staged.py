@@ -12,7 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from ssdtrain.codecs.base import FLOATS
 from ssdtrain.config import load_config
+from ssdtrain.offload import build
 from ssdtrain.offload.departures import Departures
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
@@ -32,7 +34,7 @@ def test_a_released_region_keeps_its_buffer_and_not_its_tensor_until_its_store_h
     engine = engine_of(runtime)
     pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
     x, loss = chain(runtime, depth=1)
-    stores = list(engine.mover._stores)
+    stores = list(engine.mover.stores)
     until(lambda: any(region.transfer.operation.begun() for region in stores), "a store")  # type: ignore[union-attr]
     stores = [region for region in stores if region.transfer.operation.begun()]  # type: ignore[union-attr]
     del x, loss
@@ -91,6 +93,18 @@ def test_a_buffer_outside_of_the_arena_is_host_memory_whatever_the_default_devic
     assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
 
 
+def test_the_kernels_of_a_codec_are_compiled_when_the_engine_is_made(
+    make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not in the first step, under the engine's lock."""
+    warmed: list[Any] = []
+    monkeypatch.setattr(
+        build, "warm_up", lambda codec, device, dtypes: warmed.append((device, tuple(dtypes)))
+    )
+    make_runtime(STAGED, codec="int8")
+    assert warmed == [(torch.device("cpu"), FLOATS)]
+
+
 def test_a_released_head_delays_no_departure() -> None:
     """1. backward drops the oldest tensor while it is stored; 2. the next two are stored; 3. the older one of these leaves."""
     left: list[Any] = []
@@ -101,15 +115,28 @@ def test_a_released_head_delays_no_departure() -> None:
             nbytes=100,
             emptied=False,
             freed=lambda: False,
-            transfer=SimpleNamespace(state=State.STORING, keep_resident=False),
+            transfer=SimpleNamespace(state=State.STORING, keep_resident=False, rest=None),
         )
         for _ in range(3)
     ]
-    departures.add(regions[0])  # type: ignore[arg-type]
+    departures.add(regions[0], 100)  # type: ignore[arg-type]
     regions[0].transfer.state = State.RELEASED
-    departures.add(regions[1])  # type: ignore[arg-type]
-    departures.add(regions[2])  # type: ignore[arg-type]
+    departures.add(regions[1], 200)  # type: ignore[arg-type]
+    departures.add(regions[2], 300)  # type: ignore[arg-type]
     assert left == [regions[1]]
+
+
+def test_a_part_departs_when_the_tape_has_moved_on_also_where_nothing_else_is_stored() -> None:
+    left: list[Any] = []
+    departures = Departures(left.append)
+    departures.limit = 200
+    transfer = SimpleNamespace(state=State.STORING, keep_resident=False, rest=object(), saved_before=0)
+    region: Any = SimpleNamespace(nbytes=100, emptied=False, freed=lambda: False, transfer=transfer)
+    departures.add(region, 100)
+    departures.advance(200)  # the next operator, whose kernel runs before the copy off the device begins
+    assert not left
+    departures.advance(300)
+    assert left == [region] and not departures.parting
 
 
 def test_no_device_memory_ahead_of_need_is_no_error(

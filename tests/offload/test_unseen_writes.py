@@ -288,14 +288,14 @@ def test_close_between_the_look_and_the_lock(make_runtime: MakeRuntime) -> None:
     runtime = make_runtime()
     engine = runtime.engine
     assert engine is not None
-    is_plain = engine.eligible.is_plain
+    may_move = engine.eligible.may_move
 
     def and_close(tensor: torch.Tensor) -> bool:
-        found = is_plain(tensor)
+        found = may_move(tensor)
         runtime.close()
         return found
 
-    engine.eligible.is_plain = and_close  # type: ignore[method-assign]
+    engine.eligible.may_move = and_close  # type: ignore[method-assign]
     x = torch.randn(SIZE, SIZE, requires_grad=True)
     with runtime.forward():
         loss = x.sin().sum()

@@ -18,8 +18,9 @@ from torch import nn
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.offload.build import SAMPLED
 from ssdtrain.offload.metrics import OffloadMetrics
-from ssdtrain.offload.mover import Mover, next_verified
+from ssdtrain.offload.mover import Mover
 from ssdtrain.offload.proof import ProofFailed
+from ssdtrain.offload.sampling import next_verified
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import CorruptedData, SpillStore
@@ -140,6 +141,8 @@ def test_a_sample_counts_stores_and_not_attempts() -> None:
             state = SimpleNamespace(
                 codec=None,
                 stored_bytes=1,
+                moved_bytes=1,
+                rest=None,
                 tier=None,
                 payload=None,
                 verify=False,

@@ -15,11 +15,13 @@ from ssdtrain.features import Step
 from ssdtrain.planner.adaptive import AdaptivePolicy
 from ssdtrain.planner.auto import AutoPlan
 from ssdtrain.planner.choose import choose_offloads
-from ssdtrain.planner.controller import UNENDED, AdaptiveOffload
+from ssdtrain.planner.controller import DRIFTED, AdaptiveOffload
 from ssdtrain.planner.decisions import Outcome, decision_table
 from ssdtrain.planner.measured import Profile
 from ssdtrain.planner.plans import NoPlan
+from ssdtrain.planner.room import DeviceMemory, Room
 from ssdtrain.planner.step import KEEP, Machine, Tier, one_after_the_other
+from ssdtrain.planner.step_ends import UNENDED
 from ssdtrain.runtime import Runtime
 
 
@@ -102,7 +104,7 @@ def stepping_in_backward(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("planned", [False, True])
-def test_an_optimizer_inside_of_backward_ends_the_step_when_backward_is_over(
+def test_an_optimizer_inside_of_backward_ends_the_step_before_the_next_forward(
     tmp_path: Path, planned: bool
 ) -> None:
     model, plain = make_model(), make_model()
@@ -119,7 +121,8 @@ def test_an_optimizer_inside_of_backward_ends_the_step_when_backward_is_over(
     if isinstance(controller, AutoPlan):
         assert controller.plan is not None
     else:
-        assert controller._steps == 19  # the first one may be that of a loop that announces its steps
+        # The first one may be that of a loop that announces its steps; the last one ends when the next forward begins.
+        assert controller._steps == 18
     runtime.close()
 
 
@@ -225,6 +228,7 @@ def test_what_was_decided_is_a_table_with_reasons(tmp_path: Path) -> None:
     chosen = choose_offloads(profile.blocks, profile.order, Machine((Tier("tiers", 1e12, 1e12),), prefetch=1))
     text = decision_table(profile, chosen, Outcome(5 << 20, 10 << 20, 0.1, 0.01, {"layers.1": 0.02}))
     assert "offload" in text and "hidden" in text
+    assert "\n  chunk 0: region 0" in text
     assert "5.00 MiB measured, 10.0 MiB without offload" in text
     assert "waited 20.0 ms for layers.1" in text
 
@@ -298,9 +302,74 @@ def test_a_plan_that_takes_longer_than_allowed_is_an_error(tmp_path: Path) -> No
         found._device_budget = 1  # where a drive is slower by now: no reason to stop
         found._plan(profile)
         assert found.chosen is before
-        found._reshaped = True
+        found.chosen = None
         with pytest.raises(NoPlan):
             found._plan(profile)
+
+
+def test_the_limit_has_to_hold_the_largest_forward_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start an error for the limit as given, a warning where only a larger forward exceeds it."""
+    with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
+        found = controller_of(runtime, FAST, device_budget=1 << 30, must_fit=True)
+        profile = found._profile
+        assert profile is not None
+        found._plan(profile)
+        assert found.chosen is not None
+        found._device_budget = 2 * found.chosen.predicted.peak_bytes
+        found._policy.largest = {0: 40 * sum(block.saved for block in profile.blocks[0])}
+        found.chosen = None
+        found._plan(profile)
+        assert "forwards have become larger" in caplog.text
+        found.chosen, found._device_budget = None, 1
+        with pytest.raises(NoPlan, match="no plan keeps to"):
+            found._plan(profile)
+
+
+def test_a_drive_that_changed_and_leaves_no_plan_keeps_the_margin_of_the_plan(tmp_path: Path) -> None:
+    with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
+        found = controller_of(runtime, FAST, device_budget=1 << 30, must_fit=True)
+        profile = found._profile
+        assert profile is not None
+        found._margin.value = 0.5
+        found._plan(profile)
+        found._device_budget, found._replan_reason = 1, DRIFTED
+        found._margin.reset()
+        found._plan(profile)
+        assert found._margin.value == 0.5
+
+
+def test_what_does_not_fit_beside_the_model_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Room, "memory", lambda self: DeviceMemory(100, 1 << 40, 0, 0))
+    with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
+        found = controller_of(runtime, FAST)
+        profile = found._profile
+        assert profile is not None
+        for _ in range(2):
+            found._plan(profile)
+        assert found.chosen is not None
+    [line] = [r.getMessage() for r in caplog.records if "are left for activations" in r.getMessage()]
+    assert "the smallest peak of activations found is" in line
+
+
+def test_tapes_that_outgrow_the_limit_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
+        found = controller_of(runtime, FAST, device_budget=1 << 30, must_fit=True)
+        profile = found._profile
+        assert profile is not None
+        found._plan(profile)
+        found._device_budget = 1
+        for _ in range(2):
+            found._reshaped = True
+            found._plan(profile)
+        assert found.chosen is not None and found.chosen.predicted.peak_bytes > 1
+        every = {choice for chunk in found.chosen.choices for choice in chunk}
+        assert every != {KEEP}  # the smallest peak
+    [line] = [r.getMessage() for r in caplog.records if "forwards have become larger" in r.getMessage()]
+    assert "the smallest peak of activations found is" in line and "of which" in line
 
 
 def test_a_peak_of_a_larger_step_before_is_not_taken_for_one_of_this_plan(tmp_path: Path) -> None:
@@ -322,7 +391,7 @@ def test_a_rate_that_is_not_reached_is_not_said_to_bind(
 
         def observe(self, *_: object) -> None: ...
 
-        def planned(self, *, bound: bool) -> None:
+        def planned(self, *, bound: bool, new: bool) -> None:
             self.bound = bound
 
     with Runtime(load_config(config(tmp_path)), logs=False) as runtime:

@@ -176,3 +176,50 @@ def test_all_that_fits_into_host_memory_goes_there() -> None:
     chosen = choose_offloads([blocks(24)], one_after_the_other(), with_host(40, 24 * 100))
     assert chosen.predicted.written["ssd"] == 0
     assert chosen.predicted.peak_bytes <= 400
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_parts_of_blocks_are_chosen_for_a_lower_peak_within_the_time_and_never_else(seed: int) -> None:
+    draw = random.Random(seed)
+    count, rate = draw.choice([3, 6, 7]), draw.choice([10.0, 20.0, 40.0, 100.0])
+    made = [Block(f"b{i}", 1.0, 2.0, draw.choice([100, 200])) for i in range(count)]
+    whole = Machine(
+        (Tier("ssd", rate, rate, depth=1 << 30),),
+        draw.choice([Link(500, 500), None]),
+        in_flight=400,
+        prefetch=400,
+        window=400,
+    )
+    order = draw.choice([one_after_the_other(), one_forward_one_backward(3, 2)])
+    without = choose_offloads([made], order, whole)
+    found = choose_offloads([made], order, replace(whole, copies=draw.choice([200.0, 10_000.0])))
+    assert found.predicted.peak_bytes <= without.predicted.peak_bytes
+    assert found.predicted.seconds <= (1 + SLACK) * found.kept.seconds
+    assert found.predicted.written["ssd"] <= rate * found.predicted.seconds
+    if found.choices != without.choices:
+        assert found.predicted.peak_bytes <= without.predicted.peak_bytes - 0.02 * found.kept.peak_bytes
+
+
+def test_six_large_blocks_on_a_slow_drive_leave_in_parts() -> None:
+    slow = replace(machine(15), window=200, prefetch=200, hook=None)
+    whole = choose_offloads([blocks(6)], one_after_the_other(), slow)
+    parts = choose_offloads([blocks(6)], one_after_the_other(), replace(slow, copies=10_000.0))
+    assert parts.predicted.peak_bytes <= whole.predicted.peak_bytes - 100
+    under = choose_offloads(
+        [blocks(6)],
+        one_after_the_other(),
+        replace(slow, copies=10_000.0),
+        device_budget=parts.predicted.peak_bytes,
+    )
+    assert under.predicted.peak_bytes <= parts.predicted.peak_bytes
+    assert under.predicted.seconds <= (1 + SLACK) * under.kept.seconds
+
+
+def test_fine_blocks_leave_whole() -> None:
+    for bandwidth in (25, 60):
+        on = machine(bandwidth)
+        whole = choose_offloads([blocks(40)], one_after_the_other(), on)
+        assert (
+            choose_offloads([blocks(40)], one_after_the_other(), replace(on, copies=10_000.0)).choices
+            == whole.choices
+        )

@@ -1,13 +1,16 @@
 """A plan that is carried out changes memory and nothing else."""
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ssdtrain
 from examples.support.model import GPT, GPTConfig
-from ssdtrain.planner.execute import BlockPolicy, plan_blocks, recompute_blocks
+from ssdtrain.offload.checkpoint import Checkpoint
+from ssdtrain.planner.execute import BlockPolicy, plan_blocks, recompute_blocks, recompute_modules
 from ssdtrain.planner.plans import NoPlan
 from ssdtrain.planner.step import Machine, Tier
 from ssdtrain.profile.blocks import profile_blocks
@@ -76,3 +79,28 @@ def test_the_plan_of_a_measured_model_keeps_to_its_memory() -> None:
 def test_an_unknown_action_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"\['burn'\]; allowed: keep"):
         BlockPolicy({"blocks.0": "burn"})
+
+
+class Counted(Checkpoint):
+    calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().__call__(*args, **kwargs)
+
+
+@pytest.mark.parametrize("first", ["dropped", "latest"])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_recomputation_that_was_never_undone_gives_way_to_the_next(own: bool, first: str) -> None:
+    block = torch.nn.Linear(4, 4)
+    if own:
+        block.forward = functools.partial(torch.nn.Linear.forward, block)
+    before = block.__dict__.get("forward")
+    old, new = Counted(), Counted()
+    dropped = recompute_modules({"block": block}, old)
+    undo = recompute_modules({"block": block}, new)
+    block(torch.randn(2, 4)).sum().backward()
+    assert (old.calls, new.calls) == (0, 1)
+    for restore in (dropped, undo) if first == "dropped" else (undo, dropped):
+        restore()
+    assert block.__dict__.get("forward") is before

@@ -6,6 +6,7 @@ import gc
 import logging
 import random
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import ssdtrain
-from ssdtrain.config import ConfigError, PlanConfig
+from ssdtrain.config import ConfigError, PlanConfig, load_config
 from ssdtrain.planner.auto import AutoPlan
 from ssdtrain.planner.execute import BlockPolicy, recomputable_blocks
+from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plans import Objective, Problem, actions_for
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import Block, Machine, one_after_the_other
+from ssdtrain.runtime import Runtime
 from tests.planner.test_plan_auto import QUIET, STEPS, Cache, Caches, Stack, auto_of, equal, gpt, train
 from tests.support.ranks import on_ranks
 
@@ -130,6 +133,59 @@ def test_a_block_that_changes_its_input_is_not_recomputed(tmp_path: Path) -> Non
         train(model)
 
 
+class Average(nn.Module):
+    """Keeps a moving average by assignment: the tensor of before is not changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("average", torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Before the last tensor that is saved, where a recomputation stops.
+        self.average = 0.9 * self.average + 0.1 * x.detach().flatten(0, -2).mean(0)
+        return self.linear(x).tanh()
+
+
+def test_a_block_that_replaces_a_buffer_is_not_recomputed(tmp_path: Path) -> None:
+    def averages(config: dict[str, Any] | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Stack(Average)
+        with nullcontext() if config is None else ssdtrain.attach(model, config):
+            found = train(model)
+        return [*found, *(buffer.clone() for buffer in model.buffers())]
+
+    offload = {"directories": str(tmp_path), "min_bytes": "4KiB"}
+    for config in (LEAST, {**LEAST, "offload": offload}):
+        assert equal(averages(None), averages(config))
+
+
+def test_what_is_kept_for_a_backward_at_once_is_not_planned_to_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on the last stage of a pipeline, beside a device whose bandwidth is known though nothing was written.
+    monkeypatch.setattr("ssdtrain.device.CpuDevice.link_bandwidth", lambda _: (1e10, 1e10))
+    limit = 4 << 20
+    config = {"plan": {"device_limit": limit}, "offload": {"directories": str(tmp_path)}, **QUIET}
+    model = gpt()
+    blocks = {f"blocks.{n}": block for n, block in enumerate(model.blocks)}
+    with Runtime(load_config(config), plan_blocks=PlanBlocks(blocks)) as runtime:
+        runtime.register(model)
+        runtime.step_begin()
+        for _ in range(STEPS):
+            tokens = torch.randint(256, (4, 64))
+            with runtime.forward(keep=True):
+                loss = model(tokens, tokens)
+            with runtime.backward():
+                loss.backward()
+            model.zero_grad()
+            runtime.step_end()
+        plan = auto_of(runtime).plan
+        assert runtime.engine is not None and not runtime.engine.metrics.offloaded_bytes
+    assert plan is not None and plan.peak <= limit
+    assert set(plan.actions) == {"keep", "recompute"}
+
+
 class Draws(nn.Module):
     """Drops by a generator that torch does not know."""
 
@@ -168,7 +224,7 @@ def test_where_the_bandwidth_leaves_no_plan_the_old_one_is_followed(caplog: pyte
         train(model)
         auto = auto_of(runtime)
         before = auto.plan
-        auto._config = PlanConfig(device_limit=1)
+        auto._finder.config = PlanConfig(device_limit=1)
         for _ in range(8):
             auto._make(auto._measured)
         assert auto.plan is before is not None
@@ -238,3 +294,27 @@ def test_a_plan_that_nobody_holds_is_gone() -> None:
     found = plan()
     assert found is None or isinstance(found, AutoPlan)
     assert model() is None and found is None
+
+
+def test_a_pipeline_stage_without_blocks_has_nothing_to_plan_for() -> None:
+    config = load_config({"plan": {"recompute": "on"}, **QUIET})
+    stage = nn.Linear(64, 64)
+    blocks = PlanBlocks({"layers.0": nn.Linear(64, 64)})
+    with Runtime(config, plan_blocks=PlanBlocks(why="it is empty", empty_stage=True)) as runtime:
+        runtime.register(stage)
+        for _ in range(STEPS):
+            runtime.step_begin()
+            with runtime.forward():
+                loss = stage(torch.randn(4, 64)).square().mean()
+            with runtime.backward():
+                loss.backward()
+            runtime.step_end()
+        found = runtime.statistics()
+        assert found is not None
+    # Metrics are reduced over all ranks.
+    with Runtime(config, plan_blocks=blocks) as other:
+        full = other.statistics()
+        assert full is not None
+        assert [m.name for m in found.declared()] == [m.name for m in full.declared()]
+    with pytest.raises(ConfigError, match="can recompute no block here: it is empty"):
+        Runtime(config, plan_blocks=PlanBlocks(why="it is empty"))

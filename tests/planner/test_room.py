@@ -42,11 +42,12 @@ def test_a_plan_keeps_no_more_than_fits(most: float | None, monkeypatch: pytest.
             assert found.peak_over_keep <= 0.6 and run.predicted_peak_over_keep <= 0.6
 
 
+@pytest.mark.slow
 def test_a_margin_for_stalls_that_do_not_come_again_is_taken_back() -> None:
     load = Load(gpt(4, MiB, MiB / (10 * GB)), 25 * GB, 6 * GB, 16 * MiB, MiB)
     with AutoRun(load) as run:
         before = [run.step() for _ in range(8)][-1]
-        run._controller._margin = 0.2  # as after ten checkpoints that were written to the same drive
+        run._controller._margin.value = 0.2  # as after ten checkpoints that were written to the same drive
         run._controller._request_plan("transfers were waited for")
         slow = [run.step() for _ in range(8)][-1]
         assert slow.stored < before.stored

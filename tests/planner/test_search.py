@@ -128,6 +128,7 @@ def test_a_drive_too_slow_for_all_is_mixed_with_recomputation() -> None:
     assert found.seconds < recomputed.seconds
 
 
+@pytest.mark.slow
 def test_a_write_budget_is_kept_to() -> None:
     given = problem(12, rate=50.0)
     [without, *_] = search(given, Limits(device=600), exact=0)
@@ -136,6 +137,7 @@ def test_a_write_budget_is_kept_to() -> None:
     assert found.seconds > without.seconds
 
 
+@pytest.mark.slow
 def test_the_first_tier_is_filled_up_to_its_capacity() -> None:
     tiers = (Tier("host", 500.0, 500.0, capacity=250), Tier("ssd", 30.0, 30.0))
     on = Machine(tiers, Link(500.0, 500.0), window=200, in_flight=200, prefetch=200)
@@ -169,6 +171,7 @@ def test_runners_up_differ_in_their_actions_and_come_in_order() -> None:
     assert [plan.seconds for plan in found] == sorted(plan.seconds for plan in found)
 
 
+@pytest.mark.slow
 def test_ninety_six_layers_take_a_bounded_number_of_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
 
@@ -176,7 +179,7 @@ def test_ninety_six_layers_take_a_bounded_number_of_simulations(monkeypatch: pyt
         next(calls)
         return simulate(*arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("ssdtrain.planner.peaks.simulate", counted)
+    monkeypatch.setattr("ssdtrain.planner.search.simulate", counted)
     [found, *_] = search(problem(96, rate=30.0), Limits(device=2500))
     assert found.peak <= 2500
     assert next(calls) < 3500

@@ -1,6 +1,9 @@
 """The cost model against time lines worked out by hand. Times in seconds, blocks of 100 bytes, forward 1 s,
 backward 2 s unless said."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from ssdtrain.planner.step import (
@@ -21,7 +24,7 @@ from ssdtrain.planner.timeline import simulate
 SSD = Choice("ssd")
 
 
-def block(name: str = "b", forward: float = 1.0, backward: float = 2.0, **more: int) -> Block:
+def block(name: str = "b", forward: float = 1.0, backward: float = 2.0, **more: Any) -> Block:
     given = {"saved": 100, "inputs": 10, **more}
     return Block(name, forward, backward, recompute=1.0, first_operator=forward, **given)
 
@@ -134,6 +137,34 @@ def test_an_idle_drive_of_a_cpu_begins_writes_together() -> None:
     found = step([SSD, SSD, KEEP, KEEP], machine(1000, 1000, together=100, prefetch=100))
     assert found.peak_bytes == 300  # b0, b1, and b2 from 2 on
     assert step([SSD, SSD, KEEP, KEEP], machine(1000, 1000, prefetch=100)).peak_bytes == 200
+
+
+@pytest.mark.parametrize("write", [1, 100, 10_000])
+def test_in_order_the_peak_does_not_depend_on_the_drive(write: int) -> None:
+    # With room for one b0 leaves in the hook of b2, when that has its memory, and b1 in that of b3: two and the next one. b2 is
+    # left when backward begins, and stays. Loads come into buffers of 50 bytes.
+    found = step([SSD, SSD, SSD, KEEP], machine(write, 1000, in_flight=100, in_order=True, buffers=50))
+    assert (found.peak_bytes, found.peak_seconds) == (350, pytest.approx(2 + found.blocks[0][0].store_stall))
+    assert found.read["ssd"] == 200
+    assert found.stall == pytest.approx({1: 198, 100: 0, 10_000: 0}[write])
+
+
+def test_what_the_program_has_too_is_there_though_it_leaves() -> None:
+    blocks = [block("b0", held=30, held_blocks=3), *(block(f"b{number}", held=10) for number in (1, 2, 3))]
+    on = machine(10_000, 1000, in_flight=100, in_order=True, buffers=50)
+    found = simulate([blocks], [[SSD, SSD, SSD, SSD]], one_after_the_other(), on)
+    assert found.peak_bytes == 380  # 30 of b0 while b3 runs; those of b1 are in flight as long as b1 runs
+    without = simulate([[block(f"b{number}") for number in range(4)]], [[SSD] * 4], one_after_the_other(), on)
+    assert without.peak_bytes == 350
+
+
+def test_tensors_of_one_operator_leave_after_it() -> None:
+    parts = [block("q", 0.5, 1.0, continues=True), block("k", 0.5, 1.0), block("out", 1.0, 2.0)]
+    whole = block("b", 2.0, 4.0, saved=300, parts=tuple(parts))
+    apart = replace(whole, parts=tuple(replace(part, continues=False) for part in parts))
+    on = machine(10_000, 1000, buffers=50)
+    peaks = [simulate([[one]], [[SSD]], one_after_the_other(), on).peak_bytes for one in (whole, apart)]
+    assert peaks == [350, 250]
 
 
 def test_recomputation_keeps_inputs_and_runs_forward_again() -> None:

@@ -55,9 +55,26 @@ def test_a_plan_that_is_bound_by_wear_says_so_once(caplog: pytest.LogCaptureFixt
     limit = WearLimit(FakeDrive(2.0**30))  # type: ignore[arg-type]
     limit.observe(store(0), 0, 1.0)
     for bound in (False, True, True):
-        limit.planned(bound=bound)
+        limit.planned(bound=bound, new=True)
     [line] = [record.getMessage() for record in caplog.records]
     assert "at most 1.00 GiB/s are written to nvme0n1, for a life of 3 years" in line
+
+
+def test_a_rate_that_no_plan_keeps_to_is_tried_ever_less_often_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limit, searched = WearLimit(FakeDrive(100.0)), []  # type: ignore[arg-type]
+    for step in range(1, 200):
+        limit.observe(store(2000 * step), 2000 * step, 10.0)
+        if limit.exceeded():
+            searched.append(step)
+            assert limit.failed()
+    assert 3 < len(searched) < 9
+    limit.observe(store(400_000), 400_000, 10.0)
+    assert limit.rate == pytest.approx(100.0)  # that of the plan that is followed
+    assert not limit.failed()  # searched for because of something else
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "no plan within the limits writes less" in line
 
 
 def test_without_a_rating_there_is_no_limit() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -69,6 +70,27 @@ def test_close_takes_the_hooks_away() -> None:
     seen(torch.zeros(1))
     assert seen.stacks == [()]
     assert not seen._forward_pre_hooks and not seen._forward_hooks
+
+
+def test_the_hooks_go_with_the_last_owner() -> None:
+    names = ModuleNames()
+    seen = Seen(names)
+    for owner in ("one", "other"):
+        names.watch(seen, owner=owner)
+    seen(torch.zeros(1))
+    names.close("one")
+    seen(torch.zeros(1))
+    assert [len(stack) for stack in seen.stacks] == [1, 1]
+    names.close("other")
+    assert not names.watching
+    assert not any(hooks for name, hooks in vars(seen).items() if "hook" in name and isinstance(hooks, dict))
+
+
+def test_a_file_of_a_watched_model_needs_nothing_of_this_package() -> None:
+    names = ModuleNames()
+    model = nn.Sequential(nn.Linear(2, 2))
+    names.watch(model)
+    assert b"ssdtrain" not in pickle.dumps(model)
 
 
 def test_a_copy_and_a_pickle_of_a_watched_model_know_nothing_of_it() -> None:

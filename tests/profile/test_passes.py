@@ -24,7 +24,7 @@ class Tape:
         self.regions: list[Any] = []
 
     def save(self, nbytes: int, name: str) -> None:
-        self.regions.append(SimpleNamespace(name=name, stays=False))
+        self.regions.append(SimpleNamespace(name=name, stays=False, operator=len(self.regions)))
         self.nbytes += nbytes
 
 

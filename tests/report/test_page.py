@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ssdtrain.config.units import MiB
-from ssdtrain.report.chart import Line, line_chart
+from ssdtrain.report.chart import Bar, Line, bar_chart, line_chart
 from ssdtrain.report.page import page
 from ssdtrain.report.run import Run
 from ssdtrain.telemetry.registry import Unit
@@ -80,6 +80,9 @@ def test_it_has_the_figures_of_the_journals(tmp_path: Path) -> None:
         "layers.0.mlp",
         "100 ms",  # waited for it: 5 steps x 2 ranks
         "x0.250",
+        "44.0 MiB",  # kept by layers.10.mlp, both ranks
+        "34.0 MiB",  # offloaded by layers.2.mlp
+        "in step 4",
     ):
         assert figure in text, figure
     (memory,) = [d for d in reader.data if any("without SSDTrain" in line["label"] for line in d["lines"])]  # type: ignore[attr-defined]
@@ -142,3 +145,17 @@ def test_a_chart_of_any_length_keeps_its_peak(steps: int) -> None:
 def test_values_that_are_all_zero_or_missing_make_no_chart_of_nothing() -> None:
     assert "no such values" in line_chart([Line("a", {})], Unit.BYTES, "bytes")
     assert "<svg" in line_chart([Line("a", {1: 0.0, 2: 0.0})], Unit.SECONDS, "time")
+
+
+def test_parts_of_a_bar_that_are_0_are_not_drawn() -> None:
+    html = bar_chart([Bar("a", [5.0, 0.0]), Bar("b", [0.0, 0.0])], Unit.BYTES, ["offloaded", "kept"])
+    assert html.count('class="track"') == 3 and html.count("0 B") == 2
+
+
+def test_a_first_step_whose_begin_is_not_known_has_no_time(tmp_path: Path) -> None:
+    directory = write(tmp_path, ranks=1, steps=3)
+    lines = (directory / "rank-0.jsonl").read_text().splitlines()
+    lines[0] = json.dumps(line(1, step_seconds=0.0))
+    (directory / "rank-0.jsonl").write_text("\n".join(lines) + "\n")
+    (time,) = [d for d in read(page(Run.read(directory))).data if d["unit"] == "ms" and d["steps"] == [2, 3]]  # type: ignore[attr-defined]
+    assert [one["values"] for one in time["lines"]] == [[500.0, 500.0]]

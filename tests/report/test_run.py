@@ -11,7 +11,7 @@ import torch
 
 import ssdtrain
 from ssdtrain.config import load_config
-from ssdtrain.report.run import NoJournals, Run, metric_named
+from ssdtrain.report.run import ModuleUse, NoJournals, Run, metric_named
 from ssdtrain.runtime import Runtime
 from ssdtrain.telemetry.registry import Reduce, Unit
 from tests.support.journals import MiB, line, write
@@ -25,6 +25,17 @@ def test_values_of_ranks_become_one_as_the_metric_is_declared(tmp_path: Path) ->
     assert run.over_ranks("ssd_life_seconds")[1] == 30 * 86400
     assert run.total("comm/dp/wire_bytes") == 60 * MiB
     assert run.waits() == {"layers.0.mlp": pytest.approx(0.06)}
+
+
+def test_modules_are_those_of_the_last_step_that_has_them_summed_over_ranks_in_order(tmp_path: Path) -> None:
+    directory = write(tmp_path, ranks=3, steps=5)
+    used = {"module": "layers.2.mlp", "offloaded_bytes": 7, "kept_bytes": 1, "load_wait_seconds": 0.5}
+    with (directory / "rank-2.jsonl").open("a") as stream:
+        stream.write(json.dumps(line(6, modules=[used])) + "\n")
+    run = Run.read(directory)
+    assert [journal.modules_step for journal in run.journals] == [4, 4, 6]
+    assert list(run.modules()) == ["layers.0.mlp", "layers.2.mlp", "layers.10.mlp"]
+    assert run.modules()["layers.2.mlp"] == ModuleUse(34 * MiB + 7, 2 * MiB + 1, 0.5)
 
 
 def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:

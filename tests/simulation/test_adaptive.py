@@ -97,6 +97,7 @@ class FakeDrive:
         return self.rate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.5, 0.2])
 def test_a_drive_is_written_at_the_rate_that_it_bears(share: float, caplog: pytest.LogCaptureFixture) -> None:
     with AutoRun(small(12, layers=12)) as run:

@@ -88,7 +88,7 @@ def test_limits_follow_what_operators_save(
     close = Buffers.close
     monkeypatch.setattr(Buffers, "close", lambda self: (seen.append(self.capacity), close(self)))
     engine = engine_after(layers, **options)
-    assert (seen[0], engine.mover.in_flight_limit) == (arena, in_flight)
+    assert (seen[0], engine.mover.stores.limit) == (arena, in_flight)
     assert engine.metrics.kept_late_bytes == 0, "a tensor found no room"
 
 
@@ -117,7 +117,7 @@ def test_an_arena_grows_when_nothing_is_alive(order: list[tuple[str, int]], at_f
         assert not train(machine, engine, LAYERS, order=order).wrong
         assert seen == at_forwards
         assert engine.buffers.capacity == 8 * MiB, "at the end of the step"
-        assert engine.mover.in_flight_limit == 4 * MiB
+        assert engine.mover.stores.limit == 4 * MiB
     finally:
         engine.close()
         machine.close()
@@ -150,11 +150,11 @@ def test_where_tensors_are_written_from_their_own_memory_the_limit_is_a_part_of_
 ) -> None:
     """On the CPU that of before; with GPUDirect Storage what two operators save, so that one is written while the next runs."""
     transfer = SimpleNamespace(copies=copies, buffers=SimpleNamespace(capacity=1024 * MiB))
-    mover = SimpleNamespace(transfer=transfer, departures=SimpleNamespace(limit=0), in_flight_limit=0)
+    mover = SimpleNamespace(transfer=transfer, departures=SimpleNamespace(limit=0), stores=SimpleNamespace())
     limits = TransferLimits(mover, EngineOptions(by_cufile=copies))  # type: ignore[arg-type]
-    assert mover.in_flight_limit == 256 * MiB
+    assert mover.stores.allowed == 256 * MiB
     limits.saw(Tape(), saved * MiB, saved * MiB)
-    assert mover.in_flight_limit == limit * MiB
+    assert mover.stores.allowed == limit * MiB
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_an_arena_grows_where_drives_are_written_through_it_and_its_size_is_not_
         assert (engine.options.buffer_limit is not None) == grows
         room = engine.options.buffer_room
         assert room is not None and room() > 0
-        assert engine.mover.in_flight_limit == engine.buffers.capacity // 2
+        assert engine.mover.stores.limit == engine.buffers.capacity // 2
     finally:
         engine.close()
         store.close()

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from benchmarks.simulated_device import GB, LOADS, Load, fused, gpt, measure, uniform
+from benchmarks.simulation.device import SimulatedDevice
 from benchmarks.simulation.training import LayerTimes, Machine, keep_peak, train
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.staged import StagedTransfer
-from ssdtrain.offload.targets import LoadTargets
+from tests.simulation.conftest import random_layers
 
 MiB = 1 << 20
 
@@ -114,7 +115,7 @@ def test_what_backward_is_about_to_need_stays_on_the_device() -> None:
 
 def test_memory_that_a_kernel_still_reads_is_not_loaded_into(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the events of those who used the memory before, the simulated device sees wrong bytes: so the wait is needed."""
-    monkeypatch.setattr(LoadTargets, "_retire", lambda self, target: [])
+    monkeypatch.setattr(SimulatedDevice, "record", lambda self, stream: None)
     load = SUFFICIENT["uniform"]
     assert not measure(dataclasses.replace(load, layers=load.layers[:16]))["bits_equal"]
 
@@ -122,16 +123,8 @@ def test_memory_that_a_kernel_still_reads_is_not_loaded_into(monkeypatch: pytest
 @pytest.mark.parametrize("seed", range(6))
 def test_random_models_on_random_machines_read_back_what_they_saved(seed: int) -> None:
     generator = random.Random(seed)
-    layers = tuple(
-        LayerTimes(
-            generator.uniform(1e-4, 4e-3),
-            generator.uniform(1e-4, 8e-3),
-            tuple(generator.choice((4096, 10_000, 65_536, 300_000)) for _ in range(generator.randint(1, 4))),
-        )
-        for _ in range(generator.randint(4, 14))
-    )
     step(
-        layers,
+        random_layers(generator),
         generator.choice((20e6, 100e6, 400e6)),
         generator.choice((MiB, 2 * MiB, 8 * MiB)),
         steps=3,

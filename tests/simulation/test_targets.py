@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 
-from benchmarks.simulation.device import SimulatedDevice
+from benchmarks.simulation.device import SimulatedDevice, Stream
 from benchmarks.simulation.timeline import Timeline
 from ssdtrain.offload.targets import LoadTargets
 
@@ -22,10 +23,30 @@ def test_the_next_copy_waits_for_who_used_the_memory_before() -> None:
     device.compute.work(1.0)
     del tensor
     second = targets.reserve(1024)
-    assert second.start == first.start and len(second.awaited) == 1
+    assert second.block.data_ptr() == first.block.data_ptr() and len(second.awaited) == 1
     assert not second.awaited[0].query()
     device.synchronize()
     assert second.awaited[0].query()
+
+
+def test_the_next_copy_waits_for_every_stream_that_was_handed_the_memory() -> None:
+    """A branch of the model that runs on a stream of its own, as overlapped experts do, reads what another one saved too."""
+    device, targets = made()
+    side = Stream(device, "side")
+    device.streams.append(side)
+    first = targets.reserve(1024)
+    tensor = targets.take(first)
+    targets.hand_out(first)
+    with device.stream(side):
+        targets.hand_out(first)
+        side.work(2.0)
+    device.compute.work(1.0)
+    del tensor
+    second = targets.reserve(1024)
+    assert second.block.data_ptr() == first.block.data_ptr()
+    event = device.copy_to_device(second.tensor.new_zeros(1024), targets.take(second), second.awaited)  # type: ignore[union-attr]
+    device.synchronize()
+    assert event.when is not None and event.when >= 2.0
 
 
 def test_a_target_that_is_given_up_leaves_its_waits_to_the_next() -> None:
@@ -38,7 +59,7 @@ def test_a_target_that_is_given_up_leaves_its_waits_to_the_next() -> None:
     second = targets.reserve(1024)
     second.tensor = None  # never copied into
     third = targets.reserve(1024)
-    assert third.start == first.start
+    assert third.block.data_ptr() == first.block.data_ptr()
     assert third.awaited and not any(event.query() for event in third.awaited)
 
 
@@ -50,6 +71,38 @@ def test_what_is_given_up_is_free_again() -> None:
         del target
     gc.collect()
     targets.reserve(1024)
-    assert len(targets._targets) == 1
+    assert len(targets._alive) == 1 and not targets._pending
     free = sum(len(blocks) for (stream, _), blocks in device._free.items() if stream is device.load)
     assert free == 0, "one block was enough"
+
+
+def test_memory_that_a_kernel_reads_does_not_leave_the_process() -> None:
+    """1. backward queues a kernel that reads a target; 2. drops it; 3. free memory is given back; 4. the kernel reads."""
+    for noticed in (False, True):
+        device, targets = made()
+        target = targets.reserve(1024)
+        tensor = targets.take(target)
+        tensor.fill_(7)
+        targets.hand_out(target)
+        address, found = tensor.data_ptr(), []
+        device.compute.work(1.0, end=lambda at=address, to=found: to.append(ctypes.string_at(at, 1024)))
+        del tensor
+        if noticed:
+            targets.note_deaths()
+        device.empty_cache(device.load)
+        device.synchronize()
+        assert found == [bytes([7]) * 1024]
+
+
+def test_memory_is_used_again_only_for_what_needs_most_of_it() -> None:
+    device, targets = made()
+    first = targets.reserve(8192)
+    tensor = targets.take(first)
+    targets.hand_out(first)
+    device.compute.work(1.0)
+    address = tensor.data_ptr()
+    del tensor
+    small, large = targets.reserve(4095), targets.reserve(4096)
+    assert small.block.data_ptr() != address and not small.awaited
+    assert large.block.data_ptr() == address and len(large.awaited) == 1
+    assert large.tensor is not None and large.tensor.untyped_storage().nbytes() == 4096

@@ -84,7 +84,7 @@ def test_equal_in_every_tier_and_way(tier: str, staged: bool, attach: Attach) ->
     assert same(optimizer.state_dict(), state)
 
 
-@pytest.mark.parametrize("engine", ["c", "python"])
+@pytest.mark.parametrize("engine", ["c", pytest.param("python", marks=pytest.mark.slow)])
 def test_equal_with_activations_offloaded(engine: str, attach: Attach) -> None:
     recipe = Recipe(microbatches=2, model={"recompute": None})
     losses, parameters, _ = plain(recipe)

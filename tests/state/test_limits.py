@@ -17,9 +17,8 @@ from tests.state.conftest import Attach, LiveBytes
 from tests.state.training import Recipe, make_model, plain, run, same
 
 
-@pytest.mark.parametrize(
-    ("clip", "recompute"), [(None, None), pytest.param(0.5, "each", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("clip", "recompute"), [(None, None), (0.5, "each")])
 def test_a_model_of_four_times_its_limit(clip: float | None, recompute: str | None, attach: Attach) -> None:
     recipe = Recipe(
         clip=clip,

@@ -1,8 +1,10 @@
 """Leases of host memory: alignment, lifetime, who may release them, and when the map goes."""
 
 import gc
+import logging
 import os
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +125,24 @@ def test_registering_happens_once_and_is_undone_before_unmapping() -> None:
     arena.close()
     arena.close()
     assert calls[1:] == [("undone", True)]
+
+
+def test_memory_that_cannot_be_unpinned_stays_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """The device may still write there: nothing else may be mapped at these addresses."""
+
+    def register(address: int, nbytes: int) -> Any:
+        def unregister() -> None:
+            raise TimeoutError("the device is busy")
+
+        return unregister
+
+    arena = Arena(2 * MiB, register=register)
+    address = arena.address
+    with caplog.at_level(logging.WARNING):
+        arena.close()
+        arena.close()
+    assert mapped(address) and caplog.text.count("the device is busy") == 1
+    assert memory._libc.munmap(address, 2 * MiB) == 0
 
 
 def test_a_failing_registration_leaves_no_map() -> None:

@@ -304,6 +304,35 @@ def test_a_freed_or_unwritten_slot_cannot_be_read(make_store: Make, arena: Arena
     target.release()
 
 
+class FailsOnceAsked:
+    """A write that fails right after the first question about it."""
+
+    checksum = digest = 0
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def done(self) -> bool:
+        over, self.over = self.over, True
+        return over
+
+    def failed(self) -> IOFailure | None:
+        over, self.over = self.over, True
+        return IOFailure(errno.EIO, "no more", "drive", "write", 0, 10) if over else None
+
+
+def test_a_write_that_fails_while_it_is_asked_about_is_not_read(make_store: Make, arena: Arena) -> None:
+    store = make_store()
+    target = arena.acquire(10)
+    assert target is not None
+    slot = store.reserve(10)
+    slot._writes = ((FailsOnceAsked(), 0),)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="its write failed"):
+        store.read(slot, target.address)
+    store.free(slot)
+    target.release()
+
+
 def test_a_short_file_is_an_error_and_never_zeros(make_store: Make, arena: Arena) -> None:
     store = make_store()
     source = filled(arena, 9 * MiB)

@@ -9,6 +9,16 @@ from typing import Any
 MiB = 1 << 20
 
 
+MODULES = [
+    {"module": name, "offloaded_bytes": offloaded, "kept_bytes": kept, "load_wait_seconds": waited}
+    for name, offloaded, kept, waited in (
+        ("layers.0.mlp", 40 * MiB, 0, 0.01),
+        ("layers.10.mlp", 20 * MiB, 22 * MiB, 0.0),
+        ("layers.2.mlp", 17 * MiB, 1 * MiB, 0.0),
+    )
+]
+
+
 def line(step: int, rank: int = 0, **more: Any) -> dict[str, Any]:
     """One step: memory grows with the rank, so that the largest rank is the last."""
     return {
@@ -30,6 +40,7 @@ def line(step: int, rank: int = 0, **more: Any) -> dict[str, Any]:
         "comm/dp/codec_seconds": 0.02,
         "comm/dp/wait_seconds": 0.03,
         "load_waits": [{"module": "layers.0.mlp", "seconds": 0.01}],
+        **({"modules": MODULES} if step in (2, 4) else {}),
         **more,
     }
 

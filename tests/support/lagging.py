@@ -49,13 +49,15 @@ class _Stream:
     def __init__(self, name: str, delay: Callable[[], float]) -> None:
         self._delay = delay
         self._queue: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        self.last: _Event | None = None
+        """The end of what was queued so far."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def copy(
         self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event], held: torch.Tensor | None
     ) -> _Event:
-        event = _Event()
+        event = self.last = _Event()
         # Addresses only, as a device has them.
         self._queue.put((after, source.data_ptr(), target.data_ptr(), source.numel(), event, held))
         return event
@@ -95,14 +97,29 @@ class LaggingDevice:
         self._store.close()
         self._load.close()
 
+    def storing(self) -> bool:
+        """True while a copy to the host is under way."""
+        return self._store.last is not None and not self._store.last.query()
+
+    def wait_for_stores(self) -> None:
+        """Wait for the copies to the host that were queued so far."""
+        if self._store.last is not None:
+            self._store.last.synchronize()
+
     def timestamp(self) -> HostTimestamp:
         return HostTimestamp(time.monotonic())
 
     def link_bandwidth(self) -> None:
         return None
 
+    def copy_bandwidth(self) -> None:
+        return None
+
     def load_target(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def clone(self, source: torch.Tensor) -> torch.Tensor:
+        return source.clone()
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> _Event:
         return self._store.copy(source, target, (), None)
@@ -110,7 +127,7 @@ class LaggingDevice:
     def copy_to_device(
         self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event] = ()
     ) -> _Event:
-        # What `load_target` made is allocated on the load stream: it is not reused before what is queued there has passed.
+        # What `load_target` made is not reused before what is queued on the load stream has passed.
         return self._load.copy(source, target, after, target)
 
     def record(self, stream: Any | None) -> None:

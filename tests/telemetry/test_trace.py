@@ -16,6 +16,8 @@ from torch import nn
 import ssdtrain
 from ssdtrain.cli import main
 from ssdtrain.config import ConfigError, load_config
+from ssdtrain.planner import memory_plot
+from ssdtrain.planner.memory_plot import MemoryPanel, PlanPlot
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults
 
@@ -157,6 +159,31 @@ def test_steps_that_are_not_traced_leave_no_hook_and_record_nothing(tmp_path: Pa
     train(runtime, model, 1)
     assert off()
     runtime.close()
+
+
+def test_a_picture_of_memory_beside_a_trace_leaves_no_timeline_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr(
+        memory_plot, "draw_memory", lambda panels, _: measured.append(len(panels[0].measured))
+    )
+    model = make_model()
+    runtime = Runtime(load_config(config(tmp_path, [3])))
+    runtime.register(model)
+    assert runtime.engine is not None
+    meter = runtime.engine.meter
+    plot = PlanPlot(tmp_path / "plan.png", meter)
+    plot._panel = MemoryPanel("a plan", [(0.0, 0)], (), 0)
+    train(runtime, model, 1)
+    plot.step_ended()
+    train(runtime, model, 1)
+    plot.step_ended()  # while step 3 is traced
+    train(runtime, model, 1)
+    assert not meter.record and not meter.timeline
+    runtime.close()
+    events = json.loads((tmp_path / "out" / "trace-rank-0.json").read_text())["traceEvents"]
+    assert measured[0] > 2 < sum(event["ph"] == "C" for event in events)
 
 
 def test_the_step_of_a_resumed_run_is_the_number_that_it_ends_with(tmp_path: Path) -> None:

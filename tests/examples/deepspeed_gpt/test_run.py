@@ -43,6 +43,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
         patch.setenv("OMP_NUM_THREADS", "1")
         # Where torch, and so DeepSpeed, builds extensions on first use.
         patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
+        patch.chdir(tmp_path_factory.mktemp("elsewhere"))
         made = run_demo(tmp_path_factory.mktemp("demo"))
         made.extensions = list(Path(os.environ["TORCH_EXTENSIONS_DIR"]).rglob("*"))
         return made
@@ -57,17 +58,20 @@ def test_all_three_runs_have_the_same_losses_and_weights_to_the_bit(demo: Demo) 
     assert keep.weights_sha256 == recompute.weights_sha256 == spill.weights_sha256
 
 
+@pytest.mark.slow
 def test_the_model_learns(demo: Demo) -> None:
     losses = [float.fromhex(loss) for loss in demo.runs["keep"].losses]
     assert 5.3 < losses[0] < 5.9
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.slow
 def test_recomputing_lowers_the_peak_of_activations(demo: Demo) -> None:
     keep, recompute = demo.runs["keep"], demo.runs["recompute"]
     assert recompute.activation_peak_bytes < 0.7 * keep.activation_peak_bytes
 
 
+@pytest.mark.slow
 def test_every_run_has_the_timeline_of_one_step(demo: Demo) -> None:
     for run in demo.runs.values():
         # With SSDTrain the highest point depends on when stores end, and may be that of another step.
@@ -78,6 +82,7 @@ def test_every_run_has_the_timeline_of_one_step(demo: Demo) -> None:
         assert run.backward_began is not None and 0 < run.backward_began < run.activation_timeline[-1][0]
 
 
+@pytest.mark.slow
 def test_only_ssdtrain_writes_and_it_reads_no_more_than_it_wrote(demo: Demo) -> None:
     spill = demo.runs["ssdtrain"]
     assert demo.runs["keep"].bytes_written == demo.runs["recompute"].bytes_written == 0
@@ -86,6 +91,7 @@ def test_only_ssdtrain_writes_and_it_reads_no_more_than_it_wrote(demo: Demo) -> 
     assert 0 < spill.bytes_read <= spill.bytes_written
 
 
+@pytest.mark.slow
 def test_it_prints_a_table_and_the_verdict_and_leaves_results_logs_and_a_plot(demo: Demo) -> None:
     assert "activation memory, peak" in demo.printed
     assert "SSDTrain and keep: all 5 losses and the final weights are equal to the bit." in demo.printed
@@ -98,6 +104,7 @@ def test_it_prints_a_table_and_the_verdict_and_leaves_results_logs_and_a_plot(de
     ]
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_on_the_way(demo: Demo) -> None:
     assert demo.status == EQUAL
     assert demo.extensions == []

@@ -18,6 +18,7 @@ def test_the_corpus_is_the_text_of_the_standard_library() -> None:
     assert whole.count(b"import ") > 1000
 
 
+@pytest.mark.slow
 def test_two_readings_are_the_same() -> None:
     assert torch.equal(corpus(), corpus())
 

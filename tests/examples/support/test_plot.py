@@ -26,6 +26,7 @@ def test_the_plot_is_a_png_with_a_line_per_run(tmp_path: Path) -> None:
     assert not (pixels(one) == (0xE6, 0x9F, 0x00)).all(axis=2).any()
 
 
+@pytest.mark.slow
 def test_higher_memory_is_drawn_higher(tmp_path: Path) -> None:
     level = [
         result("high", activation_timeline=[(0.0, 8 * 10**8), (2.0, 8 * 10**8)], backward_began=None),

@@ -105,7 +105,7 @@ def test_an_evaluation_with_gradients_on_is_not_counted_as_a_step(trainer: Train
 def replaceable() -> list[Any]:
     """All of megatron-core that offloading replaces."""
     places = [place for found in _compat.replaceable().values() for place in found]
-    return [vars(place.owner)[place.name] for place in (*places, *_compat.discarding_function())]
+    return [vars(place.owner)[place.name] for place in places]
 
 
 def test_everything_is_replaced_while_attached_and_put_back(trainer: Trainer, config: Config) -> None:

@@ -89,6 +89,24 @@ def test_each_model_has_its_own_runtime_and_others_have_none(config: Config) -> 
         assert nothing_alive(first) and nothing_alive(second)
 
 
+def test_hooks_inside_the_model_win_and_what_they_take_is_reported(
+    config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer(ONE)
+    layer = trainer.chunks[0].module.decoder.layers[0]
+    forward = layer.forward
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return forward(*args, **kwargs)
+
+    layer.forward = inside
+    with attach(trainer.chunks, config):
+        for number in range(3):
+            trainer.step(number)
+    assert "save_on_cpu" in caplog.text and "bytes a step" in caplog.text
+
+
 def test_a_second_runtime_on_the_same_model_is_rejected(trainer: Trainer, config: Config) -> None:
     with attach(trainer.chunks, config):
         with pytest.raises(ValueError, match="attached to this model already"):
@@ -171,7 +189,7 @@ def test_an_untried_version_is_said(
     assert "megatron-core 9.9.9 was never run" in caplog.text
     monkeypatch.setattr(_compat.megatron.core, "__version__", _compat.TESTED_IN_PART[0])
     _compat.check()
-    assert f"megatron-core {_compat.TESTED_IN_PART[0]} was run in part (docs/megatron.md)" in caplog.text
+    assert f"megatron-core {_compat.TESTED_IN_PART[0]} was run in part (docs/versions.md)" in caplog.text
 
 
 def test_evaluation_before_and_between_steps_moves_nothing(config: Config) -> None:
@@ -278,3 +296,53 @@ def test_what_is_marked_not_to_be_offloaded_stays(trainer: Trainer, tmp_path: Pa
         assert not eligible.is_excluded(tensor, tensor.untyped_storage())
         setattr(tensor, mark, True)
         assert eligible.is_excluded(tensor, tensor.untyped_storage())
+
+
+EXCLUDED = [
+    ("recompute_granularity", "full"),
+    ("num_moe_experts", 4),
+    ("fp8", "e4m3"),
+    ("context_parallel_size", 2),
+]
+
+
+@pytest.mark.parametrize(("option", "value"), EXCLUDED)
+def test_a_plan_recomputes_no_layer_where_something_else_would_see_it(
+    option: str, value: Any, trainer: Trainer
+) -> None:
+    setattr(trainer.config, option, value)
+    with pytest.raises(
+        ConfigError, match=f"can recompute no block here: Megatron's {flag(option)} .*no tier"
+    ):
+        attach(trainer.chunks, {"plan": "auto"})
+
+
+def test_a_plan_without_tiers_recomputes_layers_and_puts_them_back(trainer: Trainer) -> None:
+    layers = trainer.chunks[0].module.decoder.layers
+    with attach(trainer.chunks, {"plan": "auto"}):
+        assert [("forward" in layer.__dict__) for layer in layers] == [True] * (len(layers) - 1) + [False]
+    assert not any("forward" in layer.__dict__ for layer in layers)
+
+
+def test_a_plan_recomputes_no_layer_whose_random_states_cannot_be_restored(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_compat.random_tracker(), "use_cudagraphable_rng", True)
+    with pytest.raises(ConfigError, match=r"no block here: the random states of megatron\.core.* no tensors"):
+        attach(trainer.chunks, {"plan": "auto"})
+
+
+@pytest.mark.parametrize("plan", ["auto", {"blocks": ["decoder.layers.*"], "recompute": "on"}], ids=str)
+def test_a_pipeline_stage_without_layers_has_nothing_to_plan_for(trainer: Trainer, plan: Any) -> None:
+    chunk = trainer.chunks[0].module
+    layers, chunk.decoder.layers = chunk.decoder.layers, torch.nn.ModuleList()
+    try:
+        if plan == "auto":
+            with pytest.raises(ConfigError, match="its blocks are no TransformerLayer"):
+                attach(trainer.chunks, {"plan": plan})
+        trainer.config.pipeline_model_parallel_size = 2
+        with attach(trainer.chunks, {"plan": plan}) as attachment:
+            assert attachment.statistics() is not None
+    finally:
+        chunk.decoder.layers = layers
+        trainer.config.pipeline_model_parallel_size = 1

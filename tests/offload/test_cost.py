@@ -1,0 +1,26 @@
+"""How much Python a saved tensor costs the thread that trains: bytecodes and calls of functions, whatever the machine does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.pack_hook import COUNTED, python_costs
+from ssdtrain.config.units import MiB
+
+# Of CPython 3.11, which runs the most bytecodes of the versions that are supported. A use takes up to 80 more where malloc puts
+# tensors at other offsets in a page, since their buffers then are of other sizes.
+OPCODES = {"refused": 45, "small": 255, "kept": 720, "offloaded": 1690, "joined": 540, "used": 2040}
+CALLS = {"refused": 3, "small": 7, "kept": 15, "offloaded": 51, "joined": 13, "used": 70}
+
+
+def test_a_saved_tensor_costs_no_more_python_than_this(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSDTRAIN_POISON", "0")  # it overwrites each slot that is free again
+    costs = python_costs(MiB, tmp_path)
+    opcodes = {kind: cost.opcodes.total() / COUNTED for kind, cost in costs.items()}
+    calls = {kind: cost.calls.total() / COUNTED for kind, cost in costs.items()}
+    assert {kind: count for kind, count in opcodes.items() if count > OPCODES[kind]} == {}
+    assert {kind: count for kind, count in calls.items() if count > CALLS[kind]} == {}

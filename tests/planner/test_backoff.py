@@ -1,0 +1,106 @@
+"""The same finding with no better plan is searched for at growing intervals, and what was reduced for it returns."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from benchmarks.adaptive_amount import AutoRun
+from benchmarks.simulated_device import GB, Load, gpt
+from ssdtrain.config.units import MiB
+from ssdtrain.planner.drift import LONGEST, SHORTEST, Backoff, Drift
+from ssdtrain.planner.margin import CALM_STEPS, LEAST, MOST_CALM_STEPS, STALLS, StallMargin
+from ssdtrain.planner.measured import Rates
+from ssdtrain.storage.metrics import StoreMetrics
+
+
+def searches(backoff: Backoff, steps: range, *, new: bool = False) -> list[int]:
+    """Steps in which one is made, where there is a reason for it in each."""
+    found = []
+    for step in steps:
+        if backoff.due(step):
+            found.append(step)
+            backoff.searched(step, new=new)
+    return found
+
+
+def test_a_search_that_brings_nothing_new_is_made_after_twice_as_many_steps() -> None:
+    backoff = Backoff()
+    found = searches(backoff, range(600))
+    waits = [later - step for step, later in pairwise(found)]
+    assert waits[:6] == [SHORTEST, 8, 16, 32, 64, LONGEST]
+    assert set(waits[6:]) == {LONGEST}
+    backoff.searched(700, new=True)
+    assert searches(backoff, range(701, 716)) == [701, 705, 713]
+    assert searches(Backoff(), range(5), new=True) == [0, 1, 2, 3, 4]
+    backoff.searched(5000, new=False)  # long after it was due: what came before is forgotten
+    assert searches(backoff, range(5001, 5020)) == [5004, 5012]
+
+
+def test_a_drive_that_changes_between_two_speeds_is_planned_for_ever_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drift, plans, store = Drift(), [], StoreMetrics()
+    speeds = [Rates(1e9, 1e9)] * 3 + [Rates(4e9, 4e9)] * 3
+    monkeypatch.setattr(drift._bandwidths, "since", lambda _: speeds[drift._steps % 6])
+    drift.measure(store)
+    drift.planned(same=False, new=True)
+    for step in range(600):
+        drift.measure(store)
+        if drift.drifted():
+            plans.append(step)
+            drift.planned(same=False, new=len(plans) == 1)  # a plan for each speed
+    assert 3 < len(plans) < 20
+
+
+def test_stalls_that_no_margin_ends_are_searched_for_ever_less_often_and_the_margin_returns() -> None:
+    margin, asked, values = StallMargin(), [], []
+    for step in range(4 * MOST_CALM_STEPS):
+        margin.observe(0.5, 0.0)
+        if why := margin.changed(step):
+            asked.append(why)
+            margin.requested()
+            margin.planned(step, why, new=False)
+        values.append(margin.value)
+    assert min(values) == LEAST
+    assert len(asked) < 60
+    assert any(later > value for value, later in pairwise(values))
+
+
+def test_a_margin_with_which_there_is_no_plan_is_not_kept() -> None:
+    margin, asked = StallMargin(), []
+    for step in range(300):
+        margin.observe(0.5, 0.0)
+        if why := margin.changed(step):
+            assert why == STALLS and margin.value < 1
+            asked.append(step)
+            margin.requested()
+            margin.failed(step)
+            assert margin.value == 1
+    assert len(asked) <= 8
+    for step in range(300, 300 + CALM_STEPS):
+        margin.observe(0.0, 0.0)
+        assert not margin.changed(step)
+
+
+@pytest.mark.slow
+def test_a_plan_within_limits_whose_transfers_stall_is_not_searched_for_in_every_few_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = Load(gpt(4, MiB, MiB / (10 * GB)), 25 * GB, 12 * GB, 16 * MiB, MiB)
+    with AutoRun(load, device_budget=round(0.5 * load.kept)) as run:
+        for _ in range(6):
+            run.step()
+        controller = run._controller
+        assert controller.chosen is not None
+        controller._must_fit, controller._most_slowdown = True, 0.005
+        searched = []
+        choose = controller._choose
+        monkeypatch.setattr(controller, "_choose", lambda *given: searched.append(1) or choose(*given))
+        monkeypatch.setattr(
+            controller, "_note_stall", lambda fresh, total: controller._margin.observe(0.5, 0.0)
+        )
+        for _ in range(80):
+            run.step()
+        assert 1 <= len(searched) <= 8

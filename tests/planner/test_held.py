@@ -1,0 +1,52 @@
+"""Tensors that the program has too, though they have left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import ssdtrain
+from ssdtrain.profile.spans import BlockSpans
+
+REGION = 64 * 64 * 4
+
+
+class Stack(nn.Module):
+    """Three blocks of eight regions; the second and third get the model's input too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sines() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = y = x * 2
+        for layer in self.layers:
+            y = layer(y) + first
+        return y.sum()
+
+
+class Sines(nn.Module):
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            y = y.sin()
+        return y
+
+
+def test_what_is_there_at_the_end_of_a_block_though_it_has_left_is_noticed(tmp_path: Path) -> None:
+    model = Stack()
+    offload = {"directories": str(tmp_path), "min_bytes": "4KiB"}
+    with ssdtrain.attach(model, {"offload": offload, "report": {"interval": 0}}) as runtime:
+        assert runtime.engine is not None and runtime.offload is not None
+        runtime.engine.mover.stores.bound = 2 * REGION
+        blocks = {str(number): block for number, block in enumerate(model.layers)}
+        spans = BlockSpans(blocks, runtime.engine, lambda: runtime.offload.tape(0, -1))  # type: ignore[union-attr]
+        spans.begin()
+        model(torch.randn(64, 64, requires_grad=True)).backward()
+        spans.remove()
+    first, second, third = spans.found
+    assert first.held == {first.begin: 2}  # the model has it until its end
+    assert second.held == {second.begin: 0} and third.held == {
+        third.begin: 0
+    }  # the block's caller has its input

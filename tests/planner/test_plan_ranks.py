@@ -1,0 +1,226 @@
+"""`"plan": "auto"` where blocks communicate: the ranks of their group recompute the same ones, whatever each of them needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ssdtrain
+from ssdtrain.config import load_config
+from ssdtrain.planner.agreement import Agreement
+from ssdtrain.planner.auto import RECORDED, WARM_UP
+from ssdtrain.planner.plan_blocks import PlanBlocks
+from ssdtrain.planner.plans import NoPlan, Problem, actions_for
+from ssdtrain.planner.search import search
+from ssdtrain.planner.step import Block, Machine, one_after_the_other
+from ssdtrain.runtime import Runtime
+from tests.planner.test_plan_auto import QUIET, STEPS, auto_of, equal, gpt, train
+from tests.planner.test_plan_safety import LEAST, Sum
+from tests.support.ranks import on_ranks
+
+WIDTH, LAYERS = 128, 6
+
+
+class Sums(nn.Module):
+    """A layer of tensor parallelism by hand, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(Sum.apply(self.linear(x).tanh(), "all_reduce").tanh())
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Sums() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _train(model: Layers, runtime: Runtime | None, sizes: list[int]) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    found = []
+    for size in sizes:
+        x = torch.randn(size, WIDTH)
+        if runtime is None:
+            loss = model(x).square().mean()
+            loss.backward()
+        else:
+            with runtime.forward():
+                loss = model(x).square().mean()
+            with runtime.backward():
+                loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+        if runtime is not None:
+            runtime.step_end()
+    return [*found, *(p.detach().clone() for p in model.parameters())]
+
+
+def _planned(model: Layers, plan: dict[str, Any], group: Any) -> Runtime:
+    blocks = {f"layers.{n}": layer for n, layer in enumerate(model.layers)}
+    runtime = Runtime(load_config({**plan, **QUIET}), plan_blocks=PlanBlocks(blocks, group=group))
+    runtime.register(model)
+    runtime.step_begin()
+    return runtime
+
+
+def _different_needs(rank: int) -> list[Any]:
+    found: list[Any] = []
+    # Only rank 1 has a limit that needs recomputation, then only rank 0; the forwards of rank 1 save no less.
+    sizes = [256] * STEPS
+    for limits in (("64MiB", "2MiB"), ("2MiB", "64MiB")):
+        expected = _train(Layers(), None, sizes)
+        model = Layers()
+        with _planned(model, {"plan": {"device_limit": limits[rank]}}, dist.group.WORLD) as runtime:
+            same = equal(expected, _train(model, runtime, sizes))
+            plan, chosen = auto_of(runtime).plan, auto_of(runtime)._agreement.recomputed
+        found.append((same, plan is not None and plan.count("recompute"), sorted(chosen or ())))
+    # Later forwards are larger: ranks profile again, and what is recomputed stays.
+    sizes = [256] * STEPS + [512] * (STEPS + 2)
+    expected = _train(Layers(), None, sizes)
+    model = Layers()
+    with _planned(model, LEAST, dist.group.WORLD) as runtime:
+        same = equal(expected, _train(model, runtime, sizes))
+        found.append((same, sorted(auto_of(runtime)._agreement.recomputed or ())))
+    # Another group than the one that communicates does not make it safe.
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    model = Layers()
+    with _planned(model, LEAST, alone) as runtime:
+        same = equal(_train(Layers(), None, sizes), _train(model, runtime, sizes))
+        found.append((same, sorted(auto_of(runtime)._agreement.recomputed or ())))
+    # Rank 0 decides (equal sizes), and finds nothing.
+    model = Layers()
+    limit = {"device_limit": "1KiB" if rank == 0 else "64MiB"}
+    try:
+        with _planned(model, {"plan": limit}, dist.group.WORLD) as runtime:
+            _train(model, runtime, [256] * STEPS)
+    except (NoPlan, RuntimeError) as error:
+        found.append((type(error).__name__, str(error)))
+    # Names differ: nothing is recomputed before that is known.
+    model = Layers()
+    model.layers = model.layers[: LAYERS - rank]
+    try:
+        with _planned(model, {"plan": {"device_limit": "64MiB"}}, dist.group.WORLD) as runtime:
+            runtime.features[-1]._agreement.exchange({}, False, [])  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        found.append(str(error))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ranks_that_communicate_in_blocks_recompute_the_same_blocks() -> None:
+    first, second = on_ranks(2, _different_needs)
+    for found in (first, second):
+        for same, count, chosen in found[:2]:
+            assert same and count == len(chosen)
+        assert found[2] == (True, [f"layers.{n}" for n in range(LAYERS)])
+        assert found[3] == (True, [])
+        assert "have other blocks each" in found[5]
+    assert first[:4] == second[:4]
+    assert not first[0][2] and first[1][2]  # rank 0 decides, since no forward saves more
+    assert first[4][0] == "NoPlan" and second[4][0] == "RuntimeError"
+    assert "on rank 0" in second[4][1] and "smallest peak" in second[4][1]
+
+
+def test_without_a_group_nothing_is_sent_or_decided() -> None:
+    alone = Agreement(None, ("a",))
+    alone.decide(lambda: pytest.fail("nobody is asked"))
+    assert alone.recomputed is None and not alone.covers(object())
+    assert alone.exchange({}, True, []) == (True, False)
+
+
+class Routes(nn.Module):
+    """Small forwards run a layer that large ones do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers if len(x) < 256 else self.layers[:3]:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_agreed_blocks_that_the_largest_forward_does_not_run_are_recomputed_too() -> None:
+    model = Routes()
+    with ssdtrain.attach(model, LEAST) as runtime:
+        auto = auto_of(runtime)
+        # As from another rank.
+        auto._agreement.recomputed = frozenset(f"layers.{n}" for n in range(4))
+        for _ in range(STEPS):
+            for size in (256, 128):
+                model(torch.randn(size, 64)).backward()
+            runtime.step_end()
+        assert auto.plan is not None
+        assert {piece.name for piece in auto._measured if piece.name} == {f"layers.{n}" for n in range(3)}
+        assert all("forward" in layer.__dict__ for layer in model.layers)
+
+
+def test_where_the_agreed_blocks_do_not_suffice_for_larger_forwards_a_warning_says_what_to_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = gpt()
+    with ssdtrain.attach(model, {"plan": {"device_limit": "4MiB"}, **QUIET}) as runtime:
+        auto = auto_of(runtime)
+        train(model)
+        assert auto.plan is not None and auto.problem is not None
+        blocks, before = auto.problem.blocks, [block.saved for block in auto.problem.blocks]
+        recomputed = frozenset(
+            block.name
+            for block, action in zip(blocks, auto.plan.actions, strict=True)
+            if action == "recompute"
+        )
+        assert recomputed
+        auto._agreement.recomputed = frozenset(
+            auto._blocks
+        )  # every one: none is left that is measured as it is kept
+        for _ in range(2 * STEPS):
+            tokens = torch.randint(256, (32, 64))
+            model(tokens, tokens).backward()
+            runtime.step_end()
+        after = [block.saved for block in auto.problem.blocks]
+        assert [old.name for old in blocks] == [new.name for new in auto.problem.blocks]
+    assert all(6 * old < new < 10 * old for old, new in zip(before, after, strict=True) if old)
+    [line] = [r.getMessage() for r in caplog.records if "forwards have become larger" in r.getMessage()]
+    assert (
+        "plan.device_limit is not kept to" in line and "by the framework" in line and "smallest peak" in line
+    )
+
+
+def test_while_other_ranks_measure_no_timestamps_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gpt()
+    with ssdtrain.attach(model, {"plan": "auto", **QUIET}) as runtime:
+        auto = auto_of(runtime)
+        monkeypatch.setattr(auto._agreement, "exchange", lambda *_: (False, False))
+        train(model, WARM_UP + 3 * RECORDED)
+        assert len(auto._found) == 2 * RECORDED  # two microbatches a step
+        monkeypatch.undo()
+        train(model, 1)
+        assert auto.plan is not None
+
+
+def test_blocks_that_are_recomputed_in_any_case_are_in_every_plan() -> None:
+    blocks = [Block(f"block {i}", 1.0, 2.0, 100, recompute=1.0, inputs=10) for i in range(6)]
+    never, always = frozenset({0, 2, 3, 5}), frozenset({1, 4})
+    order, actions = one_after_the_other(), actions_for(Machine())
+    for exact in (1, 3000):
+        problem = Problem([blocks], order, Machine(), actions, impure=never, always=always)
+        (best, *others) = search(problem, exact=exact)
+        assert not others
+        assert best.actions == ("keep", "recompute", "keep", "keep", "recompute", "keep")

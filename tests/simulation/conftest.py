@@ -1,0 +1,31 @@
+"""What tests on the simulated device share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.simulation.training import LayerTimes
+from tests.simulation.streams import Streams
+
+
+@pytest.fixture
+def streams() -> Iterator[Streams]:
+    made = Streams()
+    yield made
+    made.engine.close()
+    made.machine.close()
+
+
+def random_layers(generator: random.Random) -> tuple[LayerTimes, ...]:
+    """Layers of any times, which save up to four tensors each."""
+    return tuple(
+        LayerTimes(
+            generator.uniform(1e-4, 4e-3),
+            generator.uniform(1e-4, 8e-3),
+            tuple(generator.choice((4096, 10_000, 65_536, 300_000)) for _ in range(generator.randint(1, 4))),
+        )
+        for _ in range(generator.randint(4, 14))
+    )

@@ -1,0 +1,117 @@
+"""Copies of the device: who holds their memory, what a lack of memory leaves, and what an end waits for."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.simulation.device import SimulatedEvent
+from benchmarks.simulation.drive import SimulatedOperation
+from ssdtrain.offload import engine as engine_module
+from ssdtrain.offload.transfer_state import State
+from tests.simulation.streams import SIZE, Streams
+
+
+def test_a_cancelled_store_does_not_give_its_tensor_to_others_under_the_copy(streams: Streams) -> None:
+    """1. a copy begins; 2. the graph is dropped, and with it the store; 3. the next tensor takes the first free memory."""
+    held = [streams.save(streams.make(5))]
+    streams.engine.finish_forward(streams.tape)
+    streams.machine.timeline.spend(1e-4 + SIZE / 400e6 / 2)
+    assert not streams.device.store.idle
+    held.clear()
+    gc.collect()
+    streams.engine.drain()
+    assert streams.engine.metrics.avoided_write_bytes == SIZE
+    streams.make(6)
+    streams.check()
+
+
+def test_a_cancelled_store_holds_its_payload_until_the_copy_has_ended(streams: Streams) -> None:
+    streams.kernel(1.0)  # the copy comes after it
+    held: list[Any] = [streams.save(streams.device.empty(SIZE).fill_(1).view(torch.bool))]
+    streams.engine.finish_forward(streams.tape)
+    payload = weakref.ref(held[0].region.transfer.payload)
+    assert isinstance(payload(), torch.Tensor)
+    held.clear()
+    gc.collect()
+    streams.engine.drain()
+    assert streams.engine.metrics.avoided_write_bytes == SIZE
+    assert payload() is not None, "the copy reads memory that is free"
+    streams.device.synchronize()
+    streams.engine.drain()
+    assert payload() is None
+
+
+def test_a_copy_that_finds_no_memory_can_be_tried_again(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. a tensor has been read; 2. there is no device memory for it; 3. there is some again."""
+    held = [streams.save(streams.make(number + 1)) for number in range(8)]
+    streams.engine.finish_forward(streams.tape)
+    streams.device.synchronize()
+    streams.machine.timeline.spend(1.0)
+    streams.engine.drain()
+    region = held[0].region
+    assert region.transfer.state is State.STORED
+
+    def none_left(nbytes: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("none left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(streams.device, "load_target", none_left)
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                streams.engine.unpack(held[0])
+    streams.read(streams.engine.unpack(held[0]), 1, 1e-3, "backward")
+    streams.check()
+
+
+def test_looking_for_ended_stores_costs_the_same_however_many_are_under_way(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def counting(plain: Any) -> Any:
+        def counted(self: Any) -> bool:
+            asked.append(self)
+            return bool(plain(self))
+
+        return counted
+
+    monkeypatch.setattr(SimulatedOperation, "done", counting(SimulatedOperation.done))
+    monkeypatch.setattr(SimulatedEvent, "query", counting(SimulatedEvent.query))
+    streams.kernel(10.0)
+    counts = []
+    held = []
+    for _ in range(2):
+        held += [streams.save(streams.make(3)) for _ in range(12)]
+        asked.clear()
+        streams.engine.mover.reap()
+        counts.append(len(asked))
+    assert len(streams.engine.mover.stores) >= 20 and counts[0] == counts[1] <= 2
+
+
+def test_close_does_not_wait_for_ever_for_a_copy_behind_a_collective_that_never_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1. a peer is gone, and the compute stream waits for it; 2. a copy is queued behind; 3. close gives up, unmaps nothing."""
+    monkeypatch.setattr(engine_module, "PATIENCE", 0.5)
+    streams = Streams()
+    engine, arena = streams.engine, streams.engine.buffers._arena
+    assert arena is not None
+    gone = SimulatedEvent(streams.device)
+    streams.compute.wait(gone)
+    held = [streams.save(streams.make(4))]
+    engine.finish_forward(streams.tape)
+    held.clear()
+    gc.collect()
+    with pytest.raises(TimeoutError, match="a rank that is gone"):
+        engine.close()
+    assert arena.allocated and arena._map.nbytes, "the copy may still write there"
+    gone.complete()
+    streams.device.synchronize()
+    streams.machine.close()
