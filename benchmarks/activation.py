@@ -10,7 +10,8 @@ to the engine (`examples.support.activation_meter`): every storage that reached 
 its death, parameters and buffers left out. For SSDTrain by the engine: the same storages, plus the whole arena of buffers,
 plus loads outside of it. It is confirmed by the process: the peak of the resident set during the step minus that before it
 (VmHWM, reset through /proc/self/clear_refs), with glibc told to hand freed blocks back, in a process of its own; on a GPU by
-torch.cuda's peak. Steps are timed with malloc as it is.
+torch.cuda's peak. Steps are timed with malloc as it is. `cpu_time_ratio` is of the CPU seconds of all threads: with
+OMP_NUM_THREADS=1 it says what hooks and I/O take, wherever it runs; with more, OpenMP's threads that spin are in it.
 """
 
 from __future__ import annotations
@@ -191,6 +192,7 @@ def run(arguments: Any, directory: Path) -> dict[str, Any]:
     peaks = {way: median_of(3, lambda way=way: trial.activation_peak(way)) for way in (KEEP, SSDTRAIN)}  # type: ignore[misc]
     trial.recomputed, recompute_peak = fewest_blocks(trial, peaks[SSDTRAIN], arguments.layers)
     seconds: dict[str, list[float]] = {KEEP: [], SSDTRAIN: [], RECOMPUTE: []}
+    cpu_seconds: dict[str, list[float]] = {way: [] for way in seconds}
     faults: dict[str, list[int]] = {way: [] for way in seconds}
     for way in seconds:
         trial.seconds(way)
@@ -199,8 +201,9 @@ def run(arguments: Any, directory: Path) -> dict[str, Any]:
         # Every way follows every other equally often.
         order = [KEEP, SSDTRAIN, RECOMPUTE]
         for way in order[pair % 3 :] + order[: pair % 3]:
-            faulted = page_faults()
+            faulted, cpu_began = page_faults(), time.process_time()
             seconds[way].append(trial.seconds(way))
+            cpu_seconds[way].append(time.process_time() - cpu_began)
             faults[way].append(page_faults() - faulted)
         print(f"\rpair {pair + 1} of {arguments.pairs}", end="", flush=True)
     print()
@@ -234,6 +237,7 @@ def run(arguments: Any, directory: Path) -> dict[str, Any]:
         "step_time_ratio": paired_ratio(seconds[SSDTRAIN], seconds[KEEP]),
         "step_time_ratio_low": low,
         "step_time_ratio_high": high,
+        "cpu_time_ratio": paired_ratio(cpu_seconds[SSDTRAIN], cpu_seconds[KEEP]),
         "recomputed_blocks": trial.recomputed,
         "recompute_peak_ratio": recompute_peak / peaks[KEEP],
         "recompute_step_time_ratio": paired_ratio(seconds[SSDTRAIN], seconds[RECOMPUTE]),

@@ -6,10 +6,15 @@ Each round calls the hooks directly, in turn, with fresh tensors of the same siz
 too small, one that is offloaded (and begins the store of the one before), one that joins the region of another, and the same
 tensor given to `save_on_cpu`, which on a CPU keeps it as it is. Between rounds the stores end, so that no call waits for the
 drive; what a store costs its I/O threads is not counted here. Figures are medians in microseconds, with the quarters around them.
+
+Beside the times stands how much Python these calls run (`..._opcodes`, `..._calls` of functions), which the load of the machine
+does not change: of a save that is offloaded with the start and the end of its store, and of its use in backward (`used`) with the
+load, the release and the reuse of the slot. All I/O ends between two calls.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 import time
@@ -20,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import finish, hardware, parser
+from benchmarks.opcodes import PythonCost
 from ssdtrain.config import load_config, parse_size
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.tape import Tape
@@ -35,13 +41,105 @@ def settle(runtime: Runtime) -> None:
         time.sleep(0.0005)
 
 
-def measure(arguments: Any, directory: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
+def make_runtime(size: int, directory: Path) -> Runtime:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    section = {"directories": str(directory), "amount": "all", "in_flight": 64 * arguments.size}
-    runtime = Runtime(load_config({"offload": section}), device=device, logs=False)
+    section = {"directories": str(directory), "amount": "all", "in_flight": 64 * size}
+    return Runtime(load_config({"offload": section}), device=device, logs=False)
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep the memory of freed tensors for the next ones.
+
+    glibc gives the end of its heap back to the system once that is free and twice as large as the largest block that was ever
+    mapped by itself and freed, 32 MiB at most. Without such a block some processes do so in each round and others never, as their
+    heaps happen to lie; where it happens the kernel clears each new tensor, and the hooks after it run a tenth to a fifth longer.
+    """
+    torch.empty(31 * MiB, dtype=torch.uint8, device="cpu")
+
+
+def next_operator(parameter: torch.Tensor) -> None:
+    """What was saved before is stored by the next call that saves: autograd numbers its operators."""
+    parameter[:1].neg()
+
+
+COUNTED = 32
+"""Tensors over which the Python of a call is averaged."""
+
+
+KINDS = ("refused", "small", "kept", "offloaded", "joined", "used")
+
+
+def python_costs(size: int, directory: Path) -> dict[str, PythonCost]:
+    """What the hooks run for `COUNTED` tensors of `size` bytes, by kind of call."""
+    runtime = make_runtime(size, directory)
+    gc.disable()  # else it runs wherever it happens to
+    try:
+        # Buffers grow in the first, and Python 3.13 counts what a function runs from its second call on.
+        return [_count(runtime, size) for _ in range(3)][-1]
+    finally:
+        gc.enable()
+        runtime.close()
+
+
+def _count(runtime: Runtime, size: int) -> dict[str, PythonCost]:
     engine = runtime.engine
     assert engine is not None
+    device = engine.eligible.device
+    parameter = torch.nn.Parameter(torch.randn(size // 4, device=device))
+    small = torch.randn(16, device=device)
+    costs = {kind: PythonCost() for kind in KINDS}
+
+    def wait_for_io() -> None:
+        for region in engine.mover.busy():
+            if region.transfer.operation is not None:
+                region.transfer.operation.wait(60)
+
+    tape, handles = Tape(), []
+    for _ in range(COUNTED):
+        next_operator(parameter)
+        tensor = torch.randn(size // 4, device=device)
+        with costs["offloaded"]:
+            handles.append(engine.pack(tape, tensor))
+        wait_for_io()
+    with costs["offloaded"]:
+        engine.finish_forward(tape)
+    wait_for_io()
+    with costs["offloaded"]:
+        engine.drain()
+    with costs["used"]:
+        engine.prefetch(tape)
+    while handles:
+        wait_for_io()
+        with costs["used"]:
+            engine.unpack(handles.pop())
+    with costs["used"]:
+        engine.drain()
+    shared, resident = Tape(), Tape(keep=True)
+    handles.append(engine.pack(shared, tensor))
+    for _ in range(COUNTED):
+        other = torch.randn(size // 4, device=device)
+        with costs["joined"]:
+            handles.append(engine.pack(shared, tensor))
+        with costs["kept"]:
+            handles.append(engine.pack(resident, other))
+        with costs["small"]:
+            engine.pack(shared, small)
+        with costs["refused"]:
+            engine.pack(shared, parameter)
+    engine.finish_forward(shared)
+    wait_for_io()
+    handles.clear()
+    engine.drain()
+    return costs
+
+
+def measure(arguments: Any, directory: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    runtime = make_runtime(arguments.size, directory)
+    engine = runtime.engine
+    assert engine is not None
+    device = engine.eligible.device
     numel = arguments.size // 4
     parameter = torch.nn.Parameter(torch.randn(numel, device=device))
     small = torch.randn(16, device=device)
@@ -66,9 +164,7 @@ def measure(arguments: Any, directory: Path) -> dict[str, Any]:
         for _ in range(4):
             tensor = torch.randn(numel, device=device)
             held += [timed("refused", pack, parameter), timed("small", pack, small)]
-            parameter[
-                :1
-            ].neg()  # another operator: the store of the tensor before is begun by the next call that saves
+            next_operator(parameter)
             held += [timed("offloaded", pack, tensor), timed("joined", pack, tensor)]
             held += [timed("save_on_cpu", on_cpu, tensor)]  # type: ignore[arg-type]
         engine.finish_forward(tape)
@@ -85,6 +181,9 @@ def measure(arguments: Any, directory: Path) -> dict[str, Any]:
         low, middle, high = (quarter * 1e6 for quarter in statistics.quantiles(values, n=4))
         figures |= {f"{name}_us": middle, f"{name}_quarter_us": low, f"{name}_three_quarters_us": high}
         figures[f"{name}_mean_us"] = statistics.fmean(values) * 1e6  # of stores only some wake the I/O pool
+    for name, cost in python_costs(arguments.size, directory).items():
+        figures[f"{name}_opcodes"] = cost.opcodes.total() / COUNTED
+        figures[f"{name}_calls"] = cost.calls.total() / COUNTED
     for name, goal in GOALS.items():
         figures[f"{name}_within_goal"] = figures[f"{name}_us"] <= goal
     return {**figures, **hardware(directory), "torch": torch.__version__, "device": device.type}

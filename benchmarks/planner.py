@@ -1,21 +1,28 @@
 """What the planner predicts against what is measured, and its choice against all others, on this CPU and in virtual time.
 
     python -m benchmarks.planner --json --parts errors,choice,simulated
+    python -m benchmarks.planner --parts memory --plot docs/results/plan-memory.png
 
 errors: on the CPU, for a GPT, a BERT and a T5: `"plan": "auto"` profiles some steps, then plans of keep, recompute and offload
 are carried out in turn, interleaved, in one process. `peak_error` is the largest difference of the predicted from the
-measured peak of activations, as a part of the measured one; `step_time_error` the same of the time of forward and backward,
-relative to keeping
-everything, and `step_time_noise` how far the measured figures of even and odd rounds are apart, at most.
+measured peak of activations, as a part of the measured one; `peak_spread` how far the peaks of three steps of a plan are apart,
+at most. `step_time_error` is the largest difference of the time of forward and backward, relative to keeping everything, and
+`step_time_noise` how far the measured figures of even and odd rounds are apart, at most.
 
-choice: a small GPT with a memory limit: `choice_over_best` is the time of the planner's choice over that of the fastest
-of all plans that keep to the limit, and `speed_over_recompute` the throughput of the choice over that of recomputing everything.
+choice: a small GPT with a memory limit. All plans that keep to it are timed in two rounds; the five fastest, the planner's choice
+(twice, as a measure of noise), recomputing and keeping everything then in many more. `choice_over_best` is the time of the choice
+over that of the fastest (`benchmarks.planner_choice`), `choice_over_itself` the same of its two copies,
+`equal_plans_over_choice` of the finalists that do the same with other blocks of the same kind, and `speed_over_recompute` the
+throughput of the choice over that of recomputing everything; intervals are those of the median of paired rounds, 95%.
 
 How the peak is measured: by the engine's meter (every storage that autograd saved, once, from its save to its death, and the
 engine's own buffers), to which hooks in backward add what recomputation saves, with the reentrant checkpoint: the other one hides
 it. Times are those of the other one, which is what plans use.
 
 simulated: the same on the simulated device (`benchmarks.planner_simulated`), where figures are exact.
+
+memory: with `--plot FILE` memory over a step on the simulated device, predicted against measured, as a PNG; with the part errors
+one of each model on this CPU too.
 """
 
 from __future__ import annotations
@@ -37,13 +44,15 @@ import torch
 import ssdtrain
 from benchmarks.common import finish, hardware, parser
 from benchmarks.gpu.models import Model
-from benchmarks.planner_simulated import simulated
+from benchmarks.planner_choice import over_best, with_interval
+from benchmarks.planner_simulated import memory_panels, simulated
+from ssdtrain.bench.ratios import interval
 from ssdtrain.config import CheckpointConfig
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.planner.auto import RECORDED, WARM_UP, AutoPlan
 from ssdtrain.planner.execute import BlockPolicy, recompute_modules
-from ssdtrain.planner.peaks import lowest_peak, play
+from ssdtrain.planner.memory_plot import MemoryPanel, draw_memory
 from ssdtrain.planner.plans import Limits, Problem
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import StepTimeline
@@ -118,14 +127,14 @@ class Trial:
         names = [actions.get(block.name, "keep") for block in self.problem.blocks]
         problem = replace(self.problem, steps=2)
         choices = problem.choices(["ssd" if name == "offload" else name for name in names])
-        if memory:
-            return simulate(problem.chunks, choices, problem.order, problem.machine, steps=2, memory=True)
-        found = play(problem, choices)
-        found.lowest_peak_bytes = lowest_peak(problem, choices)
-        return found
+        return simulate(problem.chunks, choices, problem.order, problem.machine, steps=2, memory=memory)
 
     def peak(self, plan: Sequence[str]) -> int:
         """Measured bytes of activations: the median of three steps."""
+        return int(statistics.median(self.peaks(plan)))
+
+    def peaks(self, plan: Sequence[str]) -> list[int]:
+        """Measured bytes of activations in three steps."""
         self.follow(plan, REENTRANT)
         found = []
         for _ in range(3):
@@ -140,27 +149,28 @@ class Trial:
             found.append(statistics_now.offload.activation_peak_bytes)
             for parameter in self.model.parameters():
                 parameter.grad = None
-        return int(statistics.median(found))
+        return found
 
     def memory(self, plan: Sequence[str]) -> list[tuple[float, int]]:
         """(seconds from the first forward, bytes) of a step under `plan`, as measured."""
         meter = self.engine.meter
         self.follow(plan, REENTRANT)
         self.step()
-        meter.record, began = True, time.perf_counter()
+        meter.start_timeline()
+        began = time.perf_counter()
         self.runtime.reset_peak()
         loss = self.model(self.tokens, self.targets)
         with self._metering():
             loss.backward()
         found = [(max(0.0, when - began), nbytes) for when, nbytes in meter.timeline]
-        meter.record, meter.timeline = False, []
+        meter.stop_timeline()
         return found
 
     def _metering(self) -> AbstractContextManager[Any]:
         """Hooks that count what is saved in backward, where the engine takes nothing."""
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            if not self.engine.eligible.is_fixed(tensor):
+            if self.engine.eligible.may_move(tensor):
                 with self.engine._lock:
                     self.engine.meter.drain()
                     self.engine.meter.see(tensor.untyped_storage())
@@ -189,6 +199,8 @@ class Errors:
     """Of the predictions of some plans, as parts of what was measured."""
 
     peak: list[float] = field(default_factory=list)
+    spread: list[float] = field(default_factory=list)
+    """Of measured peaks: the difference of the largest from the smallest."""
     seconds: list[float] = field(default_factory=list)
     noise: list[float] = field(default_factory=list)
     """Of the measured times: see `_noise`."""
@@ -219,25 +231,27 @@ def errors_of(trial: Trial, rounds: int, say: Callable[[str], None]) -> Errors:
     """Predicted against measured, for `plans_of` the model's blocks."""
     plans = plans_of(len(trial.blocks))
     predicted = [trial.predicted(plan) for plan in plans]
-    peaks = [trial.peak(plan) for plan in plans]
+    peaks = [trial.peaks(plan) for plan in plans]
     times = trial.seconds(plans, rounds)
     found = Errors()
-    for plan, now, peak, seconds in zip(plans, predicted, peaks, times, strict=True):
+    for plan, now, of_steps, seconds in zip(plans, predicted, peaks, times, strict=True):
         ratios = [a / b for a, b in zip(seconds, times[0], strict=True)]
-        ratio = statistics.median(ratios)
+        ratio, peak = statistics.median(ratios), statistics.median(of_steps)
         expected = now.seconds / predicted[0].seconds
         found.peak.append(abs(now.peak_bytes / peak - 1))
+        found.spread.append((max(of_steps) - min(of_steps)) / peak)
         found.seconds.append(abs(expected / ratio - 1))
         found.noise.append(_noise(ratios))
         counts = ", ".join(f"{plan.count(name)} {name}" for name in dict.fromkeys(plan))
         say(
-            f"  {counts}: peak {now.peak_bytes / MiB:.1f} predicted, {peak / MiB:.1f} MiB measured; "
+            f"  {counts}: peak {now.peak_bytes / MiB:.1f} predicted, {peak / MiB:.1f} MiB measured (spread "
+            f"{found.spread[-1]:.1%}); "
             f"time x{expected:.3f} predicted, x{ratio:.3f} measured (noise {found.noise[-1]:.1%})"
         )
     return found
 
 
-def against_all(trial: Trial, rounds: int, say: Callable[[str], None]) -> dict[str, float]:
+def against_all(trial: Trial, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
     """The planner's choice at a memory limit, against every plan that keeps to it, and against recomputing everything."""
     count = len(trial.blocks)
     every = list(product(("keep", "recompute", "offload"), repeat=count))
@@ -255,22 +269,44 @@ def against_all(trial: Trial, rounds: int, say: Callable[[str], None]) -> dict[s
     ]
     screened = [min(one) for one in trial.seconds(fitting, 2)]
     fastest = sorted(range(len(fitting)), key=screened.__getitem__)[:5]
-    finalists = [choice, ("recompute",) * count, every[0], *(fitting[number] for number in fastest)]
+    fast = [fitting[number] for number in fastest if fitting[number] != choice]
+    finalists = [choice, choice, ("recompute",) * count, every[0], *fast]
     times = trial.seconds(finalists, rounds)
-    medians = [statistics.median(one) for one in times]
-    say(f"  choice {choice}, best {finalists[3 + medians[3:].index(min(medians[3:]))]}")
+    for plan, seconds in zip(finalists, times, strict=True):
+        say(f"  {', '.join(plan)}: {statistics.median(seconds):.4f} s")
+    equal = [
+        _ratios(seconds, times[0])
+        for plan, seconds in zip(fast, times[4:], strict=True)
+        if sorted(plan) == sorted(choice)
+    ]
     return {
         "plans_of_brute_force": len(every),
         "plans_that_fit": len(fitting),
         "limit_over_keep": limit / kept,
+        "choice": choice,
         "choice_peak_over_limit": trial.peak(choice) / limit,
-        "choice_over_best": medians[0] / min(medians[3:]),
-        "choice_over_keep": medians[0] / medians[2],
-        "speed_over_recompute": statistics.median(b / a for a, b in zip(times[0], times[1], strict=True)),
+        **with_interval("choice_over_best", over_best(times[0], times[4:])),
+        **with_interval("choice_over_itself", _ratios(times[1], times[0])),
+        "equal_plans_over_choice": [[statistics.median(one), *interval(one)] for one in equal],
+        "choice_over_fastest_median": statistics.median(times[0]) / min(map(statistics.median, times[4:])),
+        **with_interval("choice_over_keep", _ratios(times[0], times[3])),
+        **with_interval("speed_over_recompute", _ratios(times[2], times[0])),
     }
 
 
-def all_errors(arguments: Any, directory: Path) -> dict[str, Any]:
+def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def memory_of(trial: Trial, kind: str) -> MemoryPanel:
+    """Memory over a step of a plan of all three actions."""
+    plan = plans_of(len(trial.blocks))[5]
+    counts = ", ".join(f"{plan.count(name)} {name}" for name in dict.fromkeys(plan))
+    found = trial.predicted(plan, memory=True)
+    return MemoryPanel(f"{kind} on a CPU: {counts}", found.memory, trial.memory(plan))
+
+
+def all_errors(arguments: Any, directory: Path, panels: list[MemoryPanel]) -> dict[str, Any]:
     """The part "errors"."""
     found = Errors()
     worst: dict[str, Mapping[str, float]] = {}
@@ -278,15 +314,26 @@ def all_errors(arguments: Any, directory: Path) -> dict[str, Any]:
         print(kind, flush=True)
         trial = Trial(kind, directory, layers=arguments.layers, **_size(arguments))
         one = errors_of(trial, arguments.rounds, lambda text: print(text, flush=True))
+        if arguments.plot is not None:
+            panels.append(memory_of(trial, kind))
         trial.close()
-        worst[kind] = {"peak": max(one.peak), "seconds": max(one.seconds), "noise": max(one.noise)}
+        worst[kind] = {
+            "peak": max(one.peak),
+            "peak_median": statistics.median(one.peak),
+            "peak_spread": max(one.spread),
+            "seconds": max(one.seconds),
+            "seconds_median": statistics.median(one.seconds),
+            "noise": max(one.noise),
+        }
         found.peak += one.peak
+        found.spread += one.spread
         found.seconds += one.seconds
         found.noise += one.noise
     return {
         "plans": len(found.peak),
         "peak_error": max(found.peak),
         "peak_error_median": statistics.median(found.peak),
+        "peak_spread": max(found.spread),
         "step_time_error": max(found.seconds),
         "step_time_error_median": statistics.median(found.seconds),
         "step_time_noise": max(found.noise),
@@ -294,7 +341,7 @@ def all_errors(arguments: Any, directory: Path) -> dict[str, Any]:
     }
 
 
-def choice(arguments: Any, directory: Path) -> dict[str, Any]:
+def choice(arguments: Any, directory: Path, panels: list[MemoryPanel]) -> dict[str, Any]:
     """The part "choice"."""
     trial = Trial("gpt", directory, layers=4, **_size(arguments))
     try:
@@ -307,12 +354,19 @@ def _size(arguments: Any) -> dict[str, int]:
     return {"hidden": arguments.hidden, "sequence": arguments.sequence, "batch": arguments.batch}
 
 
-def on_the_simulated_device(arguments: Any, directory: Path) -> dict[str, Any]:
+def on_the_simulated_device(arguments: Any, directory: Path, panels: list[MemoryPanel]) -> dict[str, Any]:
     """The part "simulated"."""
     return {f"simulated_{name}": value for name, value in simulated().items()}
 
 
-PARTS = {"errors": all_errors, "choice": choice, "simulated": on_the_simulated_device}
+def memory(arguments: Any, directory: Path, panels: list[MemoryPanel]) -> dict[str, Any]:
+    """The part "memory"."""
+    if arguments.plot is not None:
+        panels += memory_panels()
+    return {}
+
+
+PARTS = {"errors": all_errors, "choice": choice, "simulated": on_the_simulated_device, "memory": memory}
 
 
 def main() -> None:
@@ -325,6 +379,7 @@ def main() -> None:
     made.add_argument("--directory", type=Path, default=None, help="on the drive; default: temporary")
     made.add_argument("--models", default="gpt,bert,t5", help="of the part errors")
     made.add_argument("--parts", default=",".join(PARTS), help="what is run")
+    made.add_argument("--plot", type=Path, default=None, help="a PNG, see above; needs matplotlib")
     chosen = made.parse_args()
     if chosen.rounds < 2:
         made.error("--rounds must be at least 2: noise is the difference of even and odd rounds")
@@ -335,8 +390,11 @@ def main() -> None:
         directory = chosen.directory or Path(temporary)
         figures: dict[str, Any] = {"benchmark": "planner"}
         torch.set_num_threads(1)
+        panels: list[MemoryPanel] = []
         for part in parts:
-            figures |= PARTS[part](chosen, directory)
+            figures |= PARTS[part](chosen, directory, panels)
+        if panels:
+            draw_memory(panels, chosen.plot)
         finish({**figures, **hardware(directory), "torch": torch.__version__}, chosen.json)
 
 

@@ -20,11 +20,12 @@ from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action
 from ssdtrain.planner import step
 from ssdtrain.planner.adaptive import AdaptivePolicy
+from ssdtrain.planner.memory_plot import Line, MemoryPanel
 from ssdtrain.planner.plans import Limits, NoPlan, Problem, actions_for
 from ssdtrain.planner.search import search
 from ssdtrain.planner.timeline import simulate
 
-__all__ = ["simulated"]
+__all__ = ["memory_panels", "simulated"]
 
 BLOCKS = 4
 OPERATORS = len(GPT_OPERATORS)
@@ -38,9 +39,11 @@ class Run:
 
     seconds: float
     peak: int
+    memory: Line = ()
+    """By the time line of the stream that computes, where it was asked for."""
 
 
-def run(load: Load, plan: Sequence[str]) -> tuple[Run, step.Machine]:
+def run(load: Load, plan: Sequence[str], *, memory: bool = False) -> tuple[Run, step.Machine]:
     """What it takes, and the machine as the cost model sees it."""
     machine = Machine(load.pcie, [(load.drive, load.drive)])
     policy = AdaptivePolicy()
@@ -60,15 +63,21 @@ def run(load: Load, plan: Sequence[str]) -> tuple[Run, step.Machine]:
     ]
     try:
         train(machine, engine, load.layers, order=load.order, recomputed=again)
+        meter = engine.meter
+        if memory:  # the host is ahead of the device: when it comes to what changes now is known afterwards
+            meter.start_timeline()
+            meter.clock = machine.device.compute.record  # type: ignore[assignment]
         engine.reset_peak()
         record = train(machine, engine, load.layers, order=load.order, seed=1, recomputed=again)
         assert not record.wrong, record.wrong
-        found = Run(record.ended - record.began, engine.snapshot().activation_peak_bytes)
+        events: Sequence[tuple[Any, int]] = meter.timeline
+        line = [(max(0.0, event.seconds() - record.began), nbytes) for event, nbytes in events]
+        found = Run(record.ended - record.began, engine.snapshot().activation_peak_bytes, line)
         tier = step.Tier("offload", load.drive, load.drive, latency=100e-6, depth=1 << 30)
         seen = step.Machine(
             (tier,),
             step.Link(load.pcie, load.pcie),
-            engine.mover.in_flight_limit,
+            engine.mover.stores.limit,
             max(engine.prefetcher.limit, 1),
             max(engine.mover.departures.limit, 1),
             hook=HOOK + LAUNCH,
@@ -104,6 +113,30 @@ def problem_of(load: Load, machine: step.Machine) -> Problem:
         )
     order = [step.Pass("forward" if kind == "forward" else "backward", number) for kind, number in load.order]
     return Problem([blocks], order, machine, actions_for(machine))
+
+
+def memory_panels() -> list[MemoryPanel]:
+    """Memory over a step, predicted against measured: with a drive that keeps up with the model, of offloading everything and of
+    a mixture; with one that does not, of offloading everything and of what is chosen for a limit."""
+    panels = []
+    for drive in (12.0, 3.0):
+        load = Load(gpt(BLOCKS, MiB, MiB / (10 * GB)), 25 * GB, drive * GB, 16 * MiB, MiB)
+        whole, machine = run(load, ("offload",) * BLOCKS, memory=True)
+        problem = problem_of(load, machine)
+        kept, again = (run(load, (action,) * BLOCKS)[0].peak for action in ("keep", "recompute"))
+        limit = round(again + 0.4 * (kept - again))
+        other: tuple[str, ...] = ("recompute", "recompute", "offload", "keep")
+        if drive < 10:
+            other = search(problem, Limits(limit))[0].actions
+        most = limit if drive < 10 else None
+        cases = [(("offload",) * BLOCKS, whole, None), (other, run(load, other, memory=True)[0], most)]
+        for plan, found, bound in cases:
+            choices = problem.choices(plan)
+            predicted = simulate(problem.chunks, choices, problem.order, machine, steps=2, memory=True)
+            counts = ", ".join(f"{plan.count(name)} {name}" for name in dict.fromkeys(plan))
+            title = f"simulated device, drive of {drive:g} GB/s: {counts}"
+            panels.append(MemoryPanel(title, predicted.memory, found.memory, bound))
+    return panels
 
 
 def against_all(load: Load) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def measure(load: Load) -> dict[str, Any]:
         engine.reset_peak()
         record = train(machine, engine, load.layers, order=load.order, seed=1)
         after = engine.snapshot()
-        in_flight = engine.mover.in_flight_limit
+        in_flight = engine.mover.stores.limit
     finally:
         engine.close()
         machine.close()

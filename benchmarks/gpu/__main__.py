@@ -80,8 +80,9 @@ def row_of(attempts: Attempts, geometry: Geometry, **options: Any) -> dict[str, 
 def largest_microbatch(
     attempts: Attempts, geometry: Geometry, way: str, limit: int, **options: Any
 ) -> dict[str, Any]:
-    """The largest of 1, 2, 4, ... that fits, and its tokens per second; "error" alone where one failed instead."""
-    best = {"microbatch": 0, "tokens_per_second": 0.0}
+    """The largest of 1, 2, 4, ... that fits, and its tokens per second; "error" alone where one failed instead. "at_least": none
+    was too large, up to `limit`."""
+    best: dict[str, Any] = {"microbatch": 0, "tokens_per_second": 0.0, "at_least": False}
     microbatch = 1
     while microbatch <= limit:
         tried = dataclasses.replace(geometry, microbatch=microbatch)
@@ -94,6 +95,7 @@ def largest_microbatch(
         best = {
             "microbatch": microbatch,
             "tokens_per_second": microbatch * geometry.sequence / found.step_seconds,
+            "at_least": 2 * microbatch > limit,
         }
         microbatch *= 2
     return best
@@ -136,11 +138,10 @@ def markdown(result: dict[str, Any]) -> str:
     lines += ["| model | way | microbatch | tokens/s |", "|---|---|---|---|"]
     for row in result["largest"]:
         for way, found in row["ways"].items():
-            cells = (
-                ["failed", "-"]
-                if "error" in found
-                else [str(found["microbatch"]), f"{found['tokens_per_second']:.0f}"]
-            )
+            cells = ["failed", "-"]
+            if "error" not in found:
+                size = f"{'at least ' if found['at_least'] else ''}{found['microbatch']}"
+                cells = [size, f"{found['tokens_per_second']:.0f}"]
             lines.append("| " + " | ".join([row["geometry"], way, *cells]) + " |")
     if result["left_out"]:
         lines += ["", f"Not run, the time was over: {', '.join(result['left_out'])}."]

@@ -1,5 +1,9 @@
 """A device with asynchronous streams: work is queued by the host and happens later, in the order that streams and events enforce.
 
+Note: [Captures]
+While a CUDA graph is captured, asking an event, and waiting for one or copying on another stream, is an error that also spoils
+the capture. Here it is an error.
+
 Note: [Reuse at once]
 As a caching allocator does, memory that the host has let go of is handed out again at once by the stream that allocated it: what
 is queued there next may overwrite it. Here it is poisoned at that point of that stream, so that a copy on another stream which
@@ -59,6 +63,7 @@ class SimulatedEvent:
         device.events[self.handle] = self
 
     def query(self) -> bool:
+        self._device.check_not_capturing()
         return self.done
 
     def seconds(self) -> float | None:
@@ -67,6 +72,7 @@ class SimulatedEvent:
 
     def synchronize(self) -> None:
         """Blocks the host, which is what the engine should never do: counted."""
+        self._device.check_not_capturing()
         began = self._device.timeline.now
         self._device.timeline.wait_for(lambda: self.done)
         self._device.host_syncs += 1
@@ -179,6 +185,7 @@ class SimulatedDevice:
     Args:
         timeline: the clock.
         pcie: bytes per second, each way; both ways at once.
+        memory: bytes per second of a copy within the device's memory; None: not known to the engine, and it takes no time.
         launch_seconds: what queueing one copy costs the host.
         jitter: a function (seconds) -> seconds for the duration of each copy, or None.
     """
@@ -190,11 +197,13 @@ class SimulatedDevice:
         timeline: Timeline,
         *,
         pcie: float,
+        memory: float | None = None,
         launch_seconds: float = 5e-6,
         jitter: Callable[[float], float] | None = None,
     ) -> None:
         self.timeline = timeline
         self.pcie = pcie
+        self.memory = memory
         self.launch_seconds = launch_seconds
         self.handles = itertools.count(1)
         self.events: weakref.WeakValueDictionary[int, SimulatedEvent] = weakref.WeakValueDictionary()
@@ -213,33 +222,48 @@ class SimulatedDevice:
         """That the host waited for buffers to come back."""
         self._free: dict[tuple[Stream, int], list[_Block]] = {}
         self._used: dict[int, _Block] = {}  # by address
+        self._unmapped: list[_Block] = []
 
     # What the engine needs
+
+    def copy_bandwidth(self) -> float | None:
+        return self.memory
+
+    def clone(self, source: torch.Tensor) -> torch.Tensor:
+        target = self.empty(source.numel())
+        self._copy(self._current, source, target, "clone", self.memory)
+        return target
 
     def load_target(self, nbytes: int) -> torch.Tensor:
         return self._allocate(nbytes, self.load)
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> SimulatedEvent:
+        self.check_not_capturing()
         self.store.wait(self._current.record())
-        return self._copy(self.store, source, target, "D2H")
+        return self._copy(self.store, source, target, "D2H", self.pcie)
 
     def copy_to_device(
         self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Any] = ()
     ) -> SimulatedEvent:
+        self.check_not_capturing()
         for event in after:
             self.load.wait(event)
-        return self._copy(self.load, source, target, "H2D")
+        if source.data_ptr() in self._used:
+            return self._copy(self.load, source, target, "D2D", self.memory)
+        return self._copy(self.load, source, target, "H2D", self.pcie)
 
     def current_stream(self) -> Stream:
         return self._current
 
     def timestamp(self) -> SimulatedEvent:
+        self.check_not_capturing()
         return self._current.record()
 
     def link_bandwidth(self) -> tuple[float, float]:
         return self.pcie, self.pcie
 
     def wait_stream(self, stream: Stream | None) -> None:
+        self.check_not_capturing()
         if stream is not None and stream is not self._current:
             self._current.wait(stream.record())
 
@@ -249,15 +273,18 @@ class SimulatedDevice:
             block.users.append(self._current)
 
     def record(self, stream: Stream | None) -> SimulatedEvent | None:
+        self.check_not_capturing()
         return None if stream is None else stream.record()
 
     def event_handle(self, event: SimulatedEvent | None) -> int:
         return 0 if event is None or event.done else event.handle
 
     def wait(self, event: SimulatedEvent, stream: Stream | None = None) -> None:
+        self.check_not_capturing()
         (stream or self._current).wait(event)
 
     def block(self, event: SimulatedEvent, timeout: float | None = None) -> bool:
+        self.check_not_capturing()
         began = self.timeline.now
         passed = self.timeline.wait_for(lambda: event.done, timeout)
         self.blocked_seconds += self.timeline.now - began
@@ -265,6 +292,11 @@ class SimulatedDevice:
 
     def capturing(self) -> bool:
         return self._capturing
+
+    def check_not_capturing(self) -> None:
+        """See Note: [Captures]."""
+        if self._capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
 
     def host_register(self) -> Callable[[int, int], Callable[[], None]]:
         return lambda address, nbytes: lambda: None
@@ -299,6 +331,16 @@ class SimulatedDevice:
         """Uninitialised bytes of the device. See Note: [Reuse at once]."""
         return self._allocate(nbytes, self._current)
 
+    def empty_cache(self, stream: Stream) -> None:
+        """The allocator gives back the free memory of a stream, as with expandable segments: when that stream is idle."""
+        self.timeline.wait_for(lambda: stream.idle)
+        for (owner, _), blocks in self._free.items():
+            if owner is stream:
+                for block in blocks:
+                    ctypes.memset(ctypes.addressof(block.memory), POISON, len(block.memory))
+                self._unmapped += blocks  # a kernel that reads it finds poison, and no fault
+                blocks.clear()
+
     def _allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
         rounded = -(-max(nbytes, 1) // _ROUND) * _ROUND
         free = self._free.setdefault((stream, rounded), [])
@@ -329,7 +371,9 @@ class SimulatedDevice:
         """The program, not the engine, waits for all that is queued."""
         self.timeline.wait_for(lambda: all(stream.idle for stream in self.streams))
 
-    def _copy(self, stream: Stream, source: torch.Tensor, target: torch.Tensor, label: str) -> SimulatedEvent:
+    def _copy(
+        self, stream: Stream, source: torch.Tensor, target: torch.Tensor, label: str, bandwidth: float | None
+    ) -> SimulatedEvent:
         self.timeline.spend(self.launch_seconds)
         # Addresses only, as a device has them: who lets go of memory too early is to be found out.
         nbytes, read, written = source.numel(), source.data_ptr(), target.data_ptr()
@@ -343,6 +387,6 @@ class SimulatedDevice:
                 self.violations.append(f"{label}: the source changed during the copy")
             ctypes.memmove(written, buffer, nbytes)
 
-        seconds = self._jitter(nbytes / self.pcie)
+        seconds = self._jitter(nbytes / bandwidth if bandwidth else 0.0)
         stream.work(seconds, label=label, nbytes=nbytes, begin=begin, end=end)
         return stream.record()

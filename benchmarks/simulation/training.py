@@ -51,6 +51,7 @@ class Machine:
 
     Args:
         pcie: bytes per second, each way.
+        memory: bytes per second of copies within the device's memory; None: not known, and they take no time.
         drives: (write, read) bytes per second of each.
         drive_latency: seconds of each transfer.
         host_bandwidth: bytes per second of copies to and from the host tier.
@@ -62,13 +63,14 @@ class Machine:
     drive_latency: float = 100e-6
     host_bandwidth: float = 20e9
     jitter: Callable[[float], float] | None = None
+    memory: float | None = None
     timeline: Timeline = field(init=False)
     device: SimulatedDevice = field(init=False)
     pool: SimulatedPool = field(init=False)
 
     def __post_init__(self) -> None:
         self.timeline = Timeline()
-        self.device = SimulatedDevice(self.timeline, pcie=self.pcie, jitter=self.jitter)
+        self.device = SimulatedDevice(self.timeline, pcie=self.pcie, memory=self.memory, jitter=self.jitter)
         channels = [
             (Channel(write, self.drive_latency), Channel(read, self.drive_latency))
             for write, read in self.drives

@@ -1,0 +1,93 @@
+"""What the published figures are about: what is assumed, why the planner differs, and what is left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["FAMILIES", "LEFT_OUT", "Family"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Figures of one kind.
+
+    Attributes:
+        title: of their table, with the paper.
+        assumed: what the paper does not say.
+        why: where the planner differs, and what it leaves out.
+        bounds: of the ratios, which a test checks.
+    """
+
+    title: str
+    assumed: str
+    why: str
+    bounds: tuple[float, float]
+
+
+FAMILIES = {
+    "rate": Family(
+        "FLOP rate of GPT with 3D parallelism on A100 (Megatron-LM, arXiv 2104.04473, measured runs of the kind that "
+        "SSDTrain's estimates rest on)",
+        "microbatches of 1 where the table has none (Table 1), no interleaved stages, 25 GB/s of network per GPU.",
+        "The planner counts on half of the peak at every width, where the measured part grows with it. It does not "
+        "overlap tensor-parallel all-reduces with computation, nor what ZeRO-3 gathers and reduces, and interleaved "
+        "stages were used in the runs. So it is too slow, most of all for ZeRO-3 and for long pipelines.",
+        (0.6, 1.05),
+    ),
+    "bandwidth": Family(
+        "SSD writes of one GPU where all activations are offloaded (SSDTrain, arXiv 2408.10013)",
+        "the configurations of Megatron-LM's Table 2 at their measured FLOP rates (SSDTrain takes measured runs of "
+        "Megatron-LM; which ones could not be read); four Samsung 980 PRO of 1 TB per GPU, rated for 600 TB each, times "
+        "2.5 for sequential writes and 86 for short retention, as SSDTrain counts.",
+        "Where everything that is saved is split over the tensor-parallel ranks (sequence parallelism), or nothing is, "
+        "the planner is within the published bound. Without sequence parallelism each rank saves norms and residuals "
+        "whole; the planner counts them, so that it needs 2 to 2.8 times the published bound.",
+        (0.95, 2.8),
+    ),
+    "memory": Family(
+        "Memory on 2 x A100-40GB, TP 2, sequence 1024, four P5800X per GPU (SSDTrain, arXiv 2408.10013)",
+        "batches of 16; half of the peak FLOP rate.",
+        "A plan for a cluster moves whole blocks, of which these models have two to four, and its peak holds the last "
+        "block and buffers: with two blocks nothing is left to move. SSDTrain, and this engine in a run, move single "
+        "tensors inside of a block. For models of a few blocks the planner's memory is too coarse.",
+        (0.0, 1.0),
+    ),
+    "speed": Family(
+        "Throughput over other systems (ProTrain, arXiv 2406.08334)",
+        "4 x A100-80GB, ZeRO-3, 64 sequences of 1024 a step, microbatches of 4, optimizer state off the device; the other "
+        "system recomputes every block; the widths of GPT-2 10B and 20B.",
+        "The planner compares with recomputing every block, which takes at most a third longer. Where other systems keep "
+        "model state, their waits for it and their optimizers on the CPU are left out, so that no gain above 4/3 is "
+        "possible.",
+        (0.45, 1.05),
+    ),
+    "size": Family(
+        "Largest model on one GPU (ProTrain, arXiv 2406.08334)",
+        "GPT of width 4096, one sequence of 1024.",
+        "The planner keeps model state (16 bytes per parameter) on the device. ProTrain keeps it in host memory and "
+        "passes it through buffers; the engine can do so too ([model state in chunks](state.md)), plans for clusters "
+        "leave it out.",
+        (0.02, 0.1),
+    ),
+    "ideal": Family(
+        "Against unlimited memory, 2 x H100 NVL (TERAIO, arXiv 2506.06472)",
+        "two pipeline stages, drives that reach 16 GB/s per GPU; microbatches of 1; batches of 128 with sequences of "
+        "4096, for Llama 3 70B 256 with 2048; bfloat16, where the paper has full precision: twice the bytes at half of "
+        "the FLOP rate, which need the same bandwidth.",
+        "TERAIO moves weights, gradients and optimizer state too. The planner leaves them on the device: a model whose "
+        "state fits runs at full speed, above the measured mean, and one of 70 billion parameters has no plan. For the "
+        "bandwidth the planner takes half of the peak FLOP rate; a slower run needs less in proportion.",
+        (0.9, 1.8),
+    ),
+}
+"""By the name that a row gives."""
+
+LEFT_OUT = (
+    "SSDTrain: its Table III (bytes offloaded against its own estimate, and the bandwidth of three models), single "
+    "values of Figures 5 to 8, and T5 of three layers, whose encoder and decoder differ in depth",
+    "ProTrain: tokens per second of each model, and sizes on an RTX 4090 (what could be read is about an RTX 3090). "
+    "What is here of its Tables 2 and 3 is second-hand, from the notes of a public re-implementation",
+    'TERAIO: the bars of Figures 7 to 9, "near-ideal" without a number, GPT-2 40B (without its shape) and T5-11B (its '
+    "heads are wider than `ssdtrain plan` can say)",
+)
+"""Figures whose value, or setting, is not known with certainty."""

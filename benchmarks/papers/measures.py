@@ -1,0 +1,107 @@
+"""What the planner says for the setting of a published figure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ssdtrain.config.errors import InvalidValue
+from ssdtrain.planner.cluster import Job, plan_job
+from ssdtrain.planner.plans import NoPlan, Objective
+from ssdtrain.telemetry.text import YEAR_SECONDS
+
+__all__ = [
+    "bandwidth_for_all",
+    "batch_gain",
+    "flop_rate",
+    "gain_over_recomputation",
+    "largest_model",
+    "life",
+    "peak_reduction",
+    "share_of_ideal",
+]
+
+
+def recomputed_seconds(job: Job, microbatch: int) -> float:
+    """Of a step in which every block is recomputed."""
+    each = max(
+        sum(b.forward + b.backward + b.recompute for b in job.blocks(microbatch, last)) for last in job.ends
+    )
+    bubble = (job.layout.pp - 1) / job.layout.virtual
+    return (job.microbatches(microbatch) + bubble) * each + sum(job.update_seconds())
+
+
+def flop_rate(job: Job, microbatch: int) -> float:
+    """TFLOP/s of a GPU with every block recomputed, recomputation counted (arXiv 2104.04473, equation 3)."""
+    model = job.model
+    forward = sum(model.block_flops(1, kind) for kind in model.block_kinds)
+    flops = job.batch * (4 * forward + 3 * model.head_flops(1))
+    return flops / recomputed_seconds(job, microbatch) / job.layout.ranks / 1e12
+
+
+def bandwidth_for_all(job: Job, microbatch: int) -> float:
+    """GB/s that a GPU writes if everything is offloaded."""
+    return job.bandwidth_for_all(microbatch) / 1e9
+
+
+def life(job: Job, microbatch: int) -> float:
+    """Years of the drives of a node if everything is offloaded: half of the time is forward's and writes."""
+    assert job.ssds is not None
+    rate = job.bandwidth_for_all(microbatch) / 2 * job.local_node
+    return job.ssds.endurance * job.ssds.count / rate / YEAR_SECONDS
+
+
+def peak_reduction(job: Job, microbatch: int) -> float:
+    """Percent by which the plan with the least memory that takes at most 2% longer is below keeping everything."""
+    job = replace(job, gpu=replace(job.gpu, memory=10**13))
+    kept = plan_job(replace(job, ssds=None, recompute=False), microbatch).stages[0].plan
+    least = plan_job(job, microbatch, None, Objective(0, 1), 0.02).stages[0].plan
+    return 100 * (1 - least.peak / kept.peak)
+
+
+def batch_gain(job: Job, microbatch: int) -> float:
+    """The largest batch with drives over the largest without, each within 2% of the time of keeping everything."""
+
+    def largest(given: Job) -> int:
+        size = microbatch
+        while _fits(replace(given, batch=size), size, 0.02):
+            size += 1
+        return size - 1
+
+    return largest(job) / largest(replace(job, ssds=None))
+
+
+def gain_over_recomputation(job: Job, microbatch: int) -> float:
+    """Throughput of the plan over that of recomputing every block."""
+    return recomputed_seconds(job, microbatch) / plan_job(job, microbatch).step_seconds
+
+
+def largest_model(job: Job, microbatch: int) -> float | None:
+    """Billions of parameters of the deepest model of this width that has a plan."""
+
+    def deep(layers: int) -> Job:
+        return replace(job, model=replace(job.model, layers=layers))
+
+    fits, too_deep = 0, 1
+    while _fits(deep(too_deep), microbatch):
+        fits, too_deep = too_deep, 2 * too_deep
+    while too_deep - fits > 1:
+        middle = (fits + too_deep) // 2
+        fits, too_deep = (middle, too_deep) if _fits(deep(middle), microbatch) else (fits, middle)
+    return deep(fits).model.parameters() / 1e9 if fits else None
+
+
+def share_of_ideal(job: Job, microbatch: int) -> float | None:
+    """Percent of the speed with unlimited memory; None: there is no plan."""
+    try:
+        plan = plan_job(job, microbatch)
+    except (NoPlan, InvalidValue):
+        return None
+    return 100 * plan.ideal_seconds / plan.step_seconds
+
+
+def _fits(job: Job, microbatch: int, slowdown: float | None = None) -> bool:
+    try:
+        plan_job(job, microbatch, slowdown=slowdown)
+    except (NoPlan, InvalidValue):
+        return False
+    return True
