@@ -23,13 +23,26 @@ EQUAL, DIFFERENT, FAILED = 0, 1, 3
 """Exit statuses; 2 is argparse's."""
 
 
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults, and lines as they are written."""
+
+
+DESCRIPTION = """\
+Train one GPT with DeepSpeed three times with one seed: keeping activations, recomputing every block,
+and with SSDTrain; then compare. Exit status 1 if the numbers of keep and SSDTrain differ in any bit."""
+
+EXAMPLES = """examples:
+  ssdtrain demo                                    about a minute on 2 idle cores
+  ssdtrain demo --steps 20 --data book.txt         longer, and on a text of your own
+  ssdtrain demo --directory /local_nvme/spill      activations go to that drive
+  ssdtrain demo --modes keep ssdtrain --layers 24  a deeper model, without recomputation
+"""
+
+
 def parser() -> argparse.ArgumentParser:
     shape = Settings()
     made = argparse.ArgumentParser(
-        prog="ssdtrain demo",
-        description="Train one GPT with DeepSpeed three times with one seed: keeping activations, recomputing every block, "
-        "and with SSDTrain; then compare. Exit status 1 if the numbers of keep and SSDTrain differ in any bit.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        prog="ssdtrain demo", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=_Formatter
     )
     made.add_argument("--steps", type=int, default=shape.steps, help="steps of each run")
     made.add_argument("--data", type=Path, help="any text file; else the Python standard library's sources")
@@ -45,7 +58,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--zero-stage", type=int, default=shape.zero_stage, choices=(0, 1, 2, 3))
     made.add_argument("--seed", type=int, default=shape.seed)
     made.add_argument(
-        "--rated-writes", type=parse_size, default="600TB", help="of the drive, for its projected life"
+        "--rated-writes",
+        type=parse_size,
+        help="of the drive, as in 600TB, for its projected life; else its size once a day for five years",
     )
     return made
 
@@ -111,6 +126,8 @@ def run_all(modes: list[str], settings: Settings, out: Path, console: Console) -
             mode: progress.add_task(TITLES[mode], total=settings.steps, now="starting") for mode in modes
         }
         stack.enter_context(progress)
+        if not console.is_terminal:
+            console.print(f"starting {', '.join(TITLES[mode] for mode in modes)}", highlight=False)
         processes = [stack.enter_context(ModeProcess(mode, settings, out / f"{mode}.log")) for mode in modes]
         for _ in range(settings.steps):
             for process in processes:

@@ -11,6 +11,8 @@ from examples.deepspeed_gpt.settings import Settings
 from examples.support.result import RunResult
 from ssdtrain.telemetry.lines import read_lines
 
+ROOT = Path(__file__).parents[2]
+
 
 class ModeFailed(RuntimeError):
     """The process of a mode ended without a result."""
@@ -40,12 +42,18 @@ class ModeProcess:
             settings.to_json(),
         ]
         command += ["--channel", str(send), "--lockstep"]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._stream = os.fdopen(receive)
         self._lines = read_lines(self._stream)
         try:
             with log.open("w") as output:
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, pass_fds=[send]
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[send],
+                    env={**os.environ, "PYTHONPATH": path},
                 )
         finally:
             os.close(send)  # The child's copy is the last: where it ends, the lines end.

@@ -54,8 +54,7 @@ def train_model(model: torch.nn.Module, directory: str | None) -> list[float]:
         trainer = Trainer(model=model, args=chosen, train_dataset=Tokens())
         trainer.train()
     if runtime is not None:
-        print(runtime.statistics())
-        runtime.close()
+        runtime.close()  # prints a table
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

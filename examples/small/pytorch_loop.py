@@ -52,11 +52,13 @@ def train(directory: str | None, *, recompute: bool = False) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        if runtime is not None:
+            runtime.log_values(loss=losses[-1])
+            runtime.step_end()  # for the report
     name = "recompute" if recompute else "keep" if runtime is None else "SSDTrain"
     measured.append(SimpleNamespace(name=name, **figures.fields()))
     if runtime is not None:
-        print(runtime.statistics())
-        runtime.close()
+        runtime.close()  # prints a table
     return losses
 
 

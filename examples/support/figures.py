@@ -61,7 +61,7 @@ class RuntimeFigures(Figures):
         assert runtime.engine is not None
         self._runtime = runtime
         self._meter = runtime.engine.meter
-        self._meter.record = True
+        self._meter.start_timeline()
         self._before = self._after = self._statistics()
 
     def _statistics(self) -> RuntimeMetrics:
