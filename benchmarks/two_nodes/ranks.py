@@ -11,7 +11,6 @@ import json
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from benchmarks.two_nodes.network import INTERFACE, Network
+from benchmarks.two_nodes.ports import free_port
 
 __all__ = ["RankFailed", "Ranks"]
 
@@ -208,7 +208,4 @@ def _port(network: Network | None) -> int:
     if network is not None:
         _next_port += 1
         return _next_port
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_port()

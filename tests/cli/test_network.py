@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from benchmarks.two_nodes.ports import free_port
 from ssdtrain.cli import main, network
 from ssdtrain.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding
 
@@ -71,12 +72,6 @@ def test_several_interfaces_and_no_choice_is_a_warning(monkeypatch: pytest.Monke
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     found, chosen = network.interfaces()
     assert found.verdict == GOOD and "ib0" in chosen.found
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def test_nccl_is_measured_where_every_rank_sees_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

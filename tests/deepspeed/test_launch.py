@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.two_nodes.ports import free_port
 from ssdtrain_ds.autoload import FILE, VARIABLE
 from ssdtrain_ds.launch import Command, UsageError, main, parse, set_single_process
 from tests.deepspeed import models
 from tests.deepspeed.conftest import environment
-from tests.support.processes import ROOT, free_port
+from tests.support.processes import ROOT
 
 SCRIPT = ROOT / "tests" / "deepspeed" / "script.py"
 

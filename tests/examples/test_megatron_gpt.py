@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.processes import ROOT, forked, free_port
+from benchmarks.two_nodes.ports import free_port
+from tests.support.processes import ROOT, forked
 
 pytestmark = [
     pytest.mark.slow,

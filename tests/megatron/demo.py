@@ -10,7 +10,8 @@ import shlex
 import subprocess
 import sys
 
-from tests.support.processes import ROOT, free_port
+from benchmarks.two_nodes.ports import free_port
+from tests.support.processes import ROOT
 
 # Little in flight and little read ahead: the whole run's activations are no more than what is useful there on a GPU.
 CHOSEN = shlex.split("""

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.processes import ROOT, free_port, start
+from benchmarks.two_nodes.ports import free_port
+from tests.support.processes import ROOT, start
 
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.two_nodes.ports import free_port
 from tests.offload.ranks import SICK
 
 ROOT = Path(__file__).parents[2]
@@ -31,11 +31,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def start_world(world: int, *scenarios: str) -> list[subprocess.Popen[str]]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world)}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for rank in range(world):
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.offload.ranks", str(tmp_path / "drives"), *scenarios],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from benchmarks.two_nodes.ports import free_port
 
 _context = multiprocessing.get_context("forkserver")
 # What an optimizer and the wrappers import at their first use takes each rank seconds.
@@ -75,12 +76,6 @@ def _serve(rank: int, count: int, port: int, calls: Any) -> None:
             raise
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class StandingRanks:
     """Gloo ranks for several calls: what a framework imports at its first step takes seconds in every process.
 
@@ -118,7 +113,7 @@ class StandingRanks:
         return [torch.load(io.BytesIO(found[rank]), weights_only=False) for rank in range(self._count)]
 
     def _start(self) -> None:
-        port = _free_port()
+        port = free_port()
         for rank in range(self._count):
             ours, theirs = _context.Pipe()
             process = _context.Process(target=_serve, args=(rank, self._count, port, theirs), daemon=True)
@@ -152,7 +147,7 @@ def on_ranks(
     Raises:
         AssertionError: a rank raised, or took longer than `timeout` seconds.
     """
-    port = _free_port()
+    port = free_port()
     sink = _context.Queue()
     processes = [
         _context.Process(target=_run, args=(rank, count, port, function, arguments, nodes, sink), daemon=True)
@@ -177,7 +172,7 @@ def on_ranks(
 
 def survivors(count: int, function: Callable[..., Any], timeout: float = 120) -> list[Any]:
     """What `function(rank)` returned on the ranks that lived to return."""
-    port = _free_port()
+    port = free_port()
     sink = _context.Queue()
     processes = [
         _context.Process(target=_run, args=(rank, count, port, function, (), None, sink, False), daemon=True)
