@@ -48,6 +48,16 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(file), f"{page.name}: {target}"
 
 
+def test_every_extra_is_on_the_first_page() -> None:
+    table = (
+        (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1].split("\n\n")[0]
+    )
+    first = (ROOT / "docs" / "index.md").read_text()
+    rows = [row for row in first.splitlines() if row.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(.*?)`", row.split("|")[1])]
+    assert {line.split(" = ")[0] for line in table.splitlines()} <= set(named)
+
+
 def test_every_page_is_in_the_navigation() -> None:
     text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text())
     named = set(re.findall(r"[\w/.-]+\.md", yaml.dump(yaml.safe_load(text)["nav"])))
