@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import pytest
 
 from benchmarks.simulation.training import LayerTimes
 from tests.simulation.streams import Streams
 
+Made = TypeVar("Made", bound=Any)
 
-@pytest.fixture
-def streams() -> Iterator[Streams]:
-    made = Streams()
+
+def until_closed(made: Made) -> Iterator[Made]:
+    """Of a fixture: `made`, whose engine and machine are closed after the test."""
     yield made
     made.engine.close()
     made.machine.close()
+
+
+@pytest.fixture
+def streams() -> Iterator[Streams]:
+    yield from until_closed(Streams())
 
 
 def random_layers(generator: random.Random) -> tuple[LayerTimes, ...]:

@@ -14,6 +14,7 @@ from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.region import Kept
 from ssdtrain.offload.tape import Tape
+from tests.simulation.conftest import until_closed
 
 MiB = 1 << 20
 
@@ -41,10 +42,7 @@ class Captures:
 
 @pytest.fixture
 def captures() -> Iterator[Captures]:
-    made = Captures()
-    yield made
-    made.engine.close()
-    made.machine.close()
+    yield from until_closed(Captures())
 
 
 def test_the_device_refuses_what_cuda_refuses(captures: Captures) -> None:

@@ -22,6 +22,7 @@ from ssdtrain.offload.staged import bytes_of_slot
 from ssdtrain.offload.transfer_state import TransferState
 from ssdtrain.storage import StoreMetrics
 from ssdtrain.storage.slot import Slot
+from tests.simulation.conftest import random_layers
 
 MiB = 1 << 20
 
@@ -66,22 +67,11 @@ def test_what_it_has_no_room_for_goes_to_the_drive() -> None:
     assert found.outside_bytes == 0
 
 
-def some_layers(generator: random.Random) -> tuple[LayerTimes, ...]:
-    return tuple(
-        LayerTimes(
-            generator.uniform(1e-4, 4e-3),
-            generator.uniform(1e-4, 8e-3),
-            tuple(generator.choice((4096, 10_000, 65_536, 300_000)) for _ in range(generator.randint(1, 4))),
-        )
-        for _ in range(generator.randint(4, 14))
-    )
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_random_models_read_back_what_they_saved(seed: int) -> None:
     generator = random.Random(seed)
     records, _, store, _ = steps(
-        some_layers(generator),
+        random_layers(generator),
         generator.choice((MiB, 4 * MiB)),
         microbatches=3,
         jitter=lambda seconds: seconds * generator.uniform(0.1, 10),
@@ -102,7 +92,7 @@ def test_a_slot_is_not_reused_while_a_copy_uses_it(monkeypatch: pytest.MonkeyPat
     for seed in range(6):
         generator = random.Random(seed)
         records, *_ = steps(
-            some_layers(generator),
+            random_layers(generator),
             MiB,
             microbatches=3,
             jitter=lambda seconds, generator=generator: seconds * generator.uniform(0.1, 10),
