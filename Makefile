@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard ssdtrain/storage/*.[ch] ssdtrain/codecs/*.[ch])
 
+# Where the environment forbids it to keep bytecode, each of some hundred processes compiles torch and the frameworks anew.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: install demo demo-megatron test test-all test-long lint docs site bench clean
 
 install: $(STAMP)
