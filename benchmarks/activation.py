@@ -12,6 +12,8 @@ plus loads outside of it. It is confirmed by the process: the peak of the reside
 (VmHWM, reset through /proc/self/clear_refs), with glibc told to hand freed blocks back, in a process of its own; on a GPU by
 torch.cuda's peak. Steps are timed with malloc as it is. `cpu_time_ratio` is of the CPU seconds of all threads: with
 OMP_NUM_THREADS=1 it says what hooks and I/O take, wherever it runs; with more, OpenMP's threads that spin are in it.
+`training_thread_ratio` is of the CPU seconds of the thread that trains and of the seconds in which it waited for stores and
+loads: with OMP_NUM_THREADS=1 and a core left for I/O it is a step time that other processes of the machine do not lengthen.
 """
 
 from __future__ import annotations
@@ -86,6 +88,11 @@ class Trial:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter() - began
+
+    def stall_seconds(self) -> float:
+        found = self.runtime.statistics()
+        assert found is not None
+        return found.offload.stall_seconds
 
     def gradients(self, way: str) -> list[torch.Tensor]:
         loss = self.loss_and_backward(way)
@@ -193,6 +200,7 @@ def run(arguments: Any, directory: Path) -> dict[str, Any]:
     trial.recomputed, recompute_peak = fewest_blocks(trial, peaks[SSDTRAIN], arguments.layers)
     seconds: dict[str, list[float]] = {KEEP: [], SSDTRAIN: [], RECOMPUTE: []}
     cpu_seconds: dict[str, list[float]] = {way: [] for way in seconds}
+    thread_seconds: dict[str, list[float]] = {way: [] for way in seconds}
     faults: dict[str, list[int]] = {way: [] for way in seconds}
     for way in seconds:
         trial.seconds(way)
@@ -201,9 +209,11 @@ def run(arguments: Any, directory: Path) -> dict[str, Any]:
         # Every way follows every other equally often.
         order = [KEEP, SSDTRAIN, RECOMPUTE]
         for way in order[pair % 3 :] + order[: pair % 3]:
-            faulted, cpu_began = page_faults(), time.process_time()
+            waited = trial.stall_seconds()
+            faulted, cpu_began, thread_began = page_faults(), time.process_time(), time.thread_time()
             seconds[way].append(trial.seconds(way))
             cpu_seconds[way].append(time.process_time() - cpu_began)
+            thread_seconds[way].append(time.thread_time() - thread_began + trial.stall_seconds() - waited)
             faults[way].append(page_faults() - faulted)
         print(f"\rpair {pair + 1} of {arguments.pairs}", end="", flush=True)
     print()
@@ -238,6 +248,7 @@ def run(arguments: Any, directory: Path) -> dict[str, Any]:
         "step_time_ratio_low": low,
         "step_time_ratio_high": high,
         "cpu_time_ratio": paired_ratio(cpu_seconds[SSDTRAIN], cpu_seconds[KEEP]),
+        "training_thread_ratio": paired_ratio(thread_seconds[SSDTRAIN], thread_seconds[KEEP]),
         "recomputed_blocks": trial.recomputed,
         "recompute_peak_ratio": recompute_peak / peaks[KEEP],
         "recompute_step_time_ratio": paired_ratio(seconds[SSDTRAIN], seconds[RECOMPUTE]),
