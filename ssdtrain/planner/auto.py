@@ -5,7 +5,8 @@ A plain loop need not announce its steps. A step ends before an optimizer runs (
 ends between which no forward was recorded count as one. A plan changes there only.
 
 Note: [Memory while steps are profiled]
-What cannot fit must not be tried. With tiers everything is offloaded meanwhile. Without, all blocks are recomputed but the last
+What cannot fit must not be tried. With tiers everything is offloaded meanwhile. Without, and from the first forward on that is
+kept because its backward follows at once (`Forward.keep`: the last stage of a pipeline), all blocks are recomputed but the last
 one of each kind, which stands for the others; blocks that have buffers are kept, since a second run might change them twice.
 """
 
@@ -28,13 +29,7 @@ from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.planner.actions import BlockActions, recomputed_meanwhile
 from ssdtrain.planner.agreement import Agreement
-from ssdtrain.planner.block_times import (
-    MeasuredBlock,
-    kind_of,
-    problem_of,
-    read_steps,
-    with_compressed,
-)
+from ssdtrain.planner.block_times import MeasuredBlock, kind_of, problem_of, read_steps, with_compressed
 from ssdtrain.planner.controller import OUTGROWN, STAYS
 from ssdtrain.planner.drift import Drift
 from ssdtrain.planner.execute import BlockPolicy
@@ -130,6 +125,9 @@ class AutoPlan(Feature):
         self._warned_impure = plan.recompute == "off"
         self._larger = 0  # bytes of a forward that was larger than planned for
         self._forwards = 0  # of the step that runs
+        self._keeps = (
+            False  # one has been kept, so far: there the plan has nothing to choose but recomputation
+        )
         self._step_ended = False  # one has, so far
         self._key = (0, -1)
         self._measured: list[MeasuredBlock] = []
@@ -148,7 +146,10 @@ class AutoPlan(Feature):
 
     def on_forward(self, forward: Forward) -> AbstractContextManager[Any] | None:
         self._forwards += 1
-        self._keeps |= forward.keep
+        if forward.keep and not self._keeps:
+            self._keeps = True
+            if self._tiers:
+                self._profile_again()
         if self._spans is None or self._forwards >= UNENDED:
             if self._spans is not None:
                 self._spans.begin()  # its list is that of a forward whose record is kept
@@ -223,14 +224,13 @@ class AutoPlan(Feature):
         self._known.clear()
         self._steps = 0
         self._uncompressed = None
-        self._ran_impure = self._keeps = False
+        self._ran_impure = False
         self._records: list[StepRecord] = []
         self._found.clear()
         self._recorder.take()
         self._recorder.request("plan", False)
-        agreed, meanwhile = self._agreement.recomputed, frozenset[str]()
-        if agreed is None and not self._tiers:
-            meanwhile = recomputed_meanwhile(self._blocks, self._impure)
+        agreed = self._agreement.recomputed
+        meanwhile = frozenset[str]() if self._leaves else recomputed_meanwhile(self._blocks, self._impure)
         self._recomputed = meanwhile if agreed is None else agreed
         self._actions.profile(self._recomputed, offload=self._tiers)
         self._spans = BlockSpans(self._blocks, self._engine, lambda: self._offload.tape(*self._key))
@@ -292,7 +292,7 @@ class AutoPlan(Feature):
 
     @property
     def _leaves(self) -> bool:
-        """What is saved may leave memory: there are tiers, and no forward since profiling began was kept (`Forward.keep`)."""
+        """What is saved may leave memory: there are tiers, and no forward was kept (`Forward.keep`)."""
         return self._tiers and not self._keeps
 
     def _machine(self) -> Machine:
@@ -304,10 +304,8 @@ class AutoPlan(Feature):
         """What is searched on this rank, when the ranks that recompute the same blocks have agreed on them."""
         of = functools.partial(problem_of, measured, self._order, machine, self._impure)
         if self._agreement.recomputed is None:
-            problem = of()
-            self._agreement.decide(
-                lambda: self._finder.recomputed(problem, self._larger)
-            )  # what raises comes after
+            problem = of()  # what raises comes after
+            self._agreement.decide(lambda: self._finder.recomputed(problem, self._larger))
             may_recompute = self._agreement.recomputed or "recompute" in problem.actions
             self._note = "" if may_recompute else self._nothing_to_recompute()
         return of(self._agreement.recomputed)

@@ -27,7 +27,18 @@ from ssdtrain.planner.plans import Objective, Problem, actions_for
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import Block, Machine, one_after_the_other
 from ssdtrain.runtime import Runtime
-from tests.planner.test_plan_auto import QUIET, STEPS, Cache, Caches, Stack, auto_of, equal, gpt, train
+from tests.planner.test_plan_auto import (
+    LAYERS,
+    QUIET,
+    STEPS,
+    Cache,
+    Caches,
+    Stack,
+    auto_of,
+    equal,
+    gpt,
+    train,
+)
 from tests.support.ranks import on_ranks
 
 LEAST = {"plan": {"objective": "memory", "max_slowdown": 0.99}, **QUIET}
@@ -172,16 +183,22 @@ def test_what_is_kept_for_a_backward_at_once_is_not_planned_to_leave(
     with Runtime(load_config(config), plan_blocks=PlanBlocks(blocks)) as runtime:
         runtime.register(model)
         runtime.step_begin()
-        for _ in range(STEPS):
+        for step in range(STEPS):
             tokens = torch.randint(256, (4, 64))
             with runtime.forward(keep=True):
                 loss = model(tokens, tokens)
+            if not step:  # what cannot fit is not tried, in the first step either
+                assert sum("forward" in block.__dict__ for block in model.blocks) == LAYERS - 1
+                first = runtime.statistics()
             with runtime.backward():
                 loss.backward()
             model.zero_grad()
             runtime.step_end()
         plan = auto_of(runtime).plan
+        problem = auto_of(runtime).problem
         assert runtime.engine is not None and not runtime.engine.metrics.offloaded_bytes
+    assert first is not None and problem is not None
+    assert first.offload.saved_bytes < 0.5 * sum(block.saved for block in problem.blocks)
     assert plan is not None and plan.peak <= limit
     assert set(plan.actions) == {"keep", "recompute"}
 
