@@ -21,10 +21,10 @@ from rich.table import Table
 
 from ssdtrain.cli import network
 from ssdtrain.cli.model_source import factory
-from ssdtrain.cli.options import given, whole
+from ssdtrain.cli.options import size, whole
 from ssdtrain.cli.progress import progress
 from ssdtrain.config import ConfigError, load_config
-from ssdtrain.config.units import MiB, parse_size
+from ssdtrain.config.units import KiB, MiB
 from ssdtrain.telemetry.text import duration_text, size_text
 
 EXAMPLES = {
@@ -69,7 +69,6 @@ def parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parts = made.add_subparsers(dest="part", required=True, metavar="|".join(EXAMPLES))
-    size = given(parse_size)
 
     def part(name: str, help: str, description: str) -> argparse.ArgumentParser:
         return parts.add_parser(
@@ -85,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     io.add_argument(
         "directory", type=Path, nargs="?", default=Path("."), help="on the drive; default: this one"
     )
-    io.add_argument("--size", type=size, default=512 * MiB, help="bytes of a run; default: 512MiB")
+    io.add_argument("--size", type=size(32 * MiB), default=512 * MiB, help="bytes of a run; default: 512MiB")
     io.add_argument("--repeats", type=whole(), default=5, help="runs each way; default: 5")
     io.add_argument("--engine", choices=["auto", "c", "python"], default="auto", help="default: auto")
 
@@ -94,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
         "--codec", action="append", metavar="SPEC", help="such as int8; several times; default: all sorts"
     )
     codec.add_argument(
-        "--size", type=size, default=64 * MiB, help="bytes of the float32 tensor; default: 64MiB"
+        "--size", type=size(KiB), default=64 * MiB, help="bytes of the float32 tensor; default: 64MiB"
     )
     codec.add_argument("--repeats", type=whole(), default=5, help="default: 5")
     codec.add_argument("--device", default=None, help="default: cuda where there is one, else cpu")
@@ -107,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
         "--preset", action="append", metavar="NAME", help="default: safe, balanced, aggressive"
     )
     collective.add_argument(
-        "--size", type=size, action="append", help="bytes; several times; default: 1MiB, 16MiB"
+        "--size", type=size(KiB), action="append", help="bytes; several times; default: 1MiB, 16MiB"
     )
     collective.add_argument("--repeats", type=whole(), default=5, help="default: 5")
 

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ssdtrain.config.errors import InvalidValue
+from ssdtrain.config.units import parse_size
 from ssdtrain.planner.hardware import parse_rate
+from ssdtrain.telemetry.text import size_text
 
-__all__ = ["given", "number", "rate", "whole"]
+__all__ = ["given", "number", "rate", "size", "whole"]
 
 T = TypeVar("T")
 
@@ -62,6 +64,18 @@ def whole(allowed: str = "a whole number above 0", *, zero: bool = False) -> Cal
         except ValueError:
             raise InvalidValue("is not a whole number", allowed) from None
         _check(found, allowed, zero)
+        return found
+
+    return given(parse)
+
+
+def size(least: int) -> Callable[[str], int]:
+    """An argparse type: bytes, of "64MiB" or a whole number, and no fewer than `least`."""
+
+    def parse(text: str) -> int:
+        found = parse_size(text)
+        if found < least:
+            raise InvalidValue("is too little to measure", f"{size_text(least)} and more")
         return found
 
     return given(parse)

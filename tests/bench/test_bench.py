@@ -94,6 +94,13 @@ def test_codecs_have_a_size_and_a_speed_each_way(capsys: pytest.CaptureFixture[s
     assert "int8" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("part", ["io", "codec", "collective"])
+def test_nothing_is_not_measured(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", part, "--size", "0"])
+    assert '--size: "0" is too little to measure; allowed: ' in capsys.readouterr().err
+
+
 def test_an_unknown_codec_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "codec", "--codec", "int9", "--size", "4KiB"]) == 1
     error = capsys.readouterr().err
