@@ -110,7 +110,8 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
     if not found:
         why = f"no module is named by {tuple(patterns)}" if patterns else "it has no ModuleList"
         raise ValueError(
-            f"{type(model).__name__} has no blocks: {why}; name them by patterns such as 'layers.*' (plan.blocks, state.blocks; --blocks of `ssdtrain estimate`)"
+            f"{type(model).__name__} has no blocks: {why}; name them by patterns such as 'layers.*' "
+            "(plan.blocks, state.blocks; --blocks of `ssdtrain estimate`)"
         )
     return found
 
