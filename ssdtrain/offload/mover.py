@@ -230,6 +230,12 @@ class Mover:
         elif transfer.loaded is not None:
             self._close_write(region)
             transfer.state = State.LOADED
+        elif transfer.keep_resident and (payload := transfer.payload) is not None:
+            # The same, encoded.
+            self._close_write(region)
+            transfer.payload = payload
+            transfer.state = State.LOADED
+            self._count_forwarded(region)
         else:
             self._close_write(region)
             region.empty_()
@@ -243,10 +249,16 @@ class Mover:
 
     def _leave_to_owner(self, region: Region) -> None:
         """Which bytes went to the tier is unknown. See Note: [Freed under the engine]."""
-        self.metrics.offloaded_bytes -= region.transfer.moved_bytes
+        self._uncount(region)
         self._close_write(region)
         self._free_slot(region)
         region.transfer.stays_resident()
+
+    def _uncount(self, region: Region) -> None:
+        """It has not left, and of a part the rest has not stayed: what becomes of the whole is counted by others."""
+        nbytes = region.transfer.moved_bytes
+        self.metrics.offloaded_bytes -= nbytes
+        self.metrics.kept_bytes -= region.nbytes - nbytes
 
     def _store_cancelled(self, region: Region) -> None:
         """STORING -> RESIDENT, or STAGED where the tensor was released: none of its bytes are in the tier."""
@@ -304,8 +316,7 @@ class Mover:
         """STORING -> RESIDENT: the store has failed, and the bytes are in memory."""
         transfer = region.transfer
         self.stores.nbytes -= transfer.moved_bytes
-        self.metrics.offloaded_bytes -= transfer.moved_bytes
-        self.metrics.kept_bytes -= region.nbytes - transfer.moved_bytes  # `keep` counts the whole
+        self._uncount(region)
         recalled = transfer.loaded is not None or self.bring_back(region)
         self._close_write(region)
         transfer.stays_resident()
@@ -351,6 +362,8 @@ class Mover:
             return
         if state is State.LOADING or state is State.LOADED:
             self.loads.forget(region)
+        else:
+            transfer.loaded = None  # no read fills it
         transfer.state = State.RELEASED
         if transfer.target is not None:
             transfer.drop_target()

@@ -15,6 +15,7 @@ from ssdtrain.storage import Faults
 from tests.offload import zoo
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled, stored_forward
 from tests.offload.test_equality import same
+from tests.offload.test_races import chain, engine_of, expected, pool_of, until
 
 WAYS = [VARIANTS[0], VARIANTS[2], VARIANTS[3], VARIANTS[4]]
 
@@ -133,3 +134,26 @@ def test_an_unknown_codec_is_refused_with_what_there_is(make_runtime: MakeRuntim
     with pytest.raises(ConfigError, match=r"ssdtrain\.offload\.codec") as caught:
         make_runtime(codec="gzip")
     assert "int8" in str(caught.value)
+
+
+@pytest.mark.parametrize("way", [VARIANTS[0], VARIANTS[2]], ids=["c", "staged"])
+def test_what_is_encoded_in_memory_when_backward_comes_near_is_not_read_back(
+    way: Variant, make_runtime: MakeRuntime
+) -> None:
+    """1. a store has begun; 2. backward is about to begin; 3. the store ends; 4. backward, twice."""
+    runtime = make_runtime(way, codec="lossless", prefetch="16MiB")
+    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
+    x, loss = chain(runtime, depth=1)
+    (store,) = [region.transfer.operation for region in engine_of(runtime).mover.stores]
+    pool_of(runtime).flush()  # type: ignore[attr-defined]
+    until(lambda: store is not None and store.begun(), "the store")
+    engine_of(runtime).prefetch(runtime.offload.tape(0, -1))  # type: ignore[union-attr,arg-type]
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+    settled(runtime)
+    loss.backward(retain_graph=True)
+    found = runtime.statistics()
+    assert found is not None and found.offload.encoded_bytes > 0
+    assert found.offload.loaded_bytes == 0 and found.offload.forwarded_bytes == found.offload.offloaded_bytes
+    assert torch.equal(x.grad, expected(1))  # type: ignore[arg-type]
+    loss.backward()
+    assert torch.equal(x.grad, 2 * expected(1))  # type: ignore[arg-type]

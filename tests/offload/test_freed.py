@@ -13,7 +13,7 @@ import torch
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults
-from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, offload_parts, settled
 
 # Small enough that malloc keeps the pages of what is freed: a store may read them.
 SIZE = 64
@@ -89,6 +89,22 @@ def test_what_was_freed_under_a_store_is_never_read_back(make_runtime: MakeRunti
     loss.backward()
     assert torch.equal(x.grad, (x * 2).cos() * 2)
     assert engine_of(runtime).snapshot().loaded_bytes == 0
+
+
+@pytest.mark.parametrize("part", [1, 0.5])
+def test_what_was_freed_under_a_store_is_counted_neither_as_offloaded_nor_as_kept(
+    make_runtime: MakeRuntime, part: float
+) -> None:
+    runtime = make_runtime()
+    offload_parts(runtime, part)
+    with stores_wait(runtime):
+        _, y, loss = saved(runtime)
+        assert engine_of(runtime).snapshot().offloaded_bytes == part * y.nbytes
+        y.untyped_storage().resize_(0)
+    settled(runtime)
+    found = engine_of(runtime).snapshot()
+    assert (found.offloaded_bytes, found.kept_bytes) == (0, 0)
+    del loss
 
 
 @pytest.mark.parametrize("variant", IN_PLACE, ids=lambda variant: variant.name)
