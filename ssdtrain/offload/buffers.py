@@ -138,9 +138,11 @@ class Buffers:
         self._outgrown = still
 
     def close(self) -> None:
-        """Close what is not in use any more. Buffers that a tensor still owns keep their arena mapped."""
+        """Close the arenas. One of which a buffer is still in use is unmapped when that comes back."""
         self._cannot_grow = True
         self._outgrown = self._arenas()
+        for arena in self._outgrown:
+            arena.close()
         self._smaller.clear()
         self._arena = None
         self._close_returned()

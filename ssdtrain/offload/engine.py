@@ -384,7 +384,7 @@ class OffloadEngine:
         with self._lock:
             if self._closed:
                 return
-            self._closed = self.prefetcher.closed = self._starter.closed = self._restorer.closed = True
+            self._closed = self.prefetcher.closed = self._starter.closed = self.mover.transfer.closed = True
             self.mover.stores.bound = None  # no later store makes what has been written leave
             self._drain()
             busy = busy_regions(self.mover.busy())

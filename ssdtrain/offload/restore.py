@@ -28,8 +28,6 @@ class Restorer:
     """
 
     def __init__(self, mover: Mover, prefetcher: Prefetcher, models: Sequence[nn.Module]) -> None:
-        self.closed = False
-        """What is in a tier does not come back any more."""
         self._mover = mover
         self._prefetcher = prefetcher
         self._models = models
@@ -38,7 +36,7 @@ class Restorer:
         """The saved tensor if its bytes are in memory; else None, with their load under way, or waiting for a buffer.
 
         Raises:
-            RuntimeError: it was modified in place since, or is in a tier after `closed`.
+            RuntimeError: it was modified in place since, or is in a tier after the engine was closed.
             IOFailure: it could not be read back.
             ProofFailed: it is not what was saved, where that is compared (`offload.prove_steps`).
         """
@@ -59,7 +57,7 @@ class Restorer:
         region = handle.region
         transfer, mover = region.transfer, self._mover
         if transfer.state is State.STORED:
-            if self.closed:
+            if mover.transfer.closed:
                 raise after_close()
             self._prefetcher.fit()
             if not mover.loads.begin(region, on_demand=True):

@@ -56,6 +56,7 @@ class StagedTransfer:
     """
 
     copies = True
+    closed = False
 
     def __init__(
         self,
@@ -161,8 +162,8 @@ class StagedTransfer:
         transfer = region.transfer
         if transfer.payload is not None:
             return self._decode(region)._replace(payload=transfer.payload)
-        host = self._staged(region)
-        if host is None or region.in_tensor:
+        host = None if region.in_tensor else self._staged(region)
+        if host is None:
             return None
         return self._copy_in(region, host, transfer.event)
 
@@ -172,7 +173,7 @@ class StagedTransfer:
         if transfer.lease is not None:
             return torch.frombuffer(transfer.lease.view(), dtype=torch.uint8)
         if transfer.slot is not None and self.store.is_pinned(transfer.slot):
-            if self.store.closed:
+            if self.closed or self.store.closed:  # which unmaps the tier
                 raise after_close()
             return bytes_of_slot(transfer.slot)
         return None

@@ -33,6 +33,8 @@ class Transfer(Protocol):
     rests: Rests
     copies: bool
     """Tensors are copied to a buffer first, so that one may be emptied (`depart`) before its write has ended."""
+    closed: bool
+    """The engine is closed: what is in a tier does not come back any more."""
 
     @property
     def largest(self) -> int | None:
@@ -121,6 +123,7 @@ class DirectTransfer:
     """CPU tensors, read and written in place by the I/O pool."""
 
     copies = False
+    closed = False
     largest: int | None = None
 
     def __init__(

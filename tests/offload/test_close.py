@@ -118,6 +118,21 @@ def test_a_store_that_close_cancelled_is_in_memory_still(closed_runtime: MakeRun
     assert engine_of(runtime).snapshot().offloaded_bytes == 0
 
 
+def test_the_arena_is_unmapped_when_the_last_tensor_in_it_has_died(closed_runtime: MakeRuntime) -> None:
+    runtime = closed_runtime(prefetch=0)
+    layers, x = model()
+    with stored_forward(runtime):
+        loss = layers(x).square().mean()
+    square = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    saved = square._saved_self  # type: ignore[union-attr]
+    arena = engine_of(runtime).buffers._arena
+    assert arena is not None and arena.allocated
+    runtime.close()
+    assert arena._map.nbytes, "the tensor lies there"
+    del saved
+    assert not arena._map.nbytes
+
+
 def test_close_says_what_it_waits_for(
     closed_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,14 +19,18 @@ SIZE = MiB // 4
 
 
 class Streams:
-    """The device's compute stream, a second one, an engine, and what was found wrong on the time line of the device."""
+    """The device's compute stream, a second one, an engine, and what was found wrong on the time line of the device.
 
-    def __init__(self) -> None:
+    Args:
+        host_bytes: of a pinned host tier in front of the drive; 0: none.
+    """
+
+    def __init__(self, host_bytes: int = 0) -> None:
         self.machine = Machine(400e6, [(200e6, 200e6)])
         options = EngineOptions(
             min_bytes=1024, in_flight=8 * MiB, buffer=16 * MiB, prefetch=4 * MiB, staged=True
         )
-        self.engine: OffloadEngine = self.machine.engine(options)
+        self.engine: OffloadEngine = self.machine.engine(options, host_bytes=host_bytes)
         self.device = self.machine.device
         self.compute = self.device.compute
         self.side = Stream(self.device, "side")

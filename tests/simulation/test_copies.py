@@ -13,7 +13,7 @@ from benchmarks.simulation.device import SimulatedEvent
 from benchmarks.simulation.drive import SimulatedOperation
 from ssdtrain.offload import engine as engine_module
 from ssdtrain.offload.transfer_state import State
-from tests.simulation.streams import SIZE, Streams
+from tests.simulation.streams import SIZE, MiB, Streams
 
 
 def test_a_cancelled_store_does_not_give_its_tensor_to_others_under_the_copy(streams: Streams) -> None:
@@ -115,3 +115,55 @@ def test_close_does_not_wait_for_ever_for_a_copy_behind_a_collective_that_never_
     gone.complete()
     streams.device.synchronize()
     streams.machine.close()
+
+
+def test_what_was_brought_back_is_let_go_with_the_graph_while_the_drive_still_writes(
+    streams: Streams,
+) -> None:
+    """1. tensors are in staging buffers, and being written; 2. backward is near; 3. the graph is dropped."""
+    held = [streams.save(streams.make(number + 1)) for number in range(32)]
+    streams.end_of_forward()
+    back = [one.region for one in held if one.region.transfer.loaded is not None]
+    writing = [region for region in back if not region.transfer.operation.cancel()]
+    assert writing and all(region.transfer.state is State.STORING for region in writing)
+    held.clear()
+    gc.collect()
+    streams.engine.drain()
+    for region in writing:
+        assert region.transfer.state is State.RELEASED and region.transfer.lease is not None
+        assert region.transfer.loaded is None
+    streams.check()
+
+
+def test_a_closed_engine_begins_no_copy_from_a_pinned_host_tier() -> None:
+    """1. tensors are being loaded from it; 2. the engine closes, and waits for copies; 3. backward; 4. the tier is unmapped."""
+    streams = Streams(host_bytes=16 * MiB)
+    held = [streams.save(streams.make(number + 1)) for number in range(32)]
+    streams.engine.finish_forward(streams.tape)
+    streams.device.synchronize()
+    streams.engine.drain()
+    streams.engine.prefetch(streams.tape)
+    loading = [one for one in held if one.region.transfer.state is State.LOADING]
+    assert loading
+    streams.engine.close()
+    with pytest.raises(RuntimeError, match="after the offload engine was closed"):
+        streams.engine.unpack(loading[0])
+    assert streams.engine.mover.transfer.passing() is None
+    streams.machine.close()
+
+
+def test_what_is_on_the_device_is_handed_out_also_after_a_close_that_timed_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1. a copy to the host tier waits for a peer that is gone; 2. close gives up; 3. the tensor has not left the device."""
+    monkeypatch.setattr(engine_module, "PATIENCE", 0.5)
+    streams = Streams(host_bytes=MiB)
+    streams.compute.wait(SimulatedEvent(streams.device))
+    tensor = streams.make(4)
+    held = streams.save(tensor)
+    streams.engine.finish_forward(streams.tape)
+    assert held.region.transfer.state is State.STORING and held.region.in_tensor
+    with pytest.raises(TimeoutError, match="a rank that is gone"):
+        streams.engine.close()
+    streams.machine.close()
+    assert streams.engine.unpack(held).data_ptr() == tensor.data_ptr()
