@@ -256,7 +256,7 @@ class OffloadEngine:
             tape.cursor = tape.place(region) + 1  # backward begins here, which need not be the end
             self.prefetcher.begin(tape)
         self._note_ends()
-        again = handle.ref.unpacked
+        again = handle.ref.last_pass is not None
         # Only the tensor of a region that was saved first says where backward is. Which one is asked for again is not known.
         if region.index not in tape.joined if again else region.pending_unpacks <= 1:
             tape.reached(region.index, again=again)
@@ -337,7 +337,7 @@ class OffloadEngine:
             released = self._released.next()
             region = released.region
             region.handles -= 1
-            if not released.unpacked:
+            if released.last_pass != region.last_pass:
                 region.pending_unpacks -= 1
             if region.handles == 0:
                 self.meter.release(region)

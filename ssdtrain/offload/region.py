@@ -121,7 +121,7 @@ class Region:
         self.stays = False  # whatever a plan says: it is filtered out, or all of its tape stays
         self.handles = 1  # handles alive, with that of the tensor that makes it
         self.shared = False  # there was ever more than one
-        self.pending_unpacks = 1  # handles alive that were never unpacked
+        self.pending_unpacks = 1  # handles alive that were not unpacked in `last_pass`
         self.last_pass = -1  # the tape's pass in which backward last used it
         self.dtype = tensor.dtype
         self.module = ""  # qualified name of the module that saved it; "": unknown
@@ -210,17 +210,17 @@ class Handle:
         self.proof: Proof | None = None  # what backward gets is compared with
         self.ref = ref = HandleRef(self, releases.put)
         ref.region = region
-        ref.unpacked = False
+        ref.last_pass = None
         releases.watched[id(ref)] = ref
 
 
 class HandleRef(weakref.ref[Handle]):
-    """What remains of a handle: which region it held, and whether backward had it."""
+    """What remains of a handle: which region it held, and the tape's pass in which backward last had it; None: never."""
 
-    __slots__ = ("region", "unpacked")
+    __slots__ = ("last_pass", "region")
 
     region: Region
-    unpacked: bool
+    last_pass: int | None
 
 
 class Releases:

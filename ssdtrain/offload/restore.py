@@ -91,10 +91,13 @@ class Restorer:
         region, ref, loads = handle.region, handle.ref, self._mover.loads
         transfer = region.transfer
         loads.hand_out(region)
-        if not ref.unpacked:
-            ref.unpacked = True
+        now = region.tape.pass_number
+        if region.last_pass != now:
+            region.last_pass = now
+            region.pending_unpacks = region.handles
+        if ref.last_pass != now:
+            ref.last_pass = now
             region.pending_unpacks -= 1
-        region.last_pass = region.tape.pass_number
         base, start = transfer.loaded, 0
         # It can come from its tier again: then whoever was handed it owns the buffer.
         last = base is not None and region.pending_unpacks <= 0 and transfer.slot is not None

@@ -17,6 +17,7 @@ import torch
 
 from ssdtrain.config import load_config
 from ssdtrain.offload.policy import Action, ForwardProfile, SavedTensorInfo
+from ssdtrain.offload.region import Region
 from ssdtrain.runtime import Runtime
 from tests.support.filesystems import eventually
 from tests.support.filesystems import small_filesystem as small_filesystem  # a fixture
@@ -98,6 +99,20 @@ def offload_parts(runtime: Runtime, *parts: float, **action: Any) -> None:
     """Let the engine offload these parts of regions, one after the other."""
     assert runtime.engine is not None
     runtime.engine.policy = Parts(*parts, **action)
+
+
+def watch_loads(runtime: Runtime) -> list[bool]:
+    """Of each load that begins from now on, whether backward has asked for it already."""
+    assert runtime.engine is not None
+    loads = runtime.engine.mover.loads
+    begin, asked = loads.begin, []
+
+    def begin_watched(region: Region, *, on_demand: bool) -> bool:
+        asked.append(on_demand)
+        return begin(region, on_demand=on_demand)
+
+    loads.begin = begin_watched  # type: ignore[method-assign]
+    return asked
 
 
 def open_files() -> set[str]:

@@ -17,10 +17,10 @@ import torch
 
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.region import Handle, Region
+from ssdtrain.offload.region import Handle
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
-from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, holds_nothing, settled
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, holds_nothing, settled, watch_loads
 
 SIZE = 256
 
@@ -135,15 +135,7 @@ def test_a_backward_that_begins_in_the_middle_reads_ahead_from_there(
             other = other.cos()
         loss, other = y.sum(), other.sum()
     settled(runtime)
-    loads = engine_of(runtime).mover.loads
-    asked: list[bool] = []
-    begin = loads.begin
-
-    def count(region: Region, *, on_demand: bool) -> bool:
-        asked.append(on_demand)
-        return begin(region, on_demand=on_demand)
-
-    loads.begin = count  # type: ignore[method-assign]
+    asked = watch_loads(runtime)
     with runtime.backward() if named else nullcontext():
         loss.backward(retain_graph=True)
     assert sum(asked) <= 1, f"{sum(asked)} of {len(asked)} loads began when backward asked for them"

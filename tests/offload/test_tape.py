@@ -10,8 +10,8 @@ import torch
 
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
 from ssdtrain.offload.tape import Tape
-from tests.offload.conftest import MakeRuntime
-from tests.offload.test_races import engine_of
+from tests.offload.conftest import MakeRuntime, settled, watch_loads
+from tests.offload.test_races import SIZE, engine_of
 
 
 def tape_of(*operators: int) -> Tape:
@@ -104,3 +104,34 @@ def test_what_an_operator_saved_and_stays_belongs_to_it_too(make_runtime: MakeRu
     assert tape.end == 6
     loss.backward()
     assert x.grad is not None and torch.equal(x.grad, torch.full((512,), 576.0))
+
+
+@pytest.mark.parametrize("uses", [1, 3])
+def test_a_second_backward_reads_ahead_what_was_saved_far_apart(uses: int, make_runtime: MakeRuntime) -> None:
+    """A table that layers far apart use."""
+    runtime = make_runtime(prefetch="1MiB")  # four regions
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        table = x * 1
+        y = table.sin()
+        for _ in range(uses):
+            for _ in range(12):
+                y = y.sin()
+            y = y * table
+        return y.sum()
+
+    with runtime.forward():
+        loss = forward()
+    settled(runtime)
+    asked = watch_loads(runtime)
+    counts = []
+    for retain in (True, True, False):
+        asked.clear()
+        with runtime.backward():
+            loss.backward(retain_graph=retain)
+        counts.append((len(asked), sum(asked)))
+    assert counts == [(2 + 12 * uses + uses - 1, 0)] * 3
+    grad, x.grad = x.grad, None
+    forward().backward()
+    assert grad is not None and x.grad is not None and torch.allclose(grad, 3 * x.grad)
