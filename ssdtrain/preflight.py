@@ -24,7 +24,7 @@ from ssdtrain.features import Placement
 from ssdtrain.offload.coding import check_codec
 from ssdtrain.storage import check_host_budget, drive_of
 
-__all__ = ["check_start", "make_directories", "warn_about_drives"]
+__all__ = ["check_start", "check_state", "make_directories", "warn_about_drives"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -78,6 +78,27 @@ def check_start(
     if config.offload is not None:
         check_codec(config.offload, place.device.type)
         check_host_budget(config.offload.host + (config.offload.buffer or 0), place.local_world_size)
+
+
+def check_state(config: Config, served: bool) -> None:
+    """Check that the `state` section of `config` can be served where it is used.
+
+    Args:
+        served: the integration leaves parameters and optimizer to torch.
+
+    Raises:
+        ConfigError: it is not served, or the config has a section that it cannot run beside.
+    """
+    assert config.state is not None
+    if not served:
+        why = "is for models of plain PyTorch, given to ssdtrain.attach"
+        allowed = "leaving it out, and the framework's own means for parameters and optimizer state"
+    elif config.compact is not None or config.plans:
+        why = f"meets {'plan' if config.compact is None else 'compact'}: not in this version"
+        allowed = "leaving out one of the two"
+    else:
+        return
+    raise ConfigError([Problem("ssdtrain.state", config.state.to_dict(), why, allowed)])
 
 
 def _of_report(report: ReportConfig, place: Placement) -> Iterator[Problem]:

@@ -36,7 +36,7 @@ from torch import nn
 from ssdtrain.comm import Communicator
 from ssdtrain.comm.feature import CompressedCollectives
 from ssdtrain.compact.feature import CompactLinear
-from ssdtrain.config import Config, ConfigError, Problem, StateConfig
+from ssdtrain.config import Config, StateConfig
 from ssdtrain.features import UNNAMED, Feature, Forward, Microbatch, Placement, Step
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.feature import ActivationOffload
@@ -44,7 +44,7 @@ from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tape import Tape
 from ssdtrain.planner.build import offload_features
 from ssdtrain.planner.plan_blocks import PlanBlocks
-from ssdtrain.preflight import check_start, make_directories, warn_about_drives
+from ssdtrain.preflight import check_start, check_state, make_directories, warn_about_drives
 from ssdtrain.state.feature import ModelState
 from ssdtrain.storage import Faults, forks, holds_signal_safe_lock
 from ssdtrain.telemetry.journal import Journal
@@ -82,7 +82,7 @@ class Runtime:
         state: the feature that keeps the model's state in chunks, whose `optimizer` is set before `register`; None: not enabled.
 
     Raises:
-        ConfigError: see `check_start`; or a directory cannot be made.
+        ConfigError: see `check_start` and `check_state`; or a directory cannot be made.
         OSError: a directory cannot be used; names the path and the remedy.
         ValueError: two features have metrics of one name.
     """
@@ -125,7 +125,7 @@ class Runtime:
         self._reports = place.rank == 0 and bool(config.report.interval)
         check_start(config, **place._asdict())
         if config.enabled and config.state is not None:
-            self._check_state(config, chunked_state)
+            check_state(config, chunked_state)
         if not config.enabled or not (config.active or features):
             return
         forks.track(self)
@@ -170,19 +170,6 @@ class Runtime:
             raise
         if self._reports and self.features:
             report(" | ".join(text for feature in self.features if (text := feature.description())))
-
-    @staticmethod
-    def _check_state(config: Config, served: bool) -> None:
-        if not served:
-            why = "is for models of plain PyTorch, given to ssdtrain.attach"
-            allowed = "leaving it out, and the framework's own means for parameters and optimizer state"
-        elif config.compact is not None or config.plans:
-            why = f"meets {'plan' if config.compact is None else 'compact'}: not in this version"
-            allowed = "leaving out one of the two"
-        else:
-            return
-        assert config.state is not None
-        raise ConfigError([Problem("ssdtrain.state", config.state.to_dict(), why, allowed)])
 
     @staticmethod
     def _chunked_state(
