@@ -90,7 +90,7 @@ class OffloadEngine:
         self._starter = StoreStarter(self.mover, self.metrics, self.meter, device, options)
         self._closed = False
         self.prover: Prover | None = None  # `offload.prove_steps`
-        self.recorder = PassRecorder()
+        self.recorder = PassRecorder(self.metrics.transfers if device.kind == "cpu" else None)
         """Gets the begin and end of passes and hooks while it is active."""
         self.forked = False  # True in a forked child: files and buffers are the parent's, and its threads may have held the lock
         forks.track(self)

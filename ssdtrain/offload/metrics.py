@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+from ssdtrain.profile.passes import HostTime
 from ssdtrain.profile.time_spans import Spans
 from ssdtrain.storage import Operation
 from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
@@ -74,6 +75,9 @@ class OffloadMetrics(MetricSet):
     buffer_bytes: int = gauge(Unit.BYTES, "of which buffers")
     """Bytes of the arena of reusable buffers now. 0 on a GPU: there it is pinned host memory, which activations do not take."""
 
+    storing_seconds: float = field(default=0.0, repr=False, compare=False)
+    """Time that training spent on beginning stores, without waits."""
+
     spans: Spans | None = field(default=None, repr=False, compare=False)
     """Also gets each wait and transfer; None: no trace is recorded."""
 
@@ -81,6 +85,10 @@ class OffloadMetrics(MetricSet):
     def stall_seconds(self) -> float:
         """All that training waited for."""
         return self.store_wait_seconds + self.load_wait_seconds
+
+    def transfers(self) -> HostTime:
+        """What transfers took of the host's time so far."""
+        return HostTime(self.store_wait_seconds, self.load_wait_seconds, self.storing_seconds)
 
     def count_store_wait(self, cause: str, name: str, seconds: float) -> None:
         """Forward waited before it could store a region of this name. Causes: see `Span.kind`."""

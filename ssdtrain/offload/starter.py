@@ -95,13 +95,16 @@ class StoreStarter:
         Raises:
             StoreFull: no tier has room, and the config says to raise.
         """
+        began = self._options.clock()
         regions, tape.unstored = tape.unstored, []
         if following is not None and self._mover.stores.in_order:
             self._meter.see(following)
         if self._copies:
             self.limits.saw(tape, sum(region.nbytes for region in regions), self._largest)
             self._device.wait_stream(regions[-1].stream)
-        return list(filterfalse(self._begin, regions))
+        postponed = list(filterfalse(self._begin, regions))
+        self._metrics.storing_seconds += self._options.clock() - began
+        return postponed
 
     def abandon(self, tape: Tape) -> None:
         """Keep what was saved on `tape` and not stored yet: its forward is over."""

@@ -94,7 +94,8 @@ def pieces(
         regions = tape.regions[span.begin : span.end]
         was = span.name in recomputed and span.plain
         began, last, ended = (stamp.seconds() for stamp in span.timestamps or ())
-        stall = sum(region.store_stall for region in regions)
+        storing = sum(region.storing for region in regions)
+        stall = sum(region.store_stall for region in regions) + storing
         forward = max(0.0, ended - began - stall)
         saved = sum(region.nbytes for region in regions)
         again = min(forward, max(0.0, last - began - stall))
@@ -106,6 +107,7 @@ def pieces(
             recompute=again,
             inputs=saved if was else span.inputs,
             small=span.small,
+            storing=storing,
             held=sum(tape.regions[index].nbytes for index in held[number]),
             held_blocks=max(held[number].values(), default=0),
             parts=_parts(span, regions, again, forward, held[number]),
@@ -156,13 +158,14 @@ def _parts(
     later = sum(region.forward for region in regions[1:])
     scale = min(1.0, again / later) if later else 1.0
     found: list[Block] = []
-    seconds, backward, nbytes = max(0.0, again - later), 0.0, 0
+    seconds, backward, storing, nbytes = max(0.0, again - later), 0.0, 0.0, 0
     first: float | None = None
     held = held_blocks = 0
     for number, region in enumerate(regions):
         seconds += scale * region.forward if number else 0.0
         first = seconds if first is None else first
         backward += region.backward
+        storing += region.storing
         nbytes += region.nbytes
         blocks = held_to.get(span.begin + number)
         if blocks is not None:
@@ -177,27 +180,32 @@ def _parts(
                     nbytes,
                     small=0 if found else span.small,
                     first_operator=first,
+                    storing=storing,
                     held=held,
                     held_blocks=held_blocks,
                     continues=region.operator == following != -1,
                 )
             )
-            seconds, backward, nbytes, first, held, held_blocks = 0.0, 0.0, 0, None, 0, 0
+            seconds, backward, storing, nbytes, first, held, held_blocks = 0.0, 0.0, 0.0, 0, None, 0, 0
     found.append(Block(span.name, forward - again, 0.0, 0))
     return tuple(found)
 
 
-def _scaled(parts: Sequence[Block], forward: float, backward: float) -> tuple[Block, ...]:
-    """Parts with other times in all."""
-    before, after = sum(part.forward for part in parts), sum(part.backward for part in parts)
-    return tuple(
+def _scaled(whole: Block, forward: float, backward: float, storing: float) -> Block:
+    """`whole` with other times, its parts in proportion."""
+
+    def of(name: str, now: float) -> float:
+        before = sum(getattr(part, name) for part in whole.parts)
+        return now / before if before else 0.0
+
+    ahead, back, begun = of("forward", forward), of("backward", backward), of("storing", storing)
+    parts = tuple(
         replace(
-            part,
-            forward=part.forward * forward / before if before else 0.0,
-            backward=part.backward * backward / after if after else 0.0,
+            part, forward=ahead * part.forward, backward=back * part.backward, storing=begun * part.storing
         )
-        for part in parts
+        for part in whole.parts
     )
+    return replace(whole, forward=forward, backward=backward, storing=storing, parts=parts)
 
 
 def _outside(regions: Sequence[RegionTimes], number: int) -> MeasuredBlock:
@@ -233,12 +241,11 @@ def measured_blocks(
             like = before.get(kinds[piece.name])  # None: never measured, and nothing is decided about it
             found.append(piece if like is None else _grown(piece, like.block))
             continue
-        forward, backward, recompute = (
+        forward, backward, storing, recompute = (
             statistics.median(getattr(one.block, what) for one in alike)
-            for what in ("forward", "backward", "recompute")
+            for what in ("forward", "backward", "storing", "recompute")
         )
-        parts = _scaled(piece.block.parts, forward, backward)
-        block = replace(piece.block, forward=forward, backward=backward, recompute=recompute, parts=parts)
+        block = replace(_scaled(piece.block, forward, backward, storing), recompute=recompute)
         pure = piece.pure
         if piece.recomputed:
             like = alike[-1]
@@ -315,8 +322,7 @@ def with_compressed(
         block, smaller = piece.block, other.block
         if piece.name and smaller.saved + smaller.small < block.saved + block.small:
             forward, backward = max(block.forward, smaller.forward), max(block.backward, smaller.backward)
-            parts = _scaled(smaller.parts, forward, backward)
-            smaller = replace(smaller, forward=forward, backward=backward, parts=parts)
+            smaller = _scaled(smaller, forward, backward, smaller.storing)
             piece = replace(piece, block=replace(block, compressed=smaller))
         found.append(piece)
     return found

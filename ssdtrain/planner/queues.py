@@ -99,6 +99,7 @@ class Saved:
     server: Server | None = None
     departed: bool = False
     pooled: bool = False  # it came back into the arena
+    storing: float = 0.0  # seconds of computation that beginning its store takes
     held: int = 0  # bytes that the program has too
     held_to: int = 0  # until its forward is past the block of this number
     read: float | None = None  # when the read from the tier ends; None: there is none

@@ -19,6 +19,7 @@ What is modelled, after the engine's own rules (`ssdtrain.offload`):
   included; copies to the device while at most `window` bytes are there ahead of their use.
 - A store that has not begun when its load would begin is cancelled and its bytes stay; one whose write is
   under way is brought back from its staging buffer.
+- Where the host computes itself, beginning a store takes time from the computation (`Block.storing`).
 - What stays of a block that leaves in part is copied when its store begins, while the whole is still there, and copied again
   into the whole that a load fills; the first copy is there until backward has had the block.
 """
@@ -127,9 +128,8 @@ class Simulation:
             for parted, job, of in self.parting.passed(block.saved):
                 self.block(job.left, of, host=False)
                 self.leave(parted, self.now)
-            saved = Saved(
-                round(kept * choice.ratio), held=block.held, held_to=owners[index] + block.held_blocks
-            )
+            saved = Saved(round(kept * choice.ratio), storing=block.storing, held=block.held)
+            saved.held_to = owners[index] + block.held_blocks
             self.hold(self.now, saved.nbytes - kept)
             tape.append(saved)
             if choice.tier != DEVICE and saved.nbytes:
@@ -155,6 +155,7 @@ class Simulation:
         if capacity is not None and server.used + nbytes > capacity:
             saved.rest = 0
             return
+        self.run(saved.storing)
         full = False
         while self.stores:
             if self.store_bytes + nbytes > self.machine.in_flight:

@@ -50,6 +50,9 @@ class Block:
     """Bytes alive during its backward only: gradients of activations, workspaces."""
     first_operator: float = 0.0
     """Of `forward`, seconds until its first tensor is saved. The copies of what was saved before begin after it."""
+    storing: float = 0.0
+    """Seconds beside these that the host spends on beginning its stores, where it is the device that computes (CPU) and the block
+    is offloaded."""
     held: int = 0
     """Of `saved`, bytes that the program has too: a store does not free them before forward is past the block and `held_blocks`
     more."""

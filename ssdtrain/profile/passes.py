@@ -4,16 +4,17 @@ hook.
 Between the end of one hook and the begin of the next a device computes for the model; between a hook's begin
 and its end it waits for transfers (what the hook queued into its stream, or the host that was blocked). So
 computation and stalls are distinguished without blocking the host: timestamps are read when the device has
-passed them.
+passed them. Where the host computes itself, a hook takes its time whether it waits or not: what it waited and
+what it spent on stores is then known from the host (`HostTime`), and the rest is computation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-__all__ = ["PassRecorder", "PassTimes", "RegionTimes", "StepRecord", "TapeTimes"]
+__all__ = ["HostTime", "PassRecorder", "PassTimes", "RegionTimes", "StepRecord", "TapeTimes"]
 
 
 class _Timestamp(Protocol):
@@ -24,6 +25,20 @@ class _Tape(Protocol):
     chunk: int
     nbytes: int
     regions: list[Any]
+
+
+class HostTime(NamedTuple):
+    """Seconds that transfers took of the host's time, since some moment."""
+
+    store_wait: float = 0.0
+    """Waited for stores."""
+    load_wait: float = 0.0
+    """Waited for loads."""
+    storing: float = 0.0
+    """Spent on beginning stores, without waits."""
+
+    def since(self, before: HostTime) -> HostTime:
+        return HostTime(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 class RegionTimes(NamedTuple):
@@ -44,6 +59,8 @@ class RegionTimes(NamedTuple):
     """No plan may move it."""
     operator: int = -1
     """Number of the operator that saved it; -1: not known."""
+    storing: float = 0.0
+    """Spent on beginning stores, in the hook that saved it. 0 on a device that the host is not."""
 
 
 class TapeTimes(NamedTuple):
@@ -79,24 +96,37 @@ class _Made(NamedTuple):
 _NONE = _Made()
 
 
+class _Hook(NamedTuple):
+    """Of a tensor that was saved."""
+
+    regions: int
+    """Of the tape so far."""
+    total: int
+    """Bytes of these."""
+    made: _Made
+    began: _Timestamp
+    ended: _Timestamp
+    spent: HostTime | None
+
+
 class _Pass:
     def __init__(self, serial: int, chunk: int) -> None:
         self.serial, self.chunk = serial, chunk
-        # Regions and bytes of the tape so far, of the region that was made, begin and end of the hook.
-        self.hooks: list[tuple[int, int, _Made, _Timestamp, _Timestamp]] = []
-        self.uses: list[tuple[int, _Timestamp, _Timestamp]] = []
+        self.hooks: list[_Hook] = []
+        # The region, begin and end of the hook, and what transfers took of it.
+        self.uses: list[tuple[int, _Timestamp, _Timestamp, HostTime | None]] = []
         self.began: _Timestamp | None = None
         self.saved: _Timestamp | None = None  # the end of its forward
         self.ended: _Timestamp | None = None  # the end of its backward
 
     def times(self) -> TapeTimes:
         """Raises TypeError where the device has not come to its end: ask `StepRecord.passed` first."""
-        forward, nbytes, made, stored = self._forward()
+        forward, nbytes, made, stored, storing = self._forward()
         backward, loaded = self._backward(len(nbytes))
         regions = tuple(
-            RegionTimes(size, one.name, before, after, store, load, one.stays, one.operator)
-            for size, one, before, after, store, load in zip(
-                nbytes, made, forward, backward, stored, loaded, strict=True
+            RegionTimes(size, one.name, before, after, store, load, one.stays, one.operator, spent)
+            for size, one, before, after, store, load, spent in zip(
+                nbytes, made, forward, backward, stored, loaded, storing, strict=True
             )
         )
         return TapeTimes(self.serial, self.chunk, regions, bool(self.uses))
@@ -104,48 +134,59 @@ class _Pass:
     def passes(self) -> Iterator[PassTimes]:
         """As `times`, one by one."""
         made: list[tuple[str, float, float]] = []
-        for count, _, region, began, ended in self.hooks:
-            if count > len(made):
-                made.append((region.name, _passed(began), _passed(ended)))
+        for hook in self.hooks:
+            if hook.regions > len(made):
+                made.append((hook.made.name, _passed(hook.began), _passed(hook.ended)))
         if self.began is not None and self.saved is not None:
             yield PassTimes("forward", self.chunk, _passed(self.began), _passed(self.saved), tuple(made))
         used = [
             (made[index][0], _passed(began), _passed(ended))
-            for index, began, ended in self.uses
+            for index, began, ended, _ in self.uses
             if index < len(made)
         ]
         if used:
             last = used[-1][2] if self.ended is None else max(used[-1][2], _passed(self.ended))
             yield PassTimes("backward", self.chunk, used[0][1], last, tuple(used))
 
-    def _forward(self) -> tuple[list[float], list[int], list[_Made], list[float]]:
+    def _forward(self) -> tuple[list[float], list[int], list[_Made], list[float], list[float]]:
         seconds: list[float] = []
+        storing: list[float] = []
         nbytes: list[int] = []
         made: list[_Made] = []
         stalls: list[float] = []
         before = _passed(self.began) if self.began is not None else None
-        computed = waited = 0.0
+        computed = waited = stored = 0.0
         known = 0
-        for count, total, region, began, ended in self.hooks:
+        for hook in self.hooks:
             if before is not None:
-                computed += max(0.0, _passed(began) - before)
-            before = _passed(ended)
-            waited += before - _passed(began)
-            if count > len(nbytes):
+                computed += max(0.0, _passed(hook.began) - before)
+            before = _passed(hook.ended)
+            inside = before - _passed(hook.began)
+            if hook.spent is None:
+                waited += inside
+            else:
+                waited += hook.spent.store_wait
+                stored += hook.spent.storing
+                computed += max(0.0, inside - hook.spent.store_wait - hook.spent.storing)
+            if hook.regions > len(nbytes):
                 seconds.append(computed)
-                nbytes.append(total - known)
-                made.append(region)
+                nbytes.append(hook.total - known)
+                made.append(hook.made)
                 stalls.append(waited)
-                computed = waited = 0.0
-                known = total
-        return seconds, nbytes, made, stalls
+                storing.append(stored)
+                computed = waited = stored = 0.0
+                known = hook.total
+        return seconds, nbytes, made, stalls, storing
 
     def _backward(self, count: int) -> tuple[list[float], list[float]]:
         seconds, stalls = [0.0] * count, [0.0] * count
-        for number, (index, began, ended) in enumerate(self.uses):
+        for number, (index, began, ended, spent) in enumerate(self.uses):
             if index >= count:
                 continue
-            stalls[index] += _passed(ended) - _passed(began)
+            inside = _passed(ended) - _passed(began)
+            waited = inside if spent is None else spent.load_wait
+            stalls[index] += waited
+            seconds[index] += max(0.0, inside - waited)
             last = number + 1 == len(self.uses)
             after = self.ended if last else self.uses[number + 1][1]
             if after is not None:
@@ -184,9 +225,14 @@ class StepRecord:
 
 class PassRecorder:
     """Collects timestamps while somebody asks for them. The engine calls it on the threads that train. Each user has a record of
-    its own: what one of them takes is still there for the others."""
+    its own: what one of them takes is still there for the others.
 
-    def __init__(self) -> None:
+    Args:
+        host: what transfers took of the host's time so far, where the host computes; None: a device does.
+    """
+
+    def __init__(self, host: Callable[[], HostTime] | None = None) -> None:
+        self._host, self._spent = host, HostTime()
         self.active = False
         self._records: dict[str, StepRecord] = {}
         self._stopped: dict[str, StepRecord] = {}
@@ -212,6 +258,7 @@ class PassRecorder:
         self.active = bool(self._records)
 
     def forward_began(self, tape: _Tape, now: _Timestamp) -> None:
+        self._host_time()  # what was spent before the forward is none of its hooks'
         self._serial += 1
         found = self._passes[tape] = _Pass(self._serial, tape.chunk)
         found.began = now
@@ -228,30 +275,30 @@ class PassRecorder:
 
     def packed(self, tape: _Tape, began: _Timestamp, ended: _Timestamp) -> None:
         """A tensor was saved, in a region of its own or not."""
-        found = self._passes.get(tape)
+        found, spent = self._passes.get(tape), self._host_time()
         if found is not None:
             count, made = len(tape.regions), _NONE
-            region = tape.regions[-1] if count > (found.hooks[-1][0] if found.hooks else 0) else None
+            region = tape.regions[-1] if count > (found.hooks[-1].regions if found.hooks else 0) else None
             if region is not None:  # else there is no new one, or it was released meanwhile
                 made = _Made(region.name, region.stays, region.operator)
-            found.hooks.append((count, tape.nbytes, made, began, ended))
+            found.hooks.append(_Hook(count, tape.nbytes, made, began, ended, spent))
             self._reached(ended)
 
     def unpacked(self, tape: _Tape, index: int, began: _Timestamp, ended: _Timestamp) -> None:
         """Backward was handed a saved tensor of region `index`."""
-        found = self._passes.get(tape)
+        found, spent = self._passes.get(tape), self._host_time()
         if found is None:
             return
         if not found.uses:
             self._add("backward", found)
         self._current = found
-        found.uses.append((index, began, ended))
+        found.uses.append((index, began, ended, spent))
         self._reached(ended)
 
     def last_packed(self, tape: _Tape) -> _Timestamp | None:
         """The end of the hook that last saved a tensor of `tape`."""
         found = self._passes.get(tape)
-        return found.hooks[-1][-1] if found is not None and found.hooks else None
+        return found.hooks[-1].ended if found is not None and found.hooks else None
 
     def serial(self, tape: _Tape) -> int | None:
         """The serial number of `tape`; None: it is not recorded."""
@@ -272,6 +319,13 @@ class PassRecorder:
             return self._stopped.pop(user, None) or StepRecord()
         self._records[user] = StepRecord()
         return taken
+
+    def _host_time(self) -> HostTime | None:
+        """Since the last call."""
+        if self._host is None:
+            return None
+        before, self._spent = self._spent, self._host()
+        return self._spent.since(before)
 
     def _add(self, kind: str, one: _Pass) -> None:
         for record in self._records.values():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.pack_hook import COUNTED, python_costs
 from ssdtrain.config.units import MiB
+from tests.offload.conftest import MakeRuntime
 
 # Of CPython 3.11, which runs the most bytecodes of the versions that are supported. A use takes up to 80 more where malloc puts
 # tensors at other offsets in a page, since their buffers then are of other sizes.
@@ -24,3 +28,24 @@ def test_a_saved_tensor_costs_no_more_python_than_this(
     calls = {kind: cost.calls.total() / COUNTED for kind, cost in costs.items()}
     assert {kind: count for kind, count in opcodes.items() if count > OPCODES[kind]} == {}
     assert {kind: count for kind, count in calls.items() if count > CALLS[kind]} == {}
+
+
+def test_a_profile_has_the_time_in_which_a_host_that_computes_began_stores(
+    make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each store begins in the hook of the next tensor, and takes a second of this clock."""
+    runtime = make_runtime()
+    engine = runtime.engine
+    assert engine is not None
+    options = replace(engine.options, clock=itertools.count().__next__)
+    monkeypatch.setattr(engine._starter, "_options", options)
+    engine.recorder.request("test", True)
+    with runtime.forward():
+        y = torch.randn(1024).requires_grad_() * 2
+        for _ in range(4):
+            y = y.sin()
+    with runtime.backward():
+        y.sum().backward()
+    (tape,) = engine.recorder.take("test").tapes()
+    assert [region.storing for region in tape.regions] == [0.0, 1.0, 1.0, 1.0]
+    engine.recorder.request("test", False)

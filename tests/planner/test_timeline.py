@@ -82,6 +82,14 @@ def test_forward_waits_when_too_many_bytes_are_under_way() -> None:
     assert [times.store_stall for times in found.blocks[0]] == [1.0, 1.0, 0.0, 0.0]
 
 
+def test_where_the_host_computes_what_leaves_costs_the_time_of_beginning_its_stores() -> None:
+    # b0 is stored from 1.25 on, b1 from 2.5 on. What is kept or recomputed costs nothing of that.
+    found = step([SSD, SSD, KEEP, RECOMPUTE], machine(read=1000), storing=0.25)
+    assert (found.seconds, found.compute_seconds, found.stall) == (13.5, 13.5, 0.0)
+    parts = (block("b0", 0.5, 1.0, saved=50, storing=0.25), block("b0", 0.5, 1.0, saved=50, storing=0.0))
+    assert simulate([[block(parts=parts)]], [[SSD]], one_after_the_other(), machine()).compute_seconds == 3.25
+
+
 def test_a_store_that_has_not_begun_when_backward_comes_is_cancelled() -> None:
     # 20 B/s: b0 is written [1,6]; b1's write would begin at 6, and backward asks for it at 3, when b2 begins:
     # it stays.

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from ssdtrain.profile.passes import PassRecorder
+from ssdtrain.profile.passes import HostTime, PassRecorder
 
 
 class At:
@@ -109,3 +109,23 @@ def test_a_region_that_was_released_meanwhile_has_no_name() -> None:
     recorder.packed(tape, At(1.0), At(1.5))
     (times,) = recorder.take().tapes()
     assert [(region.name, region.nbytes) for region in times.regions] == [("", 100)]
+
+
+def test_a_hook_of_a_host_that_computes_is_computation_but_for_what_transfers_took_of_it() -> None:
+    spent = HostTime(5.0, 5.0, 5.0)  # before: of a forward that was not recorded
+    recorder, tape = PassRecorder(lambda: spent), Tape()
+    recorder.request("plan", True)
+    recorder.forward_began(tape, At(0.0))
+    tape.save(100, "a")
+    spent = HostTime(5.25, 5.0, 5.5)
+    recorder.packed(tape, At(1.0), At(3.0))  # of 2 seconds it waited 0.25 and began a store for 0.5
+    tape.save(50, "b")
+    recorder.packed(tape, At(3.0), At(4.0))
+    spent = HostTime(5.25, 5.75, 6.0)  # the last store is begun by no hook
+    recorder.unpacked(tape, 1, At(4.0), At(5.0))  # of 1 second it waited 0.75
+    recorder.unpacked(tape, 0, At(6.0), At(6.5))
+    recorder.backward_ended(At(8.0))
+    (times,) = recorder.take().tapes()
+    a, b = times.regions
+    assert (a.forward, a.store_stall, a.storing, a.load_stall, a.backward) == (2.25, 0.25, 0.5, 0.0, 2.0)
+    assert (b.forward, b.store_stall, b.storing, b.load_stall, b.backward) == (1.0, 0.0, 0.0, 0.75, 1.25)
