@@ -7,7 +7,9 @@ errors: on the CPU, for a GPT, a BERT and a T5: `"plan": "auto"` profiles some s
 are carried out in turn, interleaved, in one process. `peak_error` is the largest difference of the predicted from the
 measured peak of activations, as a part of the measured one; `peak_spread` how far the peaks of three steps of a plan are apart,
 at most. `step_time_error` is the largest difference of the time of forward and backward, relative to keeping everything, and
-`step_time_noise` how far the measured figures of even and odd rounds are apart, at most.
+`step_time_noise` how far the measured figures of even and odd rounds are apart, at most. `thread_time_error` and
+`thread_time_noise` are the same of the time of the thread that trains: its CPU seconds, and those in which it waited for
+stores and loads. Other processes of the machine lengthen it less.
 
 choice: a small GPT with a memory limit. All plans that keep to it are timed in two rounds; the five fastest, the planner's choice
 (twice, as a measure of noise), recomputing and keeping everything then in many more. `choice_over_best` is the time of the choice
@@ -34,7 +36,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -45,10 +47,10 @@ import ssdtrain
 from benchmarks.common import finish, hardware, parser
 from benchmarks.gpu.models import Model
 from benchmarks.planner_choice import over_best, with_interval
+from benchmarks.planner_errors import Errors, Took, ratios
 from benchmarks.planner_simulated import memory_panels, simulated
 from ssdtrain.bench.ratios import interval
 from ssdtrain.config import CheckpointConfig
-from ssdtrain.config.units import MiB
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.planner.auto import RECORDED, WARM_UP, AutoPlan
 from ssdtrain.planner.execute import BlockPolicy, recompute_modules
@@ -103,15 +105,16 @@ class Trial:
     def names(self) -> list[str]:
         return list(self.blocks)
 
-    def step(self) -> float:
-        """Seconds of a forward and a backward."""
-        began = time.perf_counter()
+    def step(self) -> Took:
+        """A forward and a backward."""
+        waited = self.engine.metrics.stall_seconds
+        began, thread_began = time.perf_counter(), time.thread_time()
         loss = self.model(self.tokens, self.targets)
         loss.backward()
-        seconds = time.perf_counter() - began
+        seconds, thread = time.perf_counter() - began, time.thread_time() - thread_began
         for parameter in self.model.parameters():
             parameter.grad = None
-        return seconds
+        return Took(seconds, thread + self.engine.metrics.stall_seconds - waited)
 
     def follow(self, plan: Sequence[str], checkpoint: Checkpoint | None = None) -> None:
         """Carry out "keep", "recompute" or "offload" for each block from now on."""
@@ -179,8 +182,12 @@ class Trial:
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
     def seconds(self, plans: Sequence[Sequence[str]], rounds: int) -> list[list[float]]:
+        """Of each plan, by the clock, one in each round."""
+        return [[took.clock for took in one] for one in self.times(plans, rounds)]
+
+    def times(self, plans: Sequence[Sequence[str]], rounds: int) -> list[list[Took]]:
         """Of each plan, one in each round; the order differs from round to round."""
-        found: list[list[float]] = [[] for _ in plans]
+        found: list[list[Took]] = [[] for _ in plans]
         shuffled = random.Random(0)
         for _ in range(rounds):
             for number in shuffled.sample(range(len(plans)), len(plans)):
@@ -192,23 +199,6 @@ class Trial:
     def close(self) -> None:
         self._undo()
         self.runtime.close()
-
-
-@dataclass
-class Errors:
-    """Of the predictions of some plans, as parts of what was measured."""
-
-    peak: list[float] = field(default_factory=list)
-    spread: list[float] = field(default_factory=list)
-    """Of measured peaks: the difference of the largest from the smallest."""
-    seconds: list[float] = field(default_factory=list)
-    noise: list[float] = field(default_factory=list)
-    """Of the measured times: see `_noise`."""
-
-
-def _noise(ratios: Sequence[float]) -> float:
-    """The difference between the medians of even and of odd rounds, relative."""
-    return abs(statistics.median(ratios[::2]) / statistics.median(ratios[1::2]) - 1)
 
 
 def plans_of(count: int) -> list[tuple[str, ...]]:
@@ -232,22 +222,11 @@ def errors_of(trial: Trial, rounds: int, say: Callable[[str], None]) -> Errors:
     plans = plans_of(len(trial.blocks))
     predicted = [trial.predicted(plan) for plan in plans]
     peaks = [trial.peaks(plan) for plan in plans]
-    times = trial.seconds(plans, rounds)
+    times = trial.times(plans, rounds)
     found = Errors()
-    for plan, now, of_steps, seconds in zip(plans, predicted, peaks, times, strict=True):
-        ratios = [a / b for a, b in zip(seconds, times[0], strict=True)]
-        ratio, peak = statistics.median(ratios), statistics.median(of_steps)
-        expected = now.seconds / predicted[0].seconds
-        found.peak.append(abs(now.peak_bytes / peak - 1))
-        found.spread.append((max(of_steps) - min(of_steps)) / peak)
-        found.seconds.append(abs(expected / ratio - 1))
-        found.noise.append(_noise(ratios))
-        counts = ", ".join(f"{plan.count(name)} {name}" for name in dict.fromkeys(plan))
-        say(
-            f"  {counts}: peak {now.peak_bytes / MiB:.1f} predicted, {peak / MiB:.1f} MiB measured (spread "
-            f"{found.spread[-1]:.1%}); "
-            f"time x{expected:.3f} predicted, x{ratio:.3f} measured (noise {found.noise[-1]:.1%})"
-        )
+    for plan, now, of_steps, took in zip(plans, predicted, peaks, times, strict=True):
+        compared = found.compare(now.peak_bytes, of_steps, now.seconds / predicted[0].seconds, took, times[0])
+        say(f"  {described(plan)}: {compared}")
     return found
 
 
@@ -275,7 +254,7 @@ def against_all(trial: Trial, rounds: int, say: Callable[[str], None]) -> dict[s
     for plan, seconds in zip(finalists, times, strict=True):
         say(f"  {', '.join(plan)}: {statistics.median(seconds):.4f} s")
     equal = [
-        _ratios(seconds, times[0])
+        ratios(seconds, times[0])
         for plan, seconds in zip(fast, times[4:], strict=True)
         if sorted(plan) == sorted(choice)
     ]
@@ -286,24 +265,23 @@ def against_all(trial: Trial, rounds: int, say: Callable[[str], None]) -> dict[s
         "choice": choice,
         "choice_peak_over_limit": trial.peak(choice) / limit,
         **with_interval("choice_over_best", over_best(times[0], times[4:])),
-        **with_interval("choice_over_itself", _ratios(times[1], times[0])),
+        **with_interval("choice_over_itself", ratios(times[1], times[0])),
         "equal_plans_over_choice": [[statistics.median(one), *interval(one)] for one in equal],
         "choice_over_fastest_median": statistics.median(times[0]) / min(map(statistics.median, times[4:])),
-        **with_interval("choice_over_keep", _ratios(times[0], times[3])),
-        **with_interval("speed_over_recompute", _ratios(times[2], times[0])),
+        **with_interval("choice_over_keep", ratios(times[0], times[3])),
+        **with_interval("speed_over_recompute", ratios(times[2], times[0])),
     }
 
 
-def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(ours, theirs, strict=True)]
+def described(plan: Sequence[str]) -> str:
+    return ", ".join(f"{plan.count(name)} {name}" for name in dict.fromkeys(plan))
 
 
 def memory_of(trial: Trial, kind: str) -> MemoryPanel:
     """Memory over a step of a plan of all three actions."""
     plan = plans_of(len(trial.blocks))[5]
-    counts = ", ".join(f"{plan.count(name)} {name}" for name in dict.fromkeys(plan))
     found = trial.predicted(plan, memory=True)
-    return MemoryPanel(f"{kind} on a CPU: {counts}", found.memory, trial.memory(plan))
+    return MemoryPanel(f"{kind} on a CPU: {described(plan)}", found.memory, trial.memory(plan))
 
 
 def all_errors(arguments: Any, directory: Path, panels: list[MemoryPanel]) -> dict[str, Any]:
@@ -317,28 +295,9 @@ def all_errors(arguments: Any, directory: Path, panels: list[MemoryPanel]) -> di
         if arguments.plot is not None:
             panels.append(memory_of(trial, kind))
         trial.close()
-        worst[kind] = {
-            "peak": max(one.peak),
-            "peak_median": statistics.median(one.peak),
-            "peak_spread": max(one.spread),
-            "seconds": max(one.seconds),
-            "seconds_median": statistics.median(one.seconds),
-            "noise": max(one.noise),
-        }
-        found.peak += one.peak
-        found.spread += one.spread
-        found.seconds += one.seconds
-        found.noise += one.noise
-    return {
-        "plans": len(found.peak),
-        "peak_error": max(found.peak),
-        "peak_error_median": statistics.median(found.peak),
-        "peak_spread": max(found.spread),
-        "step_time_error": max(found.seconds),
-        "step_time_error_median": statistics.median(found.seconds),
-        "step_time_noise": max(found.noise),
-        "by_model": worst,
-    }
+        worst[kind] = one.figures()
+        found.add(one)
+    return {"plans": len(found.peak), **found.figures(), "by_model": worst}
 
 
 def choice(arguments: Any, directory: Path, panels: list[MemoryPanel]) -> dict[str, Any]:
