@@ -33,8 +33,6 @@ _VIEWS = 16  # of views, at most
 _Tensor = torch.Tensor
 _Parameter = nn.Parameter
 _strided = torch.strided
-_is_functional = torch._is_functional_tensor
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class Eligibility:
@@ -112,13 +110,15 @@ class Eligibility:
             or tensor.device != self.device
             or tensor.is_conj()
             or tensor.is_neg()
-            or tensor._is_zerotensor()
             or tensor.is_quantized
             or tensor.is_nested
-            or _is_functional(tensor)
-            or _is_wrapped(tensor)
         ):
             return False
+        try:
+            storage = tensor.untyped_storage()
+            storage.data_ptr()
+        except RuntimeError:
+            return False  # a zero tangent, functional, or wrapped by functorch: it has no memory of its own
         base = tensor._base
         if base is None:
             node = tensor.grad_fn
@@ -131,7 +131,6 @@ class Eligibility:
             if isinstance(getattr(source, "variable", None), nn.Parameter):
                 return False
         if self._fixed:
-            storage = tensor.untyped_storage()
             known = self._fixed.get(id(storage))
             if known is not None and known() is storage:
                 return False

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.masked import masked_tensor
 
+from ssdtrain.offload.eligible import Eligibility
 from tests.offload.conftest import MakeRuntime
 
 
@@ -112,6 +113,33 @@ def test_classes_the_engine_does_not_know_stay(make_runtime: MakeRuntime) -> Non
         nested = torch.nested.nested_tensor([dense, dense[:64]], requires_grad=True)
         (nested * nested).backward(nested.detach())
     assert isinstance(mine.grad, torch.Tensor) and nested.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:torch.quantize_per_tensor")
+def test_a_tensor_whose_bytes_are_not_its_value_stays() -> None:
+    """Seen from inside of a transform too; of a view with an offset, whose address is none."""
+    eligible = Eligibility(1, torch.device("cpu"))
+    x = torch.randn(8, 8)
+    found: list[bool] = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        found.extend((eligible.may_move(tensor), eligible.may_move(tensor[1:])))
+        return tensor.sum()
+
+    look(x)
+    look(torch.view_as_complex(x.view(8, 4, 2)))
+    assert found == [True] * 4
+    found.clear()
+    torch.vmap(look)(x)
+    torch.func.grad(look)(x)
+    torch.func.jvp(look, (x,), (x,))
+    torch.func.functionalize(look)(x)
+    look(torch._efficientzerotensor(8))  # type: ignore[attr-defined]
+    look(torch.view_as_complex(x.view(8, 4, 2)).conj())
+    look(torch.view_as_complex(x.view(8, 4, 2)).conj().imag)
+    others = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), torch.nested.nested_tensor([x]), x.to_sparse()
+    found += [eligible.may_move(one) for one in others]
+    assert len(found) == 17 and not any(found)
 
 
 def test_what_is_saved_while_backward_runs_stays(make_runtime: MakeRuntime) -> None:

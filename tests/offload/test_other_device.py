@@ -16,12 +16,13 @@ class CudaTensor:
     layout = torch.strided
     is_quantized = is_nested = False
     _base = grad_fn = None
+    untyped_storage = torch.empty(1).untyped_storage
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
 
     def __getattr__(self, name: str) -> Any:
-        assert name in ("is_conj", "is_neg", "_is_zerotensor"), name
+        assert name in ("is_conj", "is_neg"), name
         return lambda: False
 
 
@@ -29,8 +30,6 @@ class CudaTensor:
 def test_the_whole_device_is_compared(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(current_device=lambda: 1))
     monkeypatch.setattr(eligible, "_Tensor", CudaTensor)
-    monkeypatch.setattr(eligible, "_is_functional", lambda tensor: False)
-    monkeypatch.setattr(eligible, "_is_wrapped", lambda tensor: False)
     found = Eligibility(1, device)
     assert found.may_move(CudaTensor(1))  # type: ignore[arg-type]
     assert not found.may_move(CudaTensor(0))  # type: ignore[arg-type]
