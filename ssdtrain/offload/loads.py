@@ -68,9 +68,9 @@ class Loads:
                 if not self._evict(in_place=True):
                     raise
 
-    def furthest_prefetched(self) -> Region | None:
-        """What was prefetched last, and not asked for since."""
-        return self._prefetched[-1] if self._prefetched else None
+    def furthest_prefetched(self) -> Region:
+        """What was prefetched last, and not asked for since: where there are `prefetched_bytes`."""
+        return self._prefetched[-1]
 
     def reserve_target(self, region: Region) -> None:
         """Have the device memory for a region whose load is under way. See Note: [Load targets]."""
@@ -157,7 +157,8 @@ class Loads:
         """What was handed out owns the loaded bytes, or has changed them: they are not handed out again."""
         transfer = region.transfer
         if transfer.state is State.LOADED:
-            self._drop(region)
+            transfer.drop_loaded()
+            transfer.state = State.STORED
         else:
             transfer.loaded = None
 

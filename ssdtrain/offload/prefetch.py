@@ -140,12 +140,10 @@ class Prefetcher:
         """Whether half of the limit is ahead of backward, and a large region does not fit into the rest. What backward has passed
         without asking (the loss of another head) is not ahead."""
         loads = self._mover.loads
+        ahead, following, limit = loads.prefetched_bytes, self._next_bytes, self.limit
+        if 2 * ahead <= limit or (following > LARGE * limit and ahead + following <= limit):
+            return False
         furthest = loads.furthest_prefetched()
-        ahead, following = loads.prefetched_bytes, self._next_bytes
-        if furthest is None or 2 * ahead <= self.limit:
-            return False
-        if following > LARGE * self.limit and ahead + following <= self.limit:
-            return False
         if furthest.tape is tape:
             return not tape.passed(furthest.index)
         return any(following is furthest.tape for following in self.next_tapes)

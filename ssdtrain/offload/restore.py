@@ -66,8 +66,7 @@ class Restorer:
             assert transfer.operation is not None
             if not transfer.operation.done():
                 return None
-            if not mover.loads.end(region):
-                return self._restore(handle)
+            return self._hand_out(handle) if mover.loads.end(region) else self._restore(handle)
         loaded = transfer.loaded
         if loaded is not None and loaded._version != transfer.loaded_version:
             # Backward wrote into the buffer: those are not the bytes that were saved. See Note: [Buffers belong to the tensor].
@@ -93,9 +92,9 @@ class Restorer:
         loads.hand_out(region)
         now = region.tape.pass_number
         if region.last_pass != now:
-            region.last_pass = now
-            region.pending_unpacks = region.handles
-        if ref.last_pass != now:
+            region.last_pass = ref.last_pass = now
+            region.pending_unpacks = region.handles - 1
+        elif ref.last_pass != now:
             ref.last_pass = now
             region.pending_unpacks -= 1
         base, start = transfer.loaded, 0

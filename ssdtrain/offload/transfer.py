@@ -21,7 +21,7 @@ from ssdtrain.offload.region import Region
 from ssdtrain.offload.rests import Rests
 from ssdtrain.offload.targets import Target
 from ssdtrain.offload.transfer_state import Arrival, Read, Write
-from ssdtrain.storage import ALIGNMENT, Lease, Operation, SpillStore
+from ssdtrain.storage import ALIGNMENT, Operation, SpillStore
 
 __all__ = ["DirectTransfer", "Encoding", "Transfer"]
 
@@ -90,11 +90,6 @@ class Transfer(Protocol):
 
     def returning(self) -> Event | None:
         """The end of the copy after which a staging buffer comes back; None: no buffer is in use by a copy alone."""
-
-
-def _bytes_of(lease: Lease) -> torch.Tensor:
-    """The lease as a uint8 tensor that owns it: the buffer goes back when the storage dies."""
-    return torch.frombuffer(lease.owning_view(), dtype=torch.uint8)
 
 
 class Encoding:
@@ -177,7 +172,9 @@ class DirectTransfer:
         nbytes = transfer.stored_bytes if transfer.rest is None else region.nbytes
         lease = self.buffers.acquire(nbytes, transfer.page_offset)
         if lease is not None:
-            buffer = _bytes_of(lease)
+            buffer = torch.frombuffer(
+                lease.owning_view(), dtype=torch.uint8
+            )  # it goes back when the storage dies
         elif allow_unpooled:
             buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             self._seen(buffer.untyped_storage())

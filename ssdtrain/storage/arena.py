@@ -52,7 +52,7 @@ class Lease:
 
         `torch.frombuffer` keeps a reference to the memoryview, so the lease lives as long as the tensor's storage.
         """
-        view = self.view()
+        view = memory.view(self.address, self.nbytes)
         self._arena._watch(view, self)
         return view
 
