@@ -38,6 +38,7 @@ class BlockActions:
         policy: of the engine that offloads.
         checkpoint: by which blocks are recomputed.
         compact: compresses inputs of linear layers; None: no plan does.
+        strict: see `recompute_modules`.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class BlockActions:
         policy: BlockPolicy,
         checkpoint: Checkpoint,
         compact: CompactLinear | None,
+        strict: Callable[[], bool],
     ) -> None:
-        self._blocks, self._policy = blocks, policy
+        self._blocks, self._policy, self._strict = blocks, policy, strict
         self._checkpoint, self._compact = checkpoint, compact
         self._undo: Callable[[], None] = lambda: None
 
@@ -88,7 +90,8 @@ class BlockActions:
 
     def _recompute(self, names: Iterable[str]) -> None:
         self.release()
-        self._undo = recompute_modules({name: self._blocks[name] for name in names}, self._checkpoint)
+        blocks = {name: self._blocks[name] for name in names}
+        self._undo = recompute_modules(blocks, self._checkpoint, owner=self, strict=self._strict)
 
     def release(self) -> None:
         """Recompute no block. Idempotent."""

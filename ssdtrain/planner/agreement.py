@@ -6,6 +6,11 @@ together. When each has measured enough, the one whose forwards save most decide
 take that over. It holds as long as the model is attached: what a rank plans later, for itself, is keep and offload. A limit
 that no plan meets is an error on all of them; later, where forwards have become larger, it is a warning.
 
+Note: [Objects]
+A block that is called with an object (a cache) is not recomputed, and it is seen in the first step which ones are. Until its end
+ranks compare after every forward which blocks backward will run again. Afterwards such a call of a block that is recomputed
+is an error on the rank that makes it.
+
 Note: [Groups]
 A block that communicates with ranks that are not in the group is never recomputed.
 """
@@ -54,10 +59,12 @@ class Agreement:
 
     Attributes:
         recomputed: names of the blocks that all ranks recompute; None: not decided, or without a group.
+        exchanged: they have exchanged what they know, so that all leave out the same blocks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, blocks: tuple[str, ...]) -> None:
         self.recomputed: frozenset[str] | None = None
+        self.exchanged = False
         self._group, self._blocks = group, blocks
         self._ranks = [] if group is None else dist.get_process_group_ranks(group)
         self._decides = 0  # the rank within the group
@@ -77,6 +84,28 @@ class Agreement:
             return set(dist.get_process_group_ranks(group)) <= set(self._ranks)
         except (KeyError, RuntimeError, ValueError):  # made past torch.distributed
             return False
+
+    def check_same(self, again: Iterable[str]) -> None:
+        """Called after each forward of the first step, before its backward. See Note: [Objects].
+
+        Args:
+            again: names of the blocks that its backward runs again.
+
+        Raises:
+            RuntimeError: other ranks run others, on all of them.
+        """
+        if self._group is None or self.exchanged:
+            return
+        every: list[Any] = [None] * len(self._ranks)
+        dist.all_gather_object(every, frozenset(again), group=self._group)
+        other = sorted(frozenset.union(*every) - frozenset.intersection(*every))
+        if other:
+            without = [rank for rank, names in zip(self._ranks, every, strict=True) if other[0] not in names]
+            raise RuntimeError(
+                f"ssdtrain.plan: the block {other[0]!r}, which ranks of a group recompute, is called on ranks {without} with an "
+                "object that is no tensor or plain value, or not at all: the others would wait for ever. Pass tensors (with a "
+                'cache: use_cache=False), leave the block out of plan.blocks, or set plan.recompute to "off"'
+            )
 
     def exchange(
         self, impure: dict[str, str], again: bool, found: Sequence[MeasuredBlock]
@@ -100,6 +129,7 @@ class Agreement:
         saved = sum(piece.block.saved for piece in found) if found else None
         states: list[Any] = [None] * len(self._ranks)
         dist.all_gather_object(states, _State(self._blocks, dict(impure), again, saved), group=self._group)
+        self.exchanged = True
         if any(state.blocks != self._blocks for state in states):
             raise RuntimeError(
                 f"ssdtrain.plan: the ranks {self._ranks} have other blocks each, and could not recompute the same ones: "

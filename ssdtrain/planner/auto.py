@@ -101,10 +101,10 @@ class AutoPlan(Feature):
         self.metric = PlanMetrics()
         self._config, self._offload, self._policy = plan, offload, policy
         self._blocks = blocks = named.blocks
-        self._agreement, self._note = Agreement(named.group, tuple(blocks)), ""
+        self._agreement = agreement = Agreement(named.group, tuple(blocks))
         self._tiers, self._reports, self._compact = tiers, reports, compact
-        self._actions = BlockActions(blocks, policy, checkpoint, compact)
-        self._decided = ""
+        self._actions = BlockActions(blocks, policy, checkpoint, compact, lambda: agreement.exchanged)
+        self._decided = self._note = ""
         self._uncompressed: list[MeasuredBlock] | None = None  # while blocks are measured with compression
         self._engine = offload.engine
         self._recorder = self._engine.recorder
@@ -120,7 +120,6 @@ class AutoPlan(Feature):
         self._found: dict[int, tuple[list[Span], int]] = {}
         # Why these blocks must not run again; for good.
         self._impure = dict.fromkeys(blocks, "plan.recompute is off") if plan.recompute == "off" else {}
-        self._ran_impure = False  # one of them was recomputed
         self._warned = self._warned_of_size = self._warned_of_no_end = False
         self._warned_impure = plan.recompute == "off"
         self._larger = 0  # bytes of a forward that was larger than planned for
@@ -170,10 +169,13 @@ class AutoPlan(Feature):
         for span in spans.found:
             if span.why:
                 self._impure.setdefault(span.name, span.why)
-                self._ran_impure |= span.plain and span.name in self._recomputed
+                self._ran_impure |= span.name in self._recomputed
+        if self._recomputed:
+            run_again = (span.name for span in spans.found if span.plain and span.name in self._recomputed)
+            self._agreement.check_same(run_again)
         if tape is not None and not self._engine.forked:
-            small = meter.unoffloaded_bytes - before - tape.nbytes - sum(span.small for span in spans.found)
-            serial = self._recorder.serial(tape)
+            small, serial = meter.unoffloaded_bytes - before - tape.nbytes, self._recorder.serial(tape)
+            small -= sum(span.small for span in spans.found)
             if serial is not None:
                 self._found[serial] = spans.found, max(0, small)
 
@@ -222,9 +224,8 @@ class AutoPlan(Feature):
         self.plan = None
         self._plot.cancel()
         self._known.clear()
-        self._steps = 0
-        self._uncompressed = None
-        self._ran_impure = False
+        self._steps, self._uncompressed = 0, None
+        self._ran_impure = False  # a block that must not run again was to be recomputed
         self._records: list[StepRecord] = []
         self._found.clear()
         self._recorder.take()
@@ -396,5 +397,4 @@ class AutoPlan(Feature):
             self._spans.remove()
             self._spans = None
 
-    def close(self) -> None:
-        self.detach()
+    close = detach

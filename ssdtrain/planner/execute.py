@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -203,32 +204,36 @@ def recompute_blocks(
 
 
 def recompute_modules(
-    blocks: Mapping[str, nn.Module], checkpoint: Checkpoint | None = None
+    blocks: Mapping[str, nn.Module],
+    checkpoint: Checkpoint | None = None,
+    *,
+    owner: object = None,
+    strict: Callable[[], bool] = lambda: False,
 ) -> Callable[[], None]:
     """Run these blocks under the checkpoint function.
 
-    Their `forward` is replaced on the instance; what was there comes back when the returned function is called. One of an
-    earlier call that was never undone gives way. A call with an object that a second run could find changed (a cache) is not
-    recomputed, nor one without gradients. A call that changes its input in place raises RuntimeError.
+    Their `forward` is replaced on the instance. The function that is returned undoes this call, and no other one: where there
+    are several for a block, the latest recomputes it. A call with an object that a second run could find changed (a cache) is
+    not recomputed, nor one without gradients. A call that changes its input in place raises RuntimeError.
 
     Args:
         checkpoint: default: as `ssdtrain.checkpoint`.
+        owner: for whom the blocks are recomputed: until it is gone, also where nobody undoes it. None: until it is undone.
+        strict: whether a call with such an object raises RuntimeError, since other ranks recompute the block.
     """
-    run = checkpoint or default_checkpoint
-    undo: list[Callable[[], None]] = []
+    run, made = checkpoint or default_checkpoint, list[_Recomputed]()
     for name, block in blocks.items():
-        own = block.__dict__.get("forward")
-        # Of somebody who was dropped without undoing: one recomputation is enough.
-        while isinstance(own, _Recomputed):
-            own = block.__dict__["forward"] = own.forward if own.own else None
-        if own is None:
-            block.__dict__.pop("forward", None)
-        mine = block.forward = _Recomputed(run, name, block, block.forward, own is not None)
-        undo.append(lambda block=block, own=own, mine=mine: _restore(block, own, mine))  # type: ignore[misc]
+        below = block.__dict__.get("forward")
+        while isinstance(below, _Recomputed):
+            if below.ended:
+                below.undo()
+            below = below.forward
+        block.forward = _Recomputed(run, name, block, owner, strict)
+        made.append(block.forward)
 
     def restore() -> None:
-        while undo:
-            undo.pop()()
+        while made:
+            made.pop().undo()
 
     return restore
 
@@ -237,23 +242,53 @@ class _Recomputed:
     """Stands as the forward of a block; a copy of the block has the forward that was there before."""
 
     def __init__(
-        self, checkpoint: Checkpoint, name: str, block: nn.Module, forward: Callable[..., Any], own: bool
+        self, checkpoint: Checkpoint, name: str, block: nn.Module, owner: object, strict: Callable[[], bool]
     ) -> None:
-        self.checkpoint, self.block, self.forward, self.own = checkpoint, block, forward, own
-        self.name = name
-        functools.update_wrapper(self, forward, updated=())
+        self.checkpoint, self.name, self.block, self.strict = checkpoint, name, block, strict
+        self.forward, self.own = block.forward, "forward" in block.__dict__
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._undone = False
+        functools.update_wrapper(self, self.forward, updated=())
+
+    @property
+    def ended(self) -> bool:
+        """It was undone, or its owner is gone: it only passes calls on."""
+        return self._undone or (self._owner is not None and self._owner() is None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not may_run_again((args, kwargs)):
+        if self.ended or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
+        if not may_run_again((args, kwargs)):
+            if self.strict():
+                raise RuntimeError(_object_text(self.name, args, kwargs))
+            return self.forward(*args, **kwargs)
+        plain = self.forward
+        while isinstance(plain, _Recomputed):  # one recomputation is enough
+            plain = plain.forward
         before = versions((args, kwargs))
-        outputs = self.checkpoint(self.forward, *args, **kwargs)
+        outputs = self.checkpoint(plain, *args, **kwargs)
         if versions((args, kwargs)) != before:
             raise RuntimeError(
                 f"ssdtrain.plan: the block {self.name!r} changes its input in place, and cannot run again from it in backward: "
                 'use an operation that is not in place, leave the block out of plan.blocks, or set plan.recompute to "off"'
             )
         return outputs
+
+    def undo(self) -> None:
+        """Put back what was there before. Idempotent. Where somebody else has replaced the block's forward since, that stays."""
+        self._undone = True
+        above, found = None, self.block.__dict__.get("forward")
+        while isinstance(found, _Recomputed) and found is not self:
+            above, found = found, found.forward
+        if found is not self:
+            return
+        if above is not None:
+            above.forward, above.own = self.forward, self.own
+            functools.update_wrapper(above, self.forward, updated=())
+        elif self.own:
+            self.block.forward = self.forward
+        else:
+            self.block.__dict__.pop("forward")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.forward, memo)
@@ -264,11 +299,11 @@ class _Recomputed:
         return getattr, (self.block, "forward")
 
 
-def _restore(block: nn.Module, own: Callable[..., Any] | None, mine: _Recomputed) -> None:
-    now = block.__dict__.get("forward")
-    if isinstance(now, _Recomputed) and now is not mine:
-        return  # a later one took its place, and restores what was there before both
-    if own is None:
-        block.__dict__.pop("forward", None)
-    else:
-        block.forward = own
+def _object_text(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    given = {**{f"argument {number}": value for number, value in enumerate(args)}, **kwargs}
+    what = next(f"{key} ({type(value).__name__})" for key, value in given.items() if not may_run_again(value))
+    return (
+        f"ssdtrain.plan: the block {name!r}, which all ranks of its group recompute, is called with {what}, an object that is no "
+        "tensor or plain value: without a second run here the others would wait for ever. Pass tensors (with a cache: "
+        'use_cache=False), leave the block out of plan.blocks, or set plan.recompute to "off"'
+    )

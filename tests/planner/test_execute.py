@@ -104,3 +104,40 @@ def test_a_recomputation_that_was_never_undone_gives_way_to_the_next(own: bool, 
     for restore in (dropped, undo) if first == "dropped" else (undo, dropped):
         restore()
     assert block.__dict__.get("forward") is before
+
+
+def test_a_plan_undoes_its_own_recomputation_and_not_that_of_the_user() -> None:
+    block, user, planned = torch.nn.Linear(4, 4), Counted(), Counted()
+    x = torch.randn(2, 4)
+    undo = recompute_modules({"block": block}, user)
+    for _ in range(2):  # a plan, and the next one
+        undo_plan = recompute_modules({"block": block}, planned, owner=planned)
+        block(x).sum().backward()
+        undo_plan()
+    assert (user.calls, planned.calls) == (0, 2)
+    block(x)
+    assert (user.calls, planned.calls) == (1, 2)
+    undo()
+    assert "forward" not in block.__dict__
+
+
+def test_what_replaced_the_forward_since_stays_when_a_plan_is_undone() -> None:
+    block, planned = torch.nn.Linear(4, 4), Counted()
+    undo = recompute_modules({"block": block}, planned)
+    block.forward = replaced = functools.partial(block.forward)
+    undo()
+    assert block.forward is replaced
+    assert block(torch.ones(2, 4)).shape == (2, 4) and not planned.calls
+
+
+def test_the_recomputation_of_an_owner_that_is_gone_is_none() -> None:
+    class Owner:
+        pass
+
+    block, dropped, checkpoint = torch.nn.Linear(4, 4), Owner(), Counted()
+    recompute_modules({"block": block}, checkpoint, owner=dropped)
+    del dropped
+    block(torch.ones(2, 4))
+    assert not checkpoint.calls
+    recompute_modules({"block": block}, checkpoint)()
+    assert "forward" not in block.__dict__

@@ -172,7 +172,7 @@ def test_a_block_with_side_effects_is_never_recomputed(kind: type[nn.Module]) ->
     if kind is Counts:
         assert [float(layer.runs) for layer in model.layers] == [ran] * 4
     else:
-        assert model.cache is not None and model.cache.ran == 4 * ran
+        assert model.cache is not None and model.cache.ran == 4 * (ran + 1)  # profiling began anew
 
 
 @pytest.mark.slow

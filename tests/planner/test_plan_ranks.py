@@ -32,7 +32,7 @@ class Sums(nn.Module):
         super().__init__()
         self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, _: Any = None) -> torch.Tensor:
         return x + self.dropout(Sum.apply(self.linear(x).tanh(), "all_reduce").tanh())
 
 
@@ -119,6 +119,47 @@ def _different_needs(rank: int) -> list[Any]:
     except RuntimeError as error:
         found.append(str(error))
     return found
+
+
+class Mask:
+    pass
+
+
+def _objects(rank: int) -> list[Any]:
+    """By the step from which on, and the rank on which blocks are called with an object: what came of it."""
+    found: list[Any] = []
+    for first, ranks in ((0, (0, 1)), (0, (1,)), (STEPS, (1,))):
+        model = Layers()
+        with _planned(model, LEAST, dist.group.WORLD) as runtime:
+            try:
+                for step in range(STEPS + 1):
+                    given = (Mask(),) if step >= first and rank in ranks else ()
+                    if step == STEPS and rank not in ranks:
+                        break  # the other one raises before its forward communicates
+                    with runtime.forward():
+                        x = torch.randn(16, WIDTH)
+                        for layer in model.layers:
+                            x = layer(x, *given)
+                        loss = x.square().mean()
+                    with runtime.backward():
+                        loss.backward()
+                    runtime.step_end()
+            except RuntimeError as error:
+                found.append(str(error))
+            else:
+                found.append(sorted(auto_of(runtime)._agreement.recomputed or ()))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_call_with_an_object_on_one_rank_is_an_error_and_not_a_wait_for_ever() -> None:
+    first, second = on_ranks(2, _objects)
+    assert first[0] == second[0] == []  # on all of them: no block is recomputed, and training goes on
+    for found in (first, second):
+        assert "'layers.0'" in found[1] and "on ranks [1]" in found[1] and "plan.blocks" in found[1]
+    assert first[2] == [f"layers.{n}" for n in range(LAYERS)]
+    assert "'layers.0'" in second[2] and "argument 1 (Mask)" in second[2] and "plan.blocks" in second[2]
 
 
 @pytest.mark.slow
