@@ -260,3 +260,4 @@ class ActivationOffload(Feature):
             self.engine.close()
         finally:
             self._close_store()
+            self.engine.drain()  # what the store has waited for gives its buffers back

@@ -133,6 +133,25 @@ def test_the_arena_is_unmapped_when_the_last_tensor_in_it_has_died(closed_runtim
     assert not arena._map.nbytes
 
 
+def test_the_arena_is_unmapped_also_where_stores_end_after_the_engine(closed_runtime: MakeRuntime) -> None:
+    """1. a store has begun; 2. its graph is dropped; 3. the engine does not wait for it; 4. the end of the store does."""
+    runtime = closed_runtime(WAYS[2], deadline="0s")
+    engine, pool = engine_of(runtime), pool_of(runtime)
+    pool.hold(begun=True)
+    x = torch.randn(64, 64, requires_grad=True)
+    with runtime.forward():
+        loss = x.sin().sum()
+    (store,) = [region.transfer.operation for region in engine.mover.stores]
+    assert store is not None and eventually(store.begun)
+    del loss
+    arena = engine.buffers._arena
+    engine.close()
+    assert arena is not None and arena._map.nbytes, "it is written from there"
+    pool.release()
+    runtime.close()
+    assert not arena._map.nbytes
+
+
 def test_close_says_what_it_waits_for(
     closed_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
