@@ -6,6 +6,7 @@ moment. Each library, and each fork of one, has a tracker of its own, which its 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -19,27 +20,55 @@ __all__ = ["register_trackers"]
 
 _FUNCTION = "get_cuda_rng_tracker"
 
+_MADE = "_CUDA_RNG_STATE_TRACKER_INITIALIZED"
+"""Where a module's function makes the tracker at its first call, with options of its own choice: False until a seed makes it."""
+
+
+class _NotRestorable(RuntimeError):
+    """Has why, as a clause."""
+
 
 def register_trackers() -> str:
     """Restore the states of every tracker that an imported module has, for every recomputation by `ssdtrain.checkpoint` and the
-    checkpoint functions made from it. They stay registered: blocks that exist may be recomputed later.
+    checkpoint functions made from it. They stay registered: blocks that exist may be recomputed later. A tracker that is made or
+    seeded later is read from then on; where its states cannot be restored, a recomputed block raises RuntimeError in its forward.
 
     Returns:
         Why blocks must not be recomputed, as a clause: states of a tracker cannot be restored; "": all can be.
     """
     for name, function in _functions().items():
+        tracker = functools.partial(_tracker, name, function)
         try:
-            tracker = function()
-            states = dict(tracker.get_states())
-            restorable = callable(tracker.set_states)
+            tracker()
+        except _NotRestorable as error:
+            return str(error)
         except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            return f"the random states of {name} cannot be read ({type(error).__name__}: {error})"
-        # Generators for CUDA graphs are shared with the device's: what forward advanced cannot be put back by handing them in.
-        shared = getattr(tracker, "use_cudagraphable_rng", False)
-        if shared or not restorable or not all(isinstance(state, torch.Tensor) for state in states.values()):
-            return f"the random states of {name} are no tensors (generators for CUDA graphs), which cannot be restored"
-        checkpoint.register_tracker(name, function)
+            return f"the random states of {name} cannot be read ({type(error).__name__}: {error}){_REMEDY}"
+        checkpoint.register_tracker(name, tracker)
     return ""
+
+
+_REMEDY = ': set plan.recompute to "off", or give the library a tracker without CUDA graphs'
+
+
+def _tracker(name: str, function: Callable[[], Any]) -> Any:
+    """What `function` returns; None where that is not made yet.
+
+    Raises:
+        _NotRestorable: its states cannot be restored.
+    """
+    home = sys.modules.get(getattr(function, "__module__", None) or "")
+    if home is not None and not vars(home).get(_MADE, True):
+        return None
+    tracker = function()
+    states = dict(tracker.get_states())
+    # Generators for CUDA graphs are shared with the device's: what forward advanced cannot be put back by handing them in.
+    shared = getattr(tracker, "use_cudagraphable_rng", False) or not callable(tracker.set_states)
+    if shared or not all(isinstance(state, torch.Tensor) for state in states.values()):
+        raise _NotRestorable(
+            f"the random states of {name} are no tensors (generators for CUDA graphs), which cannot be restored{_REMEDY}"
+        )
+    return tracker
 
 
 def _functions() -> dict[str, Callable[[], Any]]:

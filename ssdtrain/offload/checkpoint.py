@@ -75,12 +75,21 @@ class Checkpoint:
         """`register_random_state` of the generators of a framework's tracker, an object with `get_states` and `set_states`.
 
         Args:
-            tracker: returns it; it may be another object after a new seed.
+            tracker: returns it; it may be another object after a new seed. None: it is not made yet.
         """
-        # A tracker may keep the dict that it is given and write into it; the next recomputation needs it as it was.
-        self.register_random_state(
-            name, lambda: dict(tracker().get_states()), lambda states: tracker().set_states(dict(states))
-        )
+
+        def read() -> dict[str, Any]:
+            found = tracker()
+            return {} if found is None else dict(found.get_states())
+
+        def write(states: dict[str, Any]) -> None:
+            # Nothing was drawn from a tracker without states, and it would take itself for seeded.
+            found = tracker() if states else None
+            if found is not None:
+                # It may keep the dict that it is given and write into it; the next recomputation needs it as it was.
+                found.set_states(dict(states))
+
+        self.register_random_state(name, read, write)
 
     def unregister_random_state(self, name: str) -> None:
         self._random.pop(name, None)

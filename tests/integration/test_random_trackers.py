@@ -87,10 +87,51 @@ def test_a_plan_restores_the_states_of_every_tracker(tracker: Tracker) -> None:
     assert names == ["some_library.get_cuda_rng_tracker"]
 
 
+def test_a_tracker_is_made_by_its_library_and_restored_from_then_on(
+    tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, made = sys.modules["some_library"], []
+    library._CUDA_RNG_STATE_TRACKER_INITIALIZED = False  # type: ignore[attr-defined]
+    function = library.get_cuda_rng_tracker
+    monkeypatch.setattr(Tracker, "get_states", lambda self: made.append(self) or dict(self.states))
+    begin = dict(tracker.states)
+    torch.manual_seed(0)
+    expected = train(Stack(Drops))
+    tracker.states = dict(begin)
+    torch.manual_seed(0)
+    model = Stack(Drops)
+    with ssdtrain.attach(model, LEAST) as runtime:
+        assert function() is tracker and not made
+        library._CUDA_RNG_STATE_TRACKER_INITIALIZED = True  # type: ignore[attr-defined]
+        assert equal(expected, train(model))
+        plan = auto_of(runtime).plan
+        assert plan is not None and plan.count("recompute")
+
+
+def test_a_tracker_without_states_stays_without_a_seed(
+    tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker.states = {}
+    monkeypatch.setattr(Tracker, "set_states", lambda *_: pytest.fail("it was seeded"))
+    assert not register_trackers()
+    linear = nn.Linear(4, 4)
+    ssdtrain.checkpoint(linear, torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert linear.weight.grad is not None
+
+
+def test_generators_of_a_later_seed_are_an_error_with_a_remedy(tracker: Tracker) -> None:
+    tracker.states = {}
+    assert not register_trackers()
+    tracker.states["parallel"] = torch.Generator()
+    with pytest.raises(RuntimeError, match=r'some_library.* are no tensors .*plan\.recompute to "off"'):
+        ssdtrain.checkpoint(nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True))
+
+
 def test_generators_that_are_shared_cannot_be_restored(tracker: Tracker) -> None:
     tracker.states["parallel"] = torch.Generator()
     assert "some_library.get_cuda_rng_tracker are no tensors" in register_trackers()
-    with pytest.raises(ConfigError, match="can recompute no block here: the random states of some_library"):
+    why = r'can recompute no block here: the random states of some_library.*: set plan\.recompute to "off"'
+    with pytest.raises(ConfigError, match=why):
         ssdtrain.attach(Stack(Drops), LEAST)
 
 
@@ -99,3 +140,14 @@ def test_a_tracker_that_cannot_be_read_excludes_recomputation(
 ) -> None:
     monkeypatch.setattr(Tracker, "get_states", None)
     assert "cannot be read (TypeError" in register_trackers()
+
+
+@pytest.mark.slow
+def test_a_seed_of_megatron_core_chooses_the_kind_of_its_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = pytest.importorskip("megatron.core.tensor_parallel.random")
+    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
+    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", None)
+    assert not register_trackers()
+    ssdtrain.checkpoint(nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert random._CUDA_RNG_STATE_TRACKER is None
+    assert random._CUDA_RNG_STATE_TRACKER_INITIALIZED is False
