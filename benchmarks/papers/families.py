@@ -63,20 +63,22 @@ FAMILIES = {
     ),
     "size": Family(
         "Largest model on one GPU (ProTrain, arXiv 2406.08334)",
-        "GPT of width 4096, one sequence of 1024.",
-        "The planner keeps model state (16 bytes per parameter) on the device. ProTrain keeps it in host memory and "
-        "passes it through buffers; the engine can do so too ([model state in chunks](state.md)), plans for clusters "
-        "leave it out.",
-        (0.02, 0.1),
+        "GPT of width 4096, one sequence of 1024; model state (16 bytes per parameter) in host memory, of which the machines "
+        "have 384 GB and 1 TB (which could not be read); the optimizer on the CPU.",
+        "Host memory bounds both sizes, not the device: at 16 bytes for each parameter 34 and 75 billion take 544 GB and "
+        "1.2 TB, less what stays on the device. What ProTrain keeps for a parameter was not read; with 14 bytes (gradients "
+        "in the place of parameters) host memory would hold a seventh more.",
+        (0.65, 1.0),
     ),
     "ideal": Family(
         "Against unlimited memory, 2 x H100 NVL (TERAIO, arXiv 2506.06472)",
         "two pipeline stages, drives that reach 16 GB/s per GPU; microbatches of 1; batches of 128 with sequences of "
-        "4096, for Llama 3 70B 256 with 2048; bfloat16, where the paper has full precision: twice the bytes at half of "
-        "the FLOP rate, which need the same bandwidth.",
-        "TERAIO moves weights, gradients and optimizer state too. The planner leaves them on the device: a model whose "
-        "state fits runs at full speed, above the measured mean, and one of 70 billion parameters has no plan. For the "
-        "bandwidth the planner takes half of the peak FLOP rate; a slower run needs less in proportion.",
+        "4096, for Llama 3 70B 256 with 2048 (its state on SSD, microbatches of 8, the largest power of two that fits); "
+        "bfloat16, where the paper has full precision: twice the bytes at half of the FLOP rate, which need the same "
+        "bandwidth.",
+        "TERAIO moves weights, gradients and optimizer state of every model. Here state is on the device where it fits, and "
+        "the model runs at full speed, above the measured mean; only that of 70 billion parameters passes through the "
+        "device. For the bandwidth the planner takes half of the peak FLOP rate; a slower run needs less in proportion.",
         (0.9, 1.8),
     ),
 }

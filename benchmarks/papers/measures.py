@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.planner.cluster import Job, plan_job
-from ssdtrain.planner.plans import NoPlan, Objective
+from ssdtrain.planner.cluster import plan_job, problem_of
+from ssdtrain.planner.cluster_job import Job
+from ssdtrain.planner.cluster_state import placements
+from ssdtrain.planner.plans import Limits, NoPlan, Objective
+from ssdtrain.planner.search import search
 from ssdtrain.telemetry.text import YEAR_SECONDS
 
 __all__ = [
@@ -76,17 +79,17 @@ def gain_over_recomputation(job: Job, microbatch: int) -> float:
 
 
 def largest_model(job: Job, microbatch: int) -> float | None:
-    """Billions of parameters of the deepest model of this width that has a plan."""
+    """Billions of parameters of the deepest model of this width that fits with every block recomputed."""
 
     def deep(layers: int) -> Job:
         return replace(job, model=replace(job.model, layers=layers))
 
     fits, too_deep = 0, 1
-    while _fits(deep(too_deep), microbatch):
+    while _fits_recomputed(deep(too_deep), microbatch):
         fits, too_deep = too_deep, 2 * too_deep
     while too_deep - fits > 1:
         middle = (fits + too_deep) // 2
-        fits, too_deep = (middle, too_deep) if _fits(deep(middle), microbatch) else (fits, middle)
+        fits, too_deep = (middle, too_deep) if _fits_recomputed(deep(middle), microbatch) else (fits, middle)
     return deep(fits).model.parameters() / 1e9 if fits else None
 
 
@@ -102,6 +105,17 @@ def share_of_ideal(job: Job, microbatch: int) -> float | None:
 def _fits(job: Job, microbatch: int, slowdown: float | None = None) -> bool:
     try:
         plan_job(job, microbatch, slowdown=slowdown)
+    except (NoPlan, InvalidValue):
+        return False
+    return True
+
+
+def _fits_recomputed(job: Job, microbatch: int) -> bool:
+    try:
+        for last in job.ends:
+            problem, budget = problem_of(job, microbatch, placements(job, last)[0])
+            every = frozenset(range(len(problem.blocks))) - problem.fixed
+            search(replace(problem, always=every), Limits(budget))
     except (NoPlan, InvalidValue):
         return False
     return True

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.papers import measures
 from ssdtrain.config.units import GiB
-from ssdtrain.planner.cluster import Job
+from ssdtrain.planner.cluster_job import Job
 from ssdtrain.planner.hardware import Ssds, find_gpu
 from ssdtrain.planner.models import Layout, Transformer
 
@@ -91,21 +91,17 @@ WEAK_SCALING = (
     (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
 )
 
-# Parameters (billion), pp with tp 8 (0: ZeRO-3), GPUs, batch, microbatch, TFLOP/s per GPU.
-SAME_MODEL = (
-    (174.6, 12, 384, 1536, 1, 153),
-    (174.6, 12, 768, 1536, 1, 149),
-    (174.6, 12, 1536, 1536, 1, 141),
-    (529.6, 35, 560, 2240, 1, 171),
-    (529.6, 35, 1120, 2240, 1, 167),
-    (529.6, 35, 2240, 2240, 1, 159),
-    (174.6, 0, 384, 1536, 4, 144),
-    (174.6, 0, 768, 1536, 2, 88),
-    (174.6, 0, 1536, 1536, 1, 44),
-    (529.6, 0, 640, 2560, 4, 138),
-    (529.6, 0, 1120, 2240, 2, 98),
-    (529.6, 0, 2240, 2240, 1, 48),
-)
+# Parameters (billion), pp with tp 8 (0: ZeRO-3); for each run GPUs, batch, microbatch, TFLOP/s per GPU.
+SAME_MODEL = [
+    (billions, stages, *run)
+    for billions, stages, runs in (
+        (174.6, 12, ((384, 1536, 1, 153), (768, 1536, 1, 149), (1536, 1536, 1, 141))),
+        (529.6, 35, ((560, 2240, 1, 171), (1120, 2240, 1, 167), (2240, 2240, 1, 159))),
+        (174.6, 0, ((384, 1536, 4, 144), (768, 1536, 2, 88), (1536, 1536, 1, 44))),
+        (529.6, 0, ((640, 2560, 4, 138), (1120, 2240, 2, 98), (2240, 2240, 1, 48))),
+    )
+    for run in runs
+]
 
 
 def _gpt(heads: int, hidden: int, layers: int) -> Transformer:
@@ -205,8 +201,9 @@ def _protrain() -> list[Row]:
         what = f"{name} against DeepSpeed"
         found.append(_one("speed", what, "Table 3, second-hand", value, unit, gain, jobs[name], 4))
     wide = Transformer.of("gpt", hidden=4096, layers=1, sequence=1024)
-    for name, value in (("rtx3090", 34), ("a100", 75)):
-        job = Job(wide, Layout(), find_gpu(name), batch=1, node=1)
+    for name, value, host in (("rtx3090", 34, 384e9), ("a100", 75, 1e12)):
+        away: dict[str, Any] = {"host": int(host), "state": "host", "cpu_rate": 200e9}
+        job = Job(wide, Layout(), find_gpu(name), batch=1, node=1, **away)
         where = "Table 2, second-hand"
         found.append(_one("size", name.upper(), where, value, "billion", measures.largest_model, job))
     return found
@@ -237,7 +234,7 @@ def _teraio() -> list[Row]:
     mean = "mean of all models; here of Llama 3 8B and Granite 8B"
     return [
         Row("ideal", mean, "abstract, 4.2", 80.7, 80.7, "%", ideal, (llama, granite), 1),
-        _one("ideal", "Llama 3 70B", "4.2", 59.7, "%", ideal, large),
+        _one("ideal", "Llama 3 70B", "4.2", 59.7, "%", ideal, replace(large, state="ssd"), 8),
         Row(
             "ideal", "Llama 3 8B: bandwidth that is enough", "2.2, Fig. 3", 32, 48, "GB/s", need, (llama,), 1
         ),

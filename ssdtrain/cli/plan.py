@@ -18,7 +18,8 @@ from ssdtrain.cli.options import given, number, rate, whole
 from ssdtrain.cli.progress import progress
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB, parse_size
-from ssdtrain.planner.cluster import ClusterPlan, Job, best_plan, plan_job
+from ssdtrain.planner.cluster import ClusterPlan, best_plan, plan_job
+from ssdtrain.planner.cluster_job import Job
 from ssdtrain.planner.explain import figures, rows, with_more
 from ssdtrain.planner.hardware import GPUS, find_gpu, parse_ssds
 from ssdtrain.planner.models import FAMILIES, Layout, Transformer
@@ -145,7 +146,19 @@ def parser() -> argparse.ArgumentParser:
         "--host",
         type=given(parse_size),
         default=0,
-        help="host memory of a node for activations; default: none",
+        help="host memory of a node for activations and model state; default: none",
+    )
+    machine.add_argument(
+        "--state",
+        choices=("device", "host", "ssd"),
+        default="device",
+        help="where parameters, gradients and optimizer state are: blocks of them pass through the device. Default: device",
+    )
+    machine.add_argument(
+        "--cpu-optimizer",
+        type=rate,
+        default=0.0,
+        help="rate of a node's memory, such as 200GB/s, where CPUs run the optimizer of these blocks; default: the device does",
     )
     machine.add_argument(
         "--gpus-per-node", type=whole(), default=8, help="which share drives and host memory"
@@ -245,6 +258,8 @@ def job_of(chosen: Any) -> Job:
         gradient=chosen.gradient_bytes,
         optimizer=chosen.optimizer_bytes,
         recompute=not chosen.no_recompute,
+        state=chosen.state,
+        cpu_rate=chosen.cpu_optimizer,
     )
 
 
@@ -319,6 +334,14 @@ def summary(plan: ClusterPlan, found: dict[str, Any]) -> list[tuple[str, str]]:
         ("model TFLOP/s per GPU", f"{found['tflops_per_gpu']:.0f}"),
         ("model state per GPU", size_text(state)),
     ]
+    if plan.job.state != "device":
+        where = {"host": "host memory", "ssd": "SSD"}[plan.job.state]
+        away = max(stage.placement.away for stage in plan.stages) * plan.job.local_node
+        lines += [
+            (f"model state in {where} per node", size_text(away)),
+            ("blocks whose state stays on the device", str(plan.stages[0].placement.persistent)),
+            ("wait for the optimizer", duration_text(plan.update_seconds[1])),
+        ]
     if plan.job.ssds is None:
         return lines
     share = plan.job.ssds.write_rate / plan.job.local_node

@@ -1,10 +1,4 @@
-"""Plans of a training job on machines that are not at hand: shapes and published figures in, a plan of each pipeline stage out.
-
-What is assumed, beside `ssdtrain.planner.models` and `hardware`: a block's backward takes twice its forward; tensor-parallel
-all-reduces (two in forward, two in backward) are not overlapped; gradients are reduced after the last backward; drives are
-shared evenly by the GPUs of a node. Interleaved stages are planned as if a rank's blocks were one chunk, with the microbatches
-alive that the interleaved schedule has.
-"""
+"""Plans of a training job on machines that are not at hand: a plan of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -15,198 +9,14 @@ from functools import cached_property
 from operator import attrgetter
 
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.config.units import GiB, format_size
-from ssdtrain.planner.hardware import LINK_EFFICIENCY, MATMUL_EFFICIENCY, Gpu, Ssds
-from ssdtrain.planner.models import BlockKind, Layout, Transformer, model_state_bytes
+from ssdtrain.planner.cluster_job import Job
+from ssdtrain.planner.cluster_state import Placement, placements
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem, actions_for
 from ssdtrain.planner.search import search
-from ssdtrain.planner.step import Block, Link, Machine, Tier, one_forward_one_backward
+from ssdtrain.planner.step import StepTimeline, one_forward_one_backward
+from ssdtrain.planner.timeline import kept_step
 
-__all__ = ["ClusterPlan", "Job", "Stage", "best_plan", "plan_job"]
-
-OPTIMIZER_TRAFFIC = 28
-"""Bytes of device memory that Adam in mixed precision reads and writes per parameter."""
-
-ITEMSIZE = 2
-
-
-@dataclass(frozen=True)
-class Job:
-    """A model, how it is spread, and what it runs on.
-
-    Attributes:
-        batch: sequences in a step, over all data-parallel ranks; 0: as many as fill the pipeline four times.
-        ssds: of one node; None: none.
-        host: bytes of host memory per node for offloaded activations; 0: none.
-        network: bytes per second of one GPU to another node.
-        node: GPUs of a node, which share its drives and host memory.
-        reserve: bytes of device memory for the driver, communication buffers and fragmentation.
-        efficiency: part of the GPU's peak FLOP rate that computation reaches.
-        gradient, optimizer: bytes per parameter of gradients and of optimizer state (12: Adam with a float32 copy; 0: plain SGD).
-        recompute: may be chosen.
-    """
-
-    model: Transformer
-    layout: Layout
-    gpu: Gpu
-    ssds: Ssds | None = None
-    host: int = 0
-    batch: int = 0
-    network: float = 50e9
-    node: int = 8
-    reserve: int = 4 * GiB
-    efficiency: float = MATMUL_EFFICIENCY
-    gradient: int = 2
-    optimizer: int = 12
-    recompute: bool = True
-
-    def __post_init__(self) -> None:
-        blocks, chunks = len(self.model.block_kinds), self.layout.pp * self.layout.virtual
-        if blocks % chunks:
-            raise InvalidValue(
-                f"has {blocks} blocks on {chunks} pipeline chunks", "a number of blocks that they divide"
-            )
-        if self.model.heads % self.layout.tp or self.model.hidden % self.layout.tp:
-            raise InvalidValue(
-                f"has {self.model.heads} heads and hidden {self.model.hidden} on {self.layout.tp} tensor-parallel ranks",
-                "a number of ranks that divides both",
-            )
-        if not 0 < self.efficiency <= 1:
-            raise InvalidValue(f"has the efficiency {self.efficiency}", "above 0, at most 1")
-
-    @property
-    def local_node(self) -> int:
-        """GPUs that share a node's drives."""
-        return min(self.node, self.layout.ranks)
-
-    def microbatches(self, microbatch: int) -> int:
-        """Of one step, on each data-parallel rank; 0: the batch is no multiple."""
-        if not self.batch:
-            return 4 * self.layout.pp
-        each, rest = divmod(self.batch, microbatch * self.layout.dp)
-        return 0 if rest else each
-
-    def rank_parameters(self, last: bool) -> float:
-        """Of the first or the last pipeline stage, on one tensor-parallel rank."""
-        model, layout = self.model, self.layout
-        blocks = sum(model.block_parameters(kind) for kind in self.stage_kinds(last))
-        ends = 0 if last else model.embedding_parameters()
-        if last or layout.pp == 1:
-            ends += model.head_parameters()
-            if model.tied and layout.pp > 1:
-                ends += model.vocabulary * model.hidden
-        shared, experts = blocks, 0  # experts are spread over ranks of their own
-        if model.experts > 1:
-            each = 3 * model.hidden * model.ffn
-            experts = len(self.stage_kinds(last)) * model.experts * each
-            shared -= experts
-        return (shared + ends + experts / layout.expert) / layout.tp
-
-    def stage_kinds(self, last: bool) -> tuple[BlockKind, ...]:
-        kinds = self.model.block_kinds
-        each = len(kinds) // self.layout.pp
-        return kinds[-each:] if last else kinds[:each]
-
-    def state_bytes(self, last: bool) -> dict[str, int]:
-        """Of one rank, by what they are."""
-        parameters = self.rank_parameters(last)
-        found = model_state_bytes(parameters, self.layout, gradient=self.gradient, optimizer=self.optimizer)
-        if self.layout.zero >= 3:
-            found["gathered parameters"] = int(2 * ITEMSIZE * self.model.block_parameters() / self.layout.tp)
-        return found
-
-    def blocks(self, microbatch: int, last: bool) -> list[Block]:
-        """Of the first or the last pipeline stage."""
-        model, layout = self.model, self.layout
-        rate = layout.tp * self.gpu.flops * self.efficiency
-        tokens = microbatch * model.sequence
-        message = tokens * model.hidden * ITEMSIZE
-        reduced = 2 * (layout.tp - 1) / layout.tp * message / (self.tp_rate * LINK_EFFICIENCY)
-        inputs = model.block_input_bytes(microbatch, layout)
-        wide = tokens * model.ffn * (model.top_k if model.experts > 1 else 1) * ITEMSIZE // layout.tp
-        found = []
-        for number, kind in enumerate(self.stage_kinds(last)):
-            computing = model.block_flops(microbatch, kind) / rate
-            reduces = 3 if kind == "decoder" else 2
-            found.append(
-                Block(
-                    f"{kind} {number}",
-                    computing + reduces * reduced,
-                    2 * computing + reduces * reduced,
-                    saved=model.saved_bytes(microbatch, layout, kind),
-                    recompute=computing + reduces * reduced,
-                    inputs=inputs,
-                    # Gradients of the MLP's inner tensors and of the residual.
-                    backward_transient=2 * wide + message,
-                )
-            )
-        if last or layout.pp == 1:
-            computing = model.head_flops(microbatch) / rate
-            found.append(
-                Block(
-                    "head",
-                    computing,
-                    2 * computing,
-                    saved=model.head_saved_bytes(microbatch, layout),
-                    backward_transient=model.head_transient_bytes(microbatch, layout),
-                )
-            )
-        return found
-
-    @property
-    def tp_rate(self) -> float:
-        return self.gpu.peer_rate if self.layout.tp <= self.node else self.network
-
-    def machine(self, largest: int) -> Machine:
-        """For one rank; buffers hold one block on the device, two ahead and four on their way to a drive.
-
-        Args:
-            largest: bytes that the largest block saves.
-        """
-        link = self.gpu.host_rate * LINK_EFFICIENCY
-        tiers = []
-        if self.host:
-            tiers.append(Tier("host", link, link, capacity=self.host // self.local_node))
-        if self.ssds is not None:
-            each = self.ssds.write_rate / self.local_node, self.ssds.read_rate / self.local_node
-            tiers.append(Tier("ssd", min(each[0], link), min(each[1], link)))
-        return Machine(
-            tuple(tiers), Link(link, link), in_flight=4 * largest, prefetch=2 * largest, window=largest
-        )
-
-    def alive(self, last: bool, microbatches: int) -> int:
-        """Microbatches between forward and backward, at most."""
-        layout = self.layout
-        if last:
-            return 1
-        chunks = (
-            layout.pp if layout.virtual == 1 else (layout.virtual - 1) * layout.pp + 2 * (layout.pp - 1) + 1
-        )
-        return min(microbatches, -(-chunks // layout.virtual))
-
-    @property
-    def ends(self) -> tuple[bool, ...]:
-        """Pipeline stages that are planned, by whether they are the last one."""
-        return (False, True) if self.layout.pp > 1 else (False,)
-
-    def bandwidth_for_all(self, microbatch: int) -> float:
-        """Bytes per second that one GPU would have to write if every block were offloaded and nothing were recomputed."""
-        stages = [self.blocks(microbatch, last) for last in self.ends]
-        return max(
-            2 * sum(b.saved for b in stage) / sum(b.forward + b.backward for b in stage) for stage in stages
-        )
-
-    def update_seconds(self) -> tuple[float, float]:
-        """(reducing gradients over dp, optimizer) of the larger stage."""
-        layout = self.layout
-        parameters = max(self.rank_parameters(False), self.rank_parameters(True))
-        rate = self.gpu.peer_rate if layout.ranks <= self.node else self.network
-        volume = 2 * (layout.dp - 1) / layout.dp * parameters * ITEMSIZE * (1.5 if layout.zero >= 3 else 1)
-        split = layout.dp if layout.zero else 1
-        return (
-            volume / (rate * LINK_EFFICIENCY),
-            parameters * OPTIMIZER_TRAFFIC / split / self.gpu.memory_rate,
-        )
+__all__ = ["ClusterPlan", "Stage", "best_plan", "plan_job", "problem_of"]
 
 
 @dataclass(frozen=True)
@@ -218,6 +28,7 @@ class Stage:
         alive: microbatches between forward and backward.
         simulated: microbatches that the plans' time lines play.
         budget: bytes that activations may take on the device.
+        placement: where model state is.
     """
 
     last: bool
@@ -226,7 +37,7 @@ class Stage:
     alive: int
     simulated: int
     budget: int
-    state: dict[str, int]
+    placement: Placement
 
     @property
     def plan(self) -> Plan:
@@ -240,6 +51,20 @@ class Stage:
     def compute_seconds(self) -> float:
         """Of one microbatch with everything kept."""
         return sum(block.forward + block.backward for block in self.problem.blocks)
+
+    @property
+    def state(self) -> dict[str, int]:
+        """Bytes of model state on the device, by what they are."""
+        return self.placement.device
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """That the device waits for the optimizer in a step."""
+        backward = sum(
+            block.backward + (block.recompute if action == "recompute" else 0.0)
+            for block, action in zip(self.problem.blocks, self.plan.actions, strict=True)
+        )
+        return self.placement.optimizer_seconds(backward)
 
 
 @dataclass(frozen=True)
@@ -266,7 +91,13 @@ class ClusterPlan:
     @property
     def step_seconds(self) -> float:
         busy = self.microbatches * self.slowest.seconds(self.slowest.plan)
-        return busy + self.bubble_seconds + sum(self.job.update_seconds())
+        return busy + self.bubble_seconds + sum(self.update_seconds)
+
+    @property
+    def update_seconds(self) -> tuple[float, float]:
+        """(reducing gradients over dp, optimizer)."""
+        reducing, _ = self.job.update_seconds()
+        return reducing, max(stage.optimizer_seconds for stage in self.stages)
 
     @property
     def ideal_seconds(self) -> float:
@@ -292,8 +123,12 @@ class ClusterPlan:
         )
 
     def written_per_step(self) -> float:
-        """Bytes that the busiest GPU writes to SSD."""
-        return max(stage.plan.written / stage.simulated for stage in self.stages) * self.microbatches
+        """Bytes that the busiest GPU writes to SSD, of activations and model state."""
+        return max(
+            stage.plan.written / stage.simulated * self.microbatches
+            + (stage.placement.written_by_optimizer if self.job.state == "ssd" else 0)
+            for stage in self.stages
+        )
 
     def needed_bandwidth(self) -> float:
         """Bytes per second that one GPU must write for all that is offloaded to hide: half of a microbatch's time is forward's
@@ -334,36 +169,76 @@ def plan_job(
             f"has a batch of {job.batch} sequences for microbatches of {microbatch} on {job.layout.dp} data-parallel ranks",
             "a multiple",
         )
-    stages = []
-    for last in job.ends:
-        state = job.state_bytes(last)
-        budget = job.gpu.memory - job.reserve - sum(state.values())
-        if budget <= 0:
-            parts = ", ".join(f"{name} {format_size(size)}" for name, size in state.items())
-            raise InvalidValue(
-                f"needs {format_size(sum(state.values()))} of model state per GPU ({parts}) beside {format_size(job.reserve)} of "
-                f"reserve, and {job.gpu.name} has {format_size(job.gpu.memory)}",
-                "more tensor, pipeline or ZeRO parallelism, or a larger GPU",
-            )
-        blocks = job.blocks(microbatch, last)
-        machine = job.machine(max(block.saved for block in blocks))
-        alive = job.alive(last, count)
-        simulated = min(count, alive + 2)
-        head = frozenset(number for number, block in enumerate(blocks) if block.name == "head")
-        problem = Problem(
-            [blocks],
-            one_forward_one_backward(simulated, alive),
-            machine,
-            actions_for(machine, recompute=job.recompute),
-            head,
-        )
-        given = limits or Limits()
-        per_step = None if given.written is None else given.written * simulated
-        kept = simulated * sum(block.forward + block.backward for block in blocks)
-        seconds = given.seconds if slowdown is None else (1 + slowdown) * kept
-        plans = search(problem, Limits(budget, per_step, seconds), objective)
-        stages.append(Stage(last, problem, plans, alive, simulated, budget, state))
+    given, objective = limits or Limits(), objective or Objective()
+    stages = [_plan_stage(job, microbatch, last, given, objective, slowdown) for last in job.ends]
     return ClusterPlan(job, microbatch, stages)
+
+
+def simulated_microbatches(job: Job, microbatch: int, last: bool) -> tuple[int, int]:
+    """Those alive at once, and those that a time line plays."""
+    count = job.microbatches(microbatch)
+    alive = job.alive(last, count)
+    return alive, min(count, alive + 2)
+
+
+def problem_of(job: Job, microbatch: int, place: Placement) -> tuple[Problem, int]:
+    """What is searched for a pipeline stage whose model state is there, and bytes for activations on the device."""
+    plain = job.blocks(microbatch, place.last)
+    alive, simulated = simulated_microbatches(job, microbatch, place.last)
+    machine = job.machine(max(block.saved for block in plain), place.away, place.buffers)
+    problem = Problem(
+        [place.blocks(plain, job.microbatches(microbatch))],
+        one_forward_one_backward(simulated, alive),
+        machine,
+        actions_for(machine, recompute=job.recompute),
+        frozenset(number for number, block in enumerate(plain) if block.name == "head"),
+    )
+    return problem, job.gpu.memory - job.reserve - sum(place.device.values())
+
+
+def _plan_stage(
+    job: Job, microbatch: int, last: bool, limits: Limits, objective: Objective, slowdown: float | None
+) -> Stage:
+    """The best plan of all placements of model state."""
+    alive, simulated = simulated_microbatches(job, microbatch, last)
+    count = job.microbatches(microbatch)
+    per_step = None if limits.written is None else limits.written * simulated
+
+    def value(place: Placement, problem: Problem, plan: Plan) -> float:
+        stage = Stage(last, problem, [plan], alive, simulated, 0, place)
+        time = stage.seconds(plan) * count + stage.optimizer_seconds
+        memory = plan.peak + sum(place.device.values())
+        written = plan.written / simulated * count
+        return objective.time * time + objective.memory * memory + objective.wear * written
+
+    def at_least(place: Placement, problem: Problem) -> float:
+        """With everything kept, whose memory and writes count nothing."""
+        kept = ("keep",) * len(problem.blocks)
+        seconds = kept_step(problem).seconds
+        return value(place, problem, Plan(kept, StepTimeline(seconds, seconds, 0.0, 0.0, 0.0, 0, 0.0)))
+
+    best: tuple[float, Stage] | None = None
+    failed: NoPlan | None = None
+    tried = [(place, *problem_of(job, microbatch, place)) for place in placements(job, last)]
+    bounds = [at_least(place, problem) for place, problem, _ in tried] if len(tried) > 1 else [0.0]
+    for bound, (place, problem, budget) in sorted(zip(bounds, tried, strict=True), key=lambda one: one[0]):
+        if best is not None and bound >= best[0]:
+            break
+        kept = sum(simulated * (block.forward + block.backward) for block in problem.blocks)
+        seconds = limits.seconds if slowdown is None else (1 + slowdown) * kept
+        try:
+            plans = search(problem, Limits(budget, per_step, seconds), objective)
+        except NoPlan as error:
+            if failed is None or error.nearer_than(failed):
+                failed = error
+            continue
+        found = value(place, problem, plans[0])
+        if best is None or found < best[0]:
+            best = found, Stage(last, problem, plans, alive, simulated, budget, place)
+    if best is None:
+        assert failed is not None
+        raise failed
+    return best[1]
 
 
 def sizes(job: Job) -> Iterator[int]:

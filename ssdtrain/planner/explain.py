@@ -8,7 +8,8 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ssdtrain.config.units import GiB
-from ssdtrain.planner.cluster import ClusterPlan, Job, Stage
+from ssdtrain.planner.cluster import ClusterPlan, Stage
+from ssdtrain.planner.cluster_job import Job
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import Block, StepTimeline
@@ -160,7 +161,7 @@ def figures(plan: ClusterPlan, largest: int | None = None) -> dict[str, Any]:
     job, life = plan.job, plan.life_seconds()
     steps_a_year = YEAR_SECONDS / plan.step_seconds
     drives = job.ssds.count if job.ssds is not None else 0
-    reducing, updating = job.update_seconds()
+    reducing, updating = plan.update_seconds
     return {
         "model": asdict(job.model),
         "layout": asdict(job.layout),
@@ -194,6 +195,9 @@ def _stage_figures(stage: Stage) -> dict[str, Any]:
         "stage": "last" if stage.last else "first",
         "microbatches_alive": stage.alive,
         "model_state_bytes": stage.state,
+        "model_state_bytes_away": stage.placement.away,
+        "persistent_blocks": stage.placement.persistent,
+        "state_buffers": stage.placement.buffers,
         "activation_budget_bytes": stage.budget,
         "activation_peak_bytes": stage.plan.peak,
         "microbatch_seconds": stage.seconds(stage.plan),

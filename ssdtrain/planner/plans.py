@@ -148,6 +148,11 @@ class NoPlan(ValueError):
             "tensor or pipeline parallelism, or a faster or larger tier"
         )
 
+    def nearer_than(self, other: NoPlan) -> bool:
+        """Less is missing on the device."""
+        mine, others = ((one.smallest.peak - (one.limits.device or 0)) for one in (self, other))
+        return mine < others
+
 
 def _parts(plan: Plan, blocks: Sequence[Block]) -> dict[str, int]:
     kept = sum(b.saved for b, action in zip(blocks, plan.actions, strict=True) if action == "keep")

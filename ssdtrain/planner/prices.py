@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.planner.cluster import ClusterPlan, Job
+from ssdtrain.planner.cluster import ClusterPlan
+from ssdtrain.planner.cluster_job import Job
 from ssdtrain.planner.plans import Objective
 
 __all__ = ["Prices"]

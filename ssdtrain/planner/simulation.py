@@ -33,14 +33,9 @@ from math import inf
 
 from ssdtrain.planner.occupancy import Occupancy
 from ssdtrain.planner.parts import first_operator, largest_two
+from ssdtrain.planner.passing import Passing
 from ssdtrain.planner.queues import Bounded, Job, Parting, Saved, Server
-from ssdtrain.planner.step import (
-    DEVICE,
-    Block,
-    BlockTimes,
-    Choice,
-    Machine,
-)
+from ssdtrain.planner.step import DEVICE, Block, BlockTimes, Choice, Machine
 
 __all__ = ["Simulation"]
 
@@ -84,6 +79,7 @@ class Simulation:
         self.tapes: dict[tuple[int, int], tuple[list[Saved], float]] = {}  # and the end of its forward
         self.backward_began: float | None = None  # the latest
         self.blocks = [[BlockTimes() for _ in chunk] for chunk in chunks]
+        self.passing = Passing(self)
 
     def run(self, seconds: float) -> None:
         self.now += seconds
@@ -112,8 +108,10 @@ class Simulation:
                 while self.stores and self.end_store(wait=False):
                     pass
                 self.depart()
+            self.passing.load((chunk, owners[index]), block.forward_loads, 0, times)
             began = self.now
             self.run(block.forward)
+            self.passing.used((chunk, owners[index]))
             whole = block.saved + block.small
             alive = min(whole, block.inputs + largest_two(block)) if choice.recompute else whole
             self.hold(began, alive + block.fixed + block.forward_transient)
@@ -281,7 +279,8 @@ class Simulation:
                 self.choices[chunk][index],
                 self.blocks[chunk][index],
             )
-            saved = tape[index]
+            saved, key = tape[index], (chunk, self.owners[chunk][index])
+            self.passing.load(key, block.backward_loads, block.forward_loads, times)
             left = 0.0
             requested = next((part.saved for part in reversed(block.parts) if part.saved), saved.nbytes)
             passed.append(total + min(requested, saved.nbytes))
@@ -322,6 +321,7 @@ class Simulation:
                 self.hold(began, block.small)
                 self.run(block.recompute)
             self.run(block.backward)
+            self.passing.used(key, block.backward_stores)
             pooled = saved.nbytes if saved.pooled else 0
             alive = block.saved + block.small + block.fixed + block.backward_transient
             lingers = saved.nbytes if left > self.host else 0

@@ -62,6 +62,12 @@ class Block:
     parts: tuple[Block, ...] = ()
     """What it saves, in forward order, where that is known more finely: stores begin and loads are needed part by part. Their
     seconds and bytes add up to the block's."""
+    forward_loads: int = 0
+    """Bytes of model state that come to the device for its forward (its parameters, where they pass through buffers)."""
+    backward_loads: int = 0
+    """The same for its backward: its parameters again, and gradients that are summed on the device."""
+    backward_stores: int = 0
+    """Bytes of model state that leave after its backward: gradients."""
     compressed: Block | None = None
     """The block as it is where its linear layers keep compressed inputs; None: that saves nothing."""
 
@@ -136,6 +142,8 @@ class Machine:
     their room in `in_flight`, and not before. `hook`: seconds of the host for one operator and its
     hook, with a link, where the host is ahead of the device by as much as it is faster; None: not known, and it is not ahead.
     `copies`: bytes per second of a copy within the memory that tensors are in; None: not known, and blocks leave whole.
+    `state`: the drives of model state that passes through the device (see `ssdtrain.planner.passing`), the same as the tier of
+    that name; None: it is in host memory. `state_buffers`: blocks whose state is there at a time, beside those that stay.
     """
 
     tiers: tuple[Tier, ...] = ()
@@ -148,6 +156,8 @@ class Machine:
     hook: float | None = None
     copies: float | None = None
     in_order: bool = False
+    state: Tier | None = None
+    state_buffers: int = 2
 
 
 @dataclass(frozen=True, slots=True)

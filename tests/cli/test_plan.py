@@ -132,6 +132,7 @@ def test_the_cheapest_run_writes_less_where_drives_cost_more(capsys: pytest.Capt
         ("--gpus-per-node", "0", "is 0"),
         ("--gradient-bytes", "-2", "is negative; allowed: bytes"),
         ("--optimizer-bytes", "x", "is not a whole number"),
+        ("--cpu-optimizer", "0GB/s", "is 0; allowed: above 0"),
     ],
 )
 def test_a_value_that_cannot_be_is_an_error_that_names_option_value_and_remedy(
@@ -149,3 +150,16 @@ def test_a_value_that_cannot_be_is_an_error_that_names_option_value_and_remedy(
 def test_a_price_of_drives_needs_drives(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--gpu-hour", "2", "--drive-price", "400"]) == 1
     assert "--ssd" in capsys.readouterr().err
+
+
+def test_model_state_in_host_memory_is_in_the_table_and_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    host = [*SMALL[:-1], "rtx4090", "--microbatch", "1", "--no-alternatives", "--gpus-per-node", "1"]
+    host += ["--batch", "2", "--state", "host", "--host", "100GB", "--cpu-optimizer", "200GB/s"]
+    assert main(host) == 0
+    shown = capsys.readouterr().out
+    assert "model state in host memory per node" in shown
+    assert "wait for the optimizer" in shown
+    assert main([*host, "--json"]) == 0
+    [stage] = json.loads(capsys.readouterr().out)["stages"]
+    assert stage["model_state_bytes_away"] > 0
+    assert stage["persistent_blocks"] <= 8

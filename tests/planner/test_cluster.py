@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.planner.cluster import Job, best_plan, plan_job
+from ssdtrain.planner.cluster import best_plan, plan_job
+from ssdtrain.planner.cluster_job import Job
 from ssdtrain.planner.hardware import find_gpu, parse_ssds
 from ssdtrain.planner.models import Layout, Transformer
 from ssdtrain.planner.plans import NoPlan

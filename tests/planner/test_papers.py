@@ -33,10 +33,10 @@ def test_ratios_stay_within_the_bounds_of_their_family(found: list[Compared]) ->
 
 
 def test_what_has_no_plan_is_said_so(found: list[Compared]) -> None:
-    without = [one for one in found if one.computed is None]
-    assert [one.row.what for one in without] == ["Llama 3 70B"]
-    assert without[0].far
-    assert "| no plan | - | yes |" in page(without)
+    assert not [one.row.what for one in found if one.computed is None]
+    without = Compared(found[0].row, None)
+    assert without.far
+    assert "| no plan | - | yes |" in page([without])
 
 
 def test_a_ratio_to_a_range_is_to_its_nearest_end(found: list[Compared]) -> None:

@@ -1,0 +1,108 @@
+"""Plans of clusters whose model state is in host memory or on SSD."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ssdtrain.config.errors import InvalidValue
+from ssdtrain.planner.cluster import ClusterPlan, plan_job
+from ssdtrain.planner.cluster_job import Job
+from ssdtrain.planner.cluster_state import placements
+from ssdtrain.planner.hardware import find_gpu, parse_ssds
+from ssdtrain.planner.models import Layout, Transformer
+
+GB = 10**9
+
+
+def job(**more: Any) -> Job:
+    """A model of 16 GB of state, a GPU of 24 GiB. Without recomputation, so that searches are short."""
+    model = Transformer.of("gpt", hidden=4096, layers=4, sequence=1024)
+    given = {"host": 100 * GB, "node": 1, "batch": 4, "reserve": 4 * GB, "recompute": False, **more}
+    return Job(model, given.pop("layout", Layout()), find_gpu("rtx4090"), **given)
+
+
+def large(**more: Any) -> Job:
+    """Twice as deep: its state does not fit on the device."""
+    given = job(**more)
+    return replace(given, model=replace(given.model, layers=8))
+
+
+def test_state_that_does_not_fit_on_the_device_passes_through_it() -> None:
+    with pytest.raises(InvalidValue, match=r"of model state per GPU.*--state"):
+        plan_job(large(), 1)
+    plan = plan_job(large(state="host"), 1)
+    [stage] = plan.stages
+    place = stage.placement
+    assert 0 <= place.persistent < 8
+    assert stage.plan.peak + sum(place.device.values()) <= plan.job.gpu.memory - plan.job.reserve
+    assert sum(place.device.values()) + place.away >= sum(plan.job.state_bytes(False).values()) - 1000
+
+
+def _moved(plan: ClusterPlan) -> float:
+    """Seconds in which the link to the device is busy with model state in a step."""
+    loads = sum(each["parameters"] for each in plan.stages[0].placement.passing)
+    return loads * plan.microbatches / plan.job.link_rate
+
+
+def test_a_step_takes_no_less_than_the_link_needs_for_state() -> None:
+    plan = plan_job(large(state="host"), 1)
+    assert plan.step_seconds > _moved(plan)
+    assert plan.update_seconds[1] >= plan.stages[0].placement.away / plan.job.link_rate
+
+
+def test_more_sequences_at_once_hide_more_of_the_loads() -> None:
+    few, many = (plan_job(large(state="host", batch=16), size) for size in (1, 4))
+    assert many.tokens_per_second > 1.5 * few.tokens_per_second
+
+
+def test_host_memory_bounds_model_state_and_activations_together() -> None:
+    with pytest.raises(
+        InvalidValue, match=r"needs .* in the host memory of a node for model state, .*--host"
+    ):
+        plan_job(large(state="host", host=10 * GB), 1)
+    place = placements(large(state="host"), False)[0]
+    machine = large(state="host").machine(1, place.away, place.buffers)
+    [tier] = machine.tiers
+    assert tier.capacity == 100 * GB - place.away
+    with pytest.raises(InvalidValue, match="in the drives of a node"):
+        plan_job(large(state="ssd", ssds=parse_ssds("1 x 7GB/s, 10GB")), 1)
+
+
+def test_an_optimizer_on_cpus_runs_while_backward_does_and_keeps_its_state_there() -> None:
+    fast, slow = (plan_job(large(state="host", cpu_rate=rate), 4) for rate in (1000e9, 20e9))
+    assert fast.step_seconds < slow.step_seconds
+    [stage] = slow.stages
+    parameters = 8 * slow.job.block_parameters("block")
+    backward = sum(block.backward for block in stage.problem.blocks)
+    assert slow.update_seconds[1] < 28 * parameters / 20e9
+    assert slow.update_seconds[1] >= 28 * parameters / 20e9 - 2 * backward
+    assert stage.placement.away >= 12 * parameters - 1000
+
+
+def test_state_on_drives_wears_them() -> None:
+    drives = parse_ssds("4 x 7GB/s, 1TB, 1 DWPD")
+    plan = plan_job(large(state="ssd", ssds=drives, host=0), 1)
+    [stage] = plan.stages
+    gradients = sum(each["gradients"] for each in stage.placement.passing)
+    assert plan.written_per_step() >= gradients * plan.microbatches + stage.placement.away - gradients
+    assert plan.life_seconds() == pytest.approx(4 * 1825e12 / plan.written_per_step() * plan.step_seconds)
+
+
+def test_state_on_the_device_is_planned_as_without_host_memory_for_it() -> None:
+    plan = plan_job(job(), 1)
+    assert plan.stages[0].placement.away == 0
+    assert plan.update_seconds == plan.job.update_seconds()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"state": "host", "host": 0}, "no host memory; allowed: --host"),
+        ({"state": "ssd"}, "no drives; allowed: --ssd"),
+        ({"cpu_rate": 1e9}, "allowed: --state host"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_an_error(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidValue, match=why):
+        job(**given)
