@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import ssdtrain
@@ -82,7 +83,7 @@ def test_engines_that_exist_restore_random_states_after_uninstall(
     read = [state.read for state in registered.values()]
     ssdtrain_ds.install()
     tracker = _compat.rng_tracker()
-    tracker.states_["probe"] = "state"
+    tracker.states_["probe"] = torch.zeros(1)
     try:
         found = [each() for each in read]
         assert any(isinstance(one, dict) and "probe" in one for one in found)
