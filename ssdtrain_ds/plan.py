@@ -81,8 +81,11 @@ def _why_none(engine: Any, config: Config, written: Mapping[str, Any]) -> str:
     block = written.get("activation_checkpointing")
     if _compat.checkpointing_is_configured() or (isinstance(block, dict) and any(block.values())):
         return "DeepSpeed's activation checkpointing is configured, which recomputes already"
-    if _compat.is_pipeline(engine) and _compat.checkpoint_interval(engine):
-        return "PipelineModule's activation_checkpoint_interval recomputes its layers already"
+    # That of the config reaches the module after this.
+    section = written.get("pipeline")
+    configured = isinstance(section, dict) and section.get("activation_checkpoint_interval")
+    if _compat.is_pipeline(engine) and (configured or _compat.checkpoint_interval(engine)):
+        return "activation_checkpoint_interval has the pipeline recompute its layers already"
     zero = written.get("zero_optimization")
     if isinstance(zero, dict) and (zero.get("zenflow") or _super_offload(zero)):
         return "ZenFlow and SuperOffload were never run with recomputed blocks"

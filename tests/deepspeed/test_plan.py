@@ -119,3 +119,13 @@ def test_a_pipeline_stage_of_functions_has_nothing_to_plan_for(
         assert found is not None and not found.blocks and found.empty_stage == (stages == 2)
     named = plan_blocks(engine, load_config({"plan": {"blocks": ["elsewhere.*"]}}), {})
     assert named is not None and named.empty_stage
+
+
+def test_a_pipeline_that_recomputes_by_its_config_is_not_recomputed_again(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(None)
+    monkeypatch.setattr(_compat, "is_pipeline", lambda _: True)
+    written = {"pipeline": {"activation_checkpoint_interval": 1}}
+    found = plan_blocks(engine, load_config({"plan": {"blocks": ["blocks.*"]}}), written)
+    assert found is not None and not found.blocks and "activation_checkpoint_interval" in found.why
