@@ -29,6 +29,7 @@ def recomputed_seconds(job: Job, microbatch: int) -> float:
     each = max(
         sum(b.forward + b.backward + b.recompute for b in job.blocks(microbatch, last)) for last in job.ends
     )
+    each = max(each, job.sharding_seconds)
     bubble = (job.layout.pp - 1) / job.layout.virtual
     return (job.microbatches(microbatch) + bubble) * each + sum(job.update_seconds())
 

@@ -84,13 +84,18 @@ class ClusterPlan:
         return self.job.microbatches(self.microbatch)
 
     @property
+    def microbatch_seconds(self) -> float:
+        """Of the slowest stage, or of the network under ZeRO-3 where that takes longer."""
+        return max(self.slowest.seconds(self.slowest.plan), self.job.sharding_seconds)
+
+    @property
     def bubble_seconds(self) -> float:
         layout = self.job.layout
-        return (layout.pp - 1) / layout.virtual * self.slowest.seconds(self.slowest.plan)
+        return (layout.pp - 1) / layout.virtual * self.microbatch_seconds
 
     @property
     def step_seconds(self) -> float:
-        busy = self.microbatches * self.slowest.seconds(self.slowest.plan)
+        busy = self.microbatches * self.microbatch_seconds
         return busy + self.bubble_seconds + sum(self.update_seconds)
 
     @property
@@ -102,7 +107,7 @@ class ClusterPlan:
     @property
     def ideal_seconds(self) -> float:
         """Of a step if everything fitted into the device: no recomputation and no stall."""
-        each = max(stage.compute_seconds for stage in self.stages)
+        each = max(self.job.sharding_seconds, *(stage.compute_seconds for stage in self.stages))
         layout = self.job.layout
         return (self.microbatches + (layout.pp - 1) / layout.virtual) * each + sum(self.job.update_seconds())
 

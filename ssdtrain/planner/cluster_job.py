@@ -1,9 +1,9 @@
 """A training job on machines that are not at hand: what a rank computes, saves and holds, from shapes and published figures.
 
 What is assumed, beside `ssdtrain.planner.models` and `hardware`: a block's backward takes twice its forward; tensor-parallel
-all-reduces (two in forward, two in backward) are not overlapped; gradients are reduced after the last backward; drives are
-shared evenly by the GPUs of a node. Interleaved stages are planned as if a rank's blocks were one chunk, with the microbatches
-alive that the interleaved schedule has.
+all-reduces (two in forward, two in backward) are not overlapped; gradients are reduced after the last backward, but what ZeRO-3
+gathers and scatters overlaps with computation; drives are shared evenly by the GPUs of a node. Interleaved stages are planned
+as if a rank's blocks were one chunk, with the microbatches alive that the interleaved schedule has.
 """
 
 from __future__ import annotations
@@ -227,13 +227,24 @@ class Job:
         )
 
     def update_seconds(self) -> tuple[float, float]:
-        """(reducing gradients over dp, optimizer) of the larger stage."""
+        """(reducing gradients over dp, optimizer) of the larger stage. With ZeRO-3 the former is in `sharding_seconds`."""
         layout = self.layout
         parameters = max(self.rank_parameters(False), self.rank_parameters(True))
-        rate = self.gpu.peer_rate if layout.ranks <= self.node else self.network
-        volume = 2 * (layout.dp - 1) / layout.dp * parameters * ITEMSIZE * (1.5 if layout.zero >= 3 else 1)
+        reducing = 0.0 if layout.zero >= 3 else 2 * self._passed_around_seconds(parameters)
         split = layout.dp if layout.zero else 1
-        return (
-            volume / (rate * LINK_EFFICIENCY),
-            parameters * OPTIMIZER_TRAFFIC / split / self.gpu.memory_rate,
-        )
+        return reducing, parameters * OPTIMIZER_TRAFFIC / split / self.gpu.memory_rate
+
+    @property
+    def sharding_seconds(self) -> float:
+        """Of the network, for one microbatch under ZeRO-3: parameters are gathered for its forward and again for its backward,
+        gradients scattered after it. Other blocks compute meanwhile."""
+        if self.layout.zero < 3:
+            return 0.0
+        parameters = max(self.rank_parameters(False), self.rank_parameters(True))
+        return 3 * self._passed_around_seconds(parameters)
+
+    def _passed_around_seconds(self, parameters: float) -> float:
+        """Of a gather over the data-parallel ranks, or of a reduction that leaves each a part."""
+        layout = self.layout
+        rate = self.gpu.peer_rate if layout.ranks <= self.node else self.network
+        return (layout.dp - 1) / layout.dp * parameters * ITEMSIZE / (rate * LINK_EFFICIENCY)

@@ -176,6 +176,7 @@ def figures(plan: ClusterPlan, largest: int | None = None) -> dict[str, Any]:
         "bubble_seconds": plan.bubble_seconds,
         "bubble_share": plan.bubble_seconds / plan.step_seconds,
         "reduction_seconds": reducing,
+        "sharding_seconds": job.sharding_seconds * plan.microbatches,
         "optimizer_seconds": updating,
         "tokens_per_second": plan.tokens_per_second,
         "tflops_per_gpu": plan.flops_per_gpu / 1e12,

@@ -66,6 +66,17 @@ def test_a_pipeline_has_a_plan_for_both_ends_and_a_bubble() -> None:
     assert interleaved.stages[0].alive > first.alive
 
 
+def test_what_zero_3_gathers_comes_with_each_microbatch_and_overlaps_with_its_computation() -> None:
+    job = small(layout=Layout(dp=16, zero=3), batch=64, ssds=None, network=1e9)
+    plan = plan_job(job, 1)
+    parameters = job.rank_parameters(False)
+    traffic = 3 * 15 / 16 * 2 * parameters / 0.8e9
+    assert plan.microbatch_seconds == pytest.approx(traffic)
+    assert plan.step_seconds == pytest.approx(4 * traffic + sum(job.update_seconds()))
+    fast = plan_job(replace(job, network=1000e9), 1)
+    assert fast.microbatch_seconds == fast.stages[0].seconds(fast.stages[0].plan)
+
+
 def test_the_best_microbatch_has_the_most_tokens_a_second() -> None:
     job = small(ssds=None)
     best, largest = best_plan(job)
