@@ -363,7 +363,7 @@ loader = torch.utils.data.DataLoader(torch.randn(1024, 1024), batch_size=512)
 for x in loader:
     accelerator.backward(model(x.requires_grad_()).square().mean())
     optimizer.step()
-assert runtime.statistics().offload.offloaded_bytes > 0
+assert runtime.statistics().offload.saved_bytes > 0  # of one layer none may have left before backward asks
 runtime.close()
 """
 

@@ -20,6 +20,7 @@ from ssdtrain.planner import memory_plot
 from ssdtrain.planner.memory_plot import MemoryPanel, PlanPlot
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults
+from tests.offload.conftest import settled
 
 Event = dict[str, Any]
 
@@ -59,7 +60,9 @@ def train(runtime: Runtime, model: nn.Module, steps: int, microbatches: int = 1)
 
 def traced(directory: Path, trace: Any, *, steps: int, rank: int = 0, **offload: Any) -> Path:
     model = make_model()
-    faults = Faults(delay=1.0, max_delay=0.004)  # so that training has something to wait for
+    faults = Faults(
+        delay=1.0, max_delay=0.02
+    )  # so that training has something to wait for, whatever else runs
     runtime = Runtime(load_config(config(directory, trace, **offload)), rank=rank, faults=faults)
     runtime.register(model)
     train(runtime, model, steps, microbatches=2)
@@ -126,11 +129,16 @@ def test_the_events_nest_cover_the_steps_and_name_modules(tmp_path: Path) -> Non
 
 def test_waits_are_those_of_the_metrics(tmp_path: Path) -> None:
     model = make_model()
-    faults = Faults(delay=1.0, max_delay=0.004)
-    runtime = Runtime(load_config(config(tmp_path, "1-3", codec="int8")), faults=faults)
+    runtime = Runtime(load_config(config(tmp_path, "1-3", codec="int8", prefetch=0)))
     runtime.register(model)
-    train(runtime, model, 3)
     assert runtime.engine is not None
+    for _ in range(3):
+        with runtime.step():
+            with runtime.forward():
+                loss = model(torch.randn(256, 64)).square().sum()
+            settled(runtime)  # all is in the tier, and nothing is read ahead
+            with runtime.backward():
+                loss.backward()
     found = runtime.engine.snapshot()
     runtime.close()
     events = spans(tmp_path / "out" / "trace-rank-0.json")
