@@ -65,7 +65,9 @@ def test_the_line_for_the_trainer_runs(tmp_path: Path, monkeypatch: pytest.Monke
     names["model"](torch.randn(512, 1024, requires_grad=True)).square().mean().backward()
     names["runtime"].close()
     found = names["runtime"].statistics().offload
-    assert found.offloaded_bytes + found.avoided_write_bytes > 0  # avoided: backward asked before the write began
+    assert (
+        found.offloaded_bytes + found.avoided_write_bytes > 0
+    )  # avoided: backward asked before the write began
 
 
 def test_the_deepspeed_block_is_a_config() -> None:

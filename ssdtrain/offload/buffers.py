@@ -79,13 +79,13 @@ class Buffers:
     def fit(self, wanted: int) -> None:
         """Have at least `wanted` bytes, unless the size is fixed. Grows by a quarter at least, so that it settles."""
         if self._outgrown:
-            self._close_returned()
+            self.close_returned()
         if self._fixed is not None or wanted <= self.capacity:
             return
         if self._arena is not None:
             wanted = max(wanted, self.capacity * 5 // 4)
             self._outgrown.append(self._arena)
-            self._close_returned()
+            self.close_returned()
         self._make(-(-wanted // (2 * MiB)) * 2 * MiB)
 
     def grow(self, wanted: int, limit: int, room: Callable[[], int] | None = None) -> None:
@@ -127,7 +127,8 @@ class Buffers:
             lease = next((found for found in smaller if found is not None), None)
         return lease
 
-    def _close_returned(self) -> None:
+    def close_returned(self) -> None:
+        """Close outgrown arenas of which no buffer is in use, and count them no more."""
         still = []
         for arena in self._outgrown:
             if arena.allocated:
@@ -145,4 +146,4 @@ class Buffers:
             arena.close()
         self._smaller.clear()
         self._arena = None
-        self._close_returned()
+        self.close_returned()

@@ -256,10 +256,7 @@ class OffloadEngine:
             tape.cursor = tape.place(region) + 1  # backward begins here, which need not be the end
             self.prefetcher.begin(tape)
         self._note_ends()
-        again = handle.ref.last_pass is not None
-        # Only the tensor of a region that was saved first says where backward is. Which one is asked for again is not known.
-        if region.index not in tape.joined if again else region.pending_unpacks <= 1:
-            tape.reached(region.index, again=again)
+        tape.asked(region, handle.ref.last_pass)
         return self._restorer.restore(handle)
 
     # Between the two
@@ -356,6 +353,7 @@ class OffloadEngine:
         with self._lock:
             self._drain()
             self.mover.flush()
+            self.buffers.close_returned()
             metrics = self.metrics.copy()
             metrics.in_flight_bytes = self.mover.stores.under_way()
             self.meter.write_to(metrics)

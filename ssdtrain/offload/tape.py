@@ -80,6 +80,15 @@ class Tape:
         """Where backward is when it asks for `region` first."""
         return self.joined.get(region.index, region.index)
 
+    def asked(self, region: Region, last_pass: int | None) -> None:
+        """Backward asks for a tensor of `region`, which it had in pass `last_pass`, if it is not None."""
+        again = last_pass is not None
+        if again and region.shared and last_pass == self.pass_number and region.pending_unpacks <= 0:
+            self.pass_number += 1  # it has had all of them in this one
+        # Only the tensor of a region that was saved first says where backward is. Which one is asked for again is not known.
+        if region.index not in self.joined if again else region.pending_unpacks <= 1:
+            self.reached(region.index, again=again)
+
     def reached(self, index: int, *, again: bool) -> None:
         """Backward asks for what was saved of region `index` first; `again`: it had it before, so this is a new pass."""
         if self.cursor is None:

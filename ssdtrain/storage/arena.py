@@ -136,7 +136,9 @@ class Arena:
             return 0
         with self._lock:
             self._drain()
-            return self._allocator.used
+            used = self._allocator.used
+        self._drain_closed()
+        return used
 
     @property
     def address(self) -> int:
@@ -154,11 +156,17 @@ class Arena:
                     # After close only `release` drains.
                     weakref.finalize(view, ref.lease.release).atexit = False
             self._unmap(force)
+        self._drain_closed()
 
     def _released(self, offset: int, address: int, nbytes: int) -> None:
         self._returned.append((offset, address, nbytes))
-        # After close there is no further `acquire` that would drain. Must not block: Note: [Release from finalizers].
-        if self._closed and self._generation == forks.generation() and self._lock.acquire(blocking=False):
+        if self._closed and self._generation == forks.generation():
+            self._drain_closed()
+
+    def _drain_closed(self) -> None:
+        """After close no `acquire` drains any more. Must not block: Note: [Release from finalizers]. Whoever has
+        the lock looks again when it has let go of it."""
+        while self._closed and self._returned and self._lock.acquire(blocking=False):
             try:
                 self._drain()
             finally:

@@ -129,8 +129,10 @@ def test_the_arena_is_unmapped_when_the_last_tensor_in_it_has_died(closed_runtim
     assert arena is not None and arena.allocated
     runtime.close()
     assert arena._map.nbytes, "the tensor lies there"
+    assert engine_of(runtime).snapshot().buffer_bytes == arena.capacity
     del saved
     assert not arena._map.nbytes
+    assert engine_of(runtime).snapshot().buffer_bytes == 0
 
 
 def test_the_arena_is_unmapped_also_where_stores_end_after_the_engine(closed_runtime: MakeRuntime) -> None:

@@ -135,3 +135,44 @@ def test_a_second_backward_reads_ahead_what_was_saved_far_apart(uses: int, make_
     grad, x.grad = x.grad, None
     forward().backward()
     assert grad is not None and x.grad is not None and torch.allclose(grad, 3 * x.grad)
+
+
+class SavesOneTwice(torch.autograd.Function):
+    """Backward writes into one of two tensors that share their memory."""
+
+    write = twice = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> torch.Tensor:
+        a, b = ctx.saved_tensors
+        if SavesOneTwice.twice:
+            a, b = ctx.saved_tensors
+        if SavesOneTwice.write:
+            a.mul_(3)
+        return grads[0] * b  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("twice", "passes"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+def test_an_operator_that_saved_a_tensor_twice_has_it_once_in_each_pass(
+    twice: bool, passes: int, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SavesOneTwice, "twice", twice)
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+
+    def gradient(loss: torch.Tensor) -> torch.Tensor:
+        for last in [False] * (passes - 1) + [True]:
+            monkeypatch.setattr(SavesOneTwice, "write", last)
+            (found,) = torch.autograd.grad(loss, x, retain_graph=True)
+        return found
+
+    runtime = make_runtime()
+    with runtime.forward():
+        loss = SavesOneTwice.apply(x * 1).sum()  # type: ignore[no-untyped-call]
+    settled(runtime)
+    found = gradient(loss)
+    assert torch.equal(found, gradient(SavesOneTwice.apply(x * 1).sum()))  # type: ignore[no-untyped-call]

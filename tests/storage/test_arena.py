@@ -113,6 +113,24 @@ def test_a_closed_arena_leases_nothing_and_unmaps_with_its_last_lease() -> None:
     arena.close()
 
 
+def test_a_tensor_that_dies_while_another_comes_back_unmaps_a_closed_arena_too() -> None:
+    """As a cyclic collection may have it die, with the arena's lock held."""
+    arena = Arena(MiB)
+    leases = [arena.acquire(4096), arena.acquire(4096)]
+    tensors = [torch.frombuffer(one.owning_view(), dtype=torch.uint8) for one in leases if one is not None]
+    arena.close()
+    unmap = arena._unmap
+
+    def unmap_late(force: bool) -> None:
+        if len(tensors) == 1:
+            tensors.clear()
+        unmap(force)
+
+    arena._unmap = unmap_late  # type: ignore[method-assign]
+    del leases, tensors[0]
+    assert not tensors and arena._map.nbytes == 0
+
+
 def test_registering_happens_once_and_is_undone_before_unmapping() -> None:
     calls: list[object] = []
 
