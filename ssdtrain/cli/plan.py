@@ -264,9 +264,9 @@ def job_of(chosen: Any) -> Job:
 
 
 def alternatives(plan: ClusterPlan, goal: Goal = (None, None, None)) -> list[dict[str, Any]]:
-    """What one thing better would bring at the same microbatch; and without any drive."""
+    """What one thing better would bring at the same microbatch; and without any drive, where model state is not on them."""
     jobs = with_more(plan.job)
-    if plan.job.ssds is not None:
+    if plan.job.ssds is not None and plan.job.state != "ssd":
         jobs["no drives"] = replace(plan.job, ssds=None)
     found = []
     for name, job in jobs.items():

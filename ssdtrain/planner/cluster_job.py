@@ -70,6 +70,11 @@ class Job:
                 f"has {self.model.heads} heads and hidden {self.model.hidden} on {self.layout.tp} tensor-parallel ranks",
                 "a number of ranks that divides both",
             )
+        if self.batch % self.layout.dp:
+            raise InvalidValue(
+                f"has a batch of {self.batch} sequences on {self.layout.dp} data-parallel ranks",
+                "a multiple of dp",
+            )
         if not 0 < self.efficiency <= 1:
             raise InvalidValue(f"has the efficiency {self.efficiency}", "above 0, at most 1")
         if self.state == "host" and not self.host:

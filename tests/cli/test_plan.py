@@ -163,3 +163,28 @@ def test_model_state_in_host_memory_is_in_the_table_and_the_json(capsys: pytest.
     [stage] = json.loads(capsys.readouterr().out)["stages"]
     assert stage["model_state_bytes_away"] > 0
     assert stage["persistent_blocks"] <= 8
+
+
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        (["ssd", "--ssd", "4 x 7GB/s"], ["1 GB more device memory", "drives twice as fast"]),
+        (["host", "--host", "100GB"], ["1 GB more device memory"]),
+    ],
+)
+def test_model_state_off_the_device_has_alternatives_that_leave_it_there(
+    where: list[str], names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["plan", "--model", "gpt", "--hidden", "1024", "--layers", "4", "--seq", "512", "--gpu", "h100"]
+    assert main([*small, "--microbatch", "1", "--state", *where, "--json"]) == 0
+    better = json.loads(capsys.readouterr().out)["alternatives"]
+    assert [entry["what"] for entry in better] == names
+    assert all(entry["step_seconds"] for entry in better)
+
+
+def test_a_batch_that_data_parallel_ranks_cannot_share_is_an_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*SMALL, "--dp", "8", "--batch", "7"]) == 1
+    shown = capsys.readouterr().err
+    assert "a batch of 7 sequences on 8 data-parallel ranks; allowed: a multiple of dp" in shown
