@@ -66,6 +66,10 @@ class Stage:
         )
         return self.placement.optimizer_seconds(backward)
 
+    def written(self, microbatches: int) -> float:
+        """Bytes to SSD in a step, of activations and model state."""
+        return self.plan.written / self.simulated * microbatches + self.placement.written_by_optimizer
+
 
 @dataclass(frozen=True)
 class ClusterPlan:
@@ -106,10 +110,12 @@ class ClusterPlan:
 
     @property
     def ideal_seconds(self) -> float:
-        """Of a step if everything fitted into the device: no recomputation and no stall."""
+        """Of a step if everything fitted into the device: no recomputation and no stall, and the optimizer where it is faster."""
         each = max(self.job.sharding_seconds, *(stage.compute_seconds for stage in self.stages))
         layout = self.job.layout
-        return (self.microbatches + (layout.pp - 1) / layout.virtual) * each + sum(self.job.update_seconds())
+        reducing, updating = self.job.update_seconds()
+        update = reducing + min(updating, self.update_seconds[1])
+        return (self.microbatches + (layout.pp - 1) / layout.virtual) * each + update
 
     @property
     def tokens_per_second(self) -> float:
@@ -129,11 +135,7 @@ class ClusterPlan:
 
     def written_per_step(self) -> float:
         """Bytes that the busiest GPU writes to SSD, of activations and model state."""
-        return max(
-            stage.plan.written / stage.simulated * self.microbatches
-            + (stage.placement.written_by_optimizer if self.job.state == "ssd" else 0)
-            for stage in self.stages
-        )
+        return max(stage.written(self.microbatches) for stage in self.stages)
 
     def needed_bandwidth(self) -> float:
         """Bytes per second that one GPU must write for all that is offloaded to hide: half of a microbatch's time is forward's
@@ -213,11 +215,10 @@ def _plan_stage(
         stage = Stage(last, problem, [plan], alive, simulated, 0, place)
         time = stage.seconds(plan) * count + stage.optimizer_seconds
         memory = plan.peak + sum(place.device.values())
-        written = plan.written / simulated * count
-        return objective.time * time + objective.memory * memory + objective.wear * written
+        return objective.time * time + objective.memory * memory + objective.wear * stage.written(count)
 
     def at_least(place: Placement, problem: Problem) -> float:
-        """With everything kept, whose memory and writes count nothing."""
+        """With everything kept, whose memory and writes of activations count nothing."""
         kept = ("keep",) * len(problem.blocks)
         seconds = kept_step(problem).seconds
         return value(place, problem, Plan(kept, StepTimeline(seconds, seconds, 0.0, 0.0, 0.0, 0, 0.0)))

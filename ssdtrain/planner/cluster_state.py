@@ -5,8 +5,9 @@ what that costs in forward and backward is played by the one cost model (`ssdtra
 counted here:
 
 - On the device, blocks that are away come for it once more, and go: the link and the drives are busy, and nothing else runs.
-- On CPUs (`Job.cpu_rate`) their optimizer state never comes. It runs while the last microbatch's backward does, in memory that is
-  as fast as is given, and the devices wait for the rest of it (ProTrain, arXiv 2406.08334, section 3.3).
+- On CPUs (`Job.cpu_rate`) the optimizer state of no block comes. It runs while the last microbatch's backward does, in memory
+  that is as fast as is given, and the devices wait for the rest of it (ProTrain, arXiv 2406.08334, section 3.3). Gradients of
+  blocks that stay are summed on the device and leave in that backward; their new parameters come after the update.
 """
 
 from __future__ import annotations
@@ -77,18 +78,25 @@ class Placement:
         on_device = stay * OPTIMIZER_TRAFFIC / job.gpu.memory_rate
         if job.state == "device":
             return on_device
+        each = [job.block_state(kind) for kind in kinds]
         if job.cpu_rate:
-            busy = [moved * OPTIMIZER_TRAFFIC * job.local_node / job.cpu_rate]
+            gradients = sum(one["gradients"] for one in each)
+            busy = [moved * OPTIMIZER_TRAFFIC * job.local_node / job.cpu_rate, gradients / job.link_rate]
         else:  # what is read is more than what is written
             busy = [moved * OPTIMIZER_TRAFFIC / job.gpu.memory_rate, self.away / job.link_rate]
         if job.state == "ssd" and job.ssds is not None:
             busy.append(self.away * job.local_node / job.ssds.read_rate)
             busy.append(self.written_by_optimizer * job.local_node / job.ssds.write_rate)
-        return max(on_device, max(busy) - backward) if job.cpu_rate else on_device + max(busy)
+        if not job.cpu_rate:
+            return on_device + max(busy)
+        returned = sum(one["parameters"] for one in each[: self.persistent]) / job.link_rate
+        return max(on_device, max(0.0, max(busy) - backward) + returned)
 
     @property
     def written_by_optimizer(self) -> int:
-        """Bytes to where the state is, in a step: all but gradients."""
+        """Bytes to SSD in a step, where the state is there: all but gradients."""
+        if self.job.state != "ssd":
+            return 0
         return self.away - sum(each["gradients"] for each in self.passing)
 
 

@@ -11,6 +11,7 @@ from ssdtrain.planner.cluster_job import Job
 from ssdtrain.planner.cluster_state import placements
 from ssdtrain.planner.hardware import find_gpu, parse_ssds
 from ssdtrain.planner.models import Layout, Transformer
+from ssdtrain.planner.plans import Objective
 
 GB = 10**9
 
@@ -106,3 +107,22 @@ def test_state_on_the_device_is_planned_as_without_host_memory_for_it() -> None:
 def test_a_placement_that_cannot_be_is_an_error(given: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidValue, match=why):
         job(**given)
+
+
+def test_with_an_optimizer_on_cpus_gradients_leave_and_parameters_return_of_blocks_that_stay_too() -> None:
+    infinite = job(state="host", cpu_rate=1e18)
+    stays = placements(infinite, False)[-1]
+    assert stays.persistent == 4
+    each = [infinite.block_state(kind) for kind in infinite.stage_kinds(False)]
+    moved = sum(one["gradients"] + one["parameters"] for one in each)
+    assert stays.optimizer_seconds(0.0) == pytest.approx(moved / infinite.link_rate)
+    for size in (1, 4):
+        plan = plan_job(replace(infinite, gpu=replace(infinite.gpu, memory_rate=1e9)), size)
+        assert plan.ideal_seconds <= plan.step_seconds * (1 + 1e-9)
+
+
+def test_the_least_wear_counts_what_the_optimizer_writes() -> None:
+    """Without bytes of gradients nothing but the optimizer writes, and the most blocks stay."""
+    drives = large(state="ssd", ssds=parse_ssds("4 x 7GB/s"), host=0, gradient=0)
+    [stage] = plan_job(drives, 1, objective=Objective(0, 0, 1)).stages
+    assert stage.placement.persistent == max(place.persistent for place in placements(drives, False)) > 0
