@@ -177,4 +177,4 @@ def test_a_signal_at_any_moment_leaves_the_lock_of_recorders_free() -> None:
         functorch._lock.release()
         functorch._recorders = recorders
         torch.autograd.graph.disable_saved_tensors_hooks = replaced
-    assert 20 < moment.count < 200
+    assert 5 < moment.count < 200  # torch 2.6 has less to undo
