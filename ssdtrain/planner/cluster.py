@@ -164,7 +164,8 @@ def plan_job(
 
     Args:
         limits: beside the device's memory; `written` is bytes per microbatch.
-        slowdown: of a microbatch over keeping everything, minus 1, at most; in place of `limits.seconds`.
+        slowdown: of a microbatch over keeping everything with model state in the same place, minus 1, at most; in place of
+            `limits.seconds`.
 
     Raises:
         NoPlan: activations do not fit, whatever is done.
@@ -230,8 +231,7 @@ def _plan_stage(
     for bound, (place, problem, budget) in sorted(zip(bounds, tried, strict=True), key=lambda one: one[0]):
         if best is not None and bound >= best[0]:
             break
-        kept = sum(simulated * (block.forward + block.backward) for block in problem.blocks)
-        seconds = limits.seconds if slowdown is None else (1 + slowdown) * kept
+        seconds = limits.seconds if slowdown is None else (1 + slowdown) * kept_step(problem).seconds
         try:
             plans = search(problem, Limits(budget, per_step, seconds), objective)
         except NoPlan as error:
@@ -267,15 +267,20 @@ def best_plan(
     that fits at all.
 
     Raises:
-        NoPlan, InvalidValue: not even the smallest microbatch fits.
+        NoPlan, InvalidValue: no microbatch fits.
     """
     found: list[ClusterPlan] = []
+    failed: NoPlan | None = None
     for size in sizes(job):
         try:
             found.append(plan_job(job, size, limits, objective, slowdown))
-        except NoPlan:
-            if not found:
-                raise
-            break
+        except NoPlan as error:
+            if failed is None or error.too_slow:
+                failed = error
+            if found or not error.too_slow:
+                break
+    if not found:
+        assert failed is not None
+        raise failed
     most = max(map(value, found))
     return [plan for plan in found if value(plan) >= 0.99 * most][-1], found[-1].microbatch

@@ -123,6 +123,7 @@ class NoPlan(ValueError):
         smallest: the plan with the smallest peak that was found.
         nearest: the fastest one within the limit of the device; where none is, `smallest`.
         limits: that were searched under.
+        too_slow: memory is enough, and time is not.
     """
 
     def __init__(
@@ -135,6 +136,11 @@ class NoPlan(ValueError):
     ) -> None:
         self.smallest, self.limits = smallest, limits
         self.nearest = smallest if nearest is None else nearest
+        self.too_slow = (
+            limits.seconds is not None
+            and self.nearest.seconds > limits.seconds
+            and (limits.device is None or smallest.peak <= limits.device)
+        )
         parts = {**_parts(smallest, blocks), "buffers of loads": buffers}
         limited = [
             f"{format_size(limits.device)} on the device" if limits.device is not None else "",
@@ -142,10 +148,15 @@ class NoPlan(ValueError):
             f"{format_size(limits.written)} written a step" if limits.written is not None else "",
         ]
         listed = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
+        remedy = "use a smaller microbatch or sequence, more tensor or pipeline parallelism, or a faster or larger tier"
+        if self.too_slow:
+            remedy = (
+                f"the fastest plan within that memory takes {self.nearest.seconds:.3g} s; allow more time (--max-slowdown, "
+                "plan.max_slowdown), or use a larger microbatch or a faster tier"
+            )
         super().__init__(
             f"no plan keeps to {' and '.join(one for one in limited if one)}: the smallest peak of activations found is "
-            f"{format_size(smallest.peak)} ({smallest.summary()}), of which {listed}; use a smaller microbatch or sequence, more "
-            "tensor or pipeline parallelism, or a faster or larger tier"
+            f"{format_size(smallest.peak)} ({smallest.summary()}), of which {listed}; {remedy}"
         )
 
     def nearer_than(self, other: NoPlan) -> bool:

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.planner.cluster import ClusterPlan, plan_job
+from ssdtrain.planner import cluster
+from ssdtrain.planner.cluster import ClusterPlan, best_plan, plan_job
 from ssdtrain.planner.cluster_job import Job
 from ssdtrain.planner.cluster_state import placements
 from ssdtrain.planner.hardware import find_gpu, parse_ssds
 from ssdtrain.planner.models import Layout, Transformer
-from ssdtrain.planner.plans import Objective
+from ssdtrain.planner.plans import Limits, NoPlan, Objective
 
 GB = 10**9
 
@@ -126,3 +127,28 @@ def test_the_least_wear_counts_what_the_optimizer_writes() -> None:
     drives = large(state="ssd", ssds=parse_ssds("4 x 7GB/s"), host=0, gradient=0)
     [stage] = plan_job(drives, 1, objective=Objective(0, 0, 1)).stages
     assert stage.placement.persistent == max(place.persistent for place in placements(drives, False)) > 0
+
+
+def test_a_slowdown_is_over_keeping_everything_with_the_state_in_the_same_place() -> None:
+    plan = plan_job(large(state="host", batch=1), 1, slowdown=0.0)
+    assert plan.step_seconds > 1.5 * plan.ideal_seconds
+
+
+def test_where_time_is_short_larger_microbatches_are_tried_and_the_error_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(NoPlan, match=r"allow more time \(--max-slowdown.*larger microbatch") as caught:
+        plan_job(job(), 1, Limits(seconds=1e-3))
+    assert caught.value.too_slow
+    with pytest.raises(NoPlan, match="smaller microbatch") as caught:
+        plan_job(job(batch=512), 512, Limits(seconds=1e-3))
+    assert not caught.value.too_slow
+
+    def slow_at_first(job: Job, size: int, *more: Any) -> ClusterPlan:
+        return plan_job(job, size, Limits(seconds=1e-3) if size == 1 else None)
+
+    monkeypatch.setattr(cluster, "plan_job", slow_at_first)
+    assert best_plan(job())[0].microbatch > 1
+    monkeypatch.setattr(cluster, "plan_job", lambda job, size, *more: plan_job(job, 1, Limits(seconds=1e-3)))
+    with pytest.raises(NoPlan, match="--max-slowdown"):
+        best_plan(job())
