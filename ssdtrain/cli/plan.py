@@ -264,14 +264,16 @@ def job_of(chosen: Any) -> Job:
 
 
 def alternatives(plan: ClusterPlan, goal: Goal = (None, None, None)) -> list[dict[str, Any]]:
-    """What one thing better would bring at the same microbatch; and without any drive, where model state is not on them."""
+    """What one thing better would bring at the same microbatch, with model state in the same place; and without any drive, where
+    it is not on them."""
     jobs = with_more(plan.job)
     if plan.job.ssds is not None and plan.job.state != "ssd":
         jobs["no drives"] = replace(plan.job, ssds=None)
     found = []
     for name, job in jobs.items():
         try:
-            seconds: float | None = plan_job(job, plan.microbatch, *goal).step_seconds
+            places = [[replace(stage.placement, job=job)] for stage in plan.stages]
+            seconds: float | None = plan_job(job, plan.microbatch, *goal, places).step_seconds
         except (NoPlan, InvalidValue):
             seconds = None
         found.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -159,6 +159,7 @@ def plan_job(
     limits: Limits | None = None,
     objective: Objective | None = None,
     slowdown: float | None = None,
+    places: Sequence[Sequence[Placement]] | None = None,
 ) -> ClusterPlan:
     """The best plan at one microbatch size.
 
@@ -166,6 +167,7 @@ def plan_job(
         limits: beside the device's memory; `written` is bytes per microbatch.
         slowdown: of a microbatch over keeping everything with model state in the same place, minus 1, at most; in place of
             `limits.seconds`.
+        places: of model state, that are tried at each of `job.ends`; None: all.
 
     Raises:
         NoPlan: activations do not fit, whatever is done.
@@ -178,7 +180,9 @@ def plan_job(
             "a multiple",
         )
     given, objective = limits or Limits(), objective or Objective()
-    stages = [_plan_stage(job, microbatch, last, given, objective, slowdown) for last in job.ends]
+    if places is None:
+        places = [placements(job, last) for last in job.ends]
+    stages = [_plan_stage(job, microbatch, tried, given, objective, slowdown) for tried in places]
     return ClusterPlan(job, microbatch, stages)
 
 
@@ -205,9 +209,15 @@ def problem_of(job: Job, microbatch: int, place: Placement) -> tuple[Problem, in
 
 
 def _plan_stage(
-    job: Job, microbatch: int, last: bool, limits: Limits, objective: Objective, slowdown: float | None
+    job: Job,
+    microbatch: int,
+    places: Sequence[Placement],
+    limits: Limits,
+    objective: Objective,
+    slowdown: float | None,
 ) -> Stage:
-    """The best plan of all placements of model state."""
+    """The best plan of these placements of model state."""
+    last = places[0].last
     alive, simulated = simulated_microbatches(job, microbatch, last)
     count = job.microbatches(microbatch)
     per_step = None if limits.written is None else limits.written * simulated
@@ -226,7 +236,7 @@ def _plan_stage(
 
     best: tuple[float, Stage] | None = None
     failed: NoPlan | None = None
-    tried = [(place, *problem_of(job, microbatch, place)) for place in placements(job, last)]
+    tried = [(place, *problem_of(job, microbatch, place)) for place in places]
     bounds = [at_least(place, problem) for place, problem, _ in tried] if len(tried) > 1 else [0.0]
     for bound, (place, problem, budget) in sorted(zip(bounds, tried, strict=True), key=lambda one: one[0]):
         if best is not None and bound >= best[0]:

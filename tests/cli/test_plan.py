@@ -4,6 +4,13 @@ from typing import Any
 import pytest
 
 from ssdtrain.cli.main import main
+from ssdtrain.cli.plan import alternatives
+from ssdtrain.planner import cluster
+from ssdtrain.planner.cluster import ClusterPlan
+from ssdtrain.planner.cluster_job import Job
+from ssdtrain.planner.cluster_state import placements
+from ssdtrain.planner.hardware import find_gpu
+from ssdtrain.planner.models import Layout, Transformer
 
 SMALL = ["plan", "--model", "gpt", "--hidden", "4096", "--layers", "8", "--seq", "2048", "--gpu", "a100-40gb"]
 MANY = [
@@ -188,3 +195,23 @@ def test_a_batch_that_data_parallel_ranks_cannot_share_is_an_error(
     assert main([*SMALL, "--dp", "8", "--batch", "7"]) == 1
     shown = capsys.readouterr().err
     assert "a batch of 7 sequences on 8 data-parallel ranks; allowed: a multiple of dp" in shown
+
+
+def test_alternatives_leave_model_state_where_the_plan_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Transformer.of("gpt", hidden=4096, layers=8, sequence=1024)
+    job = Job(
+        model, Layout(), find_gpu("rtx4090"), host=10**11, node=1, batch=1, recompute=False, state="host"
+    )
+    least = placements(job, False)[0]
+    plan = cluster.plan_job(job, 1, places=[[least]])
+    tried: list[int] = []
+
+    def counted(*given: Any) -> ClusterPlan:
+        found = cluster.plan_job(*given)
+        tried.extend(stage.placement.persistent for stage in found.stages)
+        return found
+
+    monkeypatch.setattr("ssdtrain.cli.plan.plan_job", counted)
+    assert [entry["what"] for entry in alternatives(plan)] == ["1 GB more device memory"]
+    assert tried == [least.persistent]
+    assert any(place.persistent > least.persistent for place in placements(job, False))
