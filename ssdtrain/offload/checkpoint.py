@@ -2,21 +2,24 @@
 
 torch's own checkpoint saves the inputs of a block by autograd's means, outside of the hooks that it installs for the block.
 Inside an offload context they therefore go to the tape and come back ahead of the recomputation like any other saved tensor.
-What this adds: keyword tensors and those in tuples are saved the same way, so that they leave memory, and a change in place after
-the block is an error as for any saved tensor; and random generators that torch does not know (of frameworks, which register
-them) are restored for the recomputation.
+What this adds: keyword tensors and those in containers are saved the same way, so that they leave memory, and a change in place
+after the block is an error as for any saved tensor; a recomputation is called with the containers as they were, whatever was
+written into a dict or list since; and random generators that torch does not know (of frameworks, which register them) are
+restored for the recomputation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from ssdtrain.config import CheckpointConfig
+from ssdtrain.profile.containers import copy_containers
 
 __all__ = ["Checkpoint", "checkpoint", "detach_leaves"]
 
@@ -128,7 +131,7 @@ class Checkpoint:
         preserve = config.preserve_rng_state if preserve_rng_state is None else preserve_rng_state
         states = tuple(self._random.values()) if preserve else ()
         if reentrant:
-            replay = _Replay(function, None, (), states, reentrant=True)
+            replay = _Replay(function, states)
             return torch.utils.checkpoint.checkpoint(
                 replay,
                 *args,
@@ -138,10 +141,9 @@ class Checkpoint:
                 debug=debug,
                 **kwargs,
             )
-        # Positional tensors are what torch saves for backward; keyword ones, and those in tuples, it would hold in memory.
+        # Positional tensors are what torch saves for backward; keyword ones and those in containers it would hold in memory.
         flat: list[Any] = []
-        shape = _flatten((args, tuple(kwargs.values())), flat, {})
-        replay = _Replay(function, shape, tuple(kwargs), states)
+        replay = _Replay(function, states, (args, kwargs), _flatten((args, kwargs), flat))
         with torch.utils.checkpoint.set_checkpoint_early_stop(
             config.early_stop if early_stop is None else early_stop
         ):
@@ -162,62 +164,69 @@ checkpoint = Checkpoint()
 """`ssdtrain.checkpoint`."""
 
 
-Shape = tuple["Shape", ...] | int
-"""Of nested tuples; int: anything else, by its position in the flat list."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Stands in a copy of containers for what is at `index` of the flat list."""
+
+    index: int
 
 
-def _flatten(value: Any, into: list[Any], places: dict[int, int]) -> Shape:
-    """Append what is in the tuples of `value` to `into`. Lists and dicts are not opened: a function may write into them.
+def _flatten(given: Any, flat: list[Any]) -> Any:
+    """Append what is in the containers of `given` to `flat`.
 
-    Args:
-        places: of the tensors in `into`, by id. A tensor that comes several times is appended once, since a function may ask
-            whether two arguments are the same object (`query is key` in attention).
+    A tensor that comes several times is appended once, since a function may ask whether two arguments are the same object
+    (`query is key` in attention).
+
+    Returns:
+        A copy of the containers, with a `_Place` for each of these. Inference tensors stay in it.
     """
-    if type(value) is tuple:
-        return tuple(_flatten(one, into, places) for one in value)
-    place = places.get(id(value), len(into))
-    if place == len(into):
-        into.append(value)
-        if isinstance(value, torch.Tensor):
-            places[id(value)] = place
-    return place
+    places: dict[int, _Place] = {}
 
+    def place(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_inference():
+            return leaf  # autograd cannot save it
+        found = places.get(id(leaf))
+        if found is None:
+            found = _Place(len(flat))
+            flat.append(leaf)
+            if isinstance(leaf, torch.Tensor):
+                places[id(leaf)] = found
+        return found
 
-def _unflatten(shape: Shape, values: Sequence[Any]) -> Any:
-    return values[shape] if isinstance(shape, int) else tuple(_unflatten(one, values) for one in shape)
+    return copy_containers(given, place)
 
 
 class _Replay:
     """Runs a function; every run after the first begins with the generators as they were at the first.
 
     Args:
-        shape: of (arguments, keyword arguments), which it is called with flat; None: it is called with the arguments.
-        names: of the keyword arguments.
         states: generators beside torch's.
-        reentrant: the first run is the forward of an autograd function.
+        given: arguments and keyword arguments of the first run, where it is called with them flat. None: it is called with the
+            arguments, and the first run is the forward of a reentrant checkpoint.
+        saved: of these, what `_flatten` returned.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
-        shape: Shape | None,
-        names: tuple[str, ...],
         states: tuple[RandomState, ...],
-        *,
-        reentrant: bool = False,
+        given: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        saved: Any = None,
     ) -> None:
         self._function = function
-        self._reentrant = reentrant
-        self._shape = shape
-        self._names = names
         self._states = states
+        self._given = given
+        self._saved = saved
+        self._reentrant = given is None
         self._first: list[Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        values: tuple[Any, ...] = ()
-        if self._shape is not None:
-            args, values = _unflatten(self._shape, args)
-        kwargs = dict(zip(self._names, values, strict=True))
+        kwargs: dict[str, Any] = {}
+        if self._given is not None:  # the first run writes into the containers of its caller
+            (args, kwargs), self._given = self._given, None
+        elif not self._reentrant:
+            restored = lambda one, flat=args: flat[one.index] if type(one) is _Place else one  # noqa: E731
+            args, kwargs = copy_containers(self._saved, restored)
         if self._first is None:
             self._first = [state.read() for state in self._states]
             outputs = self._function(*args, **kwargs)

@@ -7,9 +7,9 @@ take that over. It holds as long as the model is attached: what a rank plans lat
 that no plan meets is an error on all of them; later, where forwards have become larger, it is a warning.
 
 Note: [Objects]
-A block that is called with an object (a cache) is not recomputed, and it is seen in the first step which ones are. Until its end
-ranks compare after every forward which blocks backward will run again. Afterwards such a call of a block that is recomputed
-is an error on the rank that makes it.
+A block that is called with an object (a cache) is not recomputed, and it is seen in profiled steps which ones are. Until they
+have decided, ranks compare after every forward which blocks backward will run again. Afterwards such a call of a block that
+is recomputed is an error on the rank that makes it.
 
 Note: [Groups]
 A block that communicates with ranks that are not in the group is never recomputed.
@@ -59,12 +59,10 @@ class Agreement:
 
     Attributes:
         recomputed: names of the blocks that all ranks recompute; None: not decided, or without a group.
-        exchanged: they have exchanged what they know, so that all leave out the same blocks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, blocks: tuple[str, ...]) -> None:
         self.recomputed: frozenset[str] | None = None
-        self.exchanged = False
         self._group, self._blocks = group, blocks
         self._ranks = [] if group is None else dist.get_process_group_ranks(group)
         self._decides = 0  # the rank within the group
@@ -86,7 +84,7 @@ class Agreement:
             return False
 
     def check_same(self, again: Iterable[str]) -> None:
-        """Called after each forward of the first step, before its backward. See Note: [Objects].
+        """Called after each forward of a profiled step, before its backward. See Note: [Objects].
 
         Args:
             again: names of the blocks that its backward runs again.
@@ -94,7 +92,7 @@ class Agreement:
         Raises:
             RuntimeError: other ranks run others, on all of them.
         """
-        if self._group is None or self.exchanged:
+        if self._group is None or self.recomputed is not None:
             return
         every: list[Any] = [None] * len(self._ranks)
         dist.all_gather_object(every, frozenset(again), group=self._group)
@@ -129,7 +127,6 @@ class Agreement:
         saved = sum(piece.block.saved for piece in found) if found else None
         states: list[Any] = [None] * len(self._ranks)
         dist.all_gather_object(states, _State(self._blocks, dict(impure), again, saved), group=self._group)
-        self.exchanged = True
         if any(state.blocks != self._blocks for state in states):
             raise RuntimeError(
                 f"ssdtrain.plan: the ranks {self._ranks} have other blocks each, and could not recompute the same ones: "

@@ -103,7 +103,9 @@ class AutoPlan(Feature):
         self._blocks = blocks = named.blocks
         self._agreement = agreement = Agreement(named.group, tuple(blocks))
         self._tiers, self._reports, self._compact = tiers, reports, compact
-        self._actions = BlockActions(blocks, policy, checkpoint, compact, lambda: agreement.exchanged)
+        self._actions = BlockActions(
+            blocks, policy, checkpoint, compact, lambda: agreement.recomputed is not None
+        )
         self._decided = self._note = ""
         self._uncompressed: list[MeasuredBlock] | None = None  # while blocks are measured with compression
         self._engine = offload.engine

@@ -29,6 +29,7 @@ from ssdtrain.planner.plans import Limits, Problem, actions_for
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import Block, Machine, one_after_the_other
 from ssdtrain.profile.blocks import ModelProfile, find_blocks
+from ssdtrain.profile.containers import leaves
 from ssdtrain.profile.modules import Running, plain_name
 from ssdtrain.profile.spans import may_run_again, versions
 
@@ -214,7 +215,8 @@ def recompute_modules(
 
     Their `forward` is replaced on the instance. The function that is returned undoes this call, and no other one: where there
     are several for a block, the latest recomputes it. A call with an object that a second run could find changed (a cache) is
-    not recomputed, nor one without gradients. A call that changes its input in place raises RuntimeError.
+    not recomputed, nor one without gradients. A call that changes its input in place raises RuntimeError; one that writes into a
+    dict or list does not: `ssdtrain.checkpoint` gives the second run what the first was called with.
 
     Args:
         checkpoint: default: as `ssdtrain.checkpoint`.
@@ -265,9 +267,11 @@ class _Recomputed:
         plain = self.forward
         while isinstance(plain, _Recomputed):  # one recomputation is enough
             plain = plain.forward
-        before = versions((args, kwargs))
+        # Of before: the block may replace what is in a dict or list.
+        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        before = versions(tensors)
         outputs = self.checkpoint(plain, *args, **kwargs)
-        if versions((args, kwargs)) != before:
+        if versions(tensors) != before:
             raise RuntimeError(
                 f"ssdtrain.plan: the block {self.name!r} changes its input in place, and cannot run again from it in backward: "
                 'use an operation that is not in place, leave the block out of plan.blocks, or set plan.recompute to "off"'

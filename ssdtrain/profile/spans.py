@@ -9,19 +9,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
+from ssdtrain.profile.containers import leaves
 from ssdtrain.profile.modules import no_hook
 
 __all__ = ["BlockSpans", "Collectives", "Span", "may_run_again", "versions"]
 
-PLAIN = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
-"""What a block is called with where it may run again: a cache, for one, would be filled twice."""
+PLAIN = (
+    *(Tensor, type(None), bool, int, float, complex, str, bytes, slice),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+"""What a block is called with, also in containers, where it may run again: a cache, for one, would be filled twice."""
 
 
 def may_run_again(arguments: Any) -> bool:
-    """False if `arguments` hold an object that a second run of the block could find changed by the first."""
-    return all(isinstance(value, PLAIN) for value in tree_iter(arguments))
+    """False if `arguments` hold an object that a second run of the block could find changed by the first. Containers it gets as
+    they were: see `ssdtrain.offload.checkpoint`."""
+    return all(isinstance(value, PLAIN) for value in leaves(arguments))
 
 
 @dataclass
@@ -153,7 +157,7 @@ class BlockSpans:
         tape = self._tape()
         if tape is None or self._running is not None or torch._C._current_graph_task_id() != -1:
             return
-        tensors = [t for t in tree_iter(arguments) if isinstance(t, Tensor) and t.layout is torch.strided]
+        tensors = [t for t in leaves(arguments) if isinstance(t, Tensor) and t.layout is torch.strided]
         storages = frozenset(id(t.untyped_storage()) for t in tensors)  # by which the meter knows them
         plain = may_run_again(arguments)
         span = Span(name, len(tape.regions), plain=plain, why="" if plain else OBJECT)
@@ -209,9 +213,9 @@ class BlockSpans:
         self._watched = still
 
 
-def versions(values: Any) -> list[int]:
-    """How often each tensor in `values` was changed in place, where torch counts it."""
-    return [t._version for t in tree_iter(values) if isinstance(t, Tensor) and not t.is_inference()]
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each tensor was changed in place, where torch counts it."""
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 def _identities(tensors: Iterable[Tensor]) -> list[int]:

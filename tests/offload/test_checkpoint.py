@@ -162,6 +162,55 @@ def test_arguments_that_are_one_tensor_are_one_in_the_recomputation(make_runtime
         assert same(expected, gradients(runtime.forward, call, Checkpoint()))
 
 
+def test_the_recomputation_is_called_with_containers_as_they_were(make_runtime: MakeRuntime) -> None:
+    runs: list[tuple[Any, ...]] = []
+
+    def block(x: torch.Tensor, log: list[Any], *, state: dict[str, Any]) -> torch.Tensor:
+        runs.append((list(log), sorted(state), state["log"] is log, state["self"] is state))
+        log.append(x)
+        y = x * state["factor"]
+        state["factor"], state["more"] = y, 1
+        return y.square()
+
+    def gradients(recording: zoo.Recording, run: Any) -> list[torch.Tensor]:
+        x, log = zoo.noise(64, 64).requires_grad_(), list[Any]()
+        state: dict[str, Any] = {"factor": zoo.noise(64, 64).cos(), "log": log}
+        state["self"] = state
+        with recording():
+            loss = run(block, run(block, x, log, state=state), log, state=state).sum()
+        assert len(log) == 2 and state["more"] == 1  # once, by the first runs
+        loss.backward()
+        assert len(log) == 2
+        return [x.grad]  # type: ignore[list-item]
+
+    expected = gradients(nullcontext, lambda of, *args, **kwargs: of(*args, **kwargs))
+    runs.clear()
+    runtime = make_runtime()
+    assert same(expected, gradients(runtime.forward, Checkpoint()))
+    assert len(runs) == 4 and all(one[2:] == (True, True) for one in runs)
+    first, second, again_second, again_first = runs
+    assert [len(one[0]) for one in (first, again_first, second, again_second)] == [0, 0, 1, 1]
+    assert first[1] == again_first[1] and second[1] == again_second[1]
+
+
+def test_inference_tensors_are_passed_on() -> None:
+    with torch.inference_mode():
+        table = torch.full((4,), 2.0)
+    x = torch.ones(4, requires_grad=True)
+    Checkpoint()(
+        lambda x, a, more: (x * a * more["table"]).sin(), x, table, {"table": table}
+    ).sum().backward()
+    assert torch.equal(x.grad, 4 * torch.full((4,), 4.0).cos())  # type: ignore[arg-type]
+
+
+def test_a_tensor_in_a_list_that_is_changed_after_the_block_is_an_error() -> None:
+    x, held = zoo.noise(4, 4).requires_grad_(), [torch.ones(4, 4)]
+    y = Checkpoint()(lambda x, held: (x + held[0]).square(), x, held)
+    held[0].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_nested_and_under_autocast(make_runtime: MakeRuntime) -> None:
     def run(recording: zoo.Recording, function: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)

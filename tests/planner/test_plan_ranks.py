@@ -128,7 +128,7 @@ class Mask:
 def _objects(rank: int) -> list[Any]:
     """By the step from which on, and the rank on which blocks are called with an object: what came of it."""
     found: list[Any] = []
-    for first, ranks in ((0, (0, 1)), (0, (1,)), (STEPS, (1,))):
+    for first, ranks in ((0, (0, 1)), (0, (1,)), (STEPS, (1,)), (1, (0, 1)), (1, (1,))):
         model = Layers()
         with _planned(model, LEAST, dist.group.WORLD) as runtime:
             try:
@@ -155,9 +155,11 @@ def _objects(rank: int) -> list[Any]:
 @pytest.mark.distributed
 def test_a_call_with_an_object_on_one_rank_is_an_error_and_not_a_wait_for_ever() -> None:
     first, second = on_ranks(2, _objects)
-    assert first[0] == second[0] == []  # on all of them: no block is recomputed, and training goes on
+    # On all of them, from any step on before the blocks are chosen: no block is recomputed, and training goes on.
+    assert first[0] == second[0] == first[3] == second[3] == []
     for found in (first, second):
-        assert "'layers.0'" in found[1] and "on ranks [1]" in found[1] and "plan.blocks" in found[1]
+        for text in (found[1], found[4]):
+            assert "'layers.0'" in text and "on ranks [1]" in text and "plan.blocks" in text
     assert first[2] == [f"layers.{n}" for n in range(LAYERS)]
     assert "'layers.0'" in second[2] and "argument 1 (Mask)" in second[2] and "plan.blocks" in second[2]
 

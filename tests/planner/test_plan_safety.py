@@ -6,6 +6,8 @@ import gc
 import logging
 import random
 import weakref
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plans import Objective, Problem, actions_for
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import Block, Machine, one_after_the_other
+from ssdtrain.profile.spans import may_run_again
 from ssdtrain.runtime import Runtime
 from tests.planner.test_plan_auto import (
     LAYERS,
@@ -142,6 +145,99 @@ def test_a_block_that_changes_its_input_is_not_recomputed(tmp_path: Path) -> Non
         pytest.raises(RuntimeError, match=r"'layers\.0' changes its input in place"),
     ):
         train(model)
+
+
+class State(nn.Module):
+    """Reads what the block before has left in a container, and leaves its own there, with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, state: Any) -> torch.Tensor:
+        if isinstance(state, Kept):
+            h = self.first(x) + state.tensors.pop()
+            state.tensors.append(h)
+        elif isinstance(state, tuple):
+            [inner] = state[0]["inner"]
+            h = self.first(x) + inner
+            state[0]["inner"] = [h]
+            state[1].append(h.detach())
+        elif isinstance(state, list):
+            h = self.first(x) + state[-1]
+            state.append(h)
+        else:
+            h = self.first(x) + state["before"]
+            state["before"] = h
+        return x + self.last(h.tanh())
+
+
+class Kept:
+    """A cache whose class is registered with torch's pytrees, as some libraries do."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+
+torch.utils._pytree.register_pytree_node(
+    Kept, lambda kept: (list(kept.tensors), None), lambda tensors, _: Kept(list(tensors))
+)
+
+
+class States(nn.Module):
+    def __init__(self, state: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.state = state
+        self.blocks = nn.ModuleList(State() for _ in range(LAYERS))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.one_hot(tokens % 64, 64).float()
+        state = self.state(torch.zeros_like(x))
+        for block in self.blocks:
+            x = block(x, state)
+        return (x - targets[..., None] / 256).square().mean()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        lambda x: {"before": x},
+        lambda x: OrderedDict(before=x),
+        lambda x: [x],
+        lambda x: ({"inner": [x]}, []),
+    ],
+    ids=["dict", "ordered dict", "list", "nested"],
+)
+def test_a_block_that_writes_into_a_container_is_recomputed_from_what_it_was_called_with(
+    state: Callable[[torch.Tensor], Any],
+) -> None:
+    model = States(state)
+    expected = train(States(state))
+    with ssdtrain.attach(model, LEAST) as runtime:
+        assert equal(expected, train(model))
+        plan = auto_of(runtime).plan
+    assert plan is not None and plan.count("recompute")
+
+
+def test_a_block_that_is_called_with_a_registered_pytree_is_not_recomputed() -> None:
+    kept = lambda x: Kept([x])  # noqa: E731
+    model = States(kept)
+    with ssdtrain.attach(model, LEAST) as runtime:
+        assert equal(train(States(kept)), train(model))
+        plan = auto_of(runtime).plan
+    assert plan is not None and not plan.count("recompute")
+
+
+def test_a_cache_stays_an_object_once_it_is_registered_for_export() -> None:
+    transformers = pytest.importorskip("transformers")
+    executorch = pytest.importorskip("transformers.integrations.executorch")
+    executorch.register_dynamic_cache_export_support()
+    assert not may_run_again(((torch.ones(1),), {"past_key_values": transformers.DynamicCache()}))
+    pair = namedtuple("pair", "x more")
+    plain = pair(torch.ones(1), [{"a": (None, 1, 1.0, 1j, "a", b"a", slice(1), torch.Size([1]))}])
+    assert may_run_again((plain, torch.channels_last, torch.float32, torch.strided, torch.device("cpu")))
+    assert not may_run_again([{"a": (defaultdict(int),)}])
 
 
 class Average(nn.Module):

@@ -1,0 +1,54 @@
+"""What is in the containers that a block is called with, and copies of these containers.
+
+A container is exactly a tuple, a list, a dict, an OrderedDict or a named tuple. Any other class, also one that is registered with
+torch's pytrees, may keep more than its leaves: it is an object.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["copy_containers", "leaves"]
+
+
+def _is_tuple(kind: type) -> bool:
+    return kind is tuple or (kind.__bases__ == (tuple,) and hasattr(kind, "_fields"))
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Everything in `value` that is no container. A container that comes several times is opened once."""
+    pending, opened = [value], dict[int, Any]()
+    while pending:
+        one = pending.pop()
+        kind = type(one)
+        if not (_is_tuple(kind) or kind in (list, dict, OrderedDict)):
+            yield one
+        elif id(one) not in opened:
+            opened[id(one)] = one
+            pending.extend(reversed(one.values() if isinstance(one, dict) else one))
+
+
+def copy_containers(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A copy of all containers in `value`, with `leaf(one)` in the place of each leaf, in the order of `leaves`.
+
+    A list or dict that comes several times is one in the copy, too; it may hold itself.
+    """
+    copied: dict[int, Any] = {}
+
+    def copy(one: Any) -> Any:
+        kind = type(one)
+        if _is_tuple(kind):
+            return tuple.__new__(kind, [copy(part) for part in one])
+        if kind is not list and kind not in (dict, OrderedDict):
+            return leaf(one)
+        if id(one) not in copied:
+            copied[id(one)] = made = kind()
+            if kind is list:
+                made.extend(copy(part) for part in one)
+            else:
+                made.update((key, copy(part)) for key, part in one.items())
+        return copied[id(one)]
+
+    return copy(value)
