@@ -38,13 +38,13 @@ def copy_containers(value: Any, leaf: Callable[[Any], Any]) -> Any:
     copied: dict[int, Any] = {}
 
     def copy(one: Any) -> Any:
-        kind = type(one)
+        kind: Any = type(one)
         if _is_tuple(kind):
             return tuple.__new__(kind, [copy(part) for part in one])
         if kind is not list and kind not in (dict, OrderedDict):
             return leaf(one)
         if id(one) not in copied:
-            copied[id(one)] = made = kind()
+            made = copied[id(one)] = kind()
             if kind is list:
                 made.extend(copy(part) for part in one)
             else:
