@@ -83,6 +83,11 @@ class Agreement:
         except (KeyError, RuntimeError, ValueError):  # made past torch.distributed
             return False
 
+    @property
+    def decided(self) -> bool:
+        """All ranks recompute the same blocks from now on."""
+        return self.recomputed is not None
+
     def check_same(self, again: Iterable[str]) -> None:
         """Called after each forward of a profiled step, before its backward. See Note: [Objects].
 
@@ -92,7 +97,7 @@ class Agreement:
         Raises:
             RuntimeError: other ranks run others, on all of them.
         """
-        if self._group is None or self.recomputed is not None:
+        if self._group is None or self.decided:
             return
         every: list[Any] = [None] * len(self._ranks)
         dist.all_gather_object(every, frozenset(again), group=self._group)

@@ -103,9 +103,7 @@ class AutoPlan(Feature):
         self._blocks = blocks = named.blocks
         self._agreement = agreement = Agreement(named.group, tuple(blocks))
         self._tiers, self._reports, self._compact = tiers, reports, compact
-        self._actions = BlockActions(
-            blocks, policy, checkpoint, compact, lambda: agreement.recomputed is not None
-        )
+        self._actions = BlockActions(blocks, policy, checkpoint, compact, lambda: agreement.decided)
         self._decided = self._note = ""
         self._uncompressed: list[MeasuredBlock] | None = None  # while blocks are measured with compression
         self._engine = offload.engine
