@@ -35,20 +35,20 @@ def copy_containers(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
     A list or dict that comes several times is one in the copy, too; it may hold itself.
     """
-    copied: dict[int, Any] = {}
+    return _copy(value, leaf, {})
 
-    def copy(one: Any) -> Any:
-        kind: Any = type(one)
-        if _is_tuple(kind):
-            return tuple.__new__(kind, [copy(part) for part in one])
-        if kind is not list and kind not in (dict, OrderedDict):
-            return leaf(one)
-        if id(one) not in copied:
-            made = copied[id(one)] = kind()
-            if kind is list:
-                made.extend(copy(part) for part in one)
-            else:
-                made.update((key, copy(part)) for key, part in one.items())
-        return copied[id(one)]
 
-    return copy(value)
+def _copy(one: Any, leaf: Callable[[Any], Any], copied: dict[int, Any]) -> Any:
+    # No closure that calls itself: such a cycle keeps tensors until the next collection of garbage.
+    kind: Any = type(one)
+    if _is_tuple(kind):
+        return tuple.__new__(kind, [_copy(part, leaf, copied) for part in one])
+    if kind is not list and kind not in (dict, OrderedDict):
+        return leaf(one)
+    if id(one) not in copied:
+        made = copied[id(one)] = kind()
+        if kind is list:
+            made.extend(_copy(part, leaf, copied) for part in one)
+        else:
+            made.update((key, _copy(part, leaf, copied)) for key, part in one.items())
+    return copied[id(one)]

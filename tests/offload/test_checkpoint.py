@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -255,3 +257,19 @@ def test_what_torch_refuses_is_refused() -> None:
 def test_without_gradients_it_only_calls() -> None:
     with torch.no_grad():
         assert torch.equal(Checkpoint()(torch.sin, torch.ones(3)), torch.ones(3).sin())
+
+
+def test_no_tensor_waits_for_the_collection_of_garbage() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        x = zoo.noise(4, 4).requires_grad_()
+        held = [torch.ones(4, 4)]
+        given = weakref.ref(held[0])
+        middle = Checkpoint()(lambda x, held: (x + held[0]).square(), x, held)
+        seen = weakref.ref(middle)
+        middle.sin().sum().backward()
+        del middle, held
+        assert given() is None and seen() is None
+    finally:
+        gc.enable()
