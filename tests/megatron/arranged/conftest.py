@@ -39,7 +39,8 @@ def groups() -> Iterator[None]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
-    return {"offload": {"directories": str(tmp_path / "ssdtrain"), "min_bytes": MIN_BYTES}}
+    spill = str(tmp_path / "ssdtrain")
+    return {"offload": {"directories": spill, "min_bytes": MIN_BYTES, "amount": "all"}}
 
 
 @pytest.fixture

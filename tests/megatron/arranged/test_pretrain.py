@@ -108,6 +108,8 @@ def test_flags_are_enough_to_offload_and_to_be_told(
         config["offload"]["directories"],
         "--ssdtrain-offload-min-bytes",
         "1024",
+        "--ssdtrain-offload-amount",
+        "all",  # what "auto" chooses depends on the machine
     ]
     report = ["--ssdtrain-report-path", str(tmp_path / "report"), "--ssdtrain-report-interval", "1"]
     assert loop.pretrain(*flags, *report) == expected
