@@ -38,7 +38,7 @@ WORKERS = -n 3 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=96
 # Where TESTS names a part, a tier may have no test of it, with which pytest ends with 5.
 NONE_OF_PART = || { [ $$? = 5 ] && [ -n "$(TESTS)" ] && echo "$@: $(TESTS) has no test of this tier"; }
 
-# Lint, all tests that are not slow and one row of each layout: about six minutes on two cores. `make test TESTS=tests/storage` runs a
+# Lint, all tests that are not slow and one row of each layout: about four minutes on two cores. `make test TESTS=tests/storage` runs a
 # part.
 test: lint
 	$(PYTEST) $(WORKERS) -m "not slow and not long" $(TESTS) $(NONE_OF_PART)
