@@ -1,4 +1,4 @@
-"""The default placement of this process: torch.distributed's rank, and the launchers' variables for its place on the node."""
+"""The place of this process in its job: torch.distributed's rank, and the launchers' variables for its place on the node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import torch
 
-__all__ = ["global_rank", "local_rank", "local_world_size"]
+__all__ = ["global_rank", "local_rank", "local_world_size", "on_this_rank"]
 
 # torchrun, srun, Open MPI's mpirun, MPICH's and Intel's.
 _LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
@@ -24,6 +24,14 @@ def global_rank() -> int:
     """torch.distributed's rank; 0 where it is not initialised."""
     distributed = torch.distributed
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def on_this_rank() -> str:
+    """Such as " on rank 3", for an error that other ranks may not have; "" where this process is the only one."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return ""
+    return f" on rank {distributed.get_rank()}"
 
 
 def local_rank() -> int:

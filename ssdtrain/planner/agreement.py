@@ -4,7 +4,8 @@ Note: [When ranks agree]
 At the end of each profiled step, and of no other, all ranks of the group exchange what they know: so they begin and end profiling
 together. When each has measured enough, the one whose forwards save most decides which blocks are recomputed, and the others
 take that over. It holds as long as the model is attached: what a rank plans later, for itself, is keep and offload. A limit
-that no plan meets is an error on all of them; later, where forwards have become larger, it is a warning.
+that no plan meets is one error on all of them, also for a program that catches it; later, where forwards have become larger, it
+is a warning.
 
 Note: [Objects]
 A block that is called with an object (a cache) is not recomputed, and it is seen in profiled steps which ones are. Until they
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ssdtrain.config import ConfigError
 from ssdtrain.planner.block_times import MeasuredBlock
 from ssdtrain.planner.controller import OUTGROWN
 from ssdtrain.planner.plans import NoPlan
@@ -148,7 +150,8 @@ class Agreement:
         """Set `recomputed` to what `choose` returns on the rank that decides, after an exchange. Without a group: nothing.
 
         Raises:
-            RuntimeError: `choose` raised on that rank, where it is the exception that it raised.
+            NoPlan, ConfigError: `choose` raised it on that rank; the same on all of them.
+            RuntimeError: it raised anything else. On that rank it is the exception itself.
         """
         if self._group is None:
             return
@@ -158,13 +161,16 @@ class Agreement:
         if decides == dist.get_rank():
             try:
                 answer = [frozenset(choose())]
+            except (NoPlan, ConfigError) as raised:
+                answer, error = [raised], raised
             except Exception as raised:  # noqa: BLE001 - raised below, when the others know
-                answer, error = [str(raised)], raised
+                text = f"ssdtrain.plan on rank {decides}, which plans for this one too: {raised!r}"
+                answer, error = [RuntimeError(text)], raised
         dist.broadcast_object_list(answer, src=decides, group=self._group)
         if error is not None:
             raise error
-        if isinstance(answer[0], str):
-            raise RuntimeError(f"on rank {decides}, which plans for this one too: {answer[0]}")
+        if isinstance(answer[0], Exception):
+            raise answer[0]
         self.recomputed = answer[0]
 
     def warn(self, error: NoPlan, *, larger: bool) -> None:

@@ -22,8 +22,7 @@ from typing import Any
 from torch import nn
 
 from ssdtrain.compact.feature import CompactLinear
-from ssdtrain.config import ConfigError, PlanConfig
-from ssdtrain.config import Problem as Wrong
+from ssdtrain.config import PlanConfig
 from ssdtrain.features import Feature, Forward, Step
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.feature import ActivationOffload
@@ -34,7 +33,7 @@ from ssdtrain.planner.controller import OUTGROWN, STAYS
 from ssdtrain.planner.drift import Drift
 from ssdtrain.planner.execute import BlockPolicy
 from ssdtrain.planner.explain import plan_table
-from ssdtrain.planner.finder import PlanFinder
+from ssdtrain.planner.finder import PlanFinder, why_none
 from ssdtrain.planner.measured import bound_stores, measured_machine, warn_of_no_writes
 from ssdtrain.planner.memory_plot import PlanPlot
 from ssdtrain.planner.plan_blocks import PlanBlocks
@@ -305,9 +304,12 @@ class AutoPlan(Feature):
         """What is searched on this rank, when the ranks that recompute the same blocks have agreed on them."""
         of = functools.partial(problem_of, measured, self._order, machine, self._impure)
         if self._agreement.recomputed is None:
-            problem = of()  # what raises comes after
-            self._agreement.decide(lambda: self._finder.recomputed(problem, self._larger))
-            may_recompute = self._agreement.recomputed or "recompute" in problem.actions
+            problem = of()
+            self._agreement.decide(lambda: self._finder.recomputed(problem, self._impure, self._larger))
+            recomputed = self._agreement.recomputed
+            if recomputed is None and not self._started:
+                self._finder.check_recompute(problem, self._impure)
+            may_recompute = recomputed or "recompute" in problem.actions
             self._note = "" if may_recompute else self._nothing_to_recompute()
         return of(self._agreement.recomputed)
 
@@ -349,8 +351,7 @@ class AutoPlan(Feature):
         """The plan to follow where none keeps to the limits. None: the one of before."""
         agreed = self._agreement.recomputed is not None
         if not self._started and not agreed:
-            error.args = (f"ssdtrain.plan: {error}",)
-            raise error
+            raise error.named()
         if self.plan is None:
             if agreed:
                 self._agreement.warn(error, larger=self._started)
@@ -367,10 +368,7 @@ class AutoPlan(Feature):
 
     def _nothing_to_recompute(self) -> str:
         """No block may run again: say why, once. Returns the line of the table."""
-        name, why = next(iter(self._impure.items()), ("the model", "none of its blocks ran"))
-        if self._config.recompute == "on" and not self._started:
-            text = f"can recompute no block: {name}: {why}"
-            raise ConfigError([Wrong("ssdtrain.plan.recompute", "on", text, '"auto" or "off"')])
+        name, why = why_none(self._impure)
         if not self._warned_impure:
             self._warned_impure = True
             logger.warning("ssdtrain.plan: no block can be recomputed: %s: %s", name, why)

@@ -260,16 +260,16 @@ class AdaptiveOffload(Feature):
         rate = self._wear.rate if self._wear is not None else None
         other = self._other_bytes(profile)
         found = self._choose(profile, machine, other, rate).beside(other)
-        try:
-            self._check_fit(profile, found, profile.outgrown(self._policy.largest))
-        except NoPlan as error:
-            if self.chosen is None:
-                self._check_fit(profile, found)  # other ranks, whose forwards vary otherwise, go on
-            elif not self._reshaped:
-                return self._keep_plan(error)
+        misfit = self._misfit(profile, found, profile.outgrown(self._policy.largest))
+        if misfit is not None:
+            # At first only for the forwards that were profiled: other ranks, whose forwards vary otherwise, go on.
+            if self.chosen is None and (error := self._misfit(profile, found)) is not None:
+                raise error.named()
+            if self.chosen is not None and not self._reshaped:
+                return self._keep_plan(misfit)
             if not self._warned_of_size:
                 self._warned_of_size = True
-                logger.warning(OUTGROWN, error)
+                logger.warning(OUTGROWN, misfit)
         if self._reshaped:
             self._known.clear()
         new = self._note_plan(found.choices)
@@ -354,7 +354,8 @@ class AdaptiveOffload(Feature):
         )
         return max(0, self._peak - kept.peak_bytes)
 
-    def _check_fit(self, profile: Profile, found: Chosen, larger: float = 1.0) -> None:
+    def _misfit(self, profile: Profile, found: Chosen, larger: float = 1.0) -> NoPlan | None:
+        """Which limit is not kept to by a forward that is larger by this factor; None: all are."""
         budget, seconds = self._device_budget, None
         if budget is not None:
             budget = int(budget / larger)
@@ -363,8 +364,8 @@ class AdaptiveOffload(Feature):
         fits = budget is None or found.predicted.peak_bytes <= budget
         in_time = seconds is None or found.predicted.seconds <= seconds * (1 + 1e-9)
         if not self._must_fit or (fits and in_time):
-            return
-        raise no_plan(profile.blocks, profile.order, self.machine(), found, Limits(budget, seconds=seconds))
+            return None
+        return no_plan(profile.blocks, profile.order, self.machine(), found, Limits(budget, seconds=seconds))
 
     # Reports
 

@@ -8,10 +8,12 @@ is an estimate: where no plan does, the nearest one is followed, with a warning.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ssdtrain.config import PlanConfig
+from ssdtrain import ranks
+from ssdtrain.config import ConfigError, PlanConfig
+from ssdtrain.config import Problem as Wrong
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.planner.explain import alternatives
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem
@@ -20,7 +22,7 @@ from ssdtrain.planner.search import search
 from ssdtrain.planner.step import StepTimeline
 from ssdtrain.planner.timeline import kept_step
 
-__all__ = ["FoundPlans", "PlanFinder"]
+__all__ = ["FoundPlans", "PlanFinder", "why_none"]
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,34 @@ class PlanFinder:
             self._room.exceeded(room, error)
             return FoundPlans([error.nearest], replace(limits, device=None), Objective(0, 1))
 
-    def recomputed(self, problem: Problem, largest: int = 0) -> list[str]:
-        """Names of the blocks that the best plan recomputes. Arguments and errors: see `find`."""
+    def check_recompute(self, problem: Problem, impure: Mapping[str, str]) -> None:
+        """Call it before the first plan.
+
+        Args:
+            impure: the blocks that must not run again, and why.
+
+        Raises:
+            ConfigError: the config says that blocks are recomputed, and none can be.
+        """
+        if self.config.recompute != "on" or "recompute" in problem.actions:
+            return
+        text = f"can recompute no block{ranks.on_this_rank()}: {': '.join(why_none(impure))}"
+        raise ConfigError([Wrong("ssdtrain.plan.recompute", "on", text, '"auto" or "off"')])
+
+    def recomputed(self, problem: Problem, impure: Mapping[str, str], largest: int = 0) -> list[str]:
+        """Names of the blocks that the best plan recomputes. Arguments and errors: see `check_recompute` and `find`."""
+        self.check_recompute(problem, impure)
         try:
             plan = self.find(problem, kept_step(problem), largest).plans[0]
         except NoPlan as error:
-            error.args = (f"ssdtrain.plan: {error}",)
-            raise
+            raise error.named() from None
         chosen = zip(problem.blocks, plan.actions, strict=True)
         return [block.name for block, action in chosen if action == "recompute"]
+
+
+def why_none(impure: Mapping[str, str]) -> tuple[str, str]:
+    """The name of a block that must not run again, and why, of all these."""
+    return next(iter(impure.items()), ("the model", "none of its blocks ran"))
 
 
 def _most_seconds(kept: StepTimeline, slowdown: float | None) -> float | None:

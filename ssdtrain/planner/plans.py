@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from ssdtrain import ranks
 from ssdtrain.config.units import format_size
 from ssdtrain.planner.step import KEEP, RECOMPUTE, Block, Choice, Machine, Pass, StepTimeline
 
@@ -158,6 +161,15 @@ class NoPlan(ValueError):
             f"no plan keeps to {' and '.join(one for one in limited if one)}: the smallest peak of activations found is "
             f"{format_size(smallest.peak)} ({smallest.summary()}), of which {listed}; {remedy}"
         )
+
+    def named(self) -> NoPlan:
+        """Itself, as the training loop gets it: the text begins with the key of the config, and in a job with this rank."""
+        self.args = (f"ssdtrain.plan{ranks.on_this_rank()}: {self}",)
+        return self
+
+    def __reduce__(self) -> Any:
+        """For other ranks: with the text as it is."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     def nearer_than(self, other: NoPlan) -> bool:
         """Less is missing on the device."""

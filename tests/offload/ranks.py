@@ -23,8 +23,12 @@ from tests.offload.conftest import settled
 from tests.offload.zoo import Gpt
 
 STEPS = 4
+PLANNED = 12
+"""Steps within which the first plan is made."""
 SICK = 1
 """The rank that has the bad drive."""
+
+NO_PLAN = "a limit that no plan meets"
 
 SCENARIOS: dict[str, tuple[dict[str, Any], Faults | None]] = {
     "plain": ({}, None),
@@ -32,13 +36,15 @@ SCENARIOS: dict[str, tuple[dict[str, Any], Faults | None]] = {
     "failing writes": ({}, Faults(fail_writes=frozenset({5}))),
     "raise when full": ({"capacity": "64KiB", "on_full": "raise"}, None),
     "failing reads": ({}, Faults(fail_reads=frozenset({20}))),
+    NO_PLAN: ({}, None),
 }
 
 
 def runtime_of(scenario: str, directory: str, rank: int, world: int) -> Runtime:
     options, faults = SCENARIOS[scenario] if rank == SICK else ({}, None)
     section = {"directories": f"{directory}/{rank}", "min_bytes": 1024, **options}
-    config = load_config({"offload": section})
+    plan = {"plan": {"device_limit": "1KiB"}} if scenario == NO_PLAN and rank == SICK else {}
+    config = load_config({"offload": section, **plan})
     return Runtime(config, faults=faults, rank=rank, local_rank=rank, local_world_size=world, logs=False)
 
 
@@ -52,7 +58,7 @@ def train(scenario: str, directory: str) -> dict[str, Any]:
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.05)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     shown = []
-    for step in range(STEPS):
+    for step in range(STEPS if scenario != NO_PLAN else PLANNED):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(step * world + rank)
         tokens = torch.randint(97, (2, 32), generator=generator)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.two_nodes.ports import free_port
-from tests.offload.ranks import SICK
+from tests.offload.ranks import NO_PLAN, SICK
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,6 +86,9 @@ def test_a_full_or_failing_drive_on_one_rank_changes_no_bit_on_any(start: Start)
     [
         ("failing reads", "IOFailure: read of"),
         pytest.param("raise when full", "StoreFull: no room", marks=pytest.mark.long),
+        pytest.param(
+            NO_PLAN, f"NoPlan: ssdtrain.plan on rank {SICK}: no plan keeps to 1KiB", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_rank_that_raises_takes_the_others_down_at_once(start: Start, scenario: str, error: str) -> None:

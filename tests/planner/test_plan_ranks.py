@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ssdtrain
-from ssdtrain.config import load_config
+from ssdtrain.config import ConfigError, load_config
 from ssdtrain.planner.agreement import Agreement
 from ssdtrain.planner.auto import RECORDED, WARM_UP
 from ssdtrain.planner.plan_blocks import PlanBlocks
@@ -102,14 +102,6 @@ def _different_needs(rank: int) -> list[Any]:
     with _planned(model, LEAST, alone) as runtime:
         same = equal(_train(Layers(), None, sizes), _train(model, runtime, sizes))
         found.append((same, sorted(auto_of(runtime)._agreement.recomputed or ())))
-    # Rank 0 decides (equal sizes), and finds nothing.
-    model = Layers()
-    limit = {"device_limit": "1KiB" if rank == 0 else "64MiB"}
-    try:
-        with _planned(model, {"plan": limit}, dist.group.WORLD) as runtime:
-            _train(model, runtime, [256] * STEPS)
-    except (NoPlan, RuntimeError) as error:
-        found.append((type(error).__name__, str(error)))
     # Names differ: nothing is recomputed before that is known.
     model = Layers()
     model.layers = model.layers[: LAYERS - rank]
@@ -173,11 +165,56 @@ def test_ranks_that_communicate_in_blocks_recompute_the_same_blocks() -> None:
             assert same and count == len(chosen)
         assert found[2] == (True, [f"layers.{n}" for n in range(LAYERS)])
         assert found[3] == (True, [])
-        assert "have other blocks each" in found[5]
+        assert "have other blocks each" in found[4]
     assert first[:4] == second[:4]
     assert not first[0][2] and first[1][2]  # rank 0 decides, since no forward saves more
-    assert first[4][0] == "NoPlan" and second[4][0] == "RuntimeError"
-    assert "on rank 0" in second[4][1] and "smallest peak" in second[4][1]
+
+
+def _first_error(rank: int, limits: tuple[str, str], unable: int | None = None) -> str:
+    """Of training whose plan has these limits, and where on one rank no block may run again, which it has told nobody."""
+    model = Layers()
+    plan = {"device_limit": limits[rank], "recompute": "auto" if unable is None else "on"}
+    with _planned(model, {"plan": plan}, dist.group.WORLD) as runtime:
+        agreement, impure = auto_of(runtime)._agreement, auto_of(runtime)._impure
+        exchange = agreement.exchange
+
+        def exchange_and_forget(*state: Any) -> tuple[bool, bool]:
+            found = exchange(*state)
+            if found[1] and unable == rank:
+                impure.update(dict.fromkeys(auto_of(runtime)._blocks, "of this test"))
+            return found
+
+        agreement.exchange = exchange_and_forget  # type: ignore[method-assign]
+        try:
+            _train(model, runtime, [256] * STEPS)
+        except (ConfigError, NoPlan) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+def _errors(rank: int) -> list[str]:
+    """Rank 0 decides, since no forward saves more."""
+    found = [_first_error(rank, limits) for limits in (("1KiB", "64MiB"), ("64MiB", "1KiB"))]
+    found += [_first_error(rank, ("64MiB", "64MiB"), unable) for unable in (0, 1)]
+    agreement = Agreement(dist.group.WORLD, ())
+    try:
+        agreement.decide(lambda: {}["a bug"])
+    except (KeyError, RuntimeError) as error:
+        found.append(f"{type(error).__name__}: {error}")
+    dist.barrier()  # no rank is ahead of the others
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_an_error_of_the_rank_that_decides_is_the_same_on_all_and_one_of_another_rank_is_none() -> None:
+    first, second = on_ranks(2, _errors)
+    assert first[:4] == second[:4]
+    assert first[0].startswith("NoPlan: ssdtrain.plan on rank 0: no plan keeps to 1KiB")
+    assert "smallest peak" in first[0]
+    assert "recompute no block on rank 0: layers.0: of this test" in first[2]
+    assert first[1] == first[3] == ""
+    assert first[4] == "KeyError: 'a bug'" and second[4].startswith("RuntimeError: ssdtrain.plan on rank 0")
 
 
 def test_without_a_group_nothing_is_sent_or_decided() -> None:
