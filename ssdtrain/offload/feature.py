@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import nn
 
@@ -255,9 +255,8 @@ class ActivationOffload(Feature):
         return f"{way} | codec: {self._config.codec or 'none'}"
 
     def close(self) -> None:
-        self.detach()
-        try:
-            self.engine.close()
-        finally:
-            self._close_store()
-            self.engine.drain()  # what the store has waited for gives its buffers back
+        with ExitStack() as closing:  # all are called, the last first, whatever one of them raises
+            closing.callback(self.engine.drain)  # what the store has waited for gives its buffers back
+            closing.callback(self._close_store)
+            closing.callback(self.engine.close)
+            closing.callback(self.detach)

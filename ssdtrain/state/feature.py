@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -228,12 +229,11 @@ class ModelState(Feature):
             raise failed
 
     def close(self) -> None:
-        try:
-            self.detach()
-        finally:
-            self._store.close()
+        with ExitStack() as closing:  # all are called, the last first, whatever one of them raises
             if self._arena is not None:
-                self._arena.close()
+                closing.callback(self._arena.close)
+            closing.callback(self._store.close)
+            closing.callback(self.detach)
 
     # Reports
 

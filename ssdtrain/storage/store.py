@@ -10,6 +10,7 @@ Note: [Free never blocks]
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from operator import methodcaller
 from pathlib import Path
 
@@ -360,12 +361,11 @@ class SpillStore:
 
 def _close_parts(pool: Pool, slabs: list[Slab], host: Arena | None, pattern: memory.Map | None) -> None:
     """Release the parts of a store: on close, garbage collection or interpreter exit."""
-    try:
-        pool.close()
-    finally:
-        for slab in slabs:
-            slab.close()
-        if host is not None:
-            host.close(force=True)
+    with ExitStack() as closing:  # all are closed, the last first, whatever one of them raises
         if pattern is not None:
-            pattern.close()
+            closing.callback(pattern.close)
+        if host is not None:
+            closing.callback(host.close, force=True)
+        for slab in slabs:
+            closing.callback(slab.close)
+        closing.callback(pool.close)

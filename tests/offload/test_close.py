@@ -154,6 +154,44 @@ def test_the_arena_is_unmapped_also_where_stores_end_after_the_engine(closed_run
     assert not arena._map.nbytes
 
 
+@pytest.mark.parametrize("failing", ["detach", "engine", "store"])
+def test_every_part_is_closed_whatever_one_of_them_raises(
+    closed_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """As above, and one part of closing fails when it has done its work."""
+    runtime = closed_runtime(WAYS[2], deadline="0s")
+    engine, pool, feature = engine_of(runtime), pool_of(runtime), runtime.offload
+    store = feature.store
+    pool.hold(begun=True)
+    x = torch.randn(64, 64, requires_grad=True)
+    with runtime.forward():
+        loss = x.sin().sum()
+    (write,) = [region.transfer.operation for region in engine.mover.stores]
+    assert write is not None and eventually(write.begun)
+    del loss
+    arena = engine.buffers._arena
+    assert arena is not None
+    feature.detach()
+    holder: Any = engine if failing == "engine" else feature
+    name = {"detach": "detach", "engine": "close", "store": "_close_store"}[failing]
+    whole = getattr(holder, name)
+
+    def fail() -> None:
+        if failing == "store":
+            pool.release()
+        whole()
+        raise OSError("no")
+
+    monkeypatch.setattr(holder, name, fail)
+    if failing != "store":
+        close_store = feature._close_store
+        monkeypatch.setattr(feature, "_close_store", lambda: (pool.release(), close_store()))
+    with pytest.raises(OSError, match="no"):
+        feature.close()
+    assert engine._closed and store.closed and not arena._map.nbytes
+    monkeypatch.undo()
+
+
 def test_close_says_what_it_waits_for(
     closed_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
