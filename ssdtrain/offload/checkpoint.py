@@ -5,7 +5,7 @@ Inside an offload context they therefore go to the tape and come back ahead of t
 What this adds: keyword tensors and those in containers are saved the same way, so that they leave memory, and a change in place
 after the block is an error as for any saved tensor; a recomputation is called with the containers as they were, whatever was
 written into a dict or list since; and random generators that torch does not know (of frameworks, which register them) are
-restored for the recomputation.
+restored for the recomputation, and so is what else a function reads of the process (`surroundings`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from ssdtrain.config import CheckpointConfig
+from ssdtrain.offload.surroundings import State, Surroundings
 from ssdtrain.profile.containers import copy_containers
 
 __all__ = ["Checkpoint", "checkpoint", "detach_leaves"]
@@ -40,13 +41,6 @@ def detach_leaves(outputs: Any) -> Any:
     return outputs
 
 
-class RandomState(NamedTuple):
-    """How to read and write the state of a generator that torch's checkpoint does not save."""
-
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
-
-
 class Checkpoint:
     """`torch.utils.checkpoint.checkpoint` with the defaults of a config, callable the same way.
 
@@ -62,7 +56,7 @@ class Checkpoint:
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
         self.config = config if config is not None else CheckpointConfig()
-        self._random: dict[str, RandomState] = {}
+        self._random: dict[str, State] = {}
 
     def register_random_state(self, name: str, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         """Save and restore one more generator around every recomputation.
@@ -72,7 +66,7 @@ class Checkpoint:
             read: returns a state that later use of the generator does not change.
             write: takes what `read` returned.
         """
-        self._random[name] = RandomState(read, write)
+        self._random[name] = State(read, write)
 
     def register_tracker(self, name: str, tracker: Callable[[], Any]) -> None:
         """`register_random_state` of the generators of a framework's tracker, an object with `get_states` and `set_states`.
@@ -131,7 +125,7 @@ class Checkpoint:
         preserve = config.preserve_rng_state if preserve_rng_state is None else preserve_rng_state
         states = tuple(self._random.values()) if preserve else ()
         if reentrant:
-            replay = _Replay(function, states)
+            replay = _Replay(function, states, preserve)
             return torch.utils.checkpoint.checkpoint(
                 replay,
                 *args,
@@ -143,7 +137,7 @@ class Checkpoint:
             )
         # Positional tensors are what torch saves for backward; keyword ones and those in containers it would hold in memory.
         flat: list[Any] = []
-        replay = _Replay(function, states, (args, kwargs), _flatten((args, kwargs), flat))
+        replay = _Replay(function, states, preserve, (args, kwargs), _flatten((args, kwargs), flat))
         with torch.utils.checkpoint.set_checkpoint_early_stop(
             config.early_stop if early_stop is None else early_stop
         ):
@@ -201,6 +195,7 @@ class _Replay:
 
     Args:
         states: generators beside torch's.
+        preserve: restore Python's and NumPy's too.
         given: arguments and keyword arguments of the first run, where it is called with them flat. None: it is called with the
             arguments, and the first run is the forward of a reentrant checkpoint.
         saved: of these, what `_flatten` returned.
@@ -209,16 +204,19 @@ class _Replay:
     def __init__(
         self,
         function: Callable[..., Any],
-        states: tuple[RandomState, ...],
+        states: tuple[State, ...],
+        preserve: bool,
         given: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
         saved: Any = None,
     ) -> None:
         self._function = function
         self._states = states
+        self._preserve = preserve
         self._given = given
         self._saved = saved
         self._reentrant = given is None
         self._first: list[Any] | None = None
+        self._surroundings: Surroundings | None = None
 
     def __call__(self, *args: Any) -> Any:
         kwargs: dict[str, Any] = {}
@@ -227,15 +225,18 @@ class _Replay:
         elif not self._reentrant:
             restored = lambda one, flat=args: flat[one.index] if type(one) is _Place else one  # noqa: E731
             args, kwargs = copy_containers(self._saved, restored)
-        if self._first is None:
+        if self._first is None or self._surroundings is None:
             self._first = [state.read() for state in self._states]
+            self._surroundings = Surroundings(generators=self._preserve)
             outputs = self._function(*args, **kwargs)
+            self._surroundings.ran()
             return detach_leaves(outputs) if self._reentrant else outputs
         current = [state.read() for state in self._states]
         try:
             for state, value in zip(self._states, self._first, strict=True):
                 state.write(value)
-            return self._function(*args, **kwargs)
+            with self._surroundings.restored():
+                return self._function(*args, **kwargs)
         finally:
             # torch ends a recomputation early by an exception.
             for state, value in zip(self._states, current, strict=True):

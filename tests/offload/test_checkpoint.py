@@ -8,9 +8,11 @@ import weakref
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -100,6 +102,61 @@ def test_registered_generators_repeat_in_the_recomputation(reentrant: bool) -> N
     drawn.clear()
     checkpoint(noisy, x, use_reentrant=reentrant).sum().backward()
     assert drawn[0] != drawn[1]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_pythons_and_numpys_numbers_repeat_in_the_recomputation(reentrant: bool) -> None:
+    """As of a layer that is dropped at random; the numbers of the run go on as if nothing had been recomputed."""
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return x * random.random() * torch.from_numpy(np.random.rand(8).astype(np.float32)) * x
+
+    def run(checkpointed: bool) -> list[torch.Tensor]:
+        random.seed(1)
+        np.random.seed(1)
+        x = torch.ones(8, requires_grad=True)
+        y = Checkpoint()(noisy, x, use_reentrant=reentrant) if checkpointed else noisy(x)
+        random.random()
+        y.sum().backward()
+        assert x.grad is not None
+        return [x.grad, torch.tensor([random.random(), np.random.rand()])]
+
+    assert same(run(False), run(True))
+
+
+def test_a_generator_that_the_block_does_not_use_is_left_alone() -> None:
+    """Another thread may draw from it while backward runs."""
+    x = torch.ones(8, requires_grad=True)
+    runs = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        if runs:
+            random.random()  # stands for the other thread
+        runs.append(1)
+        return x.sin() * x
+
+    y = Checkpoint()(block, x)
+    before = random.getstate()
+    y.sum().backward()
+    assert len(runs) == 2 and random.getstate() != before
+
+
+def test_the_recomputation_computes_attention_by_the_kernels_of_the_first_run() -> None:
+    """Others save other tensors. The flags are global, and the backward may run where they are others."""
+    q = torch.randn(1, 2, 16, 8, requires_grad=True)
+
+    def attention(q: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, q, q).sin()
+
+    def run(function: Any) -> list[torch.Tensor]:
+        q.grad = None
+        with sdpa_kernel(SDPBackend.MATH):
+            y = function(q)
+        y.sum().backward()
+        assert q.grad is not None and torch.backends.cuda.flash_sdp_enabled()
+        return [q.grad.clone()]
+
+    assert same(run(attention), run(lambda q: Checkpoint()(attention, q)))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
