@@ -26,6 +26,7 @@ from ssdtrain.config import PlanConfig
 from ssdtrain.features import Feature, Forward, Step
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.feature import ActivationOffload
+from ssdtrain.offload.tape import Tape
 from ssdtrain.planner.actions import BlockActions, recomputed_meanwhile
 from ssdtrain.planner.agreement import Agreement
 from ssdtrain.planner.block_times import MeasuredBlock, kind_of, problem_of, read_steps, with_compressed
@@ -43,7 +44,7 @@ from ssdtrain.planner.step import Machine, Pass
 from ssdtrain.planner.step_ends import UNENDED, OptimizerHook, warn_of_no_step_end
 from ssdtrain.planner.timeline import kept_step
 from ssdtrain.profile.passes import StepRecord
-from ssdtrain.profile.spans import BlockSpans, Collectives, Span
+from ssdtrain.profile.spans import BlockSpans, Collectives, Span, own_generators
 from ssdtrain.telemetry.messages import report
 from ssdtrain.telemetry.registry import MetricSet
 
@@ -118,16 +119,15 @@ class AutoPlan(Feature):
         # By serial number of the tape: spans, small bytes outside.
         self._found: dict[int, tuple[list[Span], int]] = {}
         # Why these blocks must not run again; for good.
-        self._impure = dict.fromkeys(blocks, "plan.recompute is off") if plan.recompute == "off" else {}
+        off = dict.fromkeys(blocks, "plan.recompute is off")
+        self._impure = off if plan.recompute == "off" else own_generators(blocks)
         self._warned = self._warned_of_size = self._warned_of_no_end = False
         self._warned_impure = plan.recompute == "off"
         self._larger = 0  # bytes of a forward that was larger than planned for
         self._forwards = 0  # of the step that runs
-        self._keeps = (
-            False  # one has been kept, so far: there the plan has nothing to choose but recomputation
-        )
+        # One has been kept, so far: there the plan has nothing to choose but recomputation.
+        self._keeps = False
         self._step_ended = False  # one has, so far
-        self._key = (0, -1)
         self._measured: list[MeasuredBlock] = []
         self._hook = None if named.announced else OptimizerHook(self._ended, self._engine.drain)
         self._profile_again()
@@ -148,35 +148,33 @@ class AutoPlan(Feature):
             self._keeps = True
             if self._tiers:
                 self._profile_again()
-        if self._spans is None or self._forwards >= UNENDED:
-            if self._spans is not None:
-                self._spans.begin()  # its list is that of a forward whose record is kept
-                self._stop_recording()
+        if self._spans is None or self._spans.tape is not None:
+            return None  # it is inside of another one, or beside it on another thread: it is not measured
+        if self._forwards >= UNENDED:
+            self._stop_recording()
             return None
-        self._key = forward.chunk, forward.microbatch
-        return self._watching(self._spans)
+        return self._watching(self._spans, self._offload.tape(forward.chunk, forward.microbatch))
 
     @contextmanager
-    def _watching(self, spans: BlockSpans) -> Iterator[None]:
-        meter, tape = self._engine.meter, self._offload.tape(*self._key)
+    def _watching(self, spans: BlockSpans, tape: Tape | None) -> Iterator[None]:
+        meter = self._engine.meter
         before = meter.unoffloaded_bytes
-        spans.begin()
         # Not in steps that are recorded: a mode takes time.
         watched = self._steps < WARM_UP and self._agreement.leaves_out
-        with Collectives(self._communicates) if watched else nullcontext():
+        with spans.forward(tape) as found, Collectives(self._communicates) if watched else nullcontext():
             yield
-        for span in spans.found:
+        for span in found:
             if span.why:
                 self._impure.setdefault(span.name, span.why)
                 self._ran_impure |= span.name in self._recomputed
         if self._recomputed:
-            run_again = (span.name for span in spans.found if span.plain and span.name in self._recomputed)
+            run_again = (span.name for span in found if span.plain and span.name in self._recomputed)
             self._agreement.check_same(run_again)
         if tape is not None and not self._engine.forked:
             small, serial = meter.unoffloaded_bytes - before - tape.nbytes, self._recorder.serial(tape)
-            small -= sum(span.small for span in spans.found)
+            small -= sum(span.small for span in found)
             if serial is not None:
-                self._found[serial] = spans.found, max(0, small)
+                self._found[serial] = found, max(0, small)
 
     def _communicates(self, group: Any) -> None:
         if self._spans is not None and not self._agreement.covers(group):
@@ -233,7 +231,7 @@ class AutoPlan(Feature):
         meanwhile = frozenset[str]() if self._leaves else recomputed_meanwhile(self._blocks, self._impure)
         self._recomputed = meanwhile if agreed is None else agreed
         self._actions.profile(self._recomputed, offload=self._tiers)
-        self._spans = BlockSpans(self._blocks, self._engine, lambda: self._offload.tape(*self._key))
+        self._spans = BlockSpans(self._blocks, self._engine)
 
     def _profiled(self, spans: BlockSpans) -> None:
         ran_impure = self._ran_impure and self._agreement.recomputed is None

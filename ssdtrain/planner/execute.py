@@ -31,7 +31,7 @@ from ssdtrain.planner.step import Block, Machine, one_after_the_other
 from ssdtrain.profile.blocks import ModelProfile, find_blocks
 from ssdtrain.profile.containers import leaves
 from ssdtrain.profile.modules import Running, plain_name
-from ssdtrain.profile.spans import may_run_again, versions
+from ssdtrain.profile.spans import has_other_parameters, may_run_again, transformed, versions
 
 __all__ = ["BlockPolicy", "plan_blocks", "recomputable_blocks", "recompute_blocks", "recompute_modules"]
 
@@ -80,7 +80,7 @@ def recomputable_blocks(model: nn.Module, plan: PlanConfig) -> dict[str, nn.Modu
     """The blocks of a model in plain PyTorch that a plan may recompute (or compress), by the names that policies see.
 
     Returns:
-        None where there are none: the model is compiled or has no blocks, a module is several blocks, a block gathers
+        None where there are none: the model is compiled (or its blocks) or has none, a module is several blocks, a block gathers
         sharded parameters or communicates in its forward (which ranks with other plans would not), or the config switches it off.
 
     Raises:
@@ -100,7 +100,7 @@ def recomputable_blocks(model: nn.Module, plan: PlanConfig) -> dict[str, nn.Modu
         found
     ):  # a layer that is in the list several times has one name for policies
         return None
-    if any(_gathers(block) for block in found.values()):
+    if any(isinstance(block, torch.jit.ScriptModule) or _gathers(block) for block in found.values()):
         return None
     return {plain_name(name): block for name, block in found.items()}
 
@@ -258,7 +258,7 @@ class _Recomputed:
         return self._undone or (self._owner is not None and self._owner() is None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.ended or not torch.is_grad_enabled():
+        if self.ended or not torch.is_grad_enabled() or transformed() or has_other_parameters(self.block):
             return self.forward(*args, **kwargs)
         if not may_run_again((args, kwargs)):
             if self.strict():
@@ -270,7 +270,7 @@ class _Recomputed:
         # Of before: the block may replace what is in a dict or list.
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         before = versions(tensors)
-        outputs = self.checkpoint(plain, *args, **kwargs)
+        outputs = self.checkpoint(_SameMode(self.block, plain), *args, **kwargs)
         if versions(tensors) != before:
             raise RuntimeError(
                 f"ssdtrain.plan: the block {self.name!r} changes its input in place, and cannot run again from it in backward: "
@@ -301,6 +301,25 @@ class _Recomputed:
         if self.own:
             return operator.getitem, ([self.forward], 0)
         return getattr, (self.block, "forward")
+
+
+class _SameMode:
+    """Runs the forward of a block with its modules in the mode (training or evaluation) that they are in when this is made:
+    between forward and backward an evaluation may have changed it."""
+
+    def __init__(self, block: nn.Module, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self._modes = [(module, module.training) for module in block.modules()]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        changed = [(module, mode) for module, mode in self._modes if module.training is not mode]
+        for module, mode in changed:
+            module.training = mode
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            for module, mode in changed:
+                module.training = not mode
 
 
 def _object_text(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -79,6 +79,8 @@ class ModuleNames:
         self._watched.add(model)
         self.watching = True
         for name, module in model.named_modules(prefix=prefix):
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks
             running = Running(plain_name(name), type(module).__name__)
             before = module.register_forward_pre_hook(_Enter(self, running), prepend=True)
             after = module.register_forward_hook(_Leave(self, running), always_call=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ssdtrain.profile.containers import leaves
 from ssdtrain.profile.modules import no_hook
 
-__all__ = ["BlockSpans", "Collectives", "Span", "may_run_again", "versions"]
+__all__ = [
+    "BlockSpans",
+    "Collectives",
+    "Span",
+    "has_other_parameters",
+    "may_run_again",
+    "own_generators",
+    "transformed",
+    "versions",
+]
 
 PLAIN = (
     *(Tensor, type(None), bool, int, float, complex, str, bytes, slice),
@@ -28,6 +41,30 @@ def may_run_again(arguments: Any) -> bool:
     return all(isinstance(value, PLAIN) for value in leaves(arguments))
 
 
+def has_other_parameters(block: nn.Module) -> bool:
+    """True while tensors stand in the place of its parameters (`torch.func.functional_call`): in backward they do not."""
+    found = (one for module in block.modules() for one in module._parameters.values())
+    return not all(one is None or isinstance(one, nn.Parameter) for one in found)
+
+
+def own_generators(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Why some of these blocks, by name, must not run again: they have random generators, which nobody would restore."""
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        kinds += (numpy.Generator, numpy.RandomState)
+    why = "it has a random generator of its own"
+    return {
+        name: why
+        for name, block in blocks.items()
+        if any(isinstance(one, kinds) for module in block.modules() for one in vars(module).values())
+    }
+
+
+def transformed() -> bool:
+    """True inside of a transform of torch.func: its tensors have no storages, and some of them allow no saved-tensor hooks."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 @dataclass
 class Span:
     """One block in one forward. Regions [begin, end) of the tape are those that it saved first.
@@ -35,7 +72,7 @@ class Span:
     Attributes:
         inputs: bytes of these that it is called with.
         small: bytes of the storages that it saved and that are not in these regions.
-        plain: it is called with plain arguments: see `may_run_again`.
+        plain: it is called with plain arguments and its own parameters: see `may_run_again`, `has_other_parameters`.
         why: it must not run again; "": it may.
         held: by the index of a region, at the end of how many blocks after this one (0: of this one) the program still had the
             tensor: its memory is there until then, though it leaves.
@@ -61,6 +98,10 @@ class Span:
 
 COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 """Namespaces of torch's operators of collectives and of messages between two ranks."""
+
+OTHER_PARAMETERS = (
+    "it is called with other tensors in the place of its parameters (torch.func.functional_call)"
+)
 
 OBJECT = "it is called with an object that is no tensor or plain value (a cache: use_cache=False)"
 
@@ -124,13 +165,13 @@ class BlockSpans:
     Args:
         blocks: by name.
         engine: the offload engine of their forwards.
-        tape: returns the tape that is being recorded; None: none is.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], engine: Any, tape: Callable[[], Any]) -> None:
-        self.found: list[Span] = []
-        """Of the forward that runs, or the latest."""
-        self._engine, self._tape = engine, tape
+    def __init__(self, blocks: Mapping[str, nn.Module], engine: Any) -> None:
+        self.tape: Any = None
+        """Of the forward that runs; None: none does, or it is not recorded."""
+        self._found: list[Span] = []
+        self._engine, self._thread = engine, 0
         self._running: _Running | None = None
         self._watched: list[
             tuple[Span, int, int]
@@ -140,9 +181,16 @@ class BlockSpans:
             self._hooks.append(block.register_forward_pre_hook(_Before(self, name), with_kwargs=True))
             self._hooks.append(block.register_forward_hook(_After(self, name)))
 
-    def begin(self) -> None:
-        """A forward of the model begins."""
-        self.found, self._running, self._watched = [], None, []
+    @contextmanager
+    def forward(self, tape: Any) -> Iterator[list[Span]]:
+        """Around a forward of the model on this thread, which `tape` records; gives the list that its spans come into."""
+        found = self._found = []
+        self._running, self._watched = None, []
+        self.tape, self._thread = tape, threading.get_ident()
+        try:
+            yield found
+        finally:
+            self.tape = self._running = None
 
     def remove(self) -> None:
         """Remove the hooks. Idempotent."""
@@ -154,13 +202,20 @@ class BlockSpans:
         return recorder if recorder.active else None
 
     def enter(self, name: str, block: nn.Module, arguments: Any) -> None:
-        tape = self._tape()
-        if tape is None or self._running is not None or torch._C._current_graph_task_id() != -1:
+        tape = self.tape
+        if (
+            tape is None
+            or self._running is not None
+            or torch._C._current_graph_task_id() != -1
+            or self._thread != threading.get_ident()
+            or transformed()
+        ):
             return
         tensors = [t for t in leaves(arguments) if isinstance(t, Tensor) and t.layout is torch.strided]
         storages = frozenset(id(t.untyped_storage()) for t in tensors)  # by which the meter knows them
-        plain = may_run_again(arguments)
-        span = Span(name, len(tape.regions), plain=plain, why="" if plain else OBJECT)
+        why = "" if may_run_again(arguments) else OBJECT
+        why = why or (OTHER_PARAMETERS if has_other_parameters(block) else "")
+        span = Span(name, len(tape.regions), plain=not why, why=why)
         began = self._engine.device.timestamp() if self._recorder() is not None else None
         counted = self._engine.meter.unoffloaded_bytes
         watched = [*tensors, *block.buffers()]
@@ -176,8 +231,8 @@ class BlockSpans:
             )
 
     def leave(self, name: str, block: nn.Module) -> None:
-        running, tape, recorder = self._running, self._tape(), self._recorder()
-        if running is None or running.span.name != name or tape is None:
+        running, tape, recorder = self._running, self.tape, self._recorder()
+        if running is None or running.span.name != name or self._thread != threading.get_ident():
             return
         self._running = None
         span = running.span
@@ -196,9 +251,9 @@ class BlockSpans:
         for region in saved:
             if region.seen.key in running.storages:
                 span.held[region.index] = 0  # by whoever called the block
-            self._watched.append((span, len(self.found), region.index))
+            self._watched.append((span, len(self._found), region.index))
         self._note_held(tape)
-        self.found.append(span)
+        self._found.append(span)
 
     def _note_held(self, tape: Any) -> None:
         """A block has ended: see `Span.held`."""
@@ -208,7 +263,7 @@ class BlockSpans:
             if region is None or (region.emptied and region.seen() is None):
                 continue
             if region.emptied:
-                span.held[index] = len(self.found) - number
+                span.held[index] = len(self._found) - number
             still.append((span, number, index))
         self._watched = still
 

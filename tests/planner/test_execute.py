@@ -1,6 +1,7 @@
 """A plan that is carried out changes memory and nothing else."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,51 @@ def test_the_recomputation_of_an_owner_that_is_gone_is_none() -> None:
     assert not checkpoint.calls
     recompute_modules({"block": block}, checkpoint)()
     assert "forward" not in block.__dict__
+
+
+def recomputed_as_plain(run: Callable[[GPT], list[torch.Tensor]]) -> None:
+    """What `run` returns is the same whether blocks are recomputed or not."""
+    plain, planned = model(), model()
+    torch.manual_seed(1)
+    expected = run(plain)
+    undo = recompute_blocks(planned, {f"blocks.{i}": "recompute" for i in range(LAYERS)})
+    torch.manual_seed(1)
+    found = run(planned)
+    undo()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_a_call_with_other_parameters_has_their_gradients() -> None:
+    """Backward comes when the block has its own again."""
+
+    def adapted(of: GPT) -> list[torch.Tensor]:
+        tokens = torch.randint(256, (4, 64))
+        names = dict(of.named_parameters())
+        faster = {name: one * 1.5 for name, one in names.items()}
+        torch.func.functional_call(of, faster, (tokens, tokens)).backward()
+        return [one.grad for one in names.values() if one.grad is not None]
+
+    recomputed_as_plain(adapted)
+
+
+def test_transforms_of_torch_func_run() -> None:
+    """They allow no saved-tensor hooks, by which a checkpoint recomputes."""
+
+    def derivatives(of: GPT) -> list[torch.Tensor]:
+        x = torch.randn(2, 64, 64)
+        block: Any = of.blocks[0]
+        return [torch.func.grad(lambda x: block(x).square().sum())(x)]
+
+    recomputed_as_plain(derivatives)
+
+
+def test_an_evaluation_before_backward_does_not_change_what_is_recomputed() -> None:
+    def evaluated(of: GPT) -> list[torch.Tensor]:
+        tokens = torch.randint(256, (4, 64))
+        loss = of(tokens, tokens)
+        of.eval()
+        loss.backward()
+        assert not any(module.training for module in of.modules())
+        return [one.grad for one in of.parameters() if one.grad is not None]
+
+    recomputed_as_plain(evaluated)

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import ssdtrain
+from ssdtrain.config import load_config
 from ssdtrain.profile.spans import BlockSpans
+from ssdtrain.runtime import Runtime
 
 REGION = 64 * 64 * 4
 
@@ -37,15 +38,17 @@ class Sines(nn.Module):
 def test_what_is_there_at_the_end_of_a_block_though_it_has_left_is_noticed(tmp_path: Path) -> None:
     model = Stack()
     offload = {"directories": str(tmp_path), "min_bytes": "4KiB"}
-    with ssdtrain.attach(model, {"offload": offload, "report": {"interval": 0}}) as runtime:
-        assert runtime.engine is not None and runtime.offload is not None
+    with Runtime(load_config({"offload": offload, "report": {"interval": 0}})) as runtime:
+        runtime.register(model)
+        assert runtime.engine is not None
         runtime.engine.mover.stores.bound = 2 * REGION
         blocks = {str(number): block for number, block in enumerate(model.layers)}
-        spans = BlockSpans(blocks, runtime.engine, lambda: runtime.offload.tape(0, -1))  # type: ignore[union-attr]
-        spans.begin()
-        model(torch.randn(64, 64, requires_grad=True)).backward()
+        spans = BlockSpans(blocks, runtime.engine)
+        with runtime.forward() as tape, spans.forward(tape) as found:
+            loss = model(torch.randn(64, 64, requires_grad=True))
+        loss.backward()
         spans.remove()
-    first, second, third = spans.found
+    first, second, third = found
     assert first.held == {first.begin: 2}  # the model has it until its end
     assert second.held == {second.begin: 0} and third.held == {
         third.begin: 0

@@ -300,14 +300,14 @@ def test_what_is_kept_for_a_backward_at_once_is_not_planned_to_leave(
 
 
 class Draws(nn.Module):
-    """Drops by a generator that torch does not know."""
+    """Drops by a generator that torch's checkpoint does not know."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.dropout = nn.Linear(64, 64), nn.Dropout(0.3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.linear(x).tanh()) * (1 + random.random())
+        return self.dropout(self.linear(x * (1 + random.random())).tanh())
 
 
 def test_random_numbers_are_drawn_again_whatever_the_config_says() -> None:
@@ -324,11 +324,51 @@ def test_random_numbers_are_drawn_again_whatever_the_config_says() -> None:
             assert plan is not None and plan.count("recompute")
         return found
 
-    ssdtrain.checkpoint.register_random_state("python", random.getstate, random.setstate)
-    try:
-        assert equal(run(False), run(True))
-    finally:
-        ssdtrain.checkpoint.unregister_random_state("python")
+    assert equal(run(False), run(True))
+
+
+class OwnGenerator(Draws):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh() * torch.rand(64, generator=self.generator)
+
+
+def test_a_block_with_a_generator_of_its_own_is_not_recomputed(caplog: pytest.LogCaptureFixture) -> None:
+    def run(attached: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Stack(OwnGenerator)
+        with ssdtrain.attach(model, LEAST) if attached else nullcontext():
+            return train(model)
+
+    assert equal(run(False), run(True))
+    assert "layers.0: it has a random generator of its own" in caplog.text
+
+
+def test_calls_with_other_parameters_are_not_recomputed(caplog: pytest.LogCaptureFixture) -> None:
+    """As in meta-learning, which also asks for gradients of gradients."""
+
+    def run(attached: bool) -> list[torch.Tensor]:
+        model = gpt()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        found = []
+        with ssdtrain.attach(model, LEAST) if attached else nullcontext():
+            torch.manual_seed(1)
+            for _ in range(STEPS):
+                own, tokens = dict(model.named_parameters()), torch.randint(256, (2, 64))
+                loss = torch.func.functional_call(model, own, (tokens, tokens))
+                steps = torch.autograd.grad(loss, list(own.values()), create_graph=True)
+                adapted = {name: one - step for (name, one), step in zip(own.items(), steps, strict=True)}
+                torch.func.functional_call(model, adapted, (tokens, tokens)).backward()
+                found += [one.grad.clone() for one in own.values() if one.grad is not None]
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    assert equal(run(False), run(True))
+    assert "blocks.0: it is called with other tensors in the place of its parameters" in caplog.text
 
 
 def test_where_the_bandwidth_leaves_no_plan_the_old_one_is_followed(caplog: pytest.LogCaptureFixture) -> None:
@@ -367,6 +407,48 @@ def test_a_layer_that_is_in_the_list_several_times_is_no_block() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(4, 4)] * 3)
     assert recomputable_blocks(model, PlanConfig()) is None
+
+
+def test_scripted_blocks_are_none(tmp_path: Path) -> None:
+    """They take no hooks."""
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.ModuleList(torch.jit.script(nn.Linear(64, 64)) for _ in range(2))
+    )
+    assert recomputable_blocks(model, PlanConfig()) is None
+    model.forward = lambda x: model[1][0](model[0](x))  # type: ignore[method-assign,index]
+    offload = {"directories": str(tmp_path), "min_bytes": "4KiB", "include": ["*"]}
+    with ssdtrain.attach(model, {"offload": offload, **QUIET}) as runtime:
+        model(torch.randn(64, 64)).sum().backward()
+        found = runtime.statistics()
+    assert found is not None and found.offload.offloaded_bytes + found.offload.avoided_write_bytes
+
+
+class Nested(nn.Module):
+    """Calls itself: the inner forward has the blocks, and the outer one saves more bytes in fewer tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor, inner: bool = False) -> torch.Tensor:
+        if not inner:
+            return (x.repeat(256, 1) * self(x, inner=True).mean()).sin().sum()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_forward_inside_of_another_is_not_measured() -> None:
+    """Nor is one beside another on a second thread: regions have their numbers on another tape."""
+    model = Nested()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with ssdtrain.attach(model, LEAST) as runtime:
+        for _ in range(STEPS):
+            model(torch.randn(64, 64, requires_grad=True)).backward()
+            optimizer.step()
+        assert auto_of(runtime).plan is not None
 
 
 def test_a_forward_larger_than_the_profiled_ones_is_noticed_at_once() -> None:
