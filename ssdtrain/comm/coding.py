@@ -11,8 +11,10 @@ Note: [No payload larger than its piece]
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +39,11 @@ class Piece(NamedTuple):
 
 
 def clip(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """The part of `ranges` in [start, stop), counted from `start`."""
-    return tuple((max(a, start) - start, min(b, stop) - start) for a, b in ranges if a < stop and b > start)
+    """The part of `ranges` in [start, stop), counted from `start`. Only few of the others are looked at: a tensor that is laid
+    out by rank has ranges for each of them, and is clipped for each."""
+    first = bisect_right(ranges, start, key=itemgetter(1))
+    last = bisect_left(ranges, stop, lo=first, key=itemgetter(0))
+    return tuple((max(a, start) - start, min(b, stop) - start) for a, b in ranges[first:last])
 
 
 def _others(ranges: Ranges, numel: int) -> Ranges:

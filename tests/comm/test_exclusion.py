@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from ssdtrain.comm.coding import clip
 from ssdtrain.comm.exclusion import excluded, ranges_of
 
 KINDS = ("norm", "bias", "embedding")
@@ -105,3 +106,30 @@ def test_ranges_are_ascending_and_neighbours_are_one() -> None:
     places = {c: (0, 4), b: (10, 20), a: (4, 10), d: (64, 80)}
     assert ranges_of(places, {a, c, d}) == ((0, 10), (64, 80))
     assert ranges_of(places, {nn.Parameter(torch.zeros(1))}) == ()
+
+
+class Looked(tuple[tuple[int, int], ...]):
+    """Ranges that count which of them are looked at."""
+
+    count = 0
+
+    def __getitem__(self, at: object) -> object:
+        found = super().__getitem__(at)  # type: ignore[index]
+        Looked.count += len(found) if isinstance(at, slice) else 1
+        return found
+
+    def __iter__(self) -> object:  # type: ignore[override]
+        Looked.count += len(self)
+        return super().__iter__()
+
+
+def test_clipping_looks_at_few_of_many_ranges() -> None:
+    """With 512 ranks a bucket has thousands, and each of its pieces is clipped for each rank."""
+    ranges = tuple((10 * at, 10 * at + 4) for at in range(4096))
+    for start, stop in ((0, 10), (20_003, 20_031), (20_004, 20_010), (40_954, 40_960), (5, 5), (0, 40_960)):
+        Looked.count = 0
+        expected = tuple(
+            (max(a, start) - start, min(b, stop) - start) for a, b in ranges if a < stop and b > start
+        )
+        assert clip(Looked(ranges), start, stop) == expected
+        assert Looked.count <= len(expected) + 30
