@@ -221,7 +221,9 @@ class Codec(ABC):
         if x.dtype not in self.inputs:
             raise TypeError(f"{self.spec} encodes {_names(self.inputs)}, not {x.dtype}")
         self._check_buffer(out, x, self.max_payload_bytes(x.numel(), x.dtype))
-        return x.detach().reshape(-1)
+        return (
+            x.detach().contiguous().view(-1)
+        )  # `reshape` gives columns and repeated values as a strided view
 
     def _check_buffer(self, buf: Tensor, other: Tensor, need: int) -> None:
         if buf.dtype != torch.uint8 or buf.dim() != 1 or not buf.is_contiguous():

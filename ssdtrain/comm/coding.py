@@ -142,11 +142,10 @@ def _select(x: Tensor, uncompressed_ranges: Ranges) -> Tensor:
 
 
 def _write(out: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> None:
-    at = 0
+    values, at = out.view(dtype), 0
     for part in parts:
-        raw = part.to(dtype).contiguous().view(torch.uint8)
-        out[at : at + raw.numel()].copy_(raw)
-        at += raw.numel()
+        values[at : at + part.numel()].copy_(part)
+        at += part.numel()
 
 
 def _read(payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

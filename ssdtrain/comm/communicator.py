@@ -110,9 +110,7 @@ class Communicator:
             op: SUM or AVG; others go uncompressed.
             bucket: for gradients, named: error feedback belongs to it.
         """
-        flat = tensor.detach().reshape(-1)
-        copied = flat.data_ptr() != tensor.data_ptr()
-        then = (lambda: tensor.detach().copy_(flat.view(tensor.shape))) if copied else None
+        flat, then = _flat(tensor)
         return self._start(AllReduce(flat, flat, _ranges(bucket), op), dimension, group, bucket, then)
 
     def reduce_scatter(
@@ -144,7 +142,7 @@ class Communicator:
 
         `tensor` may be a part of `out`.
         """
-        collective = AllGather(tensor.detach().reshape(-1), out.detach().view(-1), _ranges(bucket))
+        collective = AllGather(_flat(tensor)[0], out.detach().view(-1), _ranges(bucket))
         return self._start(collective, dimension, group, bucket)
 
     def gather_weights(
@@ -159,7 +157,7 @@ class Communicator:
             tensor: [n]; this rank's updated weights. It may be its part of `out`.
         """
         group = _world_if_none(group)
-        flat, mine = out.detach().view(-1), tensor.detach().reshape(-1)
+        flat, mine = out.detach().view(-1), _flat(tensor)[0]
         plain = AllGather(mine, flat, bucket.uncompressed_ranges)
         route = self._route(plain, "zero_gather", group)
         if route is None:
@@ -277,16 +275,15 @@ class Communicator:
         group = _world_if_none(group)
         ranks = dist.get_world_size(group)
         row = tensor.shape[1:].numel()
+        into, then = _flat(out)
         outgoing, incoming = (
-            whole.detach()
-            .reshape(-1)
-            .split([count * row for count in splits or [whole.shape[0] // ranks] * ranks])
-            for whole, splits in ((tensor, in_splits), (out, out_splits))
+            flat.split([count * row for count in splits or [whole.shape[0] // ranks] * ranks])
+            for flat, whole, splits in ((_flat(tensor)[0], tensor, in_splits), (into, out, out_splits))
         )
         minimum = self.policy.rules[dimension].min_bytes
         collective = AllToAll(incoming, outgoing, dist.get_rank(group), minimum)
         route = self.router.route(collective, (dimension, dimension), group)
-        return None if route is None else self._launch(collective, dimension, route)
+        return None if route is None else self._launch(collective, dimension, route, then=then)
 
     # The loop
 
@@ -380,6 +377,14 @@ class Communicator:
         spec = self.bit_widths.codec(route.topology.group, bucket.name)
         inside = spec if route.topology.between is None else route.scatter[0]
         return Route(route.topology, (inside, spec), route.gather)
+
+
+def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
+    """`tensor` as a vector; where that is a copy, also what writes it back."""
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.data_ptr() == tensor.data_ptr():
+        return flat, None
+    return flat, lambda: tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def _ranges(bucket: Bucket | None) -> Ranges:

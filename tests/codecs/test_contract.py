@@ -79,6 +79,25 @@ def test_strides_do_not_matter(codec: Codec) -> None:
     assert torch.equal(out, decoded(codec, payload(codec, x), x.contiguous()))
 
 
+@pytest.mark.parametrize(
+    "x",
+    [
+        randn(400)[::3],
+        randn(70, 5)[:, 2:3],
+        randn(1).expand(90),
+        randn(3)[1:2].expand(1),
+        randn(4, 6)[2:3, ::6],
+    ],
+    ids=["steps", "a column", "repeated", "one", "one of a row"],
+)
+def test_neither_do_strides_of_what_is_a_vector(codec: Codec, x: torch.Tensor) -> None:
+    """Their `reshape(-1)` is a view with these strides."""
+    assert torch.equal(payload(codec, x), payload(codec, x.clone().contiguous()))
+    out = torch.full((x.numel(), 2), torch.nan)[:, :1]
+    codec.decode(payload(codec, x), out)
+    assert torch.equal(out.flatten(), decoded(codec, payload(codec, x), x.flatten()))
+
+
 def test_the_input_is_not_modified_and_may_require_grad(codec: Codec) -> None:
     x = randn(300).requires_grad_()
     before = x.detach().clone()

@@ -166,6 +166,13 @@ def transposed(rank: int) -> None:
     first.wait()
     assert (mine - plain / 2).norm() <= 0.01 * plain.norm()
     assert other.shape == (100,)
+    rows = values(rank, 6000).view(1500, 4)
+    column = rows[:, 1]
+    plain, kept = column.clone(), rows[:, 2].clone()
+    dist.all_reduce(plain)
+    comm.all_reduce(column, "dp").wait()
+    assert (rows[:, 1] - plain).norm() <= 0.01 * plain.norm()
+    assert torch.equal(rows[:, 2], kept)
 
 
 def test_a_mean_of_a_tensor_that_is_not_contiguous_and_waits_in_any_order() -> None:
@@ -183,9 +190,12 @@ def exchanged(rank: int) -> None:
     assert (out - plain).norm() <= 0.02 * plain.norm()
     own = slice(sum(receives[:rank]), sum(receives[: rank + 1]))
     assert torch.equal(out[own], plain[own])
+    strided = torch.empty(64, sum(receives)).t()
+    comm.all_to_all(strided, tokens, "ep", receives, sends).wait()
+    assert torch.equal(strided, out)
     figures = comm.metrics()["ep"]
-    assert figures.raw_bytes == 64 * 4 * (sum(sends) - sends[rank])
-    assert figures.wire_bytes < 0.27 * figures.raw_bytes + 160
+    assert figures.raw_bytes == 2 * 64 * 4 * (sum(sends) - sends[rank])
+    assert figures.wire_bytes < 0.27 * figures.raw_bytes + 320
 
 
 def test_an_all_to_all_with_uneven_splits() -> None:

@@ -657,3 +657,23 @@ def test_gpt2_of_hugging_face_trains_with_compressed_inputs() -> None:
     # The input of attn.c_proj is attention's output, which attention keeps; lm_head shares the embedding's weight.
     assert changed == {f"transformer.h.0.{name}.weight" for name in ("attn.c_attn", "mlp.c_fc", "mlp.c_proj")}
     assert equal(found(), expected)
+
+
+def test_the_input_of_a_layer_may_be_a_column() -> None:
+    class Column(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.feature = nn.Linear(1, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.feature(x[:, 3:4]).square().sum()
+
+    torch.manual_seed(0)
+    model, x = Column(), torch.randn(300, 5)
+    model(x).backward()
+    assert model.feature.weight.grad is not None
+    exact, model.feature.weight.grad = model.feature.weight.grad, None
+    with attach(model, mode="quant", codec="int8") as runtime:
+        model(x).backward()
+        assert runtime.statistics() is not None and runtime.compact.compression.counted.input_bytes
+    assert (model.feature.weight.grad - exact).norm() <= 0.05 * exact.norm()
