@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ssdtrain.state.chunk import Chunk
 from ssdtrain.state.hooks import BlockHooks
@@ -56,13 +57,10 @@ def clip_grad_norm(
         )
         if chunk is not None:
             residency.release(chunk.gradients)
-    # torch's order: by device and type, then as given.
-    ordered: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for parameter in with_gradient:
-        ordered.setdefault((parameter.device, parameter.dtype), []).append(norms[parameter])
     first = with_gradient[0].device
     total = torch.linalg.vector_norm(
-        torch.stack([norm.to(first) for group in ordered.values() for norm in group]), norm_type
+        torch.stack([norms[parameter].to(first) for parameter in _in_order_of_torch(with_gradient)]),
+        norm_type,
     )
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
@@ -81,6 +79,12 @@ def clip_grad_norm(
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+def _in_order_of_torch(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """As torch sums up the norms of their gradients: by device and type, which have the order of a hash table."""
+    groups = _group_tensors_by_device_and_dtype([list(parameters)], with_indices=True)
+    return [parameters[at] for _, places in groups.values() for at in places]
 
 
 def _norms(

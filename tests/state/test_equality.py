@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.state.conftest import Attach
-from tests.state.training import Recipe, make_model, plain, run, same
+from tests.state.training import Recipe, batches, loss_of, make_model, plain, run, same
 
 
 def adamw(**options: Any) -> Any:
@@ -116,6 +116,32 @@ def test_equal_where_only_one_chunk_fits(attach: Attach) -> None:
     assert same(model.state_dict(), parameters)
     found = runtime.statistics()
     assert found is not None and found.values()["state/resident_peak_bytes"] <= smallest
+
+
+def test_the_norm_of_gradients_of_two_types(attach: Attach) -> None:
+    """torch sums up the norms of one type before those of another."""
+
+    def train(chunks: bool) -> Any:
+        model = make_model()
+        for layer in model.layers[::2]:
+            layer.up.bfloat16()
+            layer.up.register_forward_pre_hook(lambda _, args: (args[0].bfloat16(),))
+            layer.up.register_forward_hook(lambda _, args, output: output.float())
+        optimizer = sgd(list(model.parameters()))
+        runtime = attach(model, optimizer) if chunks else None
+        seen = []
+        for batch in batches(8):
+            loss_of(model, batch).backward()
+            for order in (1.0, 2.0, 3.0):
+                if runtime is not None and runtime.state is not None:
+                    norm = runtime.state.clip_grad_norm_(1e9, order)
+                else:
+                    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, order)
+                seen.append(norm.item())
+            optimizer.zero_grad()
+        return seen
+
+    assert same(train(True), train(False))
 
 
 def test_parameters_without_a_gradient(attach: Attach) -> None:
