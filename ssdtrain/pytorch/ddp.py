@@ -53,10 +53,12 @@ class _Hook:
         return future
 
     def _parameter(self, tensor: Tensor) -> nn.Parameter:
-        # DDP may hand out other Python objects for the same parameters.
-        if tensor.data_ptr() not in self._parameters:
+        # DDP may hand out other Python objects for the same parameters, which may have been given the memory of others.
+        address = tensor.data_ptr()
+        found = self._parameters.get(address)
+        if found is None or found.data_ptr() != address:
             self._parameters = {parameter.data_ptr(): parameter for parameter in self._model.parameters()}
-        return self._parameters[tensor.data_ptr()]
+        return self._parameters[address]
 
     def _named(self, bucket: dist.GradBucket) -> Bucket:
         """By its parameters: DDP rebuilds its buckets after the first step."""

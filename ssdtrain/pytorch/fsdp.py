@@ -17,8 +17,9 @@ from ssdtrain.comm.exclusion import excluded, ranges_in_order
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _managed(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that `module` shards, in FSDP2's order: those of its children first, without FSDP modules below it."""
+def _managed(unit: Sequence[Any]) -> Iterator[nn.Parameter]:
+    """The parameters that the modules of `unit` shard together, in FSDP2's order: those of their children first, without FSDP
+    modules below them."""
     seen: set[Any] = set()
 
     def visit(one: nn.Module) -> Iterator[nn.Parameter]:
@@ -31,20 +32,34 @@ def _managed(module: nn.Module) -> Iterator[nn.Parameter]:
                 seen.add(parameter)
                 yield parameter
 
-    yield from visit(module)
+    for module in unit:
+        if module not in seen:
+            yield from visit(module)
+
+
+def _units(model: nn.Module) -> dict[str, list[FSDPModule]]:
+    """The modules that FSDP2 shards together, by name: several where `fully_shard` was given a list, in its order."""
+    names = {module: name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    found: dict[Any, list[FSDPModule]] = {}
+    for module in names:
+        state = module._get_fsdp_state()
+        found.setdefault(state, [one for one in state._modules if isinstance(one, FSDPModule)])
+    return {"+".join(names[module] for module in unit if module in names): unit for unit in found.values()}
 
 
 class _ReduceScatter:
-    """Gradients of one FSDP module, in the dimension "dp".
+    """Gradients of the modules of one unit, in the dimension "dp".
 
     FSDP2 lays them out by rank: of each parameter the rows of its first dimension that the rank keeps, padded to the same number
     on all ranks.
     """
 
-    def __init__(self, module: Any, name: str, comm: Communicator, exact: set[nn.Parameter]) -> None:
+    def __init__(
+        self, unit: Sequence[FSDPModule], name: str, comm: Communicator, exact: set[nn.Parameter]
+    ) -> None:
         self._name = name
         self._comm = comm
-        self._parameters = [(tuple(p.shape), p in exact) for p in _managed(module) if p.requires_grad]
+        self._parameters = [(tuple(p.shape), p in exact) for p in _managed(unit) if p.requires_grad]
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -96,8 +111,7 @@ def attach(model: nn.Module, comm: Communicator) -> None:
             "update torch, use DistributedDataParallel, or leave comm out"
         )
     exact = excluded(model, comm.policy.exclude)
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            # What it takes is a protocol; its class is in a private module of torch.
-            replacement: Any = _ReduceScatter(module, f"fsdp-{name}", comm, exact)
-            module.set_custom_reduce_scatter(replacement)
+    for name, unit in _units(model).items():
+        # What it takes is a protocol; its class is in a private module of torch.
+        replacement: Any = _ReduceScatter(unit, f"fsdp-{name}", comm, exact)
+        unit[0].set_custom_reduce_scatter(replacement)

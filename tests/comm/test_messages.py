@@ -196,6 +196,72 @@ def test_plain_pytorch_trains_with_compressed_gradients(how: str) -> None:
     assert all_equal(lossy[0][1], lossy[1][1])
 
 
+def gradients_of_a_list(rank: int, comm: dict[str, Any] | None) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 256))
+    fully_shard(model[0])
+    fully_shard([model[2], model[1]])
+    fully_shard(model)
+    runtime = ssdtrain.attach(model, {"comm": comm}) if comm is not None else None
+    model(values(rank, 64 * 32).view(32, 64)).square().mean().backward()
+    found: Any = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    return [found, runtime.comm.metrics()["dp"] if runtime is not None and runtime.comm is not None else None]
+
+
+def test_modules_that_are_sharded_together_are_compressed() -> None:
+    plain, _ = on_ranks(2, gradients_of_a_list, None)[0]
+    small = {"min_bytes": 0, "warmup_steps": 0, "probe": False}
+    lossy, figures = on_ranks(2, gradients_of_a_list, {"dp": "int8", **small})[0]
+    assert (figures.calls, figures.compressed, dict(figures.fallbacks)) == (2, 2, {})
+    for name, gradient in plain.items():
+        excluded = name.startswith("1.") or name.endswith("bias")
+        assert torch.equal(lossy[name], gradient) == excluded, name
+        assert (lossy[name] - gradient).norm() <= 0.02 * gradient.norm()
+
+
+def without_an_end(rank: int, ends: bool) -> list[str]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ssdtrain").addHandler(handler)
+    model = DistributedDataParallel(Small())
+    runtime = ssdtrain.attach(model, {"comm": {"preset": "safe", "min_bytes": 0, "probe": False}})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(12):
+        model(values(step, 64 * 4).view(4, 64)).sum().backward()
+        optimizer.step()
+        if ends:
+            runtime.step_end()
+    return [text for text in said if "step_end" in text]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_loop_that_never_ends_a_step_is_told(ends: bool) -> None:
+    first, second = on_ranks(2, without_an_end, ends)
+    assert [len(first), len(second)] == [0 if ends else 1, 0]
+
+
+def in_the_memory_of_another(rank: int) -> bool:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ssdtrain.pytorch.ddp import _Hook
+
+    model = Small()
+    hook = _Hook(DistributedDataParallel(model), make(dp="int8"))
+    first, other = model.body[0][0].weight, model.body[1][0].weight
+    first.data, other.data = other.data, first.data
+    return hook._parameter(first) is first and hook._parameter(other) is other
+
+
+def test_parameters_that_have_exchanged_their_memory_are_not_mistaken() -> None:
+    """Ranks that took one for another would send messages of different sizes."""
+    assert all(on_ranks(2, in_the_memory_of_another))
+
+
 def abandoned(rank: int) -> Any:
     comm = make(dp="int8", dp_gather="int8")
     comm.all_reduce(values(rank, 1000), "dp").wait()
