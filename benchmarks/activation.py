@@ -12,6 +12,8 @@ plus loads outside of it. It is confirmed by the process: the peak of the reside
 (VmHWM, reset through /proc/self/clear_refs), with glibc told to hand freed blocks back, in a process of its own; on a GPU by
 torch.cuda's peak. Steps are timed with malloc as it is. `cpu_time_ratio` is of the CPU seconds of all threads: with
 OMP_NUM_THREADS=1 it says what hooks and I/O take, wherever it runs; with more, OpenMP's threads that spin are in it.
+`beside_ratio`, with --beside, is of the step that keeps while another process writes and reads as many bytes as SSDTrain moves
+(`benchmarks.beside`): what moving them costs on this machine whoever does it, and so the least that a step time ratio can be.
 `training_thread_ratio` is of the CPU seconds of the thread that trains and of the seconds in which it waited for stores and
 loads: with OMP_NUM_THREADS=1 and a core left for I/O it is a step time that other processes of the machine do not lengthen.
 """
@@ -27,11 +29,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.beside import Mover
 from benchmarks.common import finish, hardware, huge_pages, page_faults, parser, with_huge_pages
 from benchmarks.models import MODELS
 from examples.support.activation_meter import SavedTensorMeter
@@ -41,7 +45,7 @@ from ssdtrain.config import load_config, parse_size
 from ssdtrain.config.units import MiB
 from ssdtrain.runtime import Runtime
 
-KEEP, SSDTRAIN, RECOMPUTE = "keep", "ssdtrain", "recompute"
+KEEP, SSDTRAIN, RECOMPUTE, BESIDE = "keep", "ssdtrain", "recompute", "beside"
 
 
 class Trial:
@@ -198,27 +202,35 @@ def run(arguments: Any, directory: Path) -> dict[str, Any]:
     kept, offloaded = trial.gradients(KEEP), trial.gradients(SSDTRAIN)
     peaks = {way: median_of(3, lambda way=way: trial.activation_peak(way)) for way in (KEEP, SSDTRAIN)}  # type: ignore[misc]
     trial.recomputed, recompute_peak = fewest_blocks(trial, peaks[SSDTRAIN], arguments.layers)
-    seconds: dict[str, list[float]] = {KEEP: [], SSDTRAIN: [], RECOMPUTE: []}
+    mover = Mover(directory) if arguments.beside else None
+    ways = [KEEP, SSDTRAIN, RECOMPUTE] + ([BESIDE] if mover is not None else [])
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
     cpu_seconds: dict[str, list[float]] = {way: [] for way in seconds}
     thread_seconds: dict[str, list[float]] = {way: [] for way in seconds}
     faults: dict[str, list[int]] = {way: [] for way in seconds}
-    for way in seconds:
-        trial.seconds(way)
     before = runtime.statistics()
+    for way in seconds:
+        step = trial.seconds(way)
+    after = runtime.statistics()
+    assert before is not None and after is not None
+    of_a_step = after.store.ssd_bytes_written - before.store.ssd_bytes_written
+    before = after
     for pair in range(arguments.pairs):
         # Every way follows every other equally often.
-        order = [KEEP, SSDTRAIN, RECOMPUTE]
-        for way in order[pair % 3 :] + order[: pair % 3]:
+        first = pair % len(ways)
+        for way in ways[first:] + ways[:first]:
             waited = trial.stall_seconds()
-            faulted, cpu_began, thread_began = page_faults(), time.process_time(), time.thread_time()
-            seconds[way].append(trial.seconds(way))
-            cpu_seconds[way].append(time.process_time() - cpu_began)
-            thread_seconds[way].append(time.thread_time() - thread_began + trial.stall_seconds() - waited)
-            faults[way].append(page_faults() - faulted)
+            beside = mover.moves(of_a_step, step) if mover is not None and way == BESIDE else nullcontext()
+            with beside:
+                faulted, cpu_began, thread_began = page_faults(), time.process_time(), time.thread_time()
+                seconds[way].append(trial.seconds(way))
+                cpu_seconds[way].append(time.process_time() - cpu_began)
+                thread_seconds[way].append(time.thread_time() - thread_began + trial.stall_seconds() - waited)
+                faults[way].append(page_faults() - faulted)
         print(f"\rpair {pair + 1} of {arguments.pairs}", end="", flush=True)
     print()
     after = runtime.statistics()
-    assert before is not None and after is not None
+    assert after is not None
     moved = (after.store.ssd_bytes_written - before.store.ssd_bytes_written) / arguments.pairs
     stalls = (after.offload.stall_seconds - before.offload.stall_seconds) / arguments.pairs
     ratios = [ours / theirs for ours, theirs in zip(seconds[SSDTRAIN], seconds[KEEP], strict=True)]
@@ -250,6 +262,7 @@ def run(arguments: Any, directory: Path) -> dict[str, Any]:
         "cpu_time_ratio": paired_ratio(cpu_seconds[SSDTRAIN], cpu_seconds[KEEP]),
         "training_thread_ratio": paired_ratio(thread_seconds[SSDTRAIN], thread_seconds[KEEP]),
         "recomputed_blocks": trial.recomputed,
+        **beside_figures(seconds, thread_seconds),
         "recompute_peak_ratio": recompute_peak / peaks[KEEP],
         "recompute_step_time_ratio": paired_ratio(seconds[SSDTRAIN], seconds[RECOMPUTE]),
         "ssd_bytes_per_step": moved,
@@ -262,7 +275,22 @@ def run(arguments: Any, directory: Path) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
     runtime.close()
+    if mover is not None:
+        mover.close()
     return figures
+
+
+def beside_figures(
+    seconds: dict[str, list[float]], thread_seconds: dict[str, list[float]]
+) -> dict[str, float]:
+    if BESIDE not in seconds:
+        return {}
+    return {
+        "beside_ratio": paired_ratio(seconds[BESIDE], seconds[KEEP]),
+        "beside_thread_ratio": paired_ratio(thread_seconds[BESIDE], thread_seconds[KEEP]),
+        "over_beside_ratio": paired_ratio(seconds[SSDTRAIN], seconds[BESIDE]),
+        "thread_over_beside_ratio": paired_ratio(thread_seconds[SSDTRAIN], thread_seconds[BESIDE]),
+    }
 
 
 def main() -> None:
@@ -287,6 +315,11 @@ def main() -> None:
     )
     arguments.add_argument(
         "--prefetch", type=parse_size, default=None, help="bytes ahead; default: the engine's choice"
+    )
+    arguments.add_argument(
+        "--beside",
+        action="store_true",
+        help="also a step that keeps, while another process moves as many bytes",
     )
     arguments.add_argument("--process-peaks", action="store_true", help=argparse.SUPPRESS)
     huge_pages(arguments)

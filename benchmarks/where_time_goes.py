@@ -5,7 +5,8 @@
 The GPT of the activation benchmark, steps with and without SSDTrain interleaved. On the training thread the clock is read around
 the pack hook, the unpack hook, and inside of them around the submission of operations; waits are the engine's own figures. What
 the step takes beyond that and beyond a step without SSDTrain is computation made slower: by I/O threads on the same cores, by
-memory bandwidth, and by pages that are new to the process. Medians of seconds per step.
+memory bandwidth, and by pages that are new to the process. `slower_on_thread` is the same of the thread's CPU time, which other
+processes do not lengthen. Medians of seconds per step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.activation import KEEP, SSDTRAIN, Trial
+from benchmarks.activation import KEEP, SSDTRAIN, Trial, warm_up
 from benchmarks.common import finish, hardware, huge_pages, page_faults, parser, with_huge_pages
 from benchmarks.models import gpt
 from ssdtrain.bench.ratios import paired_ratio
@@ -74,28 +75,30 @@ def measure(arguments: Any, directory: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     model = gpt(layers=arguments.layers, hidden=arguments.hidden, sequence=arguments.sequence).to(device)
     runtime = Runtime(
-        load_config({"offload": {"directories": str(directory), "amount": "all"}}), device=device, logs=False
+        load_config({"offload": {"directories": str(directory), "amount": arguments.amount}}),
+        device=device,
+        logs=False,
     )
     engine, store = runtime.engine, runtime.offload.store
     assert engine is not None and store is not None
     clocks = {"pack": Clock(engine, "pack"), "unpack": Clock(engine, "unpack")}
     clocks |= {"submit_write": Clock(store, "write"), "submit_read": Clock(store, "read")}
     trial = Trial(model, arguments.sequence, arguments.batch, runtime)
-    for _ in range(2):
-        trial.seconds(KEEP)
-        trial.seconds(SSDTRAIN)
+    warm_up(trial)
     keep: list[float] = []
     ours: list[float] = []
-    parts: dict[str, list[float]] = {name: [] for name in [*PARTS, "io_cpu"]}
+    parts: dict[str, list[float]] = {name: [] for name in [*PARTS, "io_cpu", "slower_on_thread"]}
     faults: dict[str, list[int]] = {KEEP: [], SSDTRAIN: []}
     for _ in range(arguments.pairs):
-        faulted = page_faults()
+        faulted, began = page_faults(), time.thread_time()
         keep.append(trial.seconds(KEEP))
+        kept = time.thread_time() - began
         faults[KEEP].append(page_faults() - faulted)
         before = {name: clock.seconds for name, clock in clocks.items()}
         waits, cpu = engine.snapshot(), io_cpu_seconds()
-        faulted = page_faults()
+        faulted, began = page_faults(), time.thread_time()
         ours.append(trial.seconds(SSDTRAIN))
+        thread = time.thread_time() - began
         faults[SSDTRAIN].append(page_faults() - faulted)
         spent = {name: clock.seconds - before[name] for name, clock in clocks.items()}
         now = engine.snapshot()
@@ -104,6 +107,8 @@ def measure(arguments: Any, directory: Path) -> dict[str, Any]:
         spent["pack"] -= spent["store_wait"] + spent["submit_write"]
         spent["unpack"] -= spent["load_wait"] + spent["submit_read"]
         spent["slower"] = ours[-1] - keep[-1] - sum(spent.values())
+        hooks = sum(spent[name] for name in clocks)
+        spent["slower_on_thread"] = thread - kept - hooks
         spent["io_cpu"] = io_cpu_seconds() - cpu
         for name, seconds in spent.items():
             parts[name].append(seconds)
@@ -148,6 +153,9 @@ def main() -> None:
     arguments.add_argument("--hidden", type=int, default=384, help="width")
     arguments.add_argument("--sequence", type=int, default=512, help="tokens")
     arguments.add_argument("--batch", type=int, default=6, help="sequences")
+    arguments.add_argument(
+        "--amount", default="all", help='of `offload.amount`: "all", "auto", a fraction, a size'
+    )
     arguments.add_argument("--pairs", type=int, default=15, help="steps of each kind, interleaved")
     arguments.add_argument("--plot", type=Path, default=None, help="write a PNG there")
     arguments.add_argument(

@@ -237,7 +237,8 @@ class OffloadEngine:
                 self.prefetcher.run(region.tape)
                 if tensor is not None:
                     if entered is not None:
-                        self.recorder.unpacked(region.tape, region.index, entered, self.device.timestamp())
+                        ended, from_tier = self.device.timestamp(), region.transfer.slot is not None
+                        self.recorder.unpacked(region.tape, region.index, entered, ended, from_tier=from_tier)
                     return tensor
                 operation = region.transfer.operation
                 passing = self.mover.transfer.returning() if operation is None else None

@@ -40,6 +40,9 @@ PARTS = 16
 """Of a block, that the cost model distinguishes, at least."""
 
 
+TIMES = ("forward", "backward", "storing", "loading")
+"""Of a block, that its parts share."""
+
 _shapes: WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], ...]] = WeakKeyDictionary()
 
 
@@ -108,6 +111,7 @@ def pieces(
             inputs=saved if was else span.inputs,
             small=span.small,
             storing=storing,
+            loading=sum(region.loading for region in regions),
             held=sum(tape.regions[index].nbytes for index in held[number]),
             held_blocks=max(held[number].values(), default=0),
             parts=_parts(span, regions, again, forward, held[number]),
@@ -158,7 +162,8 @@ def _parts(
     later = sum(region.forward for region in regions[1:])
     scale = min(1.0, again / later) if later else 1.0
     found: list[Block] = []
-    seconds, backward, storing, nbytes = max(0.0, again - later), 0.0, 0.0, 0
+    seconds, nbytes = max(0.0, again - later), 0
+    backward = storing = loading = 0.0
     first: float | None = None
     held = held_blocks = 0
     for number, region in enumerate(regions):
@@ -166,6 +171,7 @@ def _parts(
         first = seconds if first is None else first
         backward += region.backward
         storing += region.storing
+        loading += region.loading
         nbytes += region.nbytes
         blocks = held_to.get(span.begin + number)
         if blocks is not None:
@@ -181,31 +187,31 @@ def _parts(
                     small=0 if found else span.small,
                     first_operator=first,
                     storing=storing,
+                    loading=loading,
                     held=held,
                     held_blocks=held_blocks,
                     continues=region.operator == following != -1,
                 )
             )
-            seconds, backward, storing, nbytes, first, held, held_blocks = 0.0, 0.0, 0.0, 0, None, 0, 0
+            seconds = backward = storing = loading = 0.0
+            nbytes, first, held, held_blocks = 0, None, 0, 0
     found.append(Block(span.name, forward - again, 0.0, 0))
     return tuple(found)
 
 
-def _scaled(whole: Block, forward: float, backward: float, storing: float) -> Block:
-    """`whole` with other times, its parts in proportion."""
+def _scaled(whole: Block, **times: float) -> Block:
+    """`whole` with other `TIMES`, its parts in proportion."""
 
     def of(name: str, now: float) -> float:
         before = sum(getattr(part, name) for part in whole.parts)
         return now / before if before else 0.0
 
-    ahead, back, begun = of("forward", forward), of("backward", backward), of("storing", storing)
+    scales = {name: of(name, now) for name, now in times.items()}
     parts = tuple(
-        replace(
-            part, forward=ahead * part.forward, backward=back * part.backward, storing=begun * part.storing
-        )
+        replace(part, **{name: scale * getattr(part, name) for name, scale in scales.items()})
         for part in whole.parts
     )
-    return replace(whole, forward=forward, backward=backward, storing=storing, parts=parts)
+    return replace(whole, **times, parts=parts)
 
 
 def _outside(regions: Sequence[RegionTimes], number: int) -> MeasuredBlock:
@@ -241,11 +247,11 @@ def measured_blocks(
             like = before.get(kinds[piece.name])  # None: never measured, and nothing is decided about it
             found.append(piece if like is None else _grown(piece, like.block))
             continue
-        forward, backward, storing, recompute = (
-            statistics.median(getattr(one.block, what) for one in alike)
-            for what in ("forward", "backward", "storing", "recompute")
+        times, recompute = (
+            {what: statistics.median(getattr(one.block, what) for one in alike) for what in kind}
+            for kind in (TIMES, ("recompute",))
         )
-        block = replace(_scaled(piece.block, forward, backward, storing), recompute=recompute)
+        block = replace(_scaled(piece.block, **times), **recompute)
         pure = piece.pure
         if piece.recomputed:
             like = alike[-1]
@@ -322,7 +328,7 @@ def with_compressed(
         block, smaller = piece.block, other.block
         if piece.name and smaller.saved + smaller.small < block.saved + block.small:
             forward, backward = max(block.forward, smaller.forward), max(block.backward, smaller.backward)
-            smaller = _scaled(smaller, forward, backward, smaller.storing)
+            smaller = _scaled(smaller, forward=forward, backward=backward)
             piece = replace(piece, block=replace(block, compressed=smaller))
         found.append(piece)
     return found

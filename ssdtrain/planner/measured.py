@@ -79,7 +79,9 @@ class Profile:
             self.spans.append(spans)
         regions = [region for tape in tapes for region in tape.regions]
         self.stall = sum(region.store_stall + region.load_stall for region in regions)
-        self.seconds = self.stall + sum(one.forward + one.backward + one.storing for one in regions)
+        self.seconds = self.stall + sum(
+            one.forward + one.backward + one.storing + one.loading for one in regions
+        )
 
     def outgrown(self, largest: Mapping[int, int]) -> float:
         """By how much the largest forward was larger than the one that was recorded: it has to fit too.
@@ -149,10 +151,17 @@ def _block(tape: TapeTimes, begin: int, end: int) -> Block:
     forward, backward = sum(one.forward for one in regions), sum(one.backward for one in regions)
     fixed = sum(one.nbytes for one in regions if one.stays)
     saved = sum(one.nbytes for one in regions) - fixed
-    storing = sum(one.storing for one in regions)
+    storing, loading = sum(one.storing for one in regions), sum(one.loading for one in regions)
     first = regions[0]
     return Block(
-        first.name, forward, backward, saved, fixed=fixed, first_operator=first.forward, storing=storing
+        first.name,
+        forward,
+        backward,
+        saved,
+        fixed=fixed,
+        first_operator=first.forward,
+        storing=storing,
+        loading=loading,
     )
 
 

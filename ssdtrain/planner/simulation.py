@@ -19,7 +19,7 @@ What is modelled, after the engine's own rules (`ssdtrain.offload`):
   included; copies to the device while at most `window` bytes are there ahead of their use.
 - A store that has not begun when its load would begin is cancelled and its bytes stay; one whose write is
   under way is brought back from its staging buffer.
-- Where the host computes itself, beginning a store takes time from the computation (`Block.storing`).
+- Where the host computes itself, beginning a store and bringing it back take time from the computation (`Block.storing`).
 - What stays of a block that leaves in part is copied when its store begins, while the whole is still there, and copied again
   into the whole that a load fills; the first copy is there until backward has had the block.
 """
@@ -58,10 +58,8 @@ class Simulation:
         self.servers = {tier.name: Server(tier) for tier in machine.tiers}
         self.now = self.began = 0.0
         self.host = 0.0  # when the thread that trains last waited for a transfer: with a link it waits for nothing else
-        self.gate = (
-            0.0,
-            BlockTimes(),
-        )  # when the operator after the next may begin, and whose store it waits for
+        # When the operator after the next may begin, and whose store it waits for.
+        self.gate = 0.0, BlockTimes()
         self.late: list[Saved] = []  # what leaves when the next operator has its memory
         self.compute = self.idle = 0.0
         self.store_link_free = self.load_link_free = 0.0
@@ -301,6 +299,8 @@ class Simulation:
                 if ready > self.now:
                     times.load_stall += ready - self.now
                     self.now = ready
+                if saved.job is not None:
+                    self.run(block.loading)
                 if self.machine.link is not None and not saved.departed:
                     if self.machine.hook is None:
                         left = inf

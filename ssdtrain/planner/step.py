@@ -53,6 +53,8 @@ class Block:
     storing: float = 0.0
     """Seconds beside these that the host spends on beginning its stores, where it is the device that computes (CPU) and the block
     is offloaded."""
+    loading: float = 0.0
+    """The same for bringing its tensors back, without waits."""
     held: int = 0
     """Of `saved`, bytes that the program has too: a store does not free them before forward is past the block and `held_blocks`
     more."""

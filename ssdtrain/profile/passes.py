@@ -61,6 +61,8 @@ class RegionTimes(NamedTuple):
     """Number of the operator that saved it; -1: not known."""
     storing: float = 0.0
     """Spent on beginning stores, in the hook that saved it. 0 on a device that the host is not."""
+    loading: float = 0.0
+    """Spent in the hooks of its use, where it came from a tier, without waits. 0 on a device that the host is not."""
 
 
 class TapeTimes(NamedTuple):
@@ -109,12 +111,22 @@ class _Hook(NamedTuple):
     spent: HostTime | None
 
 
+class _Use(NamedTuple):
+    """Of a saved tensor."""
+
+    index: int
+    """Of its region."""
+    began: _Timestamp
+    ended: _Timestamp
+    spent: HostTime | None
+    from_tier: bool
+
+
 class _Pass:
     def __init__(self, serial: int, chunk: int) -> None:
         self.serial, self.chunk = serial, chunk
         self.hooks: list[_Hook] = []
-        # The region, begin and end of the hook, and what transfers took of it.
-        self.uses: list[tuple[int, _Timestamp, _Timestamp, HostTime | None]] = []
+        self.uses: list[_Use] = []
         self.began: _Timestamp | None = None
         self.saved: _Timestamp | None = None  # the end of its forward
         self.ended: _Timestamp | None = None  # the end of its backward
@@ -122,11 +134,11 @@ class _Pass:
     def times(self) -> TapeTimes:
         """Raises TypeError where the device has not come to its end: ask `StepRecord.passed` first."""
         forward, nbytes, made, stored, storing = self._forward()
-        backward, loaded = self._backward(len(nbytes))
+        backward, loaded, loading = self._backward(len(nbytes))
         regions = tuple(
-            RegionTimes(size, one.name, before, after, store, load, one.stays, one.operator, spent)
-            for size, one, before, after, store, load, spent in zip(
-                nbytes, made, forward, backward, stored, loaded, storing, strict=True
+            RegionTimes(size, one.name, before, after, store, load, one.stays, one.operator, begun, brought)
+            for size, one, before, after, store, load, begun, brought in zip(
+                nbytes, made, forward, backward, stored, loaded, storing, loading, strict=True
             )
         )
         return TapeTimes(self.serial, self.chunk, regions, bool(self.uses))
@@ -140,9 +152,9 @@ class _Pass:
         if self.began is not None and self.saved is not None:
             yield PassTimes("forward", self.chunk, _passed(self.began), _passed(self.saved), tuple(made))
         used = [
-            (made[index][0], _passed(began), _passed(ended))
-            for index, began, ended, _ in self.uses
-            if index < len(made)
+            (made[use.index][0], _passed(use.began), _passed(use.ended))
+            for use in self.uses
+            if use.index < len(made)
         ]
         if used:
             last = used[-1][2] if self.ended is None else max(used[-1][2], _passed(self.ended))
@@ -178,20 +190,21 @@ class _Pass:
                 known = hook.total
         return seconds, nbytes, made, stalls, storing
 
-    def _backward(self, count: int) -> tuple[list[float], list[float]]:
-        seconds, stalls = [0.0] * count, [0.0] * count
-        for number, (index, began, ended, spent) in enumerate(self.uses):
+    def _backward(self, count: int) -> tuple[list[float], list[float], list[float]]:
+        seconds, stalls, loading = [0.0] * count, [0.0] * count, [0.0] * count
+        for number, use in enumerate(self.uses):
+            index = use.index
             if index >= count:
                 continue
-            inside = _passed(ended) - _passed(began)
-            waited = inside if spent is None else spent.load_wait
+            inside = _passed(use.ended) - _passed(use.began)
+            waited = inside if use.spent is None else use.spent.load_wait
             stalls[index] += waited
-            seconds[index] += max(0.0, inside - waited)
+            (loading if use.from_tier else seconds)[index] += max(0.0, inside - waited)
             last = number + 1 == len(self.uses)
-            after = self.ended if last else self.uses[number + 1][1]
+            after = self.ended if last else self.uses[number + 1].began
             if after is not None:
-                seconds[index] += max(0.0, _passed(after) - _passed(ended))
-        return seconds, stalls
+                seconds[index] += max(0.0, _passed(after) - _passed(use.ended))
+        return seconds, stalls, loading
 
 
 def _passed(timestamp: _Timestamp) -> float:
@@ -284,15 +297,17 @@ class PassRecorder:
             found.hooks.append(_Hook(count, tape.nbytes, made, began, ended, spent))
             self._reached(ended)
 
-    def unpacked(self, tape: _Tape, index: int, began: _Timestamp, ended: _Timestamp) -> None:
-        """Backward was handed a saved tensor of region `index`."""
+    def unpacked(
+        self, tape: _Tape, index: int, began: _Timestamp, ended: _Timestamp, *, from_tier: bool = False
+    ) -> None:
+        """Backward was handed a saved tensor of region `index`, which came `from_tier` or was in memory all the time."""
         found, spent = self._passes.get(tape), self._host_time()
         if found is None:
             return
         if not found.uses:
             self._add("backward", found)
         self._current = found
-        found.uses.append((index, began, ended, spent))
+        found.uses.append(_Use(index, began, ended, spent, from_tier))
         self._reached(ended)
 
     def last_packed(self, tape: _Tape) -> _Timestamp | None:

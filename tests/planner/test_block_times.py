@@ -14,7 +14,7 @@ from ssdtrain.timestamps import HostTimestamp
 
 def tape(storing: float) -> TapeTimes:
     """Two regions: the first hook waits 0.25 for a store, each spends `storing` on beginning one."""
-    first = RegionTimes(100, "block.a", 1.0, 2.0, 0.25, 0.0, operator=1, storing=storing)
+    first = RegionTimes(100, "block.a", 1.0, 2.0, 0.25, 0.0, operator=1, storing=storing, loading=0.25)
     second = RegionTimes(50, "block.b", 2.0, 1.0, 0.0, 0.5, operator=2, storing=storing)
     return TapeTimes(0, 0, (first, second), True)
 
@@ -31,6 +31,7 @@ def test_what_a_hook_spent_on_stores_and_waits_is_no_computation_of_its_block() 
     measured = [one.block for one in measured_blocks(steps, {"block": "kind"}) if one.name]
     (block,) = measured
     assert (block.forward, block.recompute, block.backward, block.storing) == (4.0, 3.0, 3.0, 2.0)
+    assert (block.loading, [part.loading for part in block.parts]) == (0.25, [0.25, 0.0, 0.0])
     assert [(part.forward, part.backward, part.storing) for part in block.parts] == [
         (pytest.approx(1.0), pytest.approx(2.0), pytest.approx(1.0)),
         (pytest.approx(2.0), pytest.approx(1.0), pytest.approx(1.0)),

@@ -82,10 +82,17 @@ def test_forward_waits_when_too_many_bytes_are_under_way() -> None:
     assert [times.store_stall for times in found.blocks[0]] == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_where_the_host_computes_what_leaves_costs_the_time_of_beginning_its_stores() -> None:
+def test_where_the_host_computes_what_leaves_costs_the_time_of_beginning_its_stores_and_bringing_it_back() -> (
+    None
+):
     # b0 is stored from 1.25 on, b1 from 2.5 on. What is kept or recomputed costs nothing of that.
     found = step([SSD, SSD, KEEP, RECOMPUTE], machine(read=1000), storing=0.25)
     assert (found.seconds, found.compute_seconds, found.stall) == (13.5, 13.5, 0.0)
+    found = step([SSD, SSD, KEEP, RECOMPUTE], machine(read=1000), loading=0.5)
+    assert (found.seconds, found.compute_seconds, found.stall) == (14.0, 14.0, 0.0)
+    # At 20 B/s b1 is not written when backward comes, and stays: it is not brought back.
+    found = step([SSD, SSD, KEEP], machine(write=20, read=1000), loading=0.5)
+    assert (found.read["ssd"], found.seconds) == (0, step([SSD, SSD, KEEP], machine(write=20)).seconds)
     parts = (block("b0", 0.5, 1.0, saved=50, storing=0.25), block("b0", 0.5, 1.0, saved=50, storing=0.0))
     assert simulate([[block(parts=parts)]], [[SSD]], one_after_the_other(), machine()).compute_seconds == 3.25
 

@@ -122,10 +122,11 @@ def test_a_hook_of_a_host_that_computes_is_computation_but_for_what_transfers_to
     tape.save(50, "b")
     recorder.packed(tape, At(3.0), At(4.0))
     spent = HostTime(5.25, 5.75, 6.0)  # the last store is begun by no hook
-    recorder.unpacked(tape, 1, At(4.0), At(5.0))  # of 1 second it waited 0.75
+    recorder.unpacked(tape, 1, At(4.0), At(5.0), from_tier=True)  # of 1 second it waited 0.75
     recorder.unpacked(tape, 0, At(6.0), At(6.5))
     recorder.backward_ended(At(8.0))
     (times,) = recorder.take().tapes()
     a, b = times.regions
     assert (a.forward, a.store_stall, a.storing, a.load_stall, a.backward) == (2.25, 0.25, 0.5, 0.0, 2.0)
-    assert (b.forward, b.store_stall, b.storing, b.load_stall, b.backward) == (1.0, 0.0, 0.0, 0.75, 1.25)
+    assert (b.forward, b.store_stall, b.storing, b.load_stall, b.backward) == (1.0, 0.0, 0.0, 0.75, 1.0)
+    assert (a.loading, b.loading) == (0.0, 0.25)
