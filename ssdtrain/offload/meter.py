@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -30,7 +30,15 @@ from ssdtrain.offload.metrics import OffloadMetrics
 if TYPE_CHECKING:
     from ssdtrain.offload.region import Region
 
-__all__ = ["ActivationMeter", "Seen"]
+__all__ = ["ActivationMeter", "Peaks", "Seen"]
+
+
+class Peaks(NamedTuple):
+    """The most bytes that were alive for backward."""
+
+    alive: int = 0
+    unoffloaded: int = 0
+    """That would have been, had nothing left memory."""
 
 
 class Seen(weakref.ref[torch.UntypedStorage]):
@@ -57,10 +65,9 @@ class ActivationMeter:
         self.live_bytes = 0
         self.unoffloaded_bytes = 0
         """Bytes that would be alive for backward now if nothing had left memory."""
-        # Since `reset_peak`, up to the last `_note_peaks`.
-        self._peak = 0
-        self._unoffloaded_recent = 0  # since `begin_recent`
-        self._unoffloaded_before = 0  # until then
+        # Up to the last `_note_peaks`: since `begin_recent`, and from `reset_peak` until then.
+        self._recent = self._unoffloaded_recent = 0
+        self._before = self._unoffloaded_before = 0
         self.record = timeline
         """Whether `timeline` is kept; see `start_timeline`."""
         self._recorders = int(timeline)
@@ -75,7 +82,7 @@ class ActivationMeter:
     @property
     def peak_bytes(self) -> int:
         """The most of `live_bytes` since `reset_peak`."""
-        return max(self._peak, self.live_bytes)
+        return max(self._before, self._recent, self.live_bytes)
 
     @property
     def unoffloaded_peak_bytes(self) -> int:
@@ -131,8 +138,8 @@ class ActivationMeter:
 
     def _note_peaks(self) -> None:
         """See Note: [Peaks]."""
-        if self.live_bytes > self._peak:
-            self._peak = self.live_bytes
+        if self.live_bytes > self._recent:
+            self._recent = self.live_bytes
         if self.unoffloaded_bytes > self._unoffloaded_recent:
             self._unoffloaded_recent = self.unoffloaded_bytes
 
@@ -166,17 +173,18 @@ class ActivationMeter:
             if self.record:
                 self._record()
 
-    def begin_recent(self) -> int:
-        """The most that would have been alive since the last call; the next one counts from now."""
+    def begin_recent(self) -> Peaks:
+        """The peaks since the last call; the next one counts from now."""
         self._note_peaks()
-        self._unoffloaded_before = self.unoffloaded_peak_bytes
-        found, self._unoffloaded_recent = self._unoffloaded_recent, self.unoffloaded_bytes
+        found = Peaks(self._recent, self._unoffloaded_recent)
+        self._before, self._unoffloaded_before = self.peak_bytes, self.unoffloaded_peak_bytes
+        self._recent, self._unoffloaded_recent = self.live_bytes, self.unoffloaded_bytes
         return found
 
     def reset_peak(self) -> None:
         """Start a new peak and a new timeline from what is alive now."""
         self.drain()
-        self._peak = self.live_bytes
+        self._before = self._recent = self.live_bytes
         self._unoffloaded_before = self._unoffloaded_recent = self.unoffloaded_bytes
         self.timeline = [(self.clock(), self.live_bytes)] if self.record else []
 

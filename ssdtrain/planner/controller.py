@@ -16,6 +16,7 @@ from torch import nn
 from ssdtrain.features import Feature, Forward, Step
 from ssdtrain.offload import policy as offload
 from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.offload.meter import Peaks
 from ssdtrain.planner.adaptive import AdaptivePolicy, actions_of
 from ssdtrain.planner.choose import SLACK, Chosen, as_plan, choose_offloads, no_plan
 from ssdtrain.planner.decisions import Outcome, decision_table
@@ -159,9 +160,9 @@ class AdaptiveOffload(Feature):
             return
         self._steps += 1
         self._plot.step_ended()
-        record, peak = self._recorder.take(), self._engine.meter.begin_recent()
+        record, peaks = self._recorder.take(), self._engine.meter.begin_recent()
         if record.order:
-            self._records.append((self._steps, peak, record))
+            self._records.append((self._steps, peaks.unoffloaded, record))
         store = self._store.metrics
         latest = self._bandwidths.since(store)
         if self._wear is not None:
@@ -179,7 +180,7 @@ class AdaptiveOffload(Feature):
             self._plan(self._profile)
         elif self._outcome_due and self._steps >= self._planned_at + 2:
             self._outcome_due = False
-            self._report_outcome(seconds)
+            self._report_outcome(seconds, peaks)
         calm = not self._replan_reason and self._steps > self._planned_at + 3
         self._recorder.request("plan", not calm or self._steps % CALM_PERIOD == 0)
 
@@ -369,17 +370,10 @@ class AdaptiveOffload(Feature):
 
     # Reports
 
-    def _report_outcome(self, seconds: float) -> None:
+    def _report_outcome(self, seconds: float, peaks: Peaks) -> None:
         if self.chosen is None or self._planned_profile is None or self._profile is None:
             return
-        now = self._engine.snapshot()
-        outcome = Outcome(
-            now.activation_peak_bytes,
-            now.unoffloaded_peak_bytes,
-            seconds,
-            self._profile.stall,
-            now.load_waits,
-        )
+        outcome = Outcome(*peaks, seconds, self._profile.stall, self._engine.snapshot().load_waits)
         self._decided = decision_table(self._planned_profile, self.chosen, outcome) + self.note
         if self._same:
             return  # it was said of this plan

@@ -15,7 +15,7 @@ __all__ = ["Outcome", "decision_table"]
 
 
 class Outcome(NamedTuple):
-    """What was measured under a plan."""
+    """What was measured in a step under a plan."""
 
     peak_bytes: int
     unoffloaded_peak_bytes: int

@@ -152,7 +152,7 @@ def _block(tape: TapeTimes, begin: int, end: int) -> Block:
     fixed = sum(one.nbytes for one in regions if one.stays)
     saved = sum(one.nbytes for one in regions) - fixed
     storing, loading = sum(one.storing for one in regions), sum(one.loading for one in regions)
-    first = regions[0]
+    first, following = regions[0], tape.regions[end].operator if end < len(tape.regions) else -1
     return Block(
         first.name,
         forward,
@@ -162,6 +162,7 @@ def _block(tape: TapeTimes, begin: int, end: int) -> Block:
         first_operator=first.forward,
         storing=storing,
         loading=loading,
+        continues=regions[-1].operator == following != -1,
     )
 
 
