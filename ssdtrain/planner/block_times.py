@@ -11,6 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -199,7 +200,7 @@ def _parts(
     return tuple(found)
 
 
-def _scaled(whole: Block, **times: float) -> Block:
+def _scaled(whole: Block, **times: Any) -> Block:
     """`whole` with other `TIMES`, its parts in proportion."""
 
     def of(name: str, now: float) -> float:

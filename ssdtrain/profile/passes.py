@@ -114,8 +114,8 @@ class _Hook(NamedTuple):
 class _Use(NamedTuple):
     """Of a saved tensor."""
 
-    index: int
-    """Of its region."""
+    region: int
+    """Its position on the tape."""
     began: _Timestamp
     ended: _Timestamp
     spent: HostTime | None
@@ -152,9 +152,9 @@ class _Pass:
         if self.began is not None and self.saved is not None:
             yield PassTimes("forward", self.chunk, _passed(self.began), _passed(self.saved), tuple(made))
         used = [
-            (made[use.index][0], _passed(use.began), _passed(use.ended))
+            (made[use.region][0], _passed(use.began), _passed(use.ended))
             for use in self.uses
-            if use.index < len(made)
+            if use.region < len(made)
         ]
         if used:
             last = used[-1][2] if self.ended is None else max(used[-1][2], _passed(self.ended))
@@ -193,7 +193,7 @@ class _Pass:
     def _backward(self, count: int) -> tuple[list[float], list[float], list[float]]:
         seconds, stalls, loading = [0.0] * count, [0.0] * count, [0.0] * count
         for number, use in enumerate(self.uses):
-            index = use.index
+            index = use.region
             if index >= count:
                 continue
             inside = _passed(use.ended) - _passed(use.began)

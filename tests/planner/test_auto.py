@@ -200,6 +200,21 @@ def test_what_the_filter_keeps_is_fixed_in_the_plan(tmp_path: Path) -> None:
         assert block.saved or choice == KEEP
 
 
+def test_what_one_operator_saves_begins_its_stores_together(tmp_path: Path) -> None:
+    runtime = Runtime(load_config(config(tmp_path)), logs=False)
+    assert runtime.engine is not None
+    with runtime:
+        runtime.engine.recorder.take()
+        with runtime.forward():
+            heads = [torch.randn(2, 4, 256, 64, requires_grad=True) * 2 for _ in range(3)]
+            loss = torch.nn.functional.scaled_dot_product_attention(*heads).exp().sum()
+        with runtime.backward():
+            loss.backward()
+        (blocks,) = Profile(runtime.engine.recorder.take()).blocks
+    # Attention saves q, k, v, its sums (small) and its result, exp its own.
+    assert [block.continues for block in blocks if block.saved > 65536] == [True, True, True, False, False]
+
+
 def test_a_policy_of_ones_own_takes_the_place_of_the_amount(tmp_path: Path) -> None:
     policy = AdaptivePolicy()
     runtime = Runtime(load_config(config(tmp_path)), policy=policy, logs=False)

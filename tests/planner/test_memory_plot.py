@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import ssdtrain
 from benchmarks.planner_simulated import memory_panels
@@ -136,3 +137,16 @@ def test_on_the_simulated_device_the_lines_have_one_peak(tmp_path: Path) -> None
         assert panel.limit is None or measured <= panel.limit
     draw_memory(panels, tmp_path / "new" / "memory.png")
     assert (tmp_path / "new" / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_peaks_of_a_step_are_those_since_the_one_before() -> None:
+    meter = ActivationMeter()
+    large, small = (torch.empty(nbytes, dtype=torch.uint8) for nbytes in (1000, 100))
+    meter.see(large.untyped_storage())
+    del large
+    meter.see(small.untyped_storage())
+    assert meter.begin_recent() == (1000, 1000)
+    meter.adjust(50)
+    meter.see_own(torch.empty(10, dtype=torch.uint8).untyped_storage())
+    assert meter.begin_recent() == (160, 100)
+    assert (meter.peak_bytes, meter.unoffloaded_peak_bytes) == (1000, 1000)  # since `reset_peak`
