@@ -31,6 +31,9 @@ WEAR_PERIOD = 1000
 WEAR_SLACK = 1.05
 """Of the rate that they bear."""
 
+MOST_TAPES = 1024
+"""Names of tapes, after which those are forgotten that nothing needs any more."""
+
 
 def _rating(config: EnduranceConfig | None) -> Rating | None:
     if config is None:
@@ -123,6 +126,8 @@ class ActivationOffload(Feature):
         if not self._announces_steps:
             self.engine.grow(between_steps=False)
         tape = Tape(forward.chunk, forward.microbatch, keep=forward.keep)
+        if len(self._tapes) >= MOST_TAPES:  # a loop may number its microbatches on and on
+            self._tapes = {key: known for key, known in self._tapes.items() if known() is not None}
         self._tapes[forward.chunk, forward.microbatch] = weakref.ref(tape)
         return SavedTensorRecorder(self.engine, tape)
 

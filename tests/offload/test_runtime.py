@@ -14,6 +14,7 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.config import ConfigError, load_config
+from ssdtrain.offload.feature import MOST_TAPES
 from ssdtrain.pytorch.attached import attach_model
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import SpillStore
@@ -295,3 +296,17 @@ def test_what_is_written_from_where_it_lies_is_put_into_huge_pages(
     monkeypatch.setattr(sys.modules["ssdtrain.offload.build"], "SpillStore", Asked)
     Runtime(load_config({"offload": {"directories": str(tmp_path)}}), staged=staged).close()
     assert asked == [asks]
+
+
+def test_microbatches_that_are_numbered_on_and_on_take_no_memory(make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime()
+    offload = runtime.offload
+    assert offload is not None
+    with runtime.forward(microbatch=0):
+        loss = torch.randn(64, 64, requires_grad=True).sin().sum()
+    for microbatch in range(1, 4 * MOST_TAPES):
+        with runtime.forward(microbatch=microbatch):
+            pass
+    assert len(offload._tapes) <= MOST_TAPES
+    assert offload.tape(0, 0) is not None, "its backward has not come"
+    loss.backward()
