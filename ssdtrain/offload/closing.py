@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 from ssdtrain.device import Device, Event
 from ssdtrain.offload.hung import keep_for_ever
-from ssdtrain.offload.region import Region
+from ssdtrain.offload.region import Region, Releases
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.offload.waiting import wait_quietly
-from ssdtrain.storage import Operation
+from ssdtrain.storage import Operation, SignalSafeLock, forks
 
-__all__ = ["Busy", "busy_regions", "check_ended", "wait_for_copies", "wait_for_ends"]
+__all__ = ["Busy", "busy_regions", "drain_at_deaths", "wait_for_all", "wait_for_copies"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -28,6 +28,22 @@ def busy_regions(regions: Sequence[Region]) -> list[Busy]:
         for region in regions
         if (operation := region.transfer.operation) is not None
     ]
+
+
+def wait_for_all(
+    busy: Sequence[Busy],
+    deadline: float,
+    next_copy: Callable[[], Event | None],
+    device: Device,
+    patience: float,
+) -> None:
+    """Wait for transfers, and then for copies: see `wait_for_ends` and `wait_for_copies`.
+
+    Raises:
+        TimeoutError: some have not ended; names them, and what to do.
+    """
+    hung = wait_for_ends(busy, deadline, patience)
+    check_ended(hung, wait_for_copies(next_copy, device, patience), patience)
 
 
 def wait_for_ends(busy: Sequence[Busy], deadline: float, patience: float) -> int:
@@ -84,3 +100,25 @@ def check_ended(hung_bytes: int, copies_ended: bool, patience: float) -> None:
             f"copies between the device and host memory have not ended in {patience:g} s: pinned memory stays until the process "
             "ends. Is a collective before them waiting for a rank that is gone?"
         )
+
+
+def drain_at_deaths(
+    releases: Releases, lock: SignalSafeLock, device: Device, drain: Callable[[], None]
+) -> None:
+    """An engine has ended, and nobody else looks at what dies: let each death of a handle call `drain`, with `lock` held, which
+    the caller has. What such a graph needed of the arena goes back with the graph.
+
+    Finalizers wait for no lock, and ask no event during a capture: what dies then is drained with the next one.
+    """
+    generation = forks.generation()
+
+    def died() -> None:
+        if generation != forks.generation() or device.capturing():
+            return
+        while not releases.empty() and lock.acquire(blocking=False):
+            try:
+                drain()
+            finally:
+                lock.release()
+
+    releases.call_at_each(died)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 
 from ssdtrain.device import Device, Event, Timestamp
+from ssdtrain.offload import closing
 from ssdtrain.offload.buffers import Buffers
-from ssdtrain.offload.closing import busy_regions, check_ended, wait_for_copies, wait_for_ends
 from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.eligible import Eligibility
 from ssdtrain.offload.functorch import modes, tracing, without_modes
@@ -189,11 +189,9 @@ class OffloadEngine:
         modules = self.modules.stack if self.modules.watching else ()
         if modules:
             region.module = modules[-1].name
-        return self.policy.decide(
-            SavedTensorInfo(
-                tape.chunk, tape.microbatch, region.index, tape.nbytes, region.nbytes, region.dtype, modules
-            )
-        )
+        return self.policy.decide(SavedTensorInfo(
+            tape.chunk, tape.microbatch, region.index, tape.nbytes, region.nbytes, region.dtype, modules
+        ))  # fmt: skip
 
     def _handle(self, region: Region, tensor: torch.Tensor, extent: Extent) -> Handle:
         offset = 0 if region.origin is not None else (extent[0] - region.start) // tensor.itemsize
@@ -239,7 +237,7 @@ class OffloadEngine:
                     if entered is not None:
                         ended, from_tier = self.device.timestamp(), region.transfer.slot is not None
                         self.recorder.unpacked(region.tape, region.index, entered, ended, from_tier=from_tier)
-                    return tensor
+                    break
                 operation = region.transfer.operation
                 passing = self.mover.transfer.returning() if operation is None else None
             began, cause = self.options.clock(), "event" if operation is None else "load"
@@ -248,6 +246,9 @@ class OffloadEngine:
             elif passing is not None:
                 self.device.block(passing)  # every buffer is in use by copies that are under way
             waited = self.options.clock() - began
+        if self._closed and self._copies:  # nobody looks later at the copy that uses the arena
+            closing.wait_for_copies(self._next_copy, self.device, PATIENCE)
+        return tensor
 
     def _try_unpack(self, handle: Handle) -> torch.Tensor | None:
         """The tensor if its bytes are in memory; else None, with their load under way."""
@@ -386,9 +387,9 @@ class OffloadEngine:
             self._closed = self.prefetcher.closed = self._starter.closed = self.mover.transfer.closed = True
             self.mover.stores.bound = None  # no later store makes what has been written leave
             self._drain()
-            busy = busy_regions(self.mover.busy())
-        hung = wait_for_ends(busy, self.options.deadline, PATIENCE)
-        check_ended(hung, wait_for_copies(self._next_copy, self.device, PATIENCE), PATIENCE)
+            closing.drain_at_deaths(self._released, self._lock, self.device, self._drain)
+            busy = closing.busy_regions(self.mover.busy())
+        closing.wait_for_all(busy, self.options.deadline, self._next_copy, self.device, PATIENCE)
 
     def _next_copy(self) -> Event | None:
         """The end of the next copy that uses the arena; None: there is none, and the arena is closed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -230,7 +230,8 @@ class Releases:
     A handle dies anywhere: on an autograd thread, in cyclic collection, inside a section that holds the engine's lock. Its
     weak reference is then put into a queue by C code, which pack, unpack and step drain. Nothing of Python runs: a signal
     that arrives during backward is handled in the first Python that runs after it, and an exception that the handler raises
-    in a finalizer (Ctrl-C) is lost.
+    in a finalizer (Ctrl-C) is lost. After the end of the engine nobody drains the queue: from then on Python runs
+    (`call_at_each`).
     """
 
     def __init__(self) -> None:
@@ -247,6 +248,22 @@ class Releases:
         ref = self._dead.get_nowait()
         del self.watched[id(ref)]
         return ref
+
+    def call_at_each(self, drain: Callable[[], None]) -> None:
+        """Call `drain` also, each time when a handle has died that is alive now. Called with the engine's lock held."""
+
+        def died(ref: HandleRef) -> None:
+            self.put(ref)
+            drain()
+
+        for old in [*self.watched.values()]:
+            handle = old()
+            if handle is None:
+                continue  # it is in the queue
+            ref = HandleRef(handle, died)
+            ref.region, ref.last_pass = old.region, old.last_pass
+            del self.watched[id(old)]
+            self.watched[id(ref)] = handle.ref = ref
 
 
 class Kept:

@@ -192,6 +192,56 @@ def test_every_part_is_closed_whatever_one_of_them_raises(
     monkeypatch.undo()
 
 
+@ways
+@pytest.mark.parametrize("used", [False, True], ids=["dropped", "used"])
+def test_the_arena_is_unmapped_when_a_graph_that_outlives_close_dies(
+    closed_runtime: MakeRuntime, way: Variant, used: bool
+) -> None:
+    """Reads ahead have ended: nobody asks for what they brought, or backward does after the end."""
+    runtime = closed_runtime(way, threads=1)
+    layers, loss = loads_held(runtime)
+    arena = engine_of(runtime).buffers._arena
+    assert arena is not None
+    pool_of(runtime).release()
+    runtime.close()
+    assert arena._map.nbytes, "backward may need what lies there"
+    if used:
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in layers.parameters())
+    del loss
+    assert not arena._map.nbytes
+    assert engine_of(runtime).snapshot().buffer_bytes == 0
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["dropped", "used"])
+def test_the_arena_is_unmapped_when_bytes_that_only_it_has_are_not_needed_any_more(
+    closed_runtime: MakeRuntime, used: bool
+) -> None:
+    """1. tensors are released when their copies are in the arena; 2. their writes have not begun when the store ends."""
+
+    def sines(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2 * DEPTH):
+            x = x.sin()
+        return x.sum()
+
+    runtime = closed_runtime(WAYS[2], deadline="0s", in_flight="64MiB")
+    engine = engine_of(runtime)
+    pool_of(runtime).hold()
+    x = torch.randn(64, 64, requires_grad=True)
+    with runtime.forward() as tape:
+        loss = sines(x * 2)
+    arena = engine.buffers._arena
+    runtime.close()
+    assert arena is not None and arena._map.nbytes
+    assert tape.regions[0].transfer.state is State.STAGED  # type: ignore[union-attr]
+    if used:
+        (expected,) = torch.autograd.grad(sines(x * 2), x)
+        loss.backward()
+        assert x.grad is not None and torch.equal(x.grad, expected)
+    del loss
+    assert not arena._map.nbytes
+
+
 def test_close_says_what_it_waits_for(
     closed_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,9 +11,18 @@ import torch
 
 from benchmarks.simulated_device import GB, LOADS, Load, fused, gpt, measure, uniform
 from benchmarks.simulation.device import SimulatedDevice
-from benchmarks.simulation.training import LayerTimes, Machine, keep_peak, train
+from benchmarks.simulation.training import (
+    LayerTimes,
+    Machine,
+    _Layer,
+    _Program,
+    _TimedHooks,
+    keep_peak,
+    train,
+)
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.staged import StagedTransfer
+from ssdtrain.offload.tape import Tape
 from tests.simulation.conftest import random_layers
 
 MiB = 1 << 20
@@ -154,4 +163,31 @@ def test_close_waits_for_copies_that_use_the_arena_and_unmaps_it() -> None:
     # 2. The engine closes: nobody looks at the buffer any more after that.
     engine.close()
     assert event.done and not arena.allocated and not engine.buffers._outgrown
+    made.close()
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["dropped", "used"])
+def test_the_arena_goes_with_a_graph_that_outlives_close(used: bool) -> None:
+    made = Machine(400e6, [(200e6, 200e6)])
+    engine = made.engine(EngineOptions(min_bytes=1024, buffer=8 * MiB, prefetch=4 * MiB, staged=True))
+    arena = engine.buffers._arena
+    assert arena is not None
+    # 1. All is stored, and read ahead of a backward that has not begun.
+    program, tape = _Program(made, engine, (LayerTimes(0.002, 0.004, (MiB // 4,)),) * 8, seed=0), Tape(0, 0)
+    loss = torch.zeros(1, requires_grad=True)
+    with _TimedHooks(engine, tape, made.timeline):
+        for index in range(8):
+            loss = _Layer.apply(loss, program, index)
+    made.timeline.wait_for(lambda: not engine.snapshot().in_flight_bytes)
+    engine.prefetch(tape)
+    # 2. The engine closes: what was read lies in the arena, and may still be asked for.
+    engine.close()
+    assert arena.allocated and arena._map.nbytes
+    # 3. Backward runs after all, whose last copies nobody looks at later; or never.
+    if used:
+        loss.sum().backward()
+        made.device.synchronize()
+        assert not program.wrong and not made.device.violations
+    del loss
+    assert not arena._map.nbytes
     made.close()
