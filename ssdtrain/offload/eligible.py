@@ -11,6 +11,7 @@ Note: [What must not move]
   bit, the zero tangents of forward-mode AD, sparse, quantised, nested, fake, functional, functorch-wrapped.
 - Memory that torch did not allocate, or that it shares with NumPy (`storage.resizable()` is false): its owner holds it anyway,
   and may write it without a sign on the version counter. Also the outputs of CUDA graphs, which lie in the graph's pool.
+- Memory that is shared until it is written (`torch._lazy_clone`): asking for its address copies it.
 - Storages that a framework frees and fills again by itself (`storage.resize_(0)`): those that an adapter names (`add_exclusion`,
   `add_freed_function`), and what is free when it is saved. Freed memory must not be read by a store, and nothing
   could be noticed of it later but its size.
@@ -33,6 +34,7 @@ _VIEWS = 16  # of views, at most
 _Tensor = torch.Tensor
 _Parameter = nn.Parameter
 _strided = torch.strided
+_is_copy_on_write: Callable[[torch.Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
 
 class Eligibility:
@@ -115,6 +117,8 @@ class Eligibility:
         ):
             return False
         try:
+            if _is_copy_on_write(tensor):
+                return False
             storage = tensor.untyped_storage()
             storage.data_ptr()
         except RuntimeError:

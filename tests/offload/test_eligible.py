@@ -142,6 +142,21 @@ def test_a_tensor_whose_bytes_are_not_its_value_stays() -> None:
     assert len(found) == 17 and not any(found)
 
 
+def test_memory_that_is_copied_when_it_is_written_is_not_copied_by_looking_at_it(
+    make_runtime: MakeRuntime,
+) -> None:
+    runtime = make_runtime()
+    x = torch.randn(64, 64, requires_grad=True)
+    shared = torch._lazy_clone(x)
+    with runtime.forward():
+        loss = (shared * shared).sum()
+    assert torch._C._is_cow_tensor(shared) and torch._C._is_cow_tensor(x)
+    assert moved(runtime) == 0
+    loss.backward()
+    assert torch.equal(x.grad, 2 * x)  # type: ignore[arg-type]
+    assert torch._C._is_cow_tensor(shared)
+
+
 def test_what_is_saved_while_backward_runs_stays(make_runtime: MakeRuntime) -> None:
     runtime = make_runtime()
     x = torch.randn(128, 128, requires_grad=True)
