@@ -1,13 +1,13 @@
 """What is in the containers that a block is called with, and copies of these containers.
 
-A container is exactly a tuple, a list, a dict, an OrderedDict or a named tuple. Any other class, also one that is registered with
-torch's pytrees, may keep more than its leaves: it is an object.
+A container is exactly a tuple, a list, a dict, an OrderedDict, a named tuple or a slice. Any other class, also one that is
+registered with torch's pytrees, may keep more than its leaves: it is an object.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 __all__ = ["copy_containers", "leaves"]
@@ -17,17 +17,27 @@ def _is_tuple(kind: type) -> bool:
     return kind is tuple or (kind.__bases__ == (tuple,) and hasattr(kind, "_fields"))
 
 
+def _parts(one: Any) -> Collection[Any] | None:
+    """What is in a container, in order; None: it is none."""
+    kind = type(one)
+    if kind is slice:
+        return one.start, one.stop, one.step
+    if kind is list or _is_tuple(kind):
+        return one  # type: ignore[no-any-return]
+    return one.values() if kind in (dict, OrderedDict) else None
+
+
 def leaves(value: Any) -> Iterator[Any]:
     """Everything in `value` that is no container. A container that comes several times is opened once."""
     pending, opened = [value], dict[int, Any]()
     while pending:
         one = pending.pop()
-        kind = type(one)
-        if not (_is_tuple(kind) or kind in (list, dict, OrderedDict)):
+        parts = _parts(one)
+        if parts is None:
             yield one
         elif id(one) not in opened:
             opened[id(one)] = one
-            pending.extend(reversed(one.values() if isinstance(one, dict) else one))
+            pending.extend(reversed(list(parts)))
 
 
 def copy_containers(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -43,6 +53,8 @@ def _copy(one: Any, leaf: Callable[[Any], Any], copied: dict[int, Any]) -> Any:
     kind: Any = type(one)
     if _is_tuple(kind):
         return tuple.__new__(kind, [_copy(part, leaf, copied) for part in one])
+    if kind is slice:
+        return slice(*[_copy(part, leaf, copied) for part in (one.start, one.stop, one.step)])
     if kind is not list and kind not in (dict, OrderedDict):
         return leaf(one)
     if id(one) not in copied:

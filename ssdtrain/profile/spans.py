@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 PLAIN = (
-    *(Tensor, type(None), bool, int, float, complex, str, bytes, slice),
+    *(Tensor, type(None), bool, int, float, complex, str, bytes),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 """What a block is called with, also in containers, where it may run again: a cache, for one, would be filled twice."""

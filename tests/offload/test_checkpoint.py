@@ -269,6 +269,21 @@ def test_a_tensor_in_a_list_that_is_changed_after_the_block_is_an_error() -> Non
         y.sum().backward()
 
 
+def test_a_tensor_that_bounds_a_slice_is_one_in_a_container() -> None:
+    def block(x: torch.Tensor, parts: list[slice]) -> torch.Tensor:
+        return x[tuple(parts)].square()
+
+    x, parts = zoo.noise(4, 4).requires_grad_(), [slice(torch.tensor(1), None), slice(None, torch.tensor(3))]
+    Checkpoint()(block, x, parts).sum().backward()
+    expected = torch.zeros(4, 4)
+    expected[1:, :3] = 2 * x.detach()[1:, :3]
+    assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+    y = Checkpoint()(block, x, parts)
+    parts[0].start.fill_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_nested_and_under_autocast(make_runtime: MakeRuntime) -> None:
     def run(recording: zoo.Recording, function: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)

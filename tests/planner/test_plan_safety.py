@@ -238,6 +238,7 @@ def test_a_cache_stays_an_object_once_it_is_registered_for_export() -> None:
     plain = pair(torch.ones(1), [{"a": (None, 1, 1.0, 1j, "a", b"a", slice(1), torch.Size([1]))}])
     assert may_run_again((plain, torch.channels_last, torch.float32, torch.strided, torch.device("cpu")))
     assert not may_run_again([{"a": (defaultdict(int),)}])
+    assert may_run_again(slice(torch.tensor(1), None, 2)) and not may_run_again([slice(None, object())])
 
 
 class Average(nn.Module):
