@@ -21,6 +21,8 @@ from ssdtrain.runtime import Runtime
 
 __all__ = ["AttachedForward", "attach_model"]
 
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)  # not in torch 2.6
+
 
 def attach_model(runtime: Runtime, model: nn.Module) -> None:
     """Let the features of `runtime` serve every call of `model`, until it closes. Each call with gradients is one forward.
@@ -96,7 +98,13 @@ class AttachedForward:
         self._own = own  # it stood in the model's __dict__, not in its class
         self.__wrapped__ = plain
 
+    @property
+    def __code__(self) -> Any:
+        return self._plain.__code__  # `torch.export` asks a model's forward where it is written
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_exporting():  # which takes the whole forward as one graph
+            return self._plain(*args, **kwargs)
         return self._forward(*args, **kwargs)
 
     def detach(self) -> None:

@@ -157,3 +157,18 @@ def test_a_model_compiled_in_place_is_compiled_whole(
     assert counter.frame_count == 1 and runtime.statistics().offload.saved_tensors > 0  # type: ignore[union-attr]
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 does not tell of an export"
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_attached_model_can_be_exported(x: torch.Tensor, strict: bool, make_runtime: MakeRuntime) -> None:
+    """In the middle of training, as it would be without; the next forward is offloaded again."""
+    model, runtime = Scaled(), make_runtime()
+    attach_model(runtime, model)
+    exported = torch.export.export(model, (x,), {"scale": 2.0}, strict=strict)
+    assert torch.equal(exported.module()(x, scale=2.0), Scaled.forward(model, x, scale=2.0))
+    before = asked_for(runtime)
+    model(x).backward()
+    assert asked_for(runtime) > before
