@@ -270,7 +270,7 @@ class _Recomputed:
         # Of before: the block may replace what is in a dict or list.
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         before = versions(tensors)
-        outputs = self.checkpoint(_SameMode(self.block, plain), *args, **kwargs)
+        outputs = self.checkpoint(_SameNumbers(self.block, plain), *args, **kwargs)
         if versions(tensors) != before:
             raise RuntimeError(
                 f"ssdtrain.plan: the block {self.name!r} changes its input in place, and cannot run again from it in backward: "
@@ -303,23 +303,37 @@ class _Recomputed:
         return getattr, (self.block, "forward")
 
 
-class _SameMode:
-    """Runs the forward of a block with its modules in the mode (training or evaluation) that they are in when this is made:
-    between forward and backward an evaluation may have changed it."""
+class _SameNumbers:
+    """Runs the forward of a block. Each run after the first finds the numbers and flags of its modules, such as their mode and
+    what counts runs, as the first one found them, and leaves them as they were."""
 
     def __init__(self, block: nn.Module, forward: Callable[..., Any]) -> None:
-        self._forward = forward
-        self._modes = [(module, module.training) for module in block.modules()]
+        self._block, self._forward = block, forward
+        self._first: _Numbers | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        changed = [(module, mode) for module, mode in self._modes if module.training is not mode]
-        for module, mode in changed:
-            module.training = mode
+        now = [(found, _numbers(found)) for found in map(vars, self._block.modules())]
+        if self._first is None:
+            self._first = now
+            return self._forward(*args, **kwargs)
+        _write(self._first)
         try:
             return self._forward(*args, **kwargs)
         finally:
-            for module, mode in changed:
-                module.training = not mode
+            _write(now)
+
+
+_Numbers = list[tuple[dict[str, Any], dict[str, Any]]]
+"""The attributes of each module, and those of them that were numbers."""
+
+
+def _numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if type(value) in (bool, int, float)}
+
+
+def _write(numbers: _Numbers) -> None:
+    for attributes, values in numbers:
+        attributes.update(values)
 
 
 def _object_text(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ssdtrain
 from examples.support.model import GPT, GPTConfig
@@ -190,3 +191,33 @@ def test_an_evaluation_before_backward_does_not_change_what_is_recomputed() -> N
         return [one.grad for one in of.parameters() if one.grad is not None]
 
     recomputed_as_plain(evaluated)
+
+
+class Anneals(nn.Module):
+    """Counts its runs, and computes by that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.runs, self.scale = nn.Linear(64, 64), 0, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        self.scale *= 0.9
+        return self.linear(x * self.scale * self.runs).tanh()
+
+
+def test_a_recomputation_is_not_counted() -> None:
+    def run(recomputed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        block = Anneals()
+        undo = recompute_modules({"block": block}) if recomputed else lambda: None
+        first, second = (block(torch.randn(8, 64)).sum() for _ in range(2))
+        first.backward()
+        second.backward()
+        undo()
+        return [
+            *(one.grad for one in block.parameters() if one.grad is not None),
+            torch.tensor([block.runs, block.scale]),
+        ]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
