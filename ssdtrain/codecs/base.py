@@ -221,9 +221,10 @@ class Codec(ABC):
         if x.dtype not in self.inputs:
             raise TypeError(f"{self.spec} encodes {_names(self.inputs)}, not {x.dtype}")
         self._check_buffer(out, x, self.max_payload_bytes(x.numel(), x.dtype))
-        return (
-            x.detach().contiguous().view(-1)
-        )  # `reshape` gives columns and repeated values as a strided view
+        # `reshape` gives columns and repeated values as a strided view.
+        flat = x.detach().contiguous().view(-1)
+        # One value counts as contiguous whatever its stride, which a view of another type must not have.
+        return flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat
 
     def _check_buffer(self, buf: Tensor, other: Tensor, need: int) -> None:
         if buf.dtype != torch.uint8 or buf.dim() != 1 or not buf.is_contiguous():

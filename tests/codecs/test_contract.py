@@ -98,6 +98,14 @@ def test_neither_do_strides_of_what_is_a_vector(codec: Codec, x: torch.Tensor) -
     assert torch.equal(out.flatten(), decoded(codec, payload(codec, x), x.flatten()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.uint8])
+def test_one_value_of_any_type_and_stride(dtype: torch.dtype) -> None:
+    codec = make_codec("lossless")
+    x = torch.arange(1, 9).to(dtype)[1::5][:1]
+    assert x.stride() == (5,)
+    assert torch.equal(decoded(codec, payload(codec, x), x), x)
+
+
 def test_the_input_is_not_modified_and_may_require_grad(codec: Codec) -> None:
     x = randn(300).requires_grad_()
     before = x.detach().clone()
