@@ -5,6 +5,7 @@ Note: [Overlap]
     bucket is there, for all of them in order, so that every rank issues the same messages in the same order.
 """
 
+import weakref
 import zlib
 from typing import Any
 
@@ -19,12 +20,19 @@ from ssdtrain.comm.work import CompressedWork
 
 _all_reduce = dist.all_reduce
 
+JOINS = (
+    "ssdtrain.comm: gradients are not compressed inside of DistributedDataParallel.join(): a rank that has joined ends no steps, "
+    "at which ranks agree on what they send. Give all ranks the same number of batches (DistributedSampler with drop_last), or "
+    "leave out ssdtrain.comm"
+)
+
 
 class _Hook:
     """`reduce` is what DDP calls with each bucket: gradients are averaged over its ranks, in the dimension "dp"."""
 
     def __init__(self, model: DistributedDataParallel, comm: Communicator) -> None:
         self._comm = comm
+        self._ddp = weakref.ref(model)  # which holds the hook
         self._group = model.process_group
         self._model = model.module
         self._uncompressed = excluded(model.module, comm.policy.exclude)
@@ -37,6 +45,8 @@ class _Hook:
         if bucket.index() == 0:
             # What a backward that raised has left is not needed.
             self._waiting.clear()
+            if self._joins():
+                raise RuntimeError(JOINS)
         gradients = bucket.buffer().div_(dist.get_world_size(self._group))
         work = self._comm.all_reduce(gradients, "dp", self._group, bucket=self._named(bucket))
         if work is None:
@@ -51,6 +61,11 @@ class _Hook:
                 found.wait()
                 future_of.set_result(tensor)
         return future
+
+    def _joins(self) -> bool:
+        """Inside of `DistributedDataParallel.join`."""
+        model = self._ddp()
+        return model is not None and model._join_config.enable
 
     def _parameter(self, tensor: Tensor) -> nn.Parameter:
         # DDP may hand out other Python objects for the same parameters, which may have been given the memory of others.
@@ -77,6 +92,6 @@ def attach(model: DistributedDataParallel, comm: Communicator) -> None:
     `comm.step_end` has to be called after each optimizer step.
 
     Raises:
-        RuntimeError: the model has a communication hook already.
+        RuntimeError: the model has a communication hook already. From backward: inside of `DistributedDataParallel.join`.
     """
     model.register_comm_hook(None, _Hook(model, comm).reduce)

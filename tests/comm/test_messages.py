@@ -245,6 +245,22 @@ def test_a_loop_that_never_ends_a_step_is_told(ends: bool) -> None:
     assert [len(first), len(second)] == [0 if ends else 1, 0]
 
 
+def joined(rank: int) -> str:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(Small())
+    ssdtrain.attach(model, {"comm": {"dp": "int8", "min_bytes": 0, "probe": False}})
+    model(values(rank, 64 * 4).view(4, 64)).sum().backward()
+    with pytest.raises(RuntimeError, match="same number of batches") as found, model.join():
+        model(values(rank, 64 * 4).view(4, 64)).sum().backward()
+    return str(found.value)
+
+
+def test_uneven_inputs_are_refused_and_do_not_hang() -> None:
+    """A rank that has joined calls no step_end, whose exchange would meet another collective."""
+    assert all(text.startswith("ssdtrain.comm: ") for text in on_ranks(2, joined))
+
+
 def in_the_memory_of_another(rank: int) -> bool:
     from torch.nn.parallel import DistributedDataParallel
 
