@@ -2,10 +2,12 @@
 
 Note: [How plans are searched]
 Few blocks are tried out completely. With more, plans of a shape are tried, as in ProTrain (arXiv 2406.08334): so many blocks are
-recomputed, so many offloaded, the last ones kept, in five layouts (offloaded blocks first; after the recomputed ones; spread
-among these, so that their transfers hide; these spread among them; spread over all). For each number of recomputed blocks,
-ascending, the smallest number of offloaded ones that fits into memory is found by bisection; numbers whose computation alone
-takes longer than the best plan so far are left out. The best of these plans are then improved by changing one or two blocks.
+recomputed, so many offloaded, the last ones kept, in five layouts (offloaded blocks spread among the recomputed ones, so that
+their transfers hide; these spread among them; spread over all; offloaded blocks first; after the recomputed ones). For each
+number of recomputed blocks the smallest number of offloaded ones that fits into memory is found by bisection, beginning with the
+number last found. In one shape the number of recomputed blocks is narrowed down; all shapes are tried at it; the number is
+narrowed down again in the best of them; then every twelfth number is tried in all shapes. Numbers whose computation alone takes
+longer than the best plan so far are left out. The best of these plans are then improved by changing one or two blocks.
 Every plan is judged by the one cost model (`simulate`). The number of simulations is bounded, not their time, so that the same
 question gets the same answer.
 """
@@ -41,32 +43,40 @@ def search(
     *,
     exact: int = EXACT,
     runners_up: int = 3,
+    effort: float = 1.0,
+    known: Sequence[str] | None = None,
 ) -> list[Plan]:
     """The best plans, best first: see Note: [How plans are searched].
 
     Args:
         exact: try all plans where there are at most so many.
         runners_up: how many more than the best, each of another sum of actions.
+        effort: part of the simulations that are spent. A plan found with fewer is among those found with more.
+        known: actions of a plan for a similar problem, which is tried first.
 
     Raises:
         NoPlan: none keeps to the limits.
     """
-    return _Search(problem, limits or Limits(), objective or Objective()).run(exact, runners_up)
+    searched = _Search(problem, limits or Limits(), objective or Objective(), effort)
+    if known is not None and problem.actions.keys() >= set(known):
+        searched.plan([known[number] for number in searched.decided])
+    return searched.run(exact, runners_up)
 
 
 Score = tuple[float, ...]
 
 
 class _Search:
-    def __init__(self, problem: Problem, limits: Limits, objective: Objective) -> None:
+    def __init__(self, problem: Problem, limits: Limits, objective: Objective, effort: float) -> None:
         self.problem, self.limits, self.objective = problem, limits, objective
         self.blocks = problem.blocks
         self.decided = problem.decided
         self.plans: dict[tuple[str, ...], Plan] = {}
         self.best: Plan | None = None
         passes = sum(len(problem.chunks[p.chunk]) for p in problem.order if p.kind != "idle")
-        self.simulations = max(BLOCK_PASSES // max(passes, 1), 50)
+        self.simulations = max(int(effort * BLOCK_PASSES) // max(passes, 1), 50)
         self.tiers = [name for name, choice in problem.actions.items() if choice.tier != DEVICE]
+        self.found: dict[str, int] = {}  # numbers of offloaded blocks by the limit that they keep to
         # What a tier holds between forward and backward.
         self.room = {tier.name: tier.capacity for tier in problem.machine.tiers}
 
@@ -159,19 +169,36 @@ class _Search:
     # Shapes
 
     def shapes(self) -> None:
+        """Ever closer numbers of recomputed blocks in one shape; all shapes at the best number; the same in the best shape; then
+        every twelfth number in all shapes."""
+        fillings, assignments = self.fillings(), self.assignments()
+        shapes = list(itertools.product(fillings, assignments, LAYOUTS if self.tiers else LAYOUTS[:1]))
+        shape = fillings[0], assignments[-1], LAYOUTS[0]
         count = len(self.decided)
         recompute = "recompute" in self.problem.actions and not self.problem.impure.issuperset(self.decided)
-        numbers = list(range(count + 1)) if recompute else [0]
-        step = max(1, count // 12) if recompute else 1
-        for _ in range(3):
-            for number in numbers[::step]:
-                if not self.too_slow(number):
-                    self.with_recomputed(number)
-            if step == 1 or self.best is None:
-                return
-            near = self.best.count("recompute")
-            numbers = [n for n in range(near - step, near + step + 1) if 0 <= n <= count]
-            step = max(1, step // 4)
+        most = count if recompute else 0
+        for _ in range(2):
+            step = max(1, count // 4)
+            for number in range(0, most + 1, step):
+                self.of_shape(number, shape)
+            while step > 1:
+                step, near = (step + 1) // 2, self.recomputed()
+                for number in (near - step, near + step):
+                    if 0 <= number <= most:
+                        self.of_shape(number, shape)
+            near = self.recomputed()
+            for other in shapes:
+                before = self.best
+                self.of_shape(near, other)
+                if self.best is not before:
+                    shape = other
+        for number in range(0, most + 1, max(1, count // 12)):
+            for shape in shapes:
+                self.of_shape(number, shape)
+
+    def recomputed(self) -> int:
+        """Blocks, in the best plan so far."""
+        return 0 if self.best is None else sum(self.best.actions[n] == "recompute" for n in self.decided)
 
     def too_slow(self, recomputed: int) -> bool:
         """Whether its computation alone takes longer than the best plan."""
@@ -185,39 +212,26 @@ class _Search:
         computing = self.plan(["keep"] * len(self.decided)).timeline.compute_seconds
         return computing + passes * sum(cheapest) > best.seconds * (1 + 1e-9)
 
-    def with_recomputed(self, recomputed: int) -> None:
+    def of_shape(self, recomputed: int, shape: Shape) -> None:
         """Plans with so many recomputed blocks."""
-        most = len(self.decided) - recomputed
-        for rest, fill in itertools.product(self.fillings(), self.assignments()):
-            for layout in (
-                _offloaded_first,
-                _offloaded_after,
-                _among_recomputed,
-                _among_offloaded,
-                _over_all,
-            ):
+        rest, fill, layout = shape
 
-                def make(
-                    offloaded: int,
-                    layout: Layout = layout,
-                    rest: str = rest,
-                    fill: Callable[[list[int]], dict[int, str]] = fill,
-                ) -> Plan:
-                    chosen = layout(len(self.decided), offloaded, recomputed)
-                    tiers = fill([i for i, name in enumerate(chosen) if name == "offload"])
-                    return self.plan(
-                        [
-                            tiers.get(i, "keep") if name == "offload" else rest if name == "keep" else name
-                            for i, name in enumerate(chosen)
-                        ]
-                    )
+        def make(offloaded: int) -> Plan:
+            chosen = layout(len(self.decided), offloaded, recomputed)
+            tiers = fill([i for i, name in enumerate(chosen) if name == "offload"])
+            return self.plan(
+                [
+                    tiers.get(i, "keep") if name == "offload" else rest if name == "keep" else name
+                    for i, name in enumerate(chosen)
+                ]
+            )
 
-                if not self.tiers:
-                    make(0)
-                    break
-                self.bisect(make, most)
-                if self.exhausted:
-                    return
+        if self.too_slow(recomputed):
+            return
+        if self.tiers:
+            self.bisect(make, len(self.decided) - recomputed)
+        else:
+            make(0)
 
     def fillings(self) -> list[str]:
         """What happens to blocks that are neither offloaded nor recomputed."""
@@ -255,23 +269,29 @@ class _Search:
         return chosen
 
     def bisect(self, make: Callable[[int], Plan], most: int) -> None:
-        """Try the fewest offloaded blocks that fit into memory, the most that fit into the time, and some between."""
-        limits = self.limits
-        for number in sorted({0, most, most // 2}):
+        """Try none and all offloaded, the fewest blocks that fit into memory, and the most that fit into the time. Shapes need
+        about the same number: the one last found is tried first, then those around it."""
+        device, seconds = self.limits.device, self.limits.seconds
+        tests: dict[str, Callable[[Plan], bool]] = {}
+        if device is not None:
+            tests["device"] = lambda plan: plan.peak <= device
+        if seconds is not None:
+            tests["seconds"] = lambda plan: plan.seconds > seconds
+        for number in (0, most) if tests else (0, most // 2, most):
             make(number)
-        for fits in (
-            (lambda plan: plan.peak <= limits.device) if limits.device is not None else None,
-            (lambda plan: plan.seconds > limits.seconds) if limits.seconds is not None else None,
-        ):
-            if fits is None:
+        for name, enough in tests.items():
+            if not enough(make(most)):
                 continue
-            low, high = 0, most
+            low, high, step = 0, most, 1
+            guess = self.found.get(name, most // 2)
             while low < high and not self.exhausted:
-                middle = (low + high) // 2
-                if fits(make(middle)):
-                    high = middle
+                middle = guess if low <= guess < high else (low + high) // 2
+                if enough(make(middle)):
+                    high, guess = middle, middle - step
                 else:
-                    low = middle + 1
+                    low, guess = middle + 1, middle + step
+                step *= 2
+            self.found[name] = low
             for number in (low - 1, low, low + 1):
                 if 0 <= number <= most:
                     make(number)
@@ -345,6 +365,12 @@ def _among_offloaded(count: int, offloaded: int, recomputed: int) -> list[str]:
 def _over_all(count: int, offloaded: int, recomputed: int) -> list[str]:
     kept = count - offloaded - recomputed
     return _spread("offload", offloaded, ["recompute"] * recomputed + ["keep"] * kept)
+
+
+LAYOUTS = (_among_recomputed, _among_offloaded, _over_all, _offloaded_first, _offloaded_after)
+
+Shape = tuple[str, Callable[[list[int]], dict[int, str]], Layout]
+"""What happens to blocks that are neither offloaded nor recomputed, the tiers of offloaded ones, and the layout."""
 
 
 def _spread(name: str, count: int, others: list[str]) -> list[str]:

@@ -171,6 +171,22 @@ def test_runners_up_differ_in_their_actions_and_come_in_order() -> None:
     assert [plan.seconds for plan in found] == sorted(plan.seconds for plan in found)
 
 
+def test_few_simulations_find_nearly_the_best_plan_of_ninety_six_layers() -> None:
+    """With all of its simulations the search finds 343 s."""
+    [found, *_] = search(problem(96, rate=30.0, inputs=20), Limits(device=2500), effort=0.1)
+    assert found.peak <= 2500
+    assert found.seconds <= 1.01 * 343
+
+
+def test_what_is_known_of_a_similar_problem_is_tried_first() -> None:
+    limits = Limits(device=3 * 100 + 20)
+    [best, *_] = search(problem(8), limits, effort=0.01)
+    faster = problem(8, rate=110.0)
+    [found] = search(faster, limits, exact=0, effort=0.0, runners_up=0, known=best.actions)
+    assert found.seconds <= best.seconds
+    search(problem(8), limits, effort=0.0, known=["host"] * 8)  # which it does not have
+
+
 @pytest.mark.slow
 def test_ninety_six_layers_take_a_bounded_number_of_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
