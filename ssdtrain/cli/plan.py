@@ -18,7 +18,7 @@ from ssdtrain.cli.options import given, number, rate, whole
 from ssdtrain.cli.progress import progress
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB, parse_size
-from ssdtrain.planner.cluster import ClusterPlan, best_plan, plan_job
+from ssdtrain.planner.cluster import BRIEF, ClusterPlan, best_plan, plan_job, replanned
 from ssdtrain.planner.cluster_job import Job
 from ssdtrain.planner.explain import figures, rows, with_more
 from ssdtrain.planner.hardware import GPUS, find_gpu, parse_ssds
@@ -199,7 +199,8 @@ def parser() -> argparse.ArgumentParser:
     goal.add_argument(
         "--max-slowdown",
         type=number("0 or more, such as 0.05 for 5%"),
-        help="of a microbatch over keeping everything, such as 0.05; default: 0.02 with --objective memory, else no limit",
+        help="of a microbatch over keeping everything (with --state: where that is fastest and leaves room), such as 0.05; "
+        "default: 0.02 with --objective memory, else no limit",
     )
     goal.add_argument(
         "--gpu-hour",
@@ -272,8 +273,7 @@ def alternatives(plan: ClusterPlan, goal: Goal = (None, None, None)) -> list[dic
     found = []
     for name, job in jobs.items():
         try:
-            places = [[replace(stage.placement, job=job)] for stage in plan.stages]
-            seconds: float | None = plan_job(job, plan.microbatch, *goal, places).step_seconds
+            seconds: float | None = replanned(plan, job, *goal[:2], BRIEF).step_seconds
         except (NoPlan, InvalidValue):
             seconds = None
         found.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 
@@ -16,7 +16,10 @@ from ssdtrain.planner.search import search
 from ssdtrain.planner.step import StepTimeline, one_forward_one_backward
 from ssdtrain.planner.timeline import kept_step
 
-__all__ = ["ClusterPlan", "Stage", "best_plan", "plan_job", "problem_of"]
+__all__ = ["BRIEF", "ClusterPlan", "Stage", "best_plan", "plan_job", "problem_of", "replanned"]
+
+BRIEF = 0.1
+"""Of a search's simulations, to compare placements of model state, sizes of microbatches, and jobs with one thing better."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Stage:
         simulated: microbatches that the plans' time lines play.
         budget: bytes that activations may take on the device.
         placement: where model state is.
+        slowdown: over keeping everything with model state there, minus 1, at most; None: no limit.
     """
 
     last: bool
@@ -38,6 +42,7 @@ class Stage:
     simulated: int
     budget: int
     placement: Placement
+    slowdown: float | None = None
 
     @property
     def plan(self) -> Plan:
@@ -159,15 +164,15 @@ def plan_job(
     limits: Limits | None = None,
     objective: Objective | None = None,
     slowdown: float | None = None,
-    places: Sequence[Sequence[Placement]] | None = None,
+    effort: float = 1.0,
 ) -> ClusterPlan:
     """The best plan at one microbatch size.
 
     Args:
         limits: beside the device's memory; `written` is bytes per microbatch.
-        slowdown: of a microbatch over keeping everything with model state in the same place, minus 1, at most; in place of
-            `limits.seconds`.
-        places: of model state, that are tried at each of `job.ends`; None: all.
+        slowdown: of a microbatch over keeping everything, minus 1, at most; in place of `limits.seconds`. It counts from the
+            placement of model state where that takes the least time, of those that leave room for activations.
+        effort: see `search`.
 
     Raises:
         NoPlan: activations do not fit, whatever is done.
@@ -180,9 +185,7 @@ def plan_job(
             "a multiple",
         )
     given, objective = limits or Limits(), objective or Objective()
-    if places is None:
-        places = [placements(job, last) for last in job.ends]
-    stages = [_plan_stage(job, microbatch, tried, given, objective, slowdown) for tried in places]
+    stages = [_plan_stage(job, microbatch, last, given, objective, slowdown, effort) for last in job.ends]
     return ClusterPlan(job, microbatch, stages)
 
 
@@ -208,49 +211,128 @@ def problem_of(job: Job, microbatch: int, place: Placement) -> tuple[Problem, in
     return problem, job.gpu.memory - job.reserve - sum(place.device.values())
 
 
-def _plan_stage(
+def replanned(
+    plan: ClusterPlan,
     job: Job,
-    microbatch: int,
-    places: Sequence[Placement],
+    limits: Limits | None = None,
+    objective: Objective | None = None,
+    effort: float = 1.0,
+) -> ClusterPlan:
+    """The plan of a job that is alike, with the same microbatch, and model state in the same place.
+
+    Raises:
+        NoPlan: see `plan_job`.
+    """
+    given, objective = limits or Limits(), objective or Objective()
+    stages = [
+        _search_stage(
+            _Candidate.of(job, plan.microbatch, replace(stage.placement, job=job)),
+            given,
+            objective,
+            stage.slowdown,
+            effort,
+            stage.plan.actions,
+        )
+        for stage in plan.stages
+    ]
+    return ClusterPlan(job, plan.microbatch, stages)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A placement of a stage's model state.
+
+    Attributes:
+        budget: bytes for activations on the device.
+        kept: seconds with everything kept.
+    """
+
+    microbatch: int
+    place: Placement
+    problem: Problem
+    budget: int
+    kept: float
+
+    @staticmethod
+    def of(job: Job, microbatch: int, place: Placement) -> _Candidate:
+        problem, budget = problem_of(job, microbatch, place)
+        return _Candidate(microbatch, place, problem, budget, kept_step(problem).seconds)
+
+    def stage(self, plans: list[Plan], slowdown: float | None = None) -> Stage:
+        place = self.place
+        alive, simulated = simulated_microbatches(place.job, self.microbatch, place.last)
+        return Stage(place.last, self.problem, plans, alive, simulated, self.budget, place, slowdown)
+
+    def value(self, objective: Objective, plan: Plan) -> float:
+        """Smaller is better."""
+        stage, count = self.stage([plan]), self.place.job.microbatches(self.microbatch)
+        time = stage.seconds(plan) * count + stage.optimizer_seconds
+        memory = plan.peak + sum(self.place.device.values())
+        return objective.time * time + objective.memory * memory + objective.wear * stage.written(count)
+
+    def at_least(self, objective: Objective) -> float:
+        """`value` with everything kept, whose memory and writes of activations count nothing."""
+        kept = ("keep",) * len(self.problem.blocks)
+        return self.value(objective, Plan(kept, StepTimeline(self.kept, self.kept, 0.0, 0.0, 0.0, 0, 0.0)))
+
+
+def _search_stage(
+    one: _Candidate,
     limits: Limits,
     objective: Objective,
     slowdown: float | None,
+    effort: float,
+    known: Sequence[str] | None = None,
 ) -> Stage:
-    """The best plan of these placements of model state."""
-    last = places[0].last
-    alive, simulated = simulated_microbatches(job, microbatch, last)
-    count = job.microbatches(microbatch)
-    per_step = None if limits.written is None else limits.written * simulated
+    _, simulated = simulated_microbatches(one.place.job, one.microbatch, one.place.last)
+    written = None if limits.written is None else limits.written * simulated
+    seconds = limits.seconds if slowdown is None else (1 + slowdown) * one.kept
+    within = Limits(one.budget, written, seconds)
+    return one.stage(search(one.problem, within, objective, effort=effort, known=known), slowdown)
 
-    def value(place: Placement, problem: Problem, plan: Plan) -> float:
-        stage = Stage(last, problem, [plan], alive, simulated, 0, place)
-        time = stage.seconds(plan) * count + stage.optimizer_seconds
-        memory = plan.peak + sum(place.device.values())
-        return objective.time * time + objective.memory * memory + objective.wear * stage.written(count)
 
-    def at_least(place: Placement, problem: Problem) -> float:
-        """With everything kept, whose memory and writes of activations count nothing."""
-        kept = ("keep",) * len(problem.blocks)
-        seconds = kept_step(problem).seconds
-        return value(place, problem, Plan(kept, StepTimeline(seconds, seconds, 0.0, 0.0, 0.0, 0, 0.0)))
-
+def _plan_stage(
+    job: Job,
+    microbatch: int,
+    last: bool,
+    limits: Limits,
+    objective: Objective,
+    slowdown: float | None,
+    effort: float,
+) -> Stage:
+    """The best plan of all placements of model state. Brief searches compare them; full ones where these find no plan."""
+    if effort > BRIEF:
+        try:
+            found = _plan_stage(job, microbatch, last, limits, objective, slowdown, BRIEF)
+        except NoPlan:
+            pass
+        else:
+            chosen = _Candidate.of(job, microbatch, found.placement)
+            return _search_stage(chosen, limits, objective, found.slowdown, effort)
+    placed = (_Candidate.of(job, microbatch, place) for place in placements(job, last))
     best: tuple[float, Stage] | None = None
     failed: NoPlan | None = None
-    tried = [(place, *problem_of(job, microbatch, place)) for place in places]
-    bounds = [at_least(place, problem) for place, problem, _ in tried] if len(tried) > 1 else [0.0]
-    for bound, (place, problem, budget) in sorted(zip(bounds, tried, strict=True), key=lambda one: one[0]):
-        if best is not None and bound >= best[0]:
-            break
-        seconds = limits.seconds if slowdown is None else (1 + slowdown) * kept_step(problem).seconds
+    fastest: float | None = None  # with everything kept, of those that leave room for activations
+    for one in sorted(placed, key=attrgetter("kept")):
+        if best is not None and one.at_least(objective) >= best[0]:
+            continue
+        allowed = slowdown
+        if slowdown is not None and fastest is not None:
+            allowed = (1 + slowdown) * fastest / one.kept - 1
+            if allowed < 0:
+                break
         try:
-            plans = search(problem, Limits(budget, per_step, seconds), objective)
+            stage = _search_stage(one, limits, objective, allowed, effort)
         except NoPlan as error:
+            if error.too_slow and fastest is None:
+                fastest = one.kept
             if failed is None or error.nearer_than(failed):
                 failed = error
             continue
-        found = value(place, problem, plans[0])
-        if best is None or found < best[0]:
-            best = found, Stage(last, problem, plans, alive, simulated, budget, place)
+        fastest = one.kept if fastest is None else fastest
+        value = one.value(objective, stage.plan)
+        if best is None or value < best[0]:
+            best = value, stage
     if best is None:
         assert failed is not None
         raise failed
@@ -274,23 +356,27 @@ def best_plan(
     value: Callable[[ClusterPlan], float] = attrgetter("tokens_per_second"),
 ) -> tuple[ClusterPlan, int]:
     """The plan of the largest `value` over all microbatch sizes (among those within 1% the largest), and the largest microbatch
-    that fits at all.
+    that fits at all. Brief searches compare them; full ones where these find no plan.
 
     Raises:
         NoPlan, InvalidValue: no microbatch fits.
     """
     found: list[ClusterPlan] = []
-    failed: NoPlan | None = None
-    for size in sizes(job):
-        try:
-            found.append(plan_job(job, size, limits, objective, slowdown))
-        except NoPlan as error:
-            if failed is None or error.too_slow:
-                failed = error
-            if found or not error.too_slow:
-                break
-    if not found:
+    for effort in (BRIEF, 1.0):
+        failed: NoPlan | None = None
+        for size in sizes(job):
+            try:
+                found.append(plan_job(job, size, limits, objective, slowdown, effort))
+            except NoPlan as error:
+                if failed is None or error.too_slow:
+                    failed = error
+                if found or not error.too_slow:
+                    break
+        if found:
+            break
+    else:
         assert failed is not None
         raise failed
     most = max(map(value, found))
-    return [plan for plan in found if value(plan) >= 0.99 * most][-1], found[-1].microbatch
+    best = [plan for plan in found if value(plan) >= 0.99 * most][-1]
+    return replanned(best, job, limits, objective), found[-1].microbatch

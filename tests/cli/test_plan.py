@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -203,15 +204,16 @@ def test_alternatives_leave_model_state_where_the_plan_has_it(monkeypatch: pytes
         model, Layout(), find_gpu("rtx4090"), host=10**11, node=1, batch=1, recompute=False, state="host"
     )
     least = placements(job, False)[0]
-    plan = cluster.plan_job(job, 1, places=[[least]])
+    plan = cluster.plan_job(job, 1)
+    assert plan.stages[0].placement.persistent > least.persistent
+    plan = replace(plan, stages=[replace(plan.stages[0], placement=least)])
     tried: list[int] = []
 
     def counted(*given: Any) -> ClusterPlan:
-        found = cluster.plan_job(*given)
+        found = cluster.replanned(*given)
         tried.extend(stage.placement.persistent for stage in found.stages)
         return found
 
-    monkeypatch.setattr("ssdtrain.cli.plan.plan_job", counted)
+    monkeypatch.setattr("ssdtrain.cli.plan.replanned", counted)
     assert [entry["what"] for entry in alternatives(plan)] == ["1 GB more device memory"]
     assert tried == [least.persistent]
-    assert any(place.persistent > least.persistent for place in placements(job, False))

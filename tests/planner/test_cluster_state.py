@@ -7,12 +7,14 @@ import pytest
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner import cluster
-from ssdtrain.planner.cluster import ClusterPlan, best_plan, plan_job
+from ssdtrain.planner.cluster import BRIEF, ClusterPlan, best_plan, plan_job, problem_of
 from ssdtrain.planner.cluster_job import Job
 from ssdtrain.planner.cluster_state import placements
 from ssdtrain.planner.hardware import find_gpu, parse_ssds
 from ssdtrain.planner.models import Layout, Transformer
-from ssdtrain.planner.plans import Limits, NoPlan, Objective
+from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem
+from ssdtrain.planner.search import search
+from ssdtrain.planner.timeline import kept_step
 
 GB = 10**9
 
@@ -129,9 +131,65 @@ def test_the_least_wear_counts_what_the_optimizer_writes() -> None:
     assert stage.placement.persistent == max(place.persistent for place in placements(drives, False)) > 0
 
 
-def test_a_slowdown_is_over_keeping_everything_with_the_state_in_the_same_place() -> None:
+def test_a_slowdown_is_over_keeping_everything_with_state_where_it_passes() -> None:
     plan = plan_job(large(state="host", batch=1), 1, slowdown=0.0)
     assert plan.step_seconds > 1.5 * plan.ideal_seconds
+
+
+def kept_seconds(given: Job, microbatch: int) -> list[float]:
+    """With everything kept, by the number of blocks whose state stays on the device."""
+    return [kept_step(problem_of(given, microbatch, place)[0]).seconds for place in placements(given, False)]
+
+
+@pytest.mark.parametrize("slowdown", [0.02, 0.2])
+def test_the_least_memory_takes_no_longer_than_allowed_over_the_fastest_place_of_model_state(
+    slowdown: float,
+) -> None:
+    given = large(state="host", batch=1)
+    slowest, *_, fastest = kept_seconds(given, 1)
+    assert slowest > (1 + slowdown) * fastest
+    [stage] = plan_job(given, 1, None, Objective(0, 1), slowdown).stages
+    assert stage.plan.seconds <= (1 + slowdown) * fastest * (1 + 1e-9)
+
+
+def test_a_place_of_model_state_that_leaves_activations_no_room_is_not_counted_from() -> None:
+    given = job(state="host", batch=8)
+    given = replace(given, gpu=replace(given.gpu, host_rate=4e9))
+    *_, next_one, fastest = kept_seconds(given, 8)
+    assert next_one > fastest
+    [stage] = plan_job(given, 8, None, Objective(0, 1), 0.2).stages
+    assert 1.2 * fastest < stage.plan.seconds <= 1.2 * next_one * (1 + 1e-9)
+
+
+def test_what_is_compared_is_searched_briefly_and_what_is_chosen_in_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    efforts: list[float] = []
+
+    def recorded(*given: Any, effort: float, **named: Any) -> list[Plan]:
+        efforts.append(effort)
+        return search(*given, effort=effort, **named)
+
+    monkeypatch.setattr(cluster, "search", recorded)
+    plan_job(large(state="host"), 1)
+    assert efforts[-1] == 1
+    assert efforts[:-1]
+    assert set(efforts[:-1]) == {BRIEF}
+    efforts.clear()
+    best, _ = best_plan(large(state="host"))
+    assert efforts[-1] == 1
+    assert set(efforts[:-1]) == {BRIEF}
+    assert best.stages[0].plan.peak <= best.stages[0].budget
+
+
+def test_where_brief_searches_find_no_plan_there_are_full_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(problem: Problem, limits: Limits, *given: Any, effort: float, **named: Any) -> list[Plan]:
+        return search(problem, limits if effort == 1 else Limits(1), *given, effort=effort, **named)
+
+    monkeypatch.setattr(cluster, "search", late)
+    expected = plan_job(large(state="host"), 1)
+    assert expected.stages[0].plan.peak > 1
+    assert best_plan(large(state="host"))[1] >= 1
 
 
 def test_where_time_is_short_larger_microbatches_are_tried_and_the_error_says_so(
