@@ -129,9 +129,11 @@ class Group:
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
                 answer.set_exception(error)
 
-        threading.Thread(target=work, daemon=True).start()
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
         if not wait([answer], timeout=TIMEOUT.total_seconds()).done:
             raise TimeoutError(f"no end in {TIMEOUT.total_seconds():g} s")
+        thread.join()  # else it may still be ending when the process does
         return answer.result()
 
     def end(self, status: int) -> int:
