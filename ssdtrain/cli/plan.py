@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Console
@@ -39,10 +40,10 @@ def run(arguments: list[str]) -> int:
                 plan, largest = plan_job(job, chosen.microbatch, *goal), None
             elif chosen.objective == "cost" and prices is not None:
                 plan, largest = best_plan(job, *goal, prices.tokens_per_dollar)
+            elif chosen.objective == "microbatch":
+                plan, largest = best_plan(job, *goal, attrgetter("microbatch"))
             else:
                 plan, largest = best_plan(job, *goal)
-            if chosen.objective == "microbatch" and largest is not None:
-                plan = plan_job(job, largest, *goal)
             note("what more memory and faster drives would bring")
             better = [] if chosen.no_alternatives else list(alternatives(plan, goal))
             costs = {} if prices is None else prices.figures(plan)
