@@ -83,6 +83,12 @@ class CollectingLock:
 
     def __exit__(self, *exception: object) -> None:
         gc.collect(0)
+        self.release()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        return self._lock.acquire(blocking)
+
+    def release(self) -> None:
         self._lock.release()
 
 
