@@ -19,7 +19,8 @@ throughput of the choice over that of recomputing everything; intervals are thos
 
 How the peak is measured: by the engine's meter (every storage that autograd saved, once, from its save to its death, and the
 engine's own buffers), to which hooks in backward add what recomputation saves, with the reentrant checkpoint: the other one hides
-it. Times are those of the other one, which is what plans use.
+it. Times are those of the other one, which is what plans use. What is freed stays with the process, as on a GPU with torch's
+allocator: else a step that keeps everything takes some percent longer in some processes, because its pages are new.
 
 simulated: the same on the simulated device (`benchmarks.planner_simulated`), where figures are exact.
 
@@ -49,6 +50,7 @@ from benchmarks.gpu.models import Model
 from benchmarks.planner_choice import over_best, with_interval
 from benchmarks.planner_errors import Errors, Took, ratios
 from benchmarks.planner_simulated import memory_panels, simulated
+from examples.support.process_memory import keep_freed_blocks
 from ssdtrain.bench.ratios import interval
 from ssdtrain.config import CheckpointConfig
 from ssdtrain.offload.checkpoint import Checkpoint
@@ -349,6 +351,7 @@ def main() -> None:
         directory = chosen.directory or Path(temporary)
         figures: dict[str, Any] = {"benchmark": "planner"}
         torch.set_num_threads(1)
+        keep_freed_blocks()
         panels: list[MemoryPanel] = []
         for part in parts:
             figures |= PARTS[part](chosen, directory, panels)

@@ -30,10 +30,20 @@ def return_freed_blocks(threshold: int) -> bool:
     The end of the heap does when twice as much is free there. Returns whether this C library can (glibc can). See
     Note: [A resident set that follows what is alive].
     """
+    return _set_thresholds(threshold, 2 * threshold)
+
+
+def keep_freed_blocks() -> bool:
+    """From now on blocks below `GLIBC_STEADY` stay with the process when they are freed, as those of a GPU stay with torch's
+    allocator: no step takes longer than another because its pages are new. Returns whether this C library can."""
+    return _set_thresholds(GLIBC_STEADY, 2**31 - 1)
+
+
+def _set_thresholds(map_from: int, trim_from: int) -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return False
-    return bool(libc.mallopt(_M_MMAP_THRESHOLD, threshold) and libc.mallopt(_M_TRIM_THRESHOLD, 2 * threshold))
+    return bool(libc.mallopt(_M_MMAP_THRESHOLD, map_from) and libc.mallopt(_M_TRIM_THRESHOLD, trim_from))
 
 
 class PeakMemory:
