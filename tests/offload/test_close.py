@@ -15,7 +15,7 @@ from ssdtrain.offload import engine as engine_module
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
-from ssdtrain.storage import SpillStore, holds_signal_safe_lock, signal_safe_lock
+from ssdtrain.storage import Arena, SpillStore, holds_signal_safe_lock, signal_safe_lock
 from tests.offload.conftest import MakeRuntime, Variant, stored_forward
 from tests.support.filesystems import eventually
 
@@ -135,11 +135,10 @@ def test_the_arena_is_unmapped_when_the_last_tensor_in_it_has_died(closed_runtim
     assert engine_of(runtime).snapshot().buffer_bytes == 0
 
 
-def test_the_arena_is_unmapped_also_where_stores_end_after_the_engine(closed_runtime: MakeRuntime) -> None:
-    """1. a store has begun; 2. its graph is dropped; 3. the engine does not wait for it; 4. the end of the store does."""
-    runtime = closed_runtime(WAYS[2], deadline="0s")
-    engine, pool = engine_of(runtime), pool_of(runtime)
-    pool.hold(begun=True)
+def with_a_store_of_a_dropped_graph(runtime: Runtime) -> Arena:
+    """A store has begun, which the pool holds up, and its graph is dropped. Returns the arena that it is written from."""
+    engine = engine_of(runtime)
+    pool_of(runtime).hold(begun=True)
     x = torch.randn(64, 64, requires_grad=True)
     with runtime.forward():
         loss = x.sin().sum()
@@ -147,8 +146,17 @@ def test_the_arena_is_unmapped_also_where_stores_end_after_the_engine(closed_run
     assert store is not None and eventually(store.begun)
     del loss
     arena = engine.buffers._arena
+    assert arena is not None
+    return arena
+
+
+def test_the_arena_is_unmapped_also_where_stores_end_after_the_engine(closed_runtime: MakeRuntime) -> None:
+    """1. a store has begun; 2. its graph is dropped; 3. the engine does not wait for it; 4. the end of the store does."""
+    runtime = closed_runtime(WAYS[2], deadline="0s")
+    engine, pool = engine_of(runtime), pool_of(runtime)
+    arena = with_a_store_of_a_dropped_graph(runtime)
     engine.close()
-    assert arena is not None and arena._map.nbytes, "it is written from there"
+    assert arena._map.nbytes, "it is written from there"
     pool.release()
     runtime.close()
     assert not arena._map.nbytes
@@ -162,15 +170,7 @@ def test_every_part_is_closed_whatever_one_of_them_raises(
     runtime = closed_runtime(WAYS[2], deadline="0s")
     engine, pool, feature = engine_of(runtime), pool_of(runtime), runtime.offload
     store = feature.store
-    pool.hold(begun=True)
-    x = torch.randn(64, 64, requires_grad=True)
-    with runtime.forward():
-        loss = x.sin().sum()
-    (write,) = [region.transfer.operation for region in engine.mover.stores]
-    assert write is not None and eventually(write.begun)
-    del loss
-    arena = engine.buffers._arena
-    assert arena is not None
+    arena = with_a_store_of_a_dropped_graph(runtime)
     feature.detach()
     holder: Any = engine if failing == "engine" else feature
     name = {"detach": "detach", "engine": "close", "store": "_close_store"}[failing]
