@@ -52,7 +52,7 @@ class Prefetcher:
     def size(self, tape: Tape) -> None:
         """Choose how far to read ahead of the backward of `tape`, unless the config does.
 
-        Three of the largest regions or 24 MiB, which keep a drive busy, but no more than a quarter of what `tape` has in the
+        Three of the largest regions or 24 MiB, which keep a drive busy, but no more than an eighth of what `tape` has in the
         tiers: larger buffers would take the memory that offloading it saves. Half of a pinned arena, which takes none.
         """
         if self._options.prefetch is None and self._options.buffer_limit is not None:
@@ -63,7 +63,7 @@ class Prefetcher:
             if self._wanted < enough:
                 here = State.RESIDENT, State.RELEASED
                 stored = [r.nbytes for r in tape.regions if r is not None and r.transfer.state not in here]
-                self._wanted = max(self._wanted, min(enough, max(sum(stored) // 4, self.largest)))
+                self._wanted = max(self._wanted, min(enough, max(sum(stored) // 8, self.largest)))
             self.limit = min(self._wanted, free)
 
     def fit(self) -> None:
