@@ -26,6 +26,7 @@ from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.checkpoint import checkpoint as default_checkpoint
 from ssdtrain.offload.policy import KEEP, OFFLOAD, REMEMBERED, Action, ForwardProfile, SavedTensorInfo
 from ssdtrain.planner.plans import Limits, Problem, actions_for
+from ssdtrain.planner.same_attributes import SameAttributes
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import Block, Machine, one_after_the_other
 from ssdtrain.profile.blocks import ModelProfile, find_blocks
@@ -270,7 +271,7 @@ class _Recomputed:
         # Of before: the block may replace what is in a dict or list.
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         before = versions(tensors)
-        outputs = self.checkpoint(_SameNumbers(self.block, plain), *args, **kwargs)
+        outputs = self.checkpoint(SameAttributes(self.name, self.block, plain), *args, **kwargs)
         if versions(tensors) != before:
             raise RuntimeError(
                 f"ssdtrain.plan: the block {self.name!r} changes its input in place, and cannot run again from it in backward: "
@@ -301,39 +302,6 @@ class _Recomputed:
         if self.own:
             return operator.getitem, ([self.forward], 0)
         return getattr, (self.block, "forward")
-
-
-class _SameNumbers:
-    """Runs the forward of a block. Each run after the first finds the numbers and flags of its modules, such as their mode and
-    what counts runs, as the first one found them, and leaves them as they were."""
-
-    def __init__(self, block: nn.Module, forward: Callable[..., Any]) -> None:
-        self._block, self._forward = block, forward
-        self._first: _Numbers | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        now = [(found, _numbers(found)) for found in map(vars, self._block.modules())]
-        if self._first is None:
-            self._first = now
-            return self._forward(*args, **kwargs)
-        _write(self._first)
-        try:
-            return self._forward(*args, **kwargs)
-        finally:
-            _write(now)
-
-
-_Numbers = list[tuple[dict[str, Any], dict[str, Any]]]
-"""The attributes of each module, and those of them that were numbers."""
-
-
-def _numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if type(value) in (bool, int, float)}
-
-
-def _write(numbers: _Numbers) -> None:
-    for attributes, values in numbers:
-        attributes.update(values)
 
 
 def _object_text(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ssdtrain.profile.attributes import Attributes
 from ssdtrain.profile.containers import leaves
 from ssdtrain.profile.modules import no_hook
 
@@ -154,6 +155,8 @@ class _Running(NamedTuple):
     """Of these, before."""
     buffers: list[int]
     """Which objects its buffers were, by id: `tensors` keeps these alive."""
+    attributes: Attributes
+    """Of its modules, before."""
     unoffloaded: int
     """What the meter counted before, bytes."""
     began: Any
@@ -220,7 +223,14 @@ class BlockSpans:
         counted = self._engine.meter.unoffloaded_bytes
         watched = [*tensors, *block.buffers()]
         self._running = _Running(
-            span, storages, watched, versions(watched), _identities(block.buffers()), counted, began
+            span,
+            storages,
+            watched,
+            versions(watched),
+            _identities(block.buffers()),
+            Attributes(block),
+            counted,
+            began,
         )
 
     def communicates(self, _: object = None) -> None:
@@ -244,6 +254,8 @@ class BlockSpans:
         replaced = running.buffers != _identities(block.buffers())  # self.average = 0.9 * self.average + ...
         if not span.why and (replaced or running.versions != versions(running.tensors)):
             span.why = "it changes a buffer, or its input in place"
+        elif not span.why and (changed := running.attributes.changed_in_place()):
+            span.why = f"it changes {changed} in place"
         if recorder is not None and running.began is not None:
             last = recorder.last_packed(tape)
             ended = self._engine.device.timestamp()

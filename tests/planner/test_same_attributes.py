@@ -1,0 +1,168 @@
+"""Blocks that compute by what their modules keep in plain attributes: a second run finds these as the first one did."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ssdtrain
+from ssdtrain.planner.execute import recompute_blocks
+from tests.planner.test_plan_auto import STEPS, Stack, auto_of, equal, train
+from tests.planner.test_plan_safety import LEAST
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+
+class Replaces(Keeps):
+    """Keeps a moving average in a plain attribute, by assignment, and subtracts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torch.zeros(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average = 0.9 * self.average + 0.1 * x.detach().flatten(0, -2).mean(0)
+        return self.linear(x - self.average).tanh()
+
+
+class Makes(Keeps):
+    """Its first forward makes an attribute, and is not computed as those after it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "scale"):
+            self.scale = x.detach().abs().max() + 1
+            return self.linear(x)
+        return self.linear(x * self.scale).tanh()
+
+
+class Appends(Keeps):
+    """Computes by what its forwards have left in containers, one inside of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {"means": [], "last": deque(maxlen=2)}  # type: ignore[var-annotated]
+        self.kinds = set[int]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen["means"].append(x.detach().mean())
+        self.seen["last"].append(x.detach())
+        self.kinds.add(len(self.seen["means"]) % 3)
+        return self.linear(x * sum(self.seen["means"]) + self.seen["last"][0] * len(self.kinds)).tanh()
+
+
+class InPlace(Keeps):
+    """Adds to a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torch.zeros(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average += x.detach().flatten(0, -2).mean(0)
+        return self.linear(x - self.average).tanh()
+
+
+class WritesParameter(Keeps):
+    """Counts in a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.runs += 1
+        return self.linear(x * self.runs).tanh()
+
+
+def stack(kind: Callable[[], nn.Module]) -> Stack:
+    torch.manual_seed(0)
+    return Stack(kind)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [Replaces, Makes, Appends])
+@pytest.mark.parametrize("tiers", [False, True], ids=["recompute", "offload and recompute"])
+def test_a_second_run_finds_the_attributes_of_the_first(
+    kind: type[nn.Module], tiers: bool, tmp_path: Path
+) -> None:
+    plain, model = stack(kind), stack(kind)
+    config: dict[str, Any] = LEAST
+    if tiers:
+        config = {**LEAST, "offload": {"directories": str(tmp_path), "min_bytes": "4KiB"}}
+    with ssdtrain.attach(model, config) as runtime:
+        assert equal(train(plain, 2 * STEPS), train(model, 2 * STEPS))  # the first plan may be made again
+        plan = auto_of(runtime).plan
+    assert plan is not None and plan.count("recompute")
+    for one, other in zip(plain.layers, model.layers, strict=True):
+        if isinstance(one, Replaces):
+            assert torch.equal(one.average, other.average)
+        if isinstance(one, Appends):
+            assert equal(one.seen["means"], other.seen["means"]) and one.kinds == other.kinds
+
+
+def test_a_mask_that_is_set_before_each_microbatch_is_that_of_its_forward() -> None:
+    """As in a pipeline: backward of the first comes after the forward of the second."""
+
+    class Masked(Keeps):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).tanh() * self.mask
+
+    def gradients(recomputed: bool) -> list[torch.Tensor]:
+        model = stack(Masked)
+        if recomputed:
+            recompute_blocks(model, {f"layers.{number}": "recompute" for number in range(4)})
+        losses = []
+        for number in range(2):
+            for layer in model.layers:
+                layer.mask = (torch.arange(64) % 2 == number).float()  # type: ignore[assignment]
+            losses.append(model(torch.arange(64)[None], torch.tensor(0)))
+        for loss in losses:
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    assert equal(gradients(False), gradients(True))
+
+
+@pytest.mark.parametrize(("kind", "what"), [(InPlace, "average"), (WritesParameter, "runs")])
+def test_a_block_that_changes_a_tensor_of_its_own_in_place_is_not_recomputed(
+    kind: type[nn.Module], what: str, tmp_path: Path
+) -> None:
+    model = stack(kind)
+    offload = {"directories": str(tmp_path), "min_bytes": "4KiB"}
+    with ssdtrain.attach(model, {**LEAST, "offload": offload}) as runtime:
+        assert equal(train(stack(kind)), train(model))
+        plan = auto_of(runtime).plan
+    assert plan is not None and not plan.count("recompute")
+    model = stack(kind)
+    with ssdtrain.attach(model, LEAST):
+        with pytest.raises(RuntimeError, match=rf"{what} of the block 'layers\.\d' was changed in place"):
+            train(model)
+
+
+def test_weights_that_change_between_forward_and_backward_are_an_error_as_for_autograd() -> None:
+    for recomputed in (False, True):
+        model = stack(Keeps)
+        for layer in model.layers:
+            layer.forward = lambda x, of=layer.linear: of(x).tanh()  # type: ignore[method-assign, misc]
+        if recomputed:
+            recompute_blocks(model, {f"layers.{number}": "recompute" for number in range(4)})
+        loss = model(torch.arange(64)[None], torch.tensor(0))
+        with torch.no_grad():
+            model.layers[2].linear.weight.mul_(2)  # type: ignore[union-attr, operator]
+        text = (
+            r"linear\.weight of the block 'layers\.2' was changed in place"
+            if recomputed
+            else "inplace operation"
+        )
+        with pytest.raises(RuntimeError, match=text):
+            loss.backward()
