@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ssdtrain.comm.collectives import ReduceScatter
 from ssdtrain.comm.communicator import Bucket, Communicator
@@ -50,8 +52,7 @@ def _units(model: nn.Module) -> dict[str, list[FSDPModule]]:
 class _ReduceScatter:
     """Gradients of the modules of one unit, in the dimension "dp".
 
-    FSDP2 lays them out by rank: of each parameter the rows of its first dimension that the rank keeps, padded to the same number
-    on all ranks.
+    FSDP2 lays them out by rank: of each parameter the part that the rank keeps, padded to the same size on all ranks.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class _ReduceScatter:
     ) -> None:
         self._name = name
         self._comm = comm
-        self._parameters = [(tuple(p.shape), p in exact) for p in _managed(unit) if p.requires_grad]
+        self._parameters = [(p, p in exact) for p in _managed(unit) if p.requires_grad]
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -72,7 +73,7 @@ class _ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        bucket = self._bucket(input_tensor.numel(), dist.get_world_size(group))
+        bucket = self._bucket(input_tensor.numel(), group)
         work = None
         if bucket is None:
             reason = f"{self._name} did not get gradients for all of its parameters"
@@ -87,14 +88,35 @@ class _ReduceScatter:
         work.wait()
         return None
 
-    def _bucket(self, numel: int, ranks: int) -> Bucket | None:
-        rows = [
-            (-(-shape[0] // ranks) if shape else 1, shape[1:], exact) for shape, exact in self._parameters
-        ]
-        shares = [(count * torch.Size(rest).numel(), exact) for count, rest, exact in rows]
+    def _bucket(self, numel: int, group: dist.ProcessGroup) -> Bucket | None:
+        ranks = dist.get_world_size(group)
+        shares = [(_share(parameter, group), exact) for parameter, exact in self._parameters]
         if ranks * sum(share for share, _ in shares) != numel:
             return None
         return Bucket(self._name, ranges_in_order(shares * ranks))
+
+
+def _share(parameter: nn.Parameter, group: dist.ProcessGroup) -> int:
+    """Elements that a rank of `group` keeps of a parameter, padding included. Other dimensions of its mesh (tensor parallelism)
+    have divided it before."""
+    size, dimension = list(parameter.shape), 0
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for number, placement in enumerate(parameter.placements):
+            divided = getattr(placement, "dim", None)  # of a Shard
+            if divided is not None and mesh.get_group(number) is group:
+                dimension = divided
+            elif divided is not None:
+                size[divided] = _chunk(size[divided], mesh.size(number), mesh.get_local_rank(number))
+    if size:
+        size[dimension] = _chunk(size[dimension], dist.get_world_size(group), 0)
+    return math.prod(size)
+
+
+def _chunk(size: int, parts: int, number: int) -> int:
+    """Of a dimension that is divided as `torch.chunk` does."""
+    largest = -(-size // parts)
+    return max(0, min(largest, size - number * largest))
 
 
 def attach(model: nn.Module, comm: Communicator) -> None:

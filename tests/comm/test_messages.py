@@ -196,12 +196,14 @@ def test_plain_pytorch_trains_with_compressed_gradients(how: str) -> None:
     assert all_equal(lossy[0][1], lossy[1][1])
 
 
-def gradients_of_a_list(rank: int, comm: dict[str, Any] | None) -> Any:
+def gradients_of_a_list(rank: int, columns: bool, comm: dict[str, Any] | None) -> Any:
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 256))
-    fully_shard(model[0])
+    model = nn.Sequential(nn.Linear(64, 65), nn.LayerNorm(65), nn.Linear(65, 256))
+    place = (lambda p: Shard(1) if p.shape == (65, 64) else None) if columns else None
+    fully_shard(model[0], shard_placement_fn=place)
     fully_shard([model[2], model[1]])
     fully_shard(model)
     runtime = ssdtrain.attach(model, {"comm": comm}) if comm is not None else None
@@ -210,14 +212,43 @@ def gradients_of_a_list(rank: int, comm: dict[str, Any] | None) -> Any:
     return [found, runtime.comm.metrics()["dp"] if runtime is not None and runtime.comm is not None else None]
 
 
-def test_modules_that_are_sharded_together_are_compressed() -> None:
-    plain, _ = on_ranks(2, gradients_of_a_list, None)[0]
+@pytest.mark.parametrize("columns", [False, True])
+def test_modules_that_are_sharded_together_or_by_columns_are_compressed(columns: bool) -> None:
+    plain, _ = on_ranks(2, gradients_of_a_list, columns, None)[0]
     small = {"min_bytes": 0, "warmup_steps": 0, "probe": False}
-    lossy, figures = on_ranks(2, gradients_of_a_list, {"dp": "int8", **small})[0]
+    lossy, figures = on_ranks(2, gradients_of_a_list, columns, {"dp": "int8", **small})[0]
     assert (figures.calls, figures.compressed, dict(figures.fallbacks)) == (2, 2, {})
     for name, gradient in plain.items():
         excluded = name.startswith("1.") or name.endswith("bias")
         assert torch.equal(lossy[name], gradient) == excluded, name
+        assert (lossy[name] - gradient).norm() <= 0.02 * gradient.norm()
+
+
+def gradients_of_two_dimensions(_: int, comm: dict[str, Any] | None) -> Any:
+    """Tensor parallelism inside of data parallelism, as `fully_shard` composes with it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(64, 132), nn.GELU(), nn.Linear(132, 65))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    runtime = ssdtrain.attach(model, {"comm": comm}) if comm is not None else None
+    model(values(mesh.get_local_rank("dp"), 64 * 32).view(32, 64)).square().mean().backward()
+    found: Any = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    return [found, runtime.comm.metrics()["dp"] if runtime is not None and runtime.comm is not None else None]
+
+
+@pytest.mark.slow
+def test_shards_of_tensor_parallel_parameters_are_compressed() -> None:
+    plain, _ = on_ranks(4, gradients_of_two_dimensions, None)[0]
+    small = {"min_bytes": 0, "warmup_steps": 0, "probe": False}
+    lossy, figures = on_ranks(4, gradients_of_two_dimensions, {"dp": "int8", **small})[0]
+    assert (figures.calls, figures.compressed, dict(figures.fallbacks)) == (1, 1, {})
+    for name, gradient in plain.items():
+        assert torch.equal(lossy[name], gradient) == name.endswith("bias"), name
         assert (lossy[name] - gradient).norm() <= 0.02 * gradient.norm()
 
 
