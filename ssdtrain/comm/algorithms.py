@@ -56,6 +56,8 @@ class Call:
     name: str
     """Names the residuals and the random numbers; the same in every step for the same gradients."""
     key: Key
+    collective: str = ""
+    """Names the residuals too: one bucket is cut into other pieces by another collective."""
     average: bool = False
     feedback: Feedback | None = None
     measured: bool = False
@@ -69,7 +71,7 @@ class Call:
         if self.feedback is None or not coder.encodes(piece):
             coder.encode(piece, out, key)
             return
-        error = self.feedback.encode(name, coder, piece, out, key, self.measured)
+        error = self.feedback.encode(f"{self.collective}|{name}", coder, piece, out, key, self.measured)
         if error is not None:
             self.errors.append(error)
 

@@ -243,6 +243,7 @@ class Communicator:
     ) -> CompressedWork:
         metrics = self.meter.count_compressed(dimension, collective.raw_bytes(route.topology.size))
         call = self._call(dimension, route, collective.dtype, metrics, bucket)
+        call.collective = collective.name
         call.average = collective.op == dist.ReduceOp.AVG
         call.feedback = self._feedback_of(dimension) if bucket is not None else None
         call.measured = self.bit_widths is not None
@@ -300,7 +301,9 @@ class Communicator:
             if skipped and self.feedback.clear():
                 logger.info("comm: the step was skipped, its residuals are dropped")
             elif stale:
-                logger.info("comm: buckets have been rebuilt, %d residuals are dropped", stale)
+                logger.info(
+                    "comm: buckets were rebuilt or reduced another way, %d residuals are dropped", stale
+                )
         if self.bit_widths is not None:
             self.bit_widths.decide(self.steps)
         if self.steps == FIRST_STEPS:

@@ -129,7 +129,8 @@ class Feedback:
         self._residuals[name] = _Residual(kept, lost.numel(), self.scale)
 
     def step_end(self) -> int:
-        """Drop residuals that this step had no use for: their buckets have been rebuilt. Returns how many."""
+        """Drop residuals that this step had no use for: their buckets were rebuilt, or reduced by another collective. Returns
+        how many."""
         stale = [name for name in self._residuals if name not in self._used]
         for name in stale:
             del self._residuals[name]
