@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -109,16 +110,40 @@ def _attaching(training: Any, plain: Function) -> Function:
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         # A mistake in the flags is found before the model is built.
         config = config_from_args(training.get_args())
-        if config is not None:
+        if config is None:
+            _check_command_line(training.get_args())
+        else:
             check_start(config)
         result = plain(*args, **kwargs)
-        if config is None or not config.active or not _attach(training, result[0], result[1], config):
-            uninstall_pretrain()
-        else:
+        attached = False
+        if config is not None and config.active:
+            if result[1] is None:
+                training.print_rank_last(" [ssdtrain] nothing is trained (--skip-train): it does nothing")
+            else:
+                attached = _attach(training, result[0], result[1], config)
+        if attached:
             _load(training, getattr(training.get_args(), "iteration", 0))
+        else:
+            uninstall_pretrain()
         return result
 
     return setup_model_and_optimizer
+
+
+def _check_command_line(args: Any) -> None:
+    """Check that flags of ours were not dropped: with --yaml-cfg Megatron-LM reads that file in place of the command line.
+
+    Raises:
+        ConfigError: names them.
+    """
+    file = getattr(args, "yaml_cfg", None)
+    dropped = [
+        argument for argument in sys.argv[1:] if argument.startswith(("--ssdtrain-", "--no-ssdtrain-"))
+    ]
+    if file and dropped:
+        why = f"is read in place of the command line, and {', '.join(dropped)} would be without effect"
+        allowed = "the keys in that file instead (ssdtrain_config: FILE), or no --yaml-cfg"
+        raise ConfigError([Problem("Megatron's --yaml-cfg", file, why, allowed)])
 
 
 def _attach(training: Any, chunks: Any, optimizer: Any, config: Config) -> bool:

@@ -15,6 +15,7 @@ import pytest
 
 import ssdtrain_megatron
 from ssdtrain.config import ConfigError
+from ssdtrain_megatron import pretrain
 from ssdtrain_megatron.attachment import Attachment
 from tests.megatron.rows import Row
 from tests.megatron.training import Trainer
@@ -188,6 +189,38 @@ def test_flags_that_ask_for_nothing_leave_the_function_objects(loop: Loop, flags
     assert loop.pretrain(*flags) == expected
     assert loop.functions() == before
     assert loop.lines == []
+
+
+@pytest.mark.parametrize("flags", [["--ssdtrain-offload-host", "1GiB"], ["--ssdtrain-comm-preset", "safe"]])
+def test_a_run_that_trains_nothing_is_left_alone(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    """With --skip-train, which makes no optimizer and wraps no model."""
+    before = loop.functions()
+    chunks = [chunk.module for chunk in loop.trainer.chunks]
+    loop.training.setup_model_and_optimizer = lambda model_type: (chunks, None, None)  # type: ignore[attr-defined]
+    before[1] = loop.training.setup_model_and_optimizer
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 2)
+    ssdtrain_megatron.install_pretrain()
+    loop.pretrain(*flags, steps=0)
+    assert loop.functions() == before
+    assert ["--skip-train" in line for line in loop.lines] == [True]
+
+
+def test_flags_that_a_yaml_file_takes_the_place_of_are_not_dropped_in_silence(
+    loop: Loop, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ssdtrain_megatron.install_pretrain()
+    loop.args = argparse.Namespace(yaml_cfg="gpt.yaml", log_interval=2)
+    given = ["--yaml-cfg", "gpt.yaml", "--ssdtrain-offload-host", "1GiB"]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *given])
+    with pytest.raises(ConfigError, match=r"--yaml-cfg.*--ssdtrain-offload-host.*ssdtrain_config: FILE"):
+        loop.training.setup_model_and_optimizer("gpt")
+    file = tmp_path / "ssdtrain.json"
+    file.write_text(json.dumps(config))
+    loop.args.ssdtrain_config = str(file)
+    loop.training.setup_model_and_optimizer("gpt")
+    assert pretrain._attachment is not None
 
 
 def test_a_mistake_in_the_flags_is_found_before_the_model_is_built(loop: Loop) -> None:
