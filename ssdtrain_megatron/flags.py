@@ -2,7 +2,7 @@
 
 import argparse
 
-from ssdtrain.config import Config, ConfigError, Problem
+from ssdtrain.config import DIMENSIONS, Config, ConfigError, Problem
 from ssdtrain.config.flags import add_flags, check_unknown_flags, config_from_namespace
 
 
@@ -20,10 +20,16 @@ def config_from_args(args: argparse.Namespace) -> Config | None:
     """The config that the parsed flags ask for; None where no --ssdtrain-* flag was given.
 
     Raises:
-        ConfigError: keys or values are invalid, in the flags or in the file of --ssdtrain-config, or a report is to be written
-            and nothing is enabled that it would be about.
+        ConfigError: keys or values are invalid, in the flags or in the file of --ssdtrain-config, a report is to be written
+            and nothing is enabled that it would be about, or keys of comm are given and nothing that compresses.
     """
     config = config_from_namespace(args)
+    comm = config.comm if config is not None and config.enabled else None
+    if comm is not None and comm.model_fields_set.isdisjoint(("preset", *DIMENSIONS)):
+        why = "would compress nothing: neither a preset nor a codec is chosen"
+        allowed = "together with --ssdtrain-comm-preset, or a codec such as --ssdtrain-comm-dp int8, or leaving it out"
+        given = {key: getattr(comm, key) for key in comm.model_fields_set}
+        raise ConfigError([Problem("ssdtrain.comm", given, why, allowed)])
     if config is not None and config.enabled and not config.active:
         why = "would get no report: neither offloading nor compression is enabled"
         allowed = "together with --ssdtrain-offload-directories or --ssdtrain-comm-preset, or leaving it out"

@@ -178,6 +178,14 @@ def test_a_report_about_nothing_is_rejected() -> None:
     assert config_from_args(parser().parse_args([*args, "--ssdtrain-offload-directories", "/a"])) is not None
 
 
+@pytest.mark.parametrize("given", ["--ssdtrain-comm-feedback int8", "--ssdtrain-comm-preset auto"])
+def test_keys_of_comm_without_anything_that_compresses_are_rejected(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"ssdtrain\.comm.*compress nothing.*--ssdtrain-comm-preset"):
+        config_from_args(parser().parse_args(given.split()))
+    for more in ("--no-ssdtrain-enabled", "--ssdtrain-comm-dp off", "--ssdtrain-comm-tp int8"):
+        assert config_from_args(parser().parse_args([*given.split(), *more.split()])) is not None
+
+
 def test_the_namespace_holds_only_what_a_framework_can_print_and_save() -> None:
     args = parser().parse_args(
         ["--ssdtrain-offload-directories", "/a", "--ssdtrain-offload-amount", "512MiB"]
