@@ -20,8 +20,9 @@ from megatron.core.tensor_parallel import layers, mappings
 from ssdtrain.integration.compatibility import check_nothing_missing, missing_names
 from ssdtrain_megatron._compat import TESTED, Place
 
-TENSOR_PARALLEL = (mappings.__name__, layers.__name__)
-"""Modules whose calls of torch.distributed are tensor-parallel or expert-parallel traffic, by their group."""
+TENSOR_PARALLEL = (mappings.__name__, layers.__name__, "ssdtrain_megatron.compact")
+"""Modules whose calls of torch.distributed are tensor-parallel or expert-parallel traffic, by their group. The last computes
+compressed linear layers in the place of Megatron's."""
 
 BUFFERS = param_and_grad_buffer.__name__
 """The module whose calls of torch.distributed are data-parallel traffic."""

@@ -265,6 +265,16 @@ def called(name: str, x: torch.Tensor, wide: torch.Tensor, group: Any) -> list[t
     return list(module.calls(x.clone(), wide.clone(), dist.get_world_size(group), group))
 
 
+def compressed_inputs(directory: str) -> list[int]:
+    """Tensor-parallel messages that are compressed, without a compact section and with one."""
+    found = []
+    for more in ({}, {"compact": {"ratio": 0.25}}):
+        with trained(1, Row("tp2", 2, tp=2), {**BALANCED, **more}) as (_, attachment):
+            assert attachment.runtime.comm is not None
+            found.append(attachment.runtime.comm.metrics()["tp"].compressed)
+    return found
+
+
 def rejected(directory: str) -> dict[str, Any]:
     """What `attach` says no to, and that nothing stays replaced."""
     found = {}

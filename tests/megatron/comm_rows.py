@@ -50,7 +50,16 @@ THOROUGH = (
 )
 """Rows whose layout, or what it is combined with, other rows have too: `make test-long` trains them."""
 
-CASES = ("skipped", "overflow", "checkpoint", "loss_scale", "spec", "transformer_engine", "rejected")
+CASES = (
+    "skipped",
+    "overflow",
+    "checkpoint",
+    "loss_scale",
+    "spec",
+    "transformer_engine",
+    "compressed_inputs",
+    "rejected",
+)
 """Names of the functions of `comm_cases.py`."""
 
 

@@ -217,6 +217,12 @@ def test_layers_of_transformer_engine_are_told_by_module_and_group(case: str) ->
         assert all(calls == 0 for calls, _ in found.values())
 
 
+@of_case("compressed_inputs")
+def test_a_layer_with_a_compressed_input_sends_its_gradient_as_any_other(case: str) -> None:
+    for plain, compressed in results(case):
+        assert plain == compressed > 0
+
+
 @of_case("rejected")
 def test_a_second_attachment_that_compresses_is_rejected_and_so_is_one_without_an_optimizer(
     case: str,
