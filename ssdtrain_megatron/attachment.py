@@ -19,6 +19,7 @@ from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.runtime import Runtime, RuntimeMetrics
 from ssdtrain_megatron import _compat, _compat_comm, apex, compact
+from ssdtrain_megatron.bypass import BypassedSchedules
 from ssdtrain_megatron.comm import Hooks
 from ssdtrain_megatron.conflicts import check_conflicts
 from ssdtrain_megatron.installation import installation
@@ -92,7 +93,7 @@ class Attachment:
             engine.eligible.add_exclusion(installation.must_stay)
             engine.eligible.add_exclusion(_compat.marked_not_offload)
             engine.eligible.add_freed_function(_compat.FREED_FUNCTION)
-            runtime.features.append(InnerHooks(engine.options.min_bytes))
+            runtime.features += [InnerHooks(engine.options.min_bytes), BypassedSchedules()]
         for chunk in self.chunks:
             runtime.register(chunk)
         if engine is not None or runtime.compact is not None:

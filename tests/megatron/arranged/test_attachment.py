@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ssdtrain.offload import engine
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.attachment import attach
 from ssdtrain_megatron.conflicts import CONFLICTS, flag
+from tests.megatron import training
 from tests.megatron.rows import Row, selective
 from tests.megatron.training import Trainer
 
@@ -207,6 +209,33 @@ def test_evaluation_before_and_between_steps_moves_nothing(config: Config) -> No
                 assert trainer.step(8, forward_only=True) == plain.step(8, forward_only=True)
             assert attachment.statistics().offload.saved_bytes == moved  # type: ignore[union-attr]
         assert nothing_alive(attachment)
+
+
+def test_a_schedule_of_ones_own_that_bypasses_the_replaced_functions_is_warned_of(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has forward_step and backward_step by name from before."""
+    own = types.FunctionType(
+        schedules.forward_backward_no_pipelining.__code__, dict(vars(schedules)), argdefs=None
+    )
+    own.__kwdefaults__ = schedules.forward_backward_no_pipelining.__kwdefaults__
+    trainer = Trainer(ONE)
+    with attach(trainer.chunks, config) as attachment:
+        hooks = [len(chunk._forward_pre_hooks) for chunk in trainer.chunks]
+        with torch.no_grad():
+            trainer.step(7, forward_only=True)
+        monkeypatch.setattr(training, "get_forward_backward_func", lambda: own)
+        for number in range(4):
+            trainer.step(number)
+        assert attachment.statistics().offload.saved_bytes == 0  # type: ignore[union-attr]
+        assert [len(chunk._forward_pre_hooks) for chunk in trainer.chunks] == [n - 1 for n in hooks]
+    assert sum("none of them by forward_step" in line for line in caplog.messages) == 1
+    caplog.clear()
+    monkeypatch.undo()
+    with attach(trainer.chunks, config) as attachment:
+        for number in range(4):
+            trainer.step(number)
+    assert not [line for line in caplog.messages if "none of them" in line]
 
 
 @pytest.mark.parametrize("where", ["forward_step", "backward_step"])
