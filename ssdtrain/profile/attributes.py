@@ -14,7 +14,7 @@ from torch import nn
 __all__ = ["Attributes"]
 
 _NOT_OWN = (frozenset(vars(nn.Module())) - {"training"}) | {"forward"}
-"""Attributes of every module that are not its own: parameters, buffers, modules below it, hooks."""
+"""Attributes of every module that are not its own: parameters, buffers (see below), modules below it, hooks."""
 
 _SEQUENCES, _MAPPINGS, _SETS = (list, deque), (dict, OrderedDict, defaultdict), (set,)
 _CONTAINERS = frozenset({*_SEQUENCES, *_MAPPINGS, *_SETS})
@@ -30,7 +30,9 @@ class Attributes:
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._own = [(vars(module), _own(module), len(vars(module))) for module in block.modules()]
-        self._contents: dict[int, tuple[Any, Any]] = {}  # by id: a container, and a copy of it
+        # By id: a container, and a copy of it. Buffers are put back, and not watched: DistributedDataParallel writes into them.
+        buffers = (module._buffers for module in block.modules() if module._buffers)
+        self._contents: dict[int, tuple[Any, Any]] = {id(one): (one, copy.copy(one)) for one in buffers}
         tensors = [*block.parameters()]
         for _, own, _ in self._own:
             tensors += self._look_into(own.values())

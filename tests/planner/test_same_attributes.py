@@ -110,10 +110,16 @@ def test_a_second_run_finds_the_attributes_of_the_first(
             assert equal(one.seen["means"], other.seen["means"]) and one.kinds == other.kinds
 
 
-def test_a_mask_that_is_set_before_each_microbatch_is_that_of_its_forward() -> None:
+@pytest.mark.parametrize("buffer", [False, True])
+def test_a_mask_that_is_set_before_each_microbatch_is_that_of_its_forward(buffer: bool) -> None:
     """As in a pipeline: backward of the first comes after the forward of the second."""
 
     class Masked(Keeps):
+        def __init__(self) -> None:
+            super().__init__()
+            if buffer:
+                self.register_buffer("mask", None)
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x).tanh() * self.mask
 
