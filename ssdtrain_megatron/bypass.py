@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ssdtrain.features import Feature, Forward
+from ssdtrain.profile.modules import no_hook
 
 __all__ = ["BypassedSchedules"]
 
@@ -32,12 +33,10 @@ class BypassedSchedules(Feature):
         self._handles: list[RemovableHandle] = []
 
     def attach(self, model: nn.Module) -> None:
-        method = weakref.WeakMethod(self._forward)  # a copy of the model does not copy this
-        self._handles.append(
-            model.register_forward_pre_hook(lambda *_: found() if (found := method()) is not None else None)
-        )
+        self._handles.append(model.register_forward_pre_hook(_Before(self)))
 
-    def _forward(self) -> None:
+    def forward(self) -> None:
+        """A chunk's forward begins."""
         if not torch.is_grad_enabled():
             return
         self._forwards += 1
@@ -59,3 +58,18 @@ class BypassedSchedules(Feature):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+class _Before:
+    """Copied or pickled as a hook without effect."""
+
+    def __init__(self, schedules: BypassedSchedules) -> None:
+        self._schedules = weakref.ref(schedules)
+
+    def __call__(self, *_: Any) -> None:
+        schedules = self._schedules()
+        if schedules is not None:
+            schedules.forward()
+
+    def __reduce__(self) -> Any:
+        return no_hook()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import pickle
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -222,6 +223,7 @@ def test_a_schedule_of_ones_own_that_bypasses_the_replaced_functions_is_warned_o
     trainer = Trainer(ONE)
     with attach(trainer.chunks, config) as attachment:
         hooks = [len(chunk._forward_pre_hooks) for chunk in trainer.chunks]
+        pickle.dumps([hook for chunk in trainer.chunks for hook in chunk._forward_pre_hooks.values()])
         with torch.no_grad():
             trainer.step(7, forward_only=True)
         monkeypatch.setattr(training, "get_forward_backward_func", lambda: own)
