@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.common import parser
 from benchmarks.gpu.attempts import AttemptFailed, Attempts, TimeIsOver
-from benchmarks.gpu.measure import WAYS, Geometry
+from benchmarks.gpu.measure import WAYS, Geometry, be_deterministic
 from benchmarks.gpu.models import KINDS
 from benchmarks.gpu.sources import MEASURED, digest
 from ssdtrain.telemetry.text import size_text
@@ -204,8 +204,7 @@ def main() -> int:
         arguments.error("--device cpu is for --dry-run: models of this size are not trained on a CPU")
     if chosen.device == "cuda" and not torch.cuda.is_available():
         arguments.error("no CUDA device here; --device cpu --dry-run tries the script")
-    # Else attention's backward adds in any order, and losses differ from run to run. Nothing is filled: that would be timed.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    be_deterministic()  # nothing is filled: that would be timed
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     device = torch.device("cpu") if chosen.device == "cpu" else torch.device("cuda", 0)
     host_bytes = int((0.25 if chosen.dry_run else chosen.host_gib) * GiB)

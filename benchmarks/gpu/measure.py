@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -15,13 +16,20 @@ import torch
 import ssdtrain
 from benchmarks.gpu.models import Model
 
-__all__ = ["WAYS", "Geometry", "Measured", "measure"]
+__all__ = ["CUBLAS", "WAYS", "Geometry", "Measured", "be_deterministic", "measure"]
 
 WAYS = ("keep", "recompute", "save_on_cpu", "host", "ssd")
 """Keep activations; recompute every layer; torch.autograd.graph.save_on_cpu; SSDTrain to host memory; SSDTrain to the drive."""
 
 
 LONGEST = 40.0
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def be_deterministic() -> None:
+    """Let two runs of the same steps have the same bits, or fail. With `warn_only` fused attention still adds in any order."""
+    os.environ.setdefault(CUBLAS, ":4096:8")  # without it matrix products raise
+    torch.use_deterministic_algorithms(True)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu import attempts as module
 from benchmarks.gpu.__main__ import WAYS, largest_microbatch, markdown, row_of
 from benchmarks.gpu.attempts import RESERVE, AttemptFailed, Attempts, TimeIsOver
-from benchmarks.gpu.measure import Geometry, Measured
+from benchmarks.gpu.measure import CUBLAS, Geometry, Measured, be_deterministic
 from benchmarks.gpu.sources import digest
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +86,23 @@ def test_what_has_not_run_is_not_called_well(tmp_path: Path) -> None:
     status, output, calls = check(tmp_path, "doctor", LIMIT="0")  # named, and then without time for it
     assert status == 75 and "left for the next call: doctor\n" in output and not calls
     assert not (tmp_path / "state" / "doctor.status").exists()
+
+
+def test_what_is_compared_to_the_bit_is_computed_by_deterministic_algorithms_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `warn_only`, or without the setting of cuBLAS, fused attention and matrix products of a GPU add in any order."""
+    monkeypatch.setenv(CUBLAS, "")  # and nothing is left of it
+    monkeypatch.delenv(CUBLAS)
+    before = torch.get_deterministic_debug_mode()
+    try:
+        be_deterministic()
+        assert torch.get_deterministic_debug_mode() == 2, "2: an error"
+        assert os.environ[CUBLAS] == ":4096:8"
+    finally:
+        torch.set_deterministic_debug_mode(before)
+    for file in (ROOT / "benchmarks/gpu/__main__.py", ROOT / "tests/gpu/test_training.py"):
+        assert "be_deterministic()" in file.read_text() and "warn_only" not in file.read_text()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import ssdtrain
+from benchmarks.gpu.measure import CUBLAS, be_deterministic
 from benchmarks.gpu.models import KINDS, Model
 from ssdtrain.device import device_for
 
@@ -72,12 +74,13 @@ def offloading(model: Model, way: str, directory: Path) -> Iterator[tuple[Callab
 
 
 @pytest.fixture
-def deterministic() -> Iterator[None]:
-    """The same run twice has the same bits: some kernels of attention and embeddings add in any order."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same run twice has the same bits: see `benchmarks.gpu.measure.be_deterministic`."""
+    monkeypatch.setenv(CUBLAS, os.environ.get(CUBLAS, ":4096:8"))  # it is taken back
+    before = torch.get_deterministic_debug_mode()
+    be_deterministic()
     yield
-    torch.use_deterministic_algorithms(before)
+    torch.set_deterministic_debug_mode(before)
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -131,10 +134,10 @@ def test_copies_run_beside_computation(gpu: torch.device) -> None:
     tokens = torch.zeros(8, 1024, dtype=torch.int64, device=gpu)
     runtime = ssdtrain.attach(model, {"offload": {"host": "16GiB"}, "report": {"interval": 0}})
     try:
-        for _ in range(3):
+        for _ in range(6):  # the plan is made from a step that the device has passed
             model(tokens, tokens).backward()
+            torch.cuda.synchronize()
             runtime.step_end()
-        torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             model(tokens, tokens).backward()
             torch.cuda.synchronize()
