@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdtrain.compact.projection import Projections, layer_key, layout_of, project, unproject
 
@@ -114,6 +116,25 @@ def test_a_projection_serves_update_every_steps() -> None:
     found = [projections.block(layout, 1, step, LIKE) for step in (0, 49, 50, 99)]
     assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
     assert not torch.allclose(found[1], found[2])
+
+
+def test_projections_of_many_steps_are_copied_to_a_device_together() -> None:
+    """Each copy of pageable memory lets the host wait for what the device was given: one for each layer and step would leave it
+    idle at each layer."""
+    copies: list[str] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "_to_copy" in str(func) and (kwargs or {}).get("device") == torch.device("meta"):
+                copies.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    projections, layout = Projections("orthonormal", 0), layout_of(64, 0.25)
+    with Copies():
+        for step in range(48):
+            block = projections.block(layout, 1, step, torch.empty(0, device="meta", dtype=torch.bfloat16))
+            assert block.shape == (64, 16) and block.dtype == torch.bfloat16
+    assert len(copies) == 3
 
 
 def test_no_global_generator_is_drawn_from() -> None:
