@@ -5,6 +5,7 @@ They are apart from `_compat` because an engine without `comm` needs none of the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -37,6 +38,8 @@ FETCH = "fetch_sub_module"
 GATHER_PARAMETERS = "all_gather_coalesced"
 # Looked up in their modules by the optimizers, and replaced there.
 GATHER_GROUPS = "all_gather_dp_groups"
+
+_AUTO_EP = "deepspeed.module_inject.auto_ep_layer"
 
 _NEEDED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (TorchBackend, ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "inference_all_reduce")),
@@ -105,6 +108,11 @@ def coordinator_of(engine: Any) -> Any:
     return getattr(getattr(engine.optimizer, "parameter_offload", None), "param_coordinator", None)
 
 
+def gathers_one_by_one(engine: Any) -> bool:
+    """True where ZeRO-3 gathers each parameter by a collective of its own."""
+    return bool(getattr(engine, "zero_allgather_sequential", bool)())
+
+
 def modules_that_gather() -> tuple[ModuleType, ...]:
     """Those in whose namespaces optimizers look up `GATHER_GROUPS`."""
     return tuple(module for module in (stage_1_and_2, bf16_optimizer) if hasattr(module, GATHER_GROUPS))
@@ -150,8 +158,10 @@ def _tensor_parallel_size(engine: Any) -> int:
 
 
 def expert_functions() -> tuple[type, ...]:
-    """The autograd function that sends tokens to experts."""
-    return (sharded_moe._AllToAll,)
+    """The autograd functions that send tokens to experts: of DeepSpeed's own layer, and of AutoEP's."""
+    # AutoEP has imported its layer by the time that an engine has one.
+    auto_ep = getattr(sys.modules.get(_AUTO_EP), "_AllToAllV", None)
+    return (sharded_moe._AllToAll, *([auto_ep] if auto_ep is not None else []))
 
 
 def skipped_steps(engine: Any) -> int:
@@ -170,6 +180,12 @@ def loss_scale(engine: Any) -> Callable[[], float] | None:
 def _nodes() -> int:
     """As DeepSpeed counts them where it decides whether to quantise gradients."""
     return int(torch.distributed.get_world_size() // max(get_accelerator().device_count(), 1))
+
+
+def _sums_weights(engine: Any) -> bool:
+    """True where ZeRO-3 gathers weights by an all-reduce."""
+    zero = getattr(getattr(engine, "_config", None), "zero_config", None)
+    return bool(getattr(zero, "use_all_reduce_for_fetch_params", False))
 
 
 def bypasses(engine: Any) -> list[str]:
@@ -204,6 +220,14 @@ def bypasses(engine: Any) -> list[str]:
         else:
             what = "DeepSpeed quantises on several nodes with ZeRO-3 only; here comm.dp compresses them: leave out the key"
         found.append(f"zero_quantized_gradients is on: {what}")
-    if asks_for("sparse_gradients_enabled"):
-        found.append("sparse_gradients is on: sparse gradients go uncompressed")
+    if asks_for("sparse_gradients_enabled") or any(
+        isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+        for module in engine.module.modules()
+    ):
+        found.append("embeddings have sparse gradients, which go uncompressed")
+    if zero_stage(engine) == 3 and _sums_weights(engine):
+        found.append(
+            "stage3_use_all_reduce_for_fetch_params is on in zero_optimization: weights that are fetched together go "
+            "uncompressed; leave the key out"
+        )
     return found

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import ssdtrain
+from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.config import Config, ConfigError, Problem, load_config
 from ssdtrain.integration.claims import claim
 from ssdtrain.integration.compatibility import check_conflicts
@@ -31,7 +32,7 @@ from ssdtrain.runtime import Runtime
 from ssdtrain_ds import _compat, _compat_accelerate, _compat_comm, checkpointing, schedule, trainer
 from ssdtrain_ds.block import BLOCK, check_place
 from ssdtrain_ds.comm import CommAttachment
-from ssdtrain_ds.compact import check_compact, follow_zero
+from ssdtrain_ds.compact import check_layers, check_mode, follow_zero, take_over
 from ssdtrain_ds.conflicts import CONFLICTS
 from ssdtrain_ds.monitor import Monitor
 from ssdtrain_ds.plan import plan_blocks, reject_compile
@@ -79,6 +80,7 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
                 _check_instructions(type(self), written[BLOCK])
             if config is not None and config.active:
                 check_conflicts(CONFLICTS, config, written)
+                check_mode(config)
             if config is not None:
                 check_start(config)
         except BaseException:
@@ -137,6 +139,14 @@ def runtime_of(engine: Any) -> Runtime | None:
     return found.runtime if isinstance(found, _Attachment) else None
 
 
+def _compact_of_earlier_engines(engine: Any) -> Iterator[CompactLinear]:
+    """What compresses for other engines that have the same model."""
+    for other in _compat.existing_engines():
+        runtime = runtime_of(other) if other is not engine else None
+        if runtime is not None and runtime.compact is not None and other.module is engine.module:
+            yield runtime.compact
+
+
 class _Attachment:
     """A runtime and what it changed about one engine.
 
@@ -164,8 +174,9 @@ class _Attachment:
     def _attach(self, config: Config) -> None:
         engine, undo = self.engine, self.runtime.call_at_close
         if self.runtime.compact is not None:
-            check_compact(engine, self.runtime.compact.config.mode)
+            check_layers(engine)
             follow_zero()
+            take_over(_compact_of_earlier_engines(engine))
             self.runtime.compact.step = lambda: int(engine.global_steps)
         self.runtime.register(engine.module)
         if self.offload is not None:
@@ -174,9 +185,11 @@ class _Attachment:
         self.monitor = Monitor(engine, self.runtime)
         self._record_skipped_steps()
         undo(lambda: engine.__dict__.pop(_ATTACHMENT, None))
-        patches = Patches()
+        patches, of_trainer = Patches(), Patches()
         undo(patches.undo)
-        trainer.patch_trainer(patches, engine, self.runtime)
+        undo(of_trainer.undo)
+        weakref.finalize(self, of_trainer.undo)
+        trainer.patch_trainer(of_trainer, engine, self.runtime)
         if _compat.is_pipeline(engine):
             schedule.patch_pipeline(patches, engine, self.runtime, self.recording, self.on_step_end)
             patches.replace(engine, _compat.EXEC_SCHEDULE, self._recording_skipped_steps)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from typing import Any
 
 from ssdtrain.compact import register_passing
-from ssdtrain.config import ConfigError, Problem
+from ssdtrain.compact.feature import CompactLinear
+from ssdtrain.config import Config, ConfigError, Problem
 from ssdtrain_ds import _compat_compact
 from ssdtrain_ds.block import BLOCK
 
-__all__ = ["check_compact", "follow_zero"]
+__all__ = ["check_layers", "check_mode", "follow_zero", "take_over"]
+
+logger = logging.getLogger("ssdtrain")
 
 
 def follow_zero() -> None:
@@ -17,12 +22,16 @@ def follow_zero() -> None:
     register_passing(*_compat_compact.PASSING_FUNCTIONS)
 
 
-def check_compact(engine: Any, mode: str) -> None:
-    """Raises ConfigError: the mode is not built for DeepSpeed, or layers of the engine's model cannot be compressed."""
-    if mode == "lowrank":
+def check_mode(config: Config) -> None:
+    """Raises ConfigError: the mode is not built for DeepSpeed."""
+    if config.compact is not None and config.compact.mode == "lowrank":
         why = "replaces the optimizer's parameters, which is not built for DeepSpeed in this version"
         allowed = '"reconstruct" or "quant"'
-        raise ConfigError([Problem(f"{BLOCK}.compact.mode", mode, why, allowed)])
+        raise ConfigError([Problem(f"{BLOCK}.compact.mode", config.compact.mode, why, allowed)])
+
+
+def check_layers(engine: Any) -> None:
+    """Raises ConfigError: layers of the engine's model cannot be compressed."""
     found = _compat_compact.tensor_parallel_layers(engine.module)
     if found:
         why = (
@@ -31,3 +40,14 @@ def check_compact(engine: Any, mode: str) -> None:
         )
         allowed = "leaving the compact section out, or a config without tensor_parallel"
         raise ConfigError([Problem(f"{BLOCK}.compact", "compact", why, allowed)])
+
+
+def take_over(earlier: Iterable[CompactLinear]) -> None:
+    """End the compression of the `earlier` engines of a model, which were not destroyed: a run that begins anew after an error
+    (Hugging Face's `auto_find_batch_size`, a notebook) calls `deepspeed.initialize` with the same model."""
+    for feature in earlier:
+        feature.detach()
+        logger.warning(
+            "deepspeed.initialize was called again with a model whose engine was not destroyed: from now on the later engine "
+            "compresses the inputs of its linear layers; call engine.destroy() on the earlier one"
+        )

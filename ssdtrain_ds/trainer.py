@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,14 +27,17 @@ def patch_trainer(patches: Patches, engine: Any, runtime: Runtime) -> None:
     trainer = _compat.trainer_class()
     if trainer is not None:
         interval = Interval(runtime.statistics())
-        patches.replace(trainer, "log", functools.partial(_logging, engine, runtime, interval))
+        # Weak references: the class outlives engines, and nobody destroys those of a Trainer.
+        found = weakref.ref(engine), weakref.ref(runtime)
+        patches.replace(trainer, "log", functools.partial(_logging, *found, interval))
 
 
 def _logging(
-    engine: Any, runtime: Runtime, interval: Interval, plain: Callable[..., Any]
+    engine: weakref.ref[Any], runtime: weakref.ref[Runtime], interval: Interval, plain: Callable[..., Any]
 ) -> Callable[..., Any]:
     def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        now = runtime.statistics() if self.model_wrapped is engine and "loss" in logs else None
+        owner = runtime() if self.model_wrapped is engine() and "loss" in logs else None
+        now = owner.statistics() if owner is not None else None
         if now is not None:
             values = interval.end(now)
             logs = logs | {f"{PREFIX}/{m.name}": values[m.name] for m in shown(now.declared(), values)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,9 @@ class CommAttachment:
         self.engine = engine
         self.comm = comm
         self._patches = Patches()
+        # Of what belongs to no engine: undone also where the engine is dropped without `destroy`.
+        self._shared = Patches()
+        weakref.finalize(self, self._shared.undo)
         try:
             self._attach()
         except BaseException:
@@ -67,19 +71,20 @@ class CommAttachment:
     def _attach(self) -> None:
         engine, comm, patches = self.engine, self.comm, self._patches
         for name, wrap in _INTERCEPTED.items():
-            patches.replace(_compat_comm.TorchBackend, name, wrap)
+            self._shared.replace(_compat_comm.TorchBackend, name, wrap)
         for functions, dimension in (
             (_compat_comm.tensor_parallel_functions(), "tp"),
             (_compat_comm.expert_functions(), "ep"),
         ):
-            of_layers = in_scope(functools.partial(_of_layer, comm, dimension))
+            of_layers = in_scope(functools.partial(_of_layer, weakref.ref(self), dimension))
             for function in functions:
-                patches.replace(function, "forward", of_layers)
-                patches.replace(function, "backward", of_layers)
+                self._shared.replace(function, "forward", of_layers)
+                self._shared.replace(function, "backward", of_layers)
         # A quantised block is coded with its neighbours, which differ from one data-parallel group to another: what several
         # groups hold alike would drift apart.
         uncompressed = excluded(engine.module, comm.policy.exclude) | _compat_comm.repeated_parameters(engine)
         gradients.patch_gradients(patches, engine, comm, uncompressed)
+        weights.patch_gathering(self._shared)
         weights.patch_weights(patches, engine, comm, uncompressed)
         if _compat.is_pipeline(engine):
             patches.replace(engine, _compat.INSTRUCTION_MAP, self._instructions)
@@ -140,11 +145,17 @@ class CommAttachment:
         """The engine, its optimizer, DeepSpeed's backend and layers are as they were. Idempotent."""
         try:
             self._patches.undo()
+            self._shared.undo()
         finally:
             self.comm.forget_weights()
 
 
-def _of_layer(comm: Communicator, dimension: str, *args: Any, **kwargs: Any) -> Traffic:
+def _of_layer(
+    attachment: weakref.ref[CommAttachment], dimension: str, *args: Any, **kwargs: Any
+) -> Traffic | None:
     around = current_traffic()
+    owner = attachment()
     # The scope of an engine that was attached later.
-    return around if around is not None and around.dimension == dimension else Traffic(comm, dimension)
+    if owner is None or (around is not None and around.dimension == dimension):
+        return around
+    return Traffic(owner.comm, dimension)

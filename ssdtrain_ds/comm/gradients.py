@@ -23,15 +23,20 @@ Slice = tuple[int, bool]
 """Elements of one gradient in a flat tensor, and whether they are excluded."""
 
 
+def interleaved_numel(tensors: Sequence[Slice], ranks: int) -> int:
+    """Elements of a tensor that holds, rank after rank, the rank's part of all `tensors`."""
+    return ranks * sum(math.ceil(count / ranks) for count, _ in tensors)
+
+
 def interleaved(tensors: Sequence[Slice], numel: int, ranks: int) -> Ranges:
     """Ranges of the excluded elements in a tensor of `numel` elements that holds, rank after rank, the rank's part of all
     `tensors`, each padded to the same size on all ranks.
 
     ZeRO-3 does not write the padding: it is excluded as well, or it would spoil the codec's block that it is in.
     """
-    parts = [math.ceil(count / ranks) for count, _ in tensors]
-    if ranks * sum(parts) != numel:
+    if interleaved_numel(tensors, ranks) != numel:
         return ((0, numel),)
+    parts = [math.ceil(count / ranks) for count, _ in tensors]
     slices: list[Slice] = []
     for rank in range(ranks):
         for (count, uncompressed), part in zip(tensors, parts, strict=True):
@@ -107,7 +112,7 @@ class Lists:
         known = {
             p.grad.data_ptr(): (number, p in self._uncompressed)
             for number, p in enumerate(self._engine.module.parameters())
-            if p.grad is not None
+            if p.grad is not None and p.grad.layout is torch.strided
         }
         shapes = {parameter.shape for parameter in self._uncompressed}
         found = [known.get(t.data_ptr(), (-1, t.shape in shapes)) for t in tensors]

@@ -8,7 +8,7 @@ Note: [Only while training]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -20,13 +20,19 @@ from ssdtrain.comm import Bucket, Communicator
 from ssdtrain.integration.patching import Patches, run_inside
 from ssdtrain.integration.traffic import Traffic, current_traffic, in_scope, traffic_scope
 from ssdtrain_ds import _compat, _compat_comm
-from ssdtrain_ds.comm.gradients import interleaved
+from ssdtrain_ds.comm.gradients import Slice, interleaved, interleaved_numel
 
-__all__ = ["patch_weights"]
+__all__ = ["patch_gathering", "patch_weights"]
 
 _stepping: ContextVar[tuple[Communicator, set[torch.nn.Parameter]] | None] = ContextVar(
     "ssdtrain_stepping", default=None
 )
+
+
+def patch_gathering(patches: Patches) -> None:
+    """Compress what optimizers gather inside of a step of an engine that compresses; outside of one nothing changes."""
+    for module in _compat_comm.modules_that_gather():
+        patches.replace(module, _compat_comm.GATHER_GROUPS, _all_gather_dp_groups)
 
 
 def patch_weights(
@@ -37,9 +43,6 @@ def patch_weights(
     Args:
         uncompressed: parameters excluded from compression.
     """
-    # Outside of a step of an engine that compresses, these are the plain functions.
-    for module in _compat_comm.modules_that_gather():
-        patches.replace(module, _compat_comm.GATHER_GROUPS, _all_gather_dp_groups)
     stage = _compat.zero_stage(engine)
     if stage in (1, 2):
         patches.replace(engine.optimizer, "step", run_inside(lambda *_, **__: _gathering(comm, uncompressed)))
@@ -48,13 +51,14 @@ def patch_weights(
         # Uncompressed until it is known what is gathered.
         unknown = Traffic(comm, "zero_gather", lambda numel, group, by_rank: Bucket("weights", ((0, numel),)))
         patches.replace(coordinator, _compat_comm.FETCH, in_scope(lambda *args, **kwargs: unknown))
-        some = functools.partial(_gathering_some, {id(parameter) for parameter in uncompressed})
+        one_by_one = _compat_comm.gathers_one_by_one(engine)
+        some = functools.partial(_gathering_some, {id(parameter) for parameter in uncompressed}, one_by_one)
         for parameter in engine.module.parameters():
             if hasattr(parameter, _compat_comm.GATHER_PARAMETERS):
                 patches.replace(parameter, _compat_comm.GATHER_PARAMETERS, some)
 
 
-def _gathering_some(excluded: set[int], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _gathering_some(excluded: set[int], one_by_one: bool, plain: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather_coalesced(params: Any, *args: Any, **kwargs: Any) -> Any:
         traffic = current_traffic()
         if traffic is None or traffic.dimension != "zero_gather":
@@ -63,14 +67,28 @@ def _gathering_some(excluded: set[int], plain: Callable[..., Any]) -> Callable[.
         shares = [
             (_compat_comm.zero_numel(p), id(p) in excluded) for p in sorted(params, key=_compat_comm.zero_id)
         ]
-
-        def bucket(numel: int, group: Any, by_rank: bool) -> Bucket:
-            return Bucket("weights", interleaved(shares, numel, torch.distributed.get_world_size(group)))
-
-        with traffic_scope(Traffic(traffic.comm, "zero_gather", bucket)):
+        with traffic_scope(Traffic(traffic.comm, "zero_gather", _Gathered(shares, one_by_one))):
             return plain(params, *args, **kwargs)
 
     return all_gather_coalesced
+
+
+class _Gathered:
+    """Buckets of the collectives that gather the weights of one fetch.
+
+    Args:
+        shares: the weights, in the order in which they are gathered.
+        one_by_one: each by a collective of its own.
+    """
+
+    def __init__(self, shares: Sequence[Slice], one_by_one: bool) -> None:
+        self._left = [[share] for share in shares] if one_by_one else [list(shares)]
+
+    def __call__(self, numel: int, group: Any, by_rank: bool) -> Bucket:
+        ranks = torch.distributed.get_world_size(group)
+        if by_rank and self._left and interleaved_numel(self._left[0], ranks) == numel:
+            return Bucket("weights", interleaved(self._left.pop(0), numel, ranks))
+        return Bucket("weights", ((0, numel),))  # laid out in another way
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ssdtrain.config import ConfigError
+from ssdtrain.config import ConfigError, load_config
 from tests.support.processes import forked
 
 pytestmark = [
@@ -49,7 +49,7 @@ def test_two_ranks_train_what_one_process_trains(stage: str, directory: Path) ->
 def test_layers_of_autotp_and_the_low_rank_mode_are_refused_by_name() -> None:
     from deepspeed.module_inject.layers import LinearLayer
 
-    from ssdtrain_ds.compact import check_compact
+    from ssdtrain_ds.compact import check_layers, check_mode
 
     class Divided(LinearLayer):
         def __init__(self) -> None:
@@ -57,8 +57,8 @@ def test_layers_of_autotp_and_the_low_rank_mode_are_refused_by_name() -> None:
 
     divided = SimpleNamespace(module=nn.Sequential(nn.Linear(4, 4), Divided(), Divided()))
     with pytest.raises(ConfigError, match=r"ssdtrain.compact: .*AutoTP divides among ranks \(1 and 1 more\)"):
-        check_compact(divided, "reconstruct")
-    whole = SimpleNamespace(module=nn.Linear(4, 4))
-    check_compact(whole, "quant")
+        check_layers(divided)
+    check_layers(SimpleNamespace(module=nn.Linear(4, 4)))
+    check_mode(load_config({"compact": {"mode": "quant"}}))
     with pytest.raises(ConfigError, match=r"ssdtrain.compact.mode: 'lowrank' .*not built for DeepSpeed"):
-        check_compact(whole, "lowrank")
+        check_mode(load_config({"compact": {"mode": "lowrank"}}))

@@ -79,6 +79,7 @@ def test_the_classes_keep_their_methods_when_an_engine_has_the_block(make_engine
         ({"offload": {"directories": "/tmp", "codec": "mask"}}, "ssdtrain.offload.codec"),
         ({"offload": {"directories": "/proc/ssdtrain"}}, "ssdtrain.offload.directories[0]"),
         ({"planner": {}}, "ssdtrain.planner"),
+        ({"compact": {"mode": "lowrank"}}, "ssdtrain.compact.mode"),
         ("on", "ssdtrain"),
     ],
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.integration.compatibility import check_conflicts, conflict_table
@@ -98,6 +99,7 @@ class Quantising:
     """What is asked of an engine of ZeRO-3 with zero_quantized_gradients."""
 
     optimizer = None
+    module = torch.nn.Module()
 
     def zero_optimization_stage(self) -> int:
         return 3
