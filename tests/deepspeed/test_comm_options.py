@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -154,3 +155,43 @@ def test_an_engine_that_is_dropped_without_destroy_compresses_nothing_of_others(
     two_ranks: StandingRanks,
 ) -> None:
     assert two_ranks(dropped) == [(True, True, True)] * 2
+
+
+def beside_another(rank: int, comms: list[dict[str, Any] | None]) -> Any:
+    import ssdtrain_ds.comm.shared_layers as shared
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    shared.logger.addHandler(handler)
+    engines = [engine_of(0, comm) for comm in comms[:-1]]
+    plain = shared.tensor_parallel_layers
+    shared.tensor_parallel_layers = lambda model: ["a layer"]  # type: ignore[assignment]
+    try:
+        engines.append(engine_of(0, comms[-1]))
+    finally:
+        shared.tensor_parallel_layers = plain
+        shared.logger.removeHandler(handler)
+    for engine in engines:
+        engine.destroy()
+    return len([text for text in messages if "different ssdtrain.comm.tp" in text])
+
+
+TP = {**COMM, "tp": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("comms", "warnings"),
+    [
+        ([TP, None], 1),
+        ([TP, COMM], 1),
+        ([None, TP], 0),
+        ([TP, TP], 0),
+        ([COMM, None], 0),
+        ([TP], 0),
+    ],
+)
+def test_engines_whose_layers_follow_another_policy_say_so(
+    comms: list[dict[str, Any] | None], warnings: int, two_ranks: StandingRanks
+) -> None:
+    assert two_ranks(beside_another, comms) == [warnings] * 2
