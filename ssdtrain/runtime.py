@@ -183,6 +183,8 @@ class Runtime:
         if self.features:
             at = 0 if self.offload is None else 1
             self._recorders = recorders(self.config.report, place, self._journal, self.engine, self.comm)
+            if self.offload is not None:
+                self._recorders.append(self.offload.checks)
             self.features[at:at] = self._recorders
 
     def _check_metrics(self) -> None:
@@ -197,6 +199,8 @@ class Runtime:
                             "metrics of one of them another prefix"
                         )
                     owner[metric.name] = name
+        if self._journal is not None:
+            self._journal.reserved |= {*owner, *(metric.name for metric in StepMetrics.declared())}
 
     def after_fork(self) -> None:
         """In a forked child: count and report nothing any more. Features do so by themselves."""
@@ -209,8 +213,8 @@ class Runtime:
 
     @property
     def records_steps(self) -> bool:
-        """True where the end of a step is written to a journal, TensorBoard or the log."""
-        return self.enabled and self._journal is not None
+        """True where the end of a step is written to a journal, TensorBoard or the log, or checked by offloading."""
+        return self.enabled and (self._journal is not None or self.offload is not None)
 
     # The model
 
@@ -251,8 +255,9 @@ class Runtime:
             self._end(skipped, number, self.features)
 
     def record_step(self) -> None:
-        """A step is over of a loop that does not call `step_end`: it is counted, and the journal, TensorBoard, the trace and the
-        log get it. Other features do not: plans and compressed inputs see the optimizer's steps themselves."""
+        """A step is over of a loop that does not call `step_end`: it is counted, and the journal, TensorBoard, the trace, the log
+        and the checks of offloading get it. Other features do not: plans and compressed inputs see the optimizer's steps
+        themselves."""
         if not (self._forked or holds_signal_safe_lock()):
             self._end(False, None, self._recorders)
 
@@ -271,7 +276,11 @@ class Runtime:
 
     def log_values(self, **values: float) -> None:
         """Add values of the training script, as in `log_values(loss=loss.item())`, to this step's line of the journal
-        (`report.path`). Call it before the end of the step; without a journal it does nothing."""
+        (`report.path`). Call it before the end of the step; without a journal it does nothing.
+
+        Raises:
+            ValueError: a name is one of SSDTrain's own metrics, or a value is no number.
+        """
         if self._journal is not None:
             self._journal.add(values)
 
@@ -288,6 +297,8 @@ class Runtime:
         forward = Forward(chunk, UNNAMED if microbatch is None else microbatch, keep)
         for feature in self.features:
             feature.before_forward()
+        if not self._began:
+            self._began = time.perf_counter()  # of the first step, where the loop does not say so
         return _Contexts(self.features, lambda feature: feature.on_forward(forward))
 
     def backward(self, chunk: int = 0, microbatch: int | None = None) -> AbstractContextManager[Tape | None]:

@@ -14,6 +14,7 @@ from examples.deepspeed_gpt.settings import MODES, TITLES, Settings
 from examples.support.plot import MatplotlibMissing, plot_activation_memory
 from examples.support.result import RunResult
 from examples.support.table import comparison_table
+from ssdtrain.cli.options import given
 from ssdtrain.config.units import parse_size
 from ssdtrain.storage import drive_of, rated_bytes
 from ssdtrain.telemetry.lines import write_line
@@ -59,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=shape.seed)
     made.add_argument(
         "--rated-writes",
-        type=parse_size,
+        type=given(parse_size),
         help="of the drive, as in 600TB, for its projected life; else its size once a day for five years",
     )
     return made

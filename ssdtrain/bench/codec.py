@@ -22,6 +22,10 @@ class CodecSubject:
 
     def __init__(self, spec: str, x: Tensor) -> None:
         codec: Codec = make_codec(spec)
+        if x.dtype not in codec.inputs:
+            raise ValueError(
+                f"codec {spec!r} does not encode {x.dtype}, which is measured; allowed: another codec"
+            )
         buf = torch.empty(codec.max_payload_bytes(x.numel(), x.dtype), dtype=torch.uint8, device=x.device)
         out = torch.zeros_like(x)
         key = Key(0)

@@ -19,6 +19,7 @@ from ssdtrain.bench.ratios import paired_ratio
 from ssdtrain.config.units import MiB
 from ssdtrain.storage import Arena, Lease, Operation, Slot, SpillStore, drive_of
 from ssdtrain.storage.slab import direct_io_error, open_nameless
+from ssdtrain.telemetry.text import size_text
 
 __all__ = ["DEPTH", "NO_FIO", "PoolBench", "fio_command", "measure_io", "run_fio"]
 
@@ -143,6 +144,11 @@ def measure_io(
     speeds: dict[str, list[float]] = defaultdict(list)
     cpus: dict[str, list[float]] = defaultdict(list)
     program = shutil.which("fio")
+    needed, free = total * (1 if program is None else 2), drive_of(directory).free_bytes()
+    if needed > free:
+        raise OSError(
+            f"{directory} has {size_text(free)} free, and {size_text(needed)} are to be written: give a smaller --size"
+        )
     with tempfile.TemporaryDirectory(dir=directory, prefix="ssdtrain-bench-") as name:
         arena = Arena(DEPTH * nbytes)
         try:

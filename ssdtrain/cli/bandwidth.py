@@ -12,10 +12,12 @@ from pathlib import Path
 from ssdtrain.config.units import MiB
 from ssdtrain.storage.slab import direct_io_error, open_nameless
 
-__all__ = ["measure"]
+__all__ = ["LEAST", "measure"]
 
 BLOCK = 8 * MiB
 THREADS = 4
+LEAST = THREADS * BLOCK
+"""Bytes: a block for each thread."""
 
 
 def measure(directory: Path, nbytes: int) -> tuple[float, float]:
@@ -28,7 +30,7 @@ def measure(directory: Path, nbytes: int) -> tuple[float, float]:
     descriptor = open_nameless(directory)
     try:
         direct_io_error(descriptor)  # switches the file to direct I/O where that works
-        blocks = [index * BLOCK for index in range(max(THREADS, nbytes // BLOCK))]
+        blocks = range(0, max(LEAST, nbytes // BLOCK * BLOCK), BLOCK)
         with ThreadPoolExecutor(THREADS) as threads:
             written = _timed(threads, blocks, lambda memory, at: os.pwritev(descriptor, [memory], at))
             began = time.perf_counter()
@@ -42,9 +44,7 @@ def measure(directory: Path, nbytes: int) -> tuple[float, float]:
     return len(blocks) * BLOCK / written, len(blocks) * BLOCK / read
 
 
-def _timed(
-    threads: ThreadPoolExecutor, blocks: list[int], transfer: Callable[[mmap.mmap, int], int]
-) -> float:
+def _timed(threads: ThreadPoolExecutor, blocks: range, transfer: Callable[[mmap.mmap, int], int]) -> float:
     def some(first: int) -> None:
         with mmap.mmap(-1, BLOCK) as memory:  # page-aligned, as direct I/O requires
             memory[:] = os.urandom(4096) * (BLOCK // 4096)

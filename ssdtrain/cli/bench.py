@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> int:
     }
     try:
         return measures[chosen.part](chosen)
-    except (OSError, ValueError, RuntimeError, subprocess.CalledProcessError) as error:
+    except (OSError, ValueError, RuntimeError, MemoryError, subprocess.CalledProcessError) as error:
         more = getattr(error, "stderr", None)
         print(f"ssdtrain bench {chosen.part}: {error}{f': {more}' if more else ''}", file=sys.stderr)
         return 1
@@ -161,6 +161,9 @@ def bench_codec(chosen: argparse.Namespace) -> int:
     from ssdtrain.bench.codec import SPECS, measure_codecs
 
     device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        known = "cpu or cuda" if torch.cuda.is_available() else "cpu, since there is no CUDA device here"
+        raise ValueError(f"--device {device} cannot be measured; allowed: {known}")
     with progress("encoding and decoding") as note:
         found = measure_codecs(chosen.codec or SPECS, chosen.size, chosen.repeats, device, note=note)
     copied = size_text(found["copy_bytes_per_second"])
@@ -235,6 +238,10 @@ def bench_script(chosen: argparse.Namespace) -> int:
         loaded = load_config(config)
     except ConfigError as error:
         raise ValueError(str(error)) from None
+    if not loaded.active:
+        raise ValueError(
+            f'{chosen.config} switches nothing on; allowed: "enabled" and a section such as offload'
+        )
     build = factory(chosen.build)
     with progress("training") as note:
         try:

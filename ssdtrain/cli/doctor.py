@@ -15,10 +15,11 @@ from rich.console import Console
 
 from ssdtrain import __version__, ranks
 from ssdtrain.cli import network
-from ssdtrain.cli.bandwidth import measure
+from ssdtrain.cli.bandwidth import LEAST, measure
 from ssdtrain.cli.build_locks import build_locks
 from ssdtrain.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding
 from ssdtrain.cli.limits import limits
+from ssdtrain.cli.options import size
 from ssdtrain.cli.progress import progress
 from ssdtrain.cli.show import show
 from ssdtrain.cli.versions import OLDEST, TESTED, installed, too_old
@@ -33,7 +34,7 @@ from ssdtrain.config.paths import (
     problem_with_directory,
     problem_with_writing,
 )
-from ssdtrain.config.units import GiB, parse_size
+from ssdtrain.config.units import GiB, MiB
 from ssdtrain.preflight import check_start
 from ssdtrain.storage import drive_of, gpudirect
 from ssdtrain.storage.memory import HUGE_PAGES
@@ -52,19 +53,14 @@ EXAMPLES = """examples:
 
 def run(arguments: list[str]) -> int:
     """Exit status: 1 if a finding is broken, on any node, else 0."""
-    made = parser()
-    chosen = made.parse_args(arguments)
-    try:
-        size = parse_size(chosen.measure) if chosen.measure else 0
-    except InvalidValue as error:
-        made.error(f"--measure {chosen.measure}: {error}")
+    chosen = parser().parse_args(arguments)
     if network.launched(trusting=chosen.ranks):
         try:
-            return in_ranks(chosen, size)
+            return in_ranks(chosen, chosen.measure)
         except RuntimeError as error:
             print(f"ssdtrain doctor: {error}", file=sys.stderr)
             return 1
-    alone = [*examine(chosen, size), *other_ranks()]
+    alone = [*examine(chosen, chosen.measure), *other_ranks()]
     return print_findings(chosen, [("", finding) for finding in alone], [""])
 
 
@@ -147,7 +143,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--measure",
         nargs="?",
-        const="512MiB",
+        type=size(LEAST),
+        const=512 * MiB,
+        default=0,
         metavar="SIZE",
         help="write and read so much in each directory, and say how fast; by default 512MiB",
     )
@@ -263,9 +261,11 @@ def config_file(file: Path) -> Iterator[Finding]:
         return
     features = ("offload", "comm", "compact", "state", "plan")
     if not config.active:
-        yield Finding(
-            subject, "switches nothing on", WARNING, f"give it a section of these: {', '.join(features)}"
+        remedy = (
+            f"give it a section of these: {', '.join(features)}" if config.enabled else "set enabled to true"
         )
+        found_off = "switches nothing on" if config.enabled else "switches nothing on: enabled is false"
+        yield Finding(subject, found_off, WARNING, remedy)
         return
     found: list[Finding] = []
     try:
@@ -363,6 +363,9 @@ def drive(directory: Path, measured_bytes: int = 0) -> Iterator[Finding]:
 
 def speed(subject: str, directory: Path, nbytes: int) -> Finding:
     """What the drive behind an existing directory writes and reads a second."""
+    if nbytes > (free := drive_of(directory).free_bytes()):
+        found = f"{size_text(nbytes)} are to be written, and {size_text(free)} are free"
+        return Finding(f"{subject}: bandwidth", found, BROKEN, "give --measure a smaller size")
     try:
         written, read = measure(directory, nbytes)
     except OSError as error:

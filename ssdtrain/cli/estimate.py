@@ -163,7 +163,7 @@ def plan_command(arguments: Sequence[str]) -> str:
     words = [word for argument in arguments for word in argument.split("=", 1)]
     given = {
         SHAPE_FLAGS[word]: value
-        for word, value in zip(words, [*words[1:], ""], strict=True)
+        for word, value in zip(words, [*words[1:], ""], strict=False)  # no words: no flag
         if word in SHAPE_FLAGS
     }
     if not given:

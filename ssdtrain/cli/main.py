@@ -19,9 +19,12 @@ COMMANDS = {
 }
 """Each is a module of this package with `run(arguments) -> exit status`."""
 
+INTERRUPTED = 130
+"""As shells have it for a program that Ctrl-C ended."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status of the command; 2 if it is missing or unknown."""
+    """Exit status of the command; 2 if it is missing or unknown, 130 after Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
         complete()
@@ -35,8 +38,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         why = f"no command {given[0]!r}" if given else "which command?"
         print(f"ssdtrain: {why}\n{usage()}", file=sys.stderr)
         return 2
-    run: Callable[[list[str]], int] = import_module(f"ssdtrain.cli.{given[0]}").run
-    return run(given[1:])
+    try:
+        run: Callable[[list[str]], int] = import_module(f"ssdtrain.cli.{given[0]}").run
+        status = run(given[1:])
+        if sys.stdout is not None:  # which is closed
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # of `ssdtrain ... | head`; what is left in the buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"ssdtrain {given[0]}: {error}", file=sys.stderr)
+        return 1
+    return status
 
 
 def complete() -> None:

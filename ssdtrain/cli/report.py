@@ -4,13 +4,16 @@ import argparse
 import sys
 from pathlib import Path
 
+from ssdtrain.cli.options import given
 from ssdtrain.cli.progress import progress
+from ssdtrain.config.errors import InvalidValue
 from ssdtrain.report.page import page
 from ssdtrain.report.prometheus import write_prometheus
 from ssdtrain.report.run import Run
 from ssdtrain.report.serve import Server
 from ssdtrain.report.trace import merge_traces
 
+HIGHEST_PORT = 65535
 EXAMPLES = """examples:
   ssdtrain report out/report                            writes out/report/report.html
   ssdtrain report out/report --against out/baseline     two runs side by side
@@ -22,7 +25,13 @@ EXAMPLES = """examples:
 
 def run(arguments: list[str]) -> int:
     """0; 1 where there is nothing to report or a file cannot be written."""
-    chosen = parser().parse_args(arguments)
+    made = parser()
+    chosen = made.parse_args(arguments)
+    other = next((name for name in ("serve", "prometheus", "trace") if getattr(chosen, name) is not None), "")
+    if other and chosen.output is not None:
+        made.error(f"--output is the file of the page, which --{other} does not write")
+    if other in ("prometheus", "trace") and chosen.against is not None:
+        made.error(f"--against is for the page, which --{other} does not write")
     try:
         return _serve(chosen) if chosen.serve is not None else _write(chosen)
     except (OSError, ValueError) as error:
@@ -44,10 +53,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="of the page; by default report.html in DIR"
     )
-    parser.add_argument(
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument(
         "--prometheus", type=Path, metavar="FILE", help="write Prometheus text there, and no page"
     )
-    parser.add_argument(
+    way.add_argument(
         "--trace",
         type=Path,
         nargs="?",
@@ -56,9 +66,9 @@ def parser() -> argparse.ArgumentParser:
         help="put the traces of all ranks (report.trace) into one file for ui.perfetto.dev, and write no page; by default "
         "trace.json in DIR",
     )
-    parser.add_argument(
+    way.add_argument(
         "--serve",
-        type=int,
+        type=given(_port),
         nargs="?",
         const=8765,
         metavar="PORT",
@@ -93,8 +103,21 @@ def _write(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _port(text: str) -> int:
+    allowed = f"a port from 0 (any that is free) to {HIGHEST_PORT}"
+    if not text.isdecimal() or int(text) > HIGHEST_PORT:
+        raise InvalidValue("is no port", allowed)
+    return int(text)
+
+
 def _serve(chosen: argparse.Namespace) -> int:
-    with Server(chosen.directory, chosen.against, chosen.host, chosen.serve) as server:
+    try:
+        server = Server(chosen.directory, chosen.against, chosen.host, chosen.serve)
+    except OSError as error:
+        raise OSError(
+            f"--host {chosen.host} --serve {chosen.serve}: {error.strerror}; give another port, or an address of this machine"
+        ) from error
+    with server:
         print(f"{server.address} (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()

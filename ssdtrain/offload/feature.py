@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -11,25 +10,18 @@ from torch import nn
 
 from ssdtrain.config import EnduranceConfig, OffloadConfig
 from ssdtrain.device import warn_of_untested_torch
-from ssdtrain.features import FIRST_STEPS, Feature, Forward, Microbatch, Placement, Step
+from ssdtrain.features import Feature, Forward, Microbatch, Placement, Step
 from ssdtrain.offload.build import build_engine
 from ssdtrain.offload.hooks import SavedTensorRecorder
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.proof import Prover
+from ssdtrain.offload.step_checks import StepChecks
 from ssdtrain.offload.tape import Tape
 from ssdtrain.storage import Endurance, EnduranceMetrics, Faults, Rating, defer_signals
 from ssdtrain.telemetry.registry import MetricSet
 from ssdtrain.telemetry.text import size_text
 
 __all__ = ["ActivationOffload"]
-
-logger = logging.getLogger("ssdtrain")
-
-WEAR_PERIOD = 1000
-"""Steps between two looks at how fast the drives wear, after that at the first steps."""
-
-WEAR_SLACK = 1.05
-"""Of the rate that they bear."""
 
 MOST_TAPES = 1024
 """Names of tapes, after which those are forgotten that nothing needs any more."""
@@ -90,18 +82,14 @@ class ActivationOffload(Feature):
             self.engine.prover = Prover(self.engine.device)
         self._config = offload
         self._planned = planned
-        self._place = place
         first = place.rank - place.local_rank
         others = [r for r in range(place.local_world_size) if r != place.local_rank]
         shared = [offload.expand(rank=first + r, local_rank=r) for r in others]
         self.endurance = Endurance(directories, shared, _rating(offload.endurance))
         """Of the drives; limits what "auto" offloads where the config has `offload.endurance`."""
-        self._seconds = 0.0
-        self._worn: tuple[dict[str, int], float] = {}, 0.0  # at the last look at it: bytes written, seconds
-        self._steps = 0
+        self.checks = StepChecks(self.engine, self.store, self.endurance, offload, place, planned=planned)
         self._tapes: dict[tuple[int, int], weakref.ref[Tape]] = {}
         self._announces_steps = False  # the loop does, so that the end of each is known
-        self._only_keeps: bool | None = None  # every forward so far was asked to keep; None: there was none
 
     # The model
 
@@ -122,7 +110,7 @@ class ActivationOffload(Feature):
 
     def on_forward(self, forward: Forward) -> AbstractContextManager[Tape]:
         defer_signals()
-        self._only_keeps = forward.keep and self._only_keeps is not False
+        self.checks.saw_forward(forward)
         if not self._announces_steps:
             self.engine.grow(between_steps=False)
         tape = Tape(forward.chunk, forward.microbatch, keep=forward.keep)
@@ -158,91 +146,16 @@ class ActivationOffload(Feature):
         return tape
 
     def on_step_end(self, step: Step) -> None:
-        self._seconds += step.seconds
-        self._steps += 1
         self._announces_steps = True
         self.engine.drain()
         self.engine.grow(between_steps=True)
-        if self._steps == FIRST_STEPS and not self._planned:
-            self._warn_if_inactive()
-        if self._config.endurance is not None and (
-            self._steps == FIRST_STEPS or self._steps % WEAR_PERIOD == 0
-        ):
-            self._warn_of_wear()
-        if self._steps == self._config.prove_steps:
-            self._report_proof()
-
-    def _warn_of_wear(self) -> None:
-        """Since the last time: with "auto" from its second plan on, which is when the amount has settled."""
-        written = {drive.path: drive.bytes_written for drive in self.store.metrics.drives}
-        before, seconds_before = self._worn
-        self._worn = written, self._seconds
-        if self._config.amount.kind == "auto" and self._steps == FIRST_STEPS:
-            return  # everything is offloaded until there is a plan
-        seconds = self._seconds - seconds_before
-        recent = {path: nbytes - before.get(path, 0) for path, nbytes in written.items()}
-        allowed = self.endurance.allowed_rate(recent)
-        if (
-            allowed is None
-            or seconds <= 0
-            or (rate := sum(recent.values()) / seconds) <= WEAR_SLACK * allowed
-        ):
-            return
-        remedy = f'lower offload.amount to {allowed / rate:.1%} of what it is, or use "auto"'
-        logger.warning(
-            "offload.endurance: %s/s are written to %s, which wears out in %.2g years at this rate; it should live %g years, "
-            "with at most %s/s: %s",
-            size_text(rate),
-            ", ".join(self.endurance.devices),
-            self.endurance.years * allowed / rate,
-            self.endurance.years,
-            size_text(allowed),
-            remedy,
-        )
-
-    def _report_proof(self) -> None:
-        prover, self.engine.prover = self.engine.prover, None
-        if prover is not None:
-            totals = prover.totals
-            logger.info(
-                "offload.prove_steps: in the first %d steps %d saved tensors (%s) came back from a tier or a buffer, each as it "
-                "was saved, to the bit",
-                self._steps,
-                totals.tensors,
-                size_text(totals.nbytes),
-            )
-
-    def _warn_if_inactive(self) -> None:
-        found = self.engine.snapshot()
-        if (
-            found.offloaded_bytes
-            or found.avoided_write_bytes
-            or found.kept_full_bytes
-            or found.kept_late_bytes
-        ):
-            return
-        if self._only_keeps:
-            return  # the last stage of a pipeline
-        if not found.saved_tensors:
-            why = "no saved tensor was seen: is the forward inside the runtime, and do inner saved-tensor hooks take all of it?"
-        elif not found.saved_bytes:
-            why = (
-                f"none of {found.saved_tensors} saved tensors may move: lower offload.min_bytes "
-                f"({self.engine.options.min_bytes} bytes), and check the device ({self._place.device})"
-            )
-        else:
-            why = (
-                f"the policy kept all {found.saved_bytes} bytes: raise offload.amount, and check that the patterns of "
-                "offload.include and offload.exclude leave something"
-            )
-        logger.warning("offload is enabled and moved nothing in the first %d steps: %s", FIRST_STEPS, why)
 
     # Metrics
 
     def metrics(self) -> list[tuple[str, MetricSet]]:
         store = self.store.metrics
         written = {drive.path: drive.bytes_written for drive in store.drives}
-        life = EnduranceMetrics(self.endurance.life(written, self._seconds))
+        life = EnduranceMetrics(self.endurance.life(written, self.checks.seconds))
         return [("", self.engine.snapshot()), ("", store), ("", life)]
 
     def reset_peak(self) -> None:

@@ -123,7 +123,8 @@ class Transformer:
         mixtral.
 
         Raises:
-            InvalidValue: unknown family; hidden is no multiple of heads, or heads of kv_heads; a number below 1.
+            InvalidValue: unknown family; hidden is no multiple of heads, or heads of kv_heads; top_k is above experts; a number
+            below 1.
         """
         if family not in FAMILIES:
             raise InvalidValue(f'has the unknown family "{family}"', ", ".join(FAMILIES))
@@ -165,6 +166,8 @@ class Transformer:
         ):
             if getattr(model, name) < 1:
                 raise InvalidValue(f"has {name} {getattr(model, name)}", "1 or more")
+        if model.top_k > model.experts:
+            raise InvalidValue(f"has top-k {model.top_k} of {model.experts} experts", "at most all experts")
         if hidden % model.heads or model.heads % model.kv_heads:
             raise InvalidValue(
                 f"has hidden {hidden}, {model.heads} heads and {model.kv_heads} heads of keys",

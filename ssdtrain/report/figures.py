@@ -95,8 +95,9 @@ def _without(run: Run) -> str:
 
 def _rate(run: Run) -> str:
     seconds = sum(run.over_ranks("step_seconds").values())
-    written = run.total("ssd_bytes_written")
-    return f"{size_text(written)} in all, {size_text(written / seconds)}/s" if seconds else ""
+    # A step that was trained again counts once in both parts of the rate.
+    rate = sum(run.over_ranks("ssd_bytes_written").values()) / seconds if seconds else 0.0
+    return f"{size_text(run.total('ssd_bytes_written'))} in all, {size_text(rate)}/s" if seconds else ""
 
 
 def _percent(value: float) -> str:

@@ -158,7 +158,7 @@ def _step_time(run: Run, against: Run | None) -> str:
     ]
     lead = (
         "From the beginning of each step to its end; where the loop does not say when a step begins, from the end of the one "
-        "before."
+        "before, and that of the first step from its first forward."
     )
     return _card("Step time", lead, line_chart(lines, Unit.SECONDS, "time"))
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from ssdtrain.offload.module_tally import ModuleTally
 from ssdtrain.telemetry.lines import write_line
 from ssdtrain.telemetry.messages import report
@@ -45,6 +47,7 @@ class Journal:
     Attributes:
         file: the open file, or None.
         modules: bytes by module of chosen steps, and names of modules for waits; None: unknown.
+        reserved: names that values of the training script cannot have.
 
     Raises:
         OSError: the file cannot be created.
@@ -55,6 +58,7 @@ class Journal:
     ) -> None:
         self._board = board
         self.modules: ModuleBytes | None = None
+        self.reserved = {"step", "load_waits", "modules", "decisions"}
         self._interval = interval if rank == 0 else 0
         self._stream: TextIO | None = None
         self.file: Path | None = None
@@ -70,8 +74,24 @@ class Journal:
         self._decisions: list[str] = []
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Values of the training script, such as the loss, for the next line of the file. What is not finite is left out."""
-        self._given.update({name: value for name, value in values.items() if math.isfinite(value)})
+        """Values of the training script, such as the loss, for the next line of the file. What is not finite is left out.
+
+        Raises:
+            ValueError: a name is in `reserved`, or a value is no number.
+        """
+        for name, value in values.items():
+            if name in self.reserved:
+                raise ValueError(
+                    f"log_values: {name} is a name of SSDTrain's own values; give yours another name"
+                )
+            try:
+                number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(
+                    f"log_values: {name} is no number ({error}); give one, such as loss.item()"
+                ) from error
+            if math.isfinite(number):
+                self._given[name] = number
 
     def step(self, number: int, metrics: RuntimeMetrics, decisions: Sequence[str] = ()) -> None:
         """Record the end of step `number`.

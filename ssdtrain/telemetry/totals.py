@@ -27,7 +27,7 @@ class StepMetrics(MetricSet):
 
     step_seconds: float = counter(Unit.SECONDS, "time", ranks=Reduce.MAX)
     """From the beginning of each step to its end; where the loop does not say when a step begins, from the end of the one
-    before."""
+    before, and that of the first step from its first forward."""
 
 
 class RuntimeMetrics:

@@ -191,3 +191,25 @@ def test_collectives_between_processes_of_this_machine() -> None:
     assert found["ranks"] == 2
     assert found["wire_ratio"]["safe"] < 0.3
     assert found["sizes"][str(256 << 10)]["safe"]["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("codec --codec mask --size 4KiB", "does not encode torch.float32"),
+        ("codec --device meta --size 4KiB", "--device meta cannot be measured; allowed: cpu"),
+        ("script train_off.py:build --config off.yaml", "off.yaml switches nothing on"),
+        ("script train_off.py:build --config large.yaml", "host memory"),
+    ],
+)
+def test_what_measures_nothing_is_one_line(
+    words: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config without any effect used to have steps run for ever."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train_off.py").write_text(MODEL)
+    (tmp_path / "off.yaml").write_text("enabled: false\noffload: {directories: ./spill}\n")
+    (tmp_path / "large.yaml").write_text("offload: {directories: ./spill, host: 900TB}\n")
+    assert main(["bench", *words.split()]) == 1
+    error = capsys.readouterr().err
+    assert why in error and "Traceback" not in error and error.count("\n") == 1

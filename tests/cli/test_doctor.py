@@ -136,7 +136,7 @@ def test_a_measured_drive_has_a_bandwidth(tmp_path: Path, capsys: pytest.Capture
 def test_a_size_that_is_none_is_an_error_of_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["doctor", "--measure", "much"])
-    assert "--measure much" in capsys.readouterr().err
+    assert '--measure: "much" is not a number' in capsys.readouterr().err
 
 
 def test_a_config_is_checked_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,3 +207,23 @@ def test_every_finding_that_is_not_sound_has_a_remedy(
 ) -> None:
     _, found = findings(capsys, tmp_path)
     assert [f for f in found.values() if f["verdict"] in ("warning", "broken") and not f["remedy"]] == []
+
+
+def test_more_than_is_free_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--measure", "100PB", str(tmp_path)]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "are to be written, and" in printed and "give --measure a smaller size" in printed
+    assert main(["bench", "io", str(tmp_path), "--size", "100PB"]) == 1
+    assert "are to be written: give a smaller --size" in capsys.readouterr().err
+
+
+def test_a_config_that_is_disabled_is_not_asked_for_a_section(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "off.yaml"
+    file.write_text(f"enabled: false\noffload: {{directories: {tmp_path}}}\n")
+    assert main(["doctor", "--config", str(file), "--json", str(tmp_path)]) == 0
+    [found] = [
+        f for f in json.loads(capsys.readouterr().out)["findings"] if f["subject"].startswith("config")
+    ]
+    assert "enabled is false" in found["found"] and found["remedy"] == "set enabled to true"

@@ -153,3 +153,31 @@ def test_ctrl_c_in_the_demo_is_its_status(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("examples.deepspeed_gpt.compare.main", interrupted)
     assert main(["demo"]) == 130
+
+
+def test_ctrl_c_in_any_command_is_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ssdtrain.cli.plan.run", interrupted)
+    assert main(["plan"]) == 130
+
+
+@pytest.mark.parametrize(("output", "errors"), [("| true", ""), ("> /dev/full", "No space left on device")])
+def test_an_output_that_ends_early_or_is_full_is_no_traceback(
+    output: str, errors: str, tmp_path: Path
+) -> None:
+    words = f"report {write(tmp_path / 'run')} --prometheus {tmp_path / 'x'}"
+    program = f"{sys.executable} -m ssdtrain.cli {words}"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {program} {output}"], capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr and errors in done.stderr
+    assert done.returncode == 1 or not errors
+
+
+def test_estimate_without_a_word_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["estimate"])
+    assert ended.value.code == 2
+    assert "the following arguments are required: model, --gpu" in capsys.readouterr().err

@@ -85,3 +85,32 @@ def test_a_journal_that_cannot_be_read_is_an_error_of_that_request(tmp_path: Pat
         (tmp_path / "rank-0.jsonl").unlink()
         write(tmp_path)
         assert "steps 1 to 5" in get(address)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--serve 99999", '--serve: "99999" is no port; allowed: a port from 0'),
+        ("--serve -1", "--serve"),
+        ("--serve 0 --trace", "not allowed with argument"),
+        ("--trace -o x", "--output is the file of the page, which --trace does not write"),
+        ("--prometheus x --against y", "--against is for the page, which --prometheus does not write"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_errors_of_usage(
+    words: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(write(tmp_path / "run")), *words.split()])
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+def test_an_address_that_cannot_be_served_on_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Server(tmp_path, None) as taken:
+        port = taken.server_address[1]
+        assert main(["report", str(tmp_path), "--serve", str(port)]) == 1
+    error = capsys.readouterr().err
+    assert f"--host 127.0.0.1 --serve {port}: Address already in use; give another port" in error

@@ -159,3 +159,10 @@ def test_a_first_step_whose_begin_is_not_known_has_no_time(tmp_path: Path) -> No
     (directory / "rank-0.jsonl").write_text("\n".join(lines) + "\n")
     (time,) = [d for d in read(page(Run.read(directory))).data if d["unit"] == "ms" and d["steps"] == [2, 3]]  # type: ignore[attr-defined]
     assert [one["values"] for one in time["lines"]] == [[500.0, 500.0]]
+
+
+def test_a_rate_counts_a_step_that_was_trained_again_once(tmp_path: Path) -> None:
+    write(tmp_path, ranks=1, steps=2)
+    again = (tmp_path / "rank-0.jsonl").read_text()
+    (tmp_path / "rank-0.jsonl").write_text(again * 2)
+    assert "360 MiB in all, 180 MiB/s" in page(Run.read(tmp_path))

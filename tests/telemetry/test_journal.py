@@ -139,3 +139,20 @@ def test_a_second_runtime_of_the_process_writes_a_file_of_its_own(tmp_path: Path
     assert steps_in("rank-0.jsonl") == [1, 2, 1]
     assert steps_in("rank-0.1.jsonl") == [1]
     assert steps_in("rank-0.2.jsonl") == []
+
+
+def test_values_of_the_script_are_numbers_with_names_of_their_own(tmp_path: Path) -> None:
+    """A loss is often given as a tensor, and `step` as a value; neither may end the training later, or change SSDTrain's own."""
+    with Runtime(load_config({"offload": {"host": "1MiB"}, "report": {"path": str(tmp_path)}})) as runtime:
+        with runtime.step():
+            runtime.log_values(
+                loss=torch.tensor(2.5, requires_grad=True) * 1, rate=torch.tensor([3]), on=True
+            )
+            for name in ("step", "modules", "step_seconds", "saved_bytes"):
+                with pytest.raises(ValueError, match=f"log_values: {name} is a name of SSDTrain's own"):
+                    runtime.log_values(**{name: 7})
+            for value in ("x", None, torch.ones(2)):
+                with pytest.raises(ValueError, match="log_values: loss is no number"):
+                    runtime.log_values(loss=value)  # type: ignore[arg-type]
+    [line] = [json.loads(text) for text in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
+    assert (line["step"], line["loss"], line["rate"], line["on"]) == (1, 2.5, 3.0, 1.0)

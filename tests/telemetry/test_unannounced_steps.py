@@ -117,3 +117,59 @@ def test_steps_are_counted_where_only_model_state_is_offloaded(tmp_path: Path) -
             optimizer.step()
             optimizer.zero_grad()
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
+def train(model: nn.Module, steps: int, runtime: Runtime | None = None) -> None:
+    """With a runtime everything is written before backward begins."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        loss = model(torch.randn(256, 64)).sum()
+        if runtime is not None and runtime.engine is not None:
+            runtime.engine.drain()
+            while runtime.engine.snapshot().in_flight_bytes:
+                pass
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_first_step_has_its_time_from_its_first_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the mean and the median of few steps are those of all of them, and the projected life counts them."""
+    now = [100.0]
+    monkeypatch.setattr("ssdtrain.runtime.time.perf_counter", lambda: now[0])
+    model = make_model()
+    model[1].register_forward_hook(lambda *_: now.__setitem__(0, now[0] + 4.0))
+    with attached(model, tmp_path) as runtime:
+        now[0] = 200.0  # what lies between attaching and the first forward is no part of a step
+        train(model, 2)
+        model(torch.randn(256, 64))
+        found = runtime.statistics()
+    assert [line["step_seconds"] for line in lines(tmp_path)] == [4.0, 4.0]
+    assert found is not None and found.step_seconds == 8.0 and found.steps == 2
+
+
+@pytest.mark.parametrize("interval", [0, 100])
+def test_what_offloading_checks_by_steps_is_checked(
+    interval: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That nothing moved, that the drives wear, and the end of a proof."""
+    directories = str(tmp_path / "spill")
+    model = make_model()
+    with ssdtrain.attach(
+        model,
+        {"offload": {"directories": directories, "min_bytes": "1GiB"}, "report": {"interval": interval}},
+    ):
+        train(model, 4)
+    assert "moved nothing in the first 3 steps" in caplog.text
+    section = {"directories": directories, "min_bytes": "4KiB", "amount": "all", "prove_steps": 2}
+    model = make_model()
+    with ssdtrain.attach(
+        model,
+        {"offload": {**section, "endurance": {"tbw": "1KB"}}, "report": {"interval": interval}},
+    ) as runtime:
+        train(model, 5, runtime)
+        assert runtime.engine is not None and runtime.engine.prover is None
+        assert "life" in str(runtime.statistics())
+    assert "wears out" in caplog.text
