@@ -73,6 +73,7 @@ class ModelState(Feature):
         self._chunks: list[Chunk] = []
         self._storages: set[int] = set()
         self._arena: Arena | None = None
+        self._staged: Staged | None = None
         self._residency: Residency | None = None
         self._hooks: BlockHooks | None = None
         self._state_dicts: StateDicts | None = None
@@ -173,7 +174,8 @@ class ModelState(Feature):
         nbytes = max(2 * max((chunk.nbytes for chunk in moving), default=0), 1)
         check_host_budget(nbytes, self._place.local_world_size)
         self._arena = Arena(nbytes, register=self._layer.host_register(), node=self._layer.numa_node())
-        return Staged(self._store, self._layer, self._arena, verify=verify)
+        self._staged = Staged(self._store, self._layer, self._arena, verify=verify)
+        return self._staged
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True for views of parameters that come and go, however they were made: they are no activations."""
@@ -232,6 +234,8 @@ class ModelState(Feature):
         with ExitStack() as closing:  # all are called, the last first, whatever one of them raises
             if self._arena is not None:
                 closing.callback(self._arena.close)
+            if self._staged is not None:
+                closing.callback(self._staged.close)
             closing.callback(self._store.close)
             closing.callback(self.detach)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Protocol
 
 import torch
 
-from ssdtrain.device import Device, Event
+from ssdtrain.device import UNPIN_TIMEOUT, Device, Event
 from ssdtrain.storage import Arena, Lease, Operation, Slot, SpillStore
 
 __all__ = ["InPlace", "Staged", "Transfer", "Transfers"]
@@ -138,6 +139,18 @@ class Staged:
         if copied is not None:
             self._device.wait(copied)
         self._busy.append((None, copied, buffer))
+
+    def close(self) -> None:
+        """Give the buffers back, so that the arena can be closed, once their transfers have ended. The store is closed. Those of
+        a transfer that never ends (behind a collective whose peer is gone) are kept."""
+        until = time.monotonic() + UNPIN_TIMEOUT
+        while self._busy:
+            operation, event, buffer = self._busy.popleft()
+            ended = operation is None or operation.done()
+            if ended and event is not None:
+                ended = self._device.block(event, max(0.0, until - time.monotonic()))
+            if ended:
+                buffer.release()
 
     def _acquire(self, nbytes: int) -> _Buffer:
         """A buffer; waits for transfers in flight, and is not pinned where that does not give room."""

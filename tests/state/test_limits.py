@@ -71,6 +71,21 @@ def test_a_limit_for_everything_moves_nothing(attach: Attach) -> None:
     assert found is not None and found.values()["state/loaded_bytes"] == 0
 
 
+@pytest.mark.parametrize("tier", ["ssd", "host"])
+def test_host_memory_that_transfers_passed_through_is_given_back_at_close(tier: str, attach: Attach) -> None:
+    """That of a GPU is pinned, and several chunks large."""
+    recipe = Recipe()
+    model = make_model()
+    optimizer = recipe.optimizer(list(model.parameters()))
+    runtime = attach(model, optimizer, tier=tier, staged=True)
+    run(recipe, model, optimizer, runtime)
+    assert runtime.state is not None
+    arena = runtime.state._arena
+    assert arena is not None and arena._map.nbytes
+    runtime.close()
+    assert not arena.allocated and not arena._map.nbytes
+
+
 def test_nothing_is_left_of_a_closed_runtime(attach: Attach) -> None:
     model = make_model()
     optimizer = Recipe().optimizer(list(model.parameters()))
