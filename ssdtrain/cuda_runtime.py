@@ -1,15 +1,17 @@
-"""The CUDA runtime that torch has loaded: functions that torch.cuda does not offer, errors, and where a device is attached."""
+"""The CUDA runtime that torch has loaded: functions that torch.cuda does not offer, errors, where a device is attached, and which
+one is current."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["address_of", "check_cuda", "loaded_cuda_runtime", "numa_node_of"]
+__all__ = ["address_of", "check_cuda", "loaded_cuda_runtime", "made_current", "numa_node_of"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -44,6 +46,12 @@ def _cuda_runtime_path(maps: str) -> str:
     if len(runtimes) == 1:
         return runtimes[0]
     return next((path for path in paths if Path(path).name == "libc10_cuda.so"), runtimes[0])
+
+
+def made_current(device: torch.device) -> AbstractContextManager[Any]:
+    """`device` is the current one inside, if it is a CUDA device. Collectives of objects send from the current device, which is
+    the first one for all ranks of a node where a script names its device and makes none current: NCCL refuses that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def check_cuda(code: int) -> None:

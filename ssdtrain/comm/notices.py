@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from ssdtrain.cuda_runtime import made_current
 
 logger = logging.getLogger("ssdtrain")
 
@@ -15,9 +18,14 @@ INTERVAL = 50
 
 
 class Notices:
-    """Warnings of all ranks, one for each subject."""
+    """Warnings of all ranks, one for each subject.
 
-    def __init__(self) -> None:
+    Args:
+        device: of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._waiting: dict[str, str] = {}
         self._written: set[str] = set()
 
@@ -38,7 +46,8 @@ class Notices:
     def exchange(self) -> None:
         """Write the pending messages of all ranks. A collective call of the job."""
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, self._waiting)
+        with made_current(self._device):
+            dist.all_gather_object(found, self._waiting)
         self._written |= {subject for one in found for subject in one}
         self._waiting = {}
         if dist.get_rank() != 0:

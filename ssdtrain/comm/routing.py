@@ -17,6 +17,7 @@ from ssdtrain.comm.meter import Meter
 from ssdtrain.comm.notices import Notices
 from ssdtrain.comm.policy import OFF, WARMUP_CODEC, Policy, Rule, codec_of
 from ssdtrain.comm.topology import Topology, check_two_hop, find_topology
+from ssdtrain.cuda_runtime import made_current
 
 # Calls of different sizes whose bytes are remembered.
 MOST_SIZES = 4096
@@ -112,7 +113,9 @@ class Router:
         """The grid of `group`. The first call is a collective of its ranks."""
         found = self._topologies.get(group)
         if found is None:
-            found = self._topologies[group] = find_topology(group, self.hosts, self.policy.two_hop)
+            with made_current(self.device):
+                found = find_topology(group, self.hosts, self.policy.two_hop)
+            self._topologies[group] = found
         return found
 
     def route(

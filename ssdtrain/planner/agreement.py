@@ -23,9 +23,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ssdtrain.config import ConfigError
+from ssdtrain.cuda_runtime import made_current
 from ssdtrain.planner.block_times import MeasuredBlock
 from ssdtrain.planner.controller import OUTGROWN
 from ssdtrain.planner.plans import NoPlan
@@ -33,6 +35,8 @@ from ssdtrain.planner.plans import NoPlan
 __all__ = ["Agreement"]
 
 logger = logging.getLogger("ssdtrain")
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,17 @@ class Agreement:
     Args:
         group: of this rank and those that its blocks communicate with; None: it plans for itself, and nothing is sent.
         blocks: names of its blocks.
+        device: of this rank.
 
     Attributes:
         recomputed: names of the blocks that all ranks recompute; None: not decided, or without a group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, blocks: tuple[str, ...]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, blocks: tuple[str, ...], device: torch.device = CPU
+    ) -> None:
         self.recomputed: frozenset[str] | None = None
-        self._group, self._blocks = group, blocks
+        self._group, self._blocks, self._device = group, blocks, device
         self._ranks = [] if group is None else dist.get_process_group_ranks(group)
         self._decides = 0  # the rank within the group
         self._warned: set[bool] = set()
@@ -102,7 +109,8 @@ class Agreement:
         if self._group is None or self.decided:
             return
         every: list[Any] = [None] * len(self._ranks)
-        dist.all_gather_object(every, frozenset(again), group=self._group)
+        with made_current(self._device):
+            dist.all_gather_object(every, frozenset(again), group=self._group)
         other = sorted(frozenset.union(*every) - frozenset.intersection(*every))
         if other:
             without = [rank for rank, names in zip(self._ranks, every, strict=True) if other[0] not in names]
@@ -133,7 +141,10 @@ class Agreement:
             return False, bool(found)
         saved = sum(piece.block.saved for piece in found) if found else None
         states: list[Any] = [None] * len(self._ranks)
-        dist.all_gather_object(states, _State(self._blocks, dict(impure), again, saved), group=self._group)
+        with made_current(self._device):
+            dist.all_gather_object(
+                states, _State(self._blocks, dict(impure), again, saved), group=self._group
+            )
         if any(state.blocks != self._blocks for state in states):
             raise RuntimeError(
                 f"ssdtrain.plan: the ranks {self._ranks} have other blocks each, and could not recompute the same ones: "
@@ -166,7 +177,8 @@ class Agreement:
             except Exception as raised:  # noqa: BLE001 - raised below, when the others know
                 text = f"ssdtrain.plan on rank {decides}, which plans for this one too: {raised!r}"
                 answer, error = [RuntimeError(text)], raised
-        dist.broadcast_object_list(answer, src=decides, group=self._group)
+        with made_current(self._device):
+            dist.broadcast_object_list(answer, src=decides, group=self._group)
         if error is not None:
             raise error
         if isinstance(answer[0], Exception):

@@ -101,7 +101,7 @@ class AutoPlan(Feature):
         self.metric = PlanMetrics()
         self._config, self._offload, self._policy = plan, offload, policy
         self._blocks = blocks = named.blocks
-        self._agreement = agreement = Agreement(named.group, tuple(blocks))
+        self._agreement = agreement = Agreement(named.group, tuple(blocks), offload.engine.eligible.device)
         self._tiers, self._reports, self._compact = tiers, reports, compact
         self._actions = BlockActions(blocks, policy, checkpoint, compact, lambda: agreement.decided)
         self._decided = self._note = ""

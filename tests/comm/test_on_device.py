@@ -1,21 +1,27 @@
 """What collectives do on a GPU, as far as it shows without one."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ssdtrain.codecs import make_fixed_size_codec
 from ssdtrain.codecs.base import Pieces
-from ssdtrain.comm import probe
+from ssdtrain.comm import probe, topology
+from ssdtrain.comm.agreement import agreed_hosts
 from ssdtrain.comm.algorithms import Call, Coders
 from ssdtrain.comm.coding import Coder, Piece
 from ssdtrain.comm.meter import CommMetrics, Meter
+from ssdtrain.comm.notices import Notices
 from ssdtrain.comm.policy import DEVICE_CHUNK, Policy
+from ssdtrain.comm.routing import Router
 from ssdtrain.comm.work import CompressedWork, Streams
 from ssdtrain.config import CommConfig
+from ssdtrain.planner.agreement import Agreement
 from tests.codecs.common import KEY
 
 CUDA = torch.device("cuda", 0)
@@ -26,6 +32,44 @@ def test_pieces_are_larger_on_a_device_and_no_smaller_than_the_config_says() -> 
     assert policy.for_device(torch.device("cpu")).chunk == 4 << 20
     assert policy.for_device(CUDA).chunk == DEVICE_CHUNK == 32 << 20
     assert Policy.from_config(CommConfig(preset="safe", chunk="64MiB")).for_device(CUDA).chunk == 64 << 20
+
+
+def test_ranks_exchange_objects_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that names its device, and makes none current, has the first one current on all ranks: NCCL refuses two ranks on
+    one device."""
+    current: list[torch.device] = []
+    sent: list[torch.device] = []
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    def all_gather_object(found: list[Any], own: Any, group: Any = None) -> None:
+        sent.append(current[-1])
+        found[:] = [own] * len(found)
+
+    def broadcast_object_list(found: list[Any], src: int, group: Any) -> None:
+        sent.append(current[-1])
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast_object_list)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2, 3])
+    monkeypatch.setattr(topology, "_subgroup", lambda ranks: None)
+    mine, group = torch.device("cuda", 3), cast(dist.ProcessGroup, object())
+    policy = Policy.from_config(CommConfig(preset="safe", dp="off"))
+    agreed_hosts(policy, mine)
+    Notices(mine).exchange()
+    Router(policy, ["a", "a", "b", "b"], Meter(), Notices(mine), mine).topology(group)
+    agreement = Agreement(group, (), mine)
+    agreement.check_same(())
+    agreement.exchange({}, False, ())
+    agreement.decide(lambda: ())
+    assert sent == [mine] * 6
 
 
 def test_every_dimension_has_a_stream_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
