@@ -9,6 +9,7 @@ ssdtrain bench script train.py:build --batch 8 --directory /local_nvme
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -200,6 +201,8 @@ def bench_collective(chosen: argparse.Namespace) -> int:
             sizes = chosen.size or [MiB, 16 * MiB]
             found = measure_collectives(chosen.preset or PRESETS, sizes, chosen.repeats, device, note=note)
     finally:
+        # A group that something still refers to is gone only when the interpreter ends, where threads of gloo may abort the process.
+        gc.collect()
         dist.destroy_process_group()
     if not first:
         return 0

@@ -33,7 +33,7 @@ class Attributes:
         # By id: a container, and a copy of it. Buffers are put back, and not watched: DistributedDataParallel writes into them.
         buffers = (module._buffers for module in block.modules() if module._buffers)
         self._contents: dict[int, tuple[Any, Any]] = {id(one): (one, copy.copy(one)) for one in buffers}
-        tensors = [*block.parameters()]
+        tensors: list[torch.Tensor] = [*block.parameters()]
         for _, own, _ in self._own:
             tensors += self._look_into(own.values())
         self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
