@@ -201,7 +201,7 @@ def bench_collective(chosen: argparse.Namespace) -> int:
             sizes = chosen.size or [MiB, 16 * MiB]
             found = measure_collectives(chosen.preset or PRESETS, sizes, chosen.repeats, device, note=note)
     finally:
-        # A group that something still refers to is gone only when the interpreter ends, where threads of gloo may abort the process.
+        # A group that is still referred to is gone only when the interpreter ends, where gloo's threads may abort the process.
         gc.collect()
         dist.destroy_process_group()
     if not first:
