@@ -17,6 +17,7 @@ from ssdtrain.integration.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.pytorch.models import check_lowrank, check_unwrapped, compress_gradients
 from ssdtrain.pytorch.sharded import watch_sharded
+from ssdtrain.pytorch.steps import end_unannounced_steps
 from ssdtrain.runtime import Runtime
 
 __all__ = ["AttachedForward", "attach_model"]
@@ -42,7 +43,7 @@ def attach_model(runtime: Runtime, model: nn.Module) -> None:
     if runtime.compact is not None and runtime.compact.config.mode == "lowrank":
         check_lowrank(model)
     if runtime.comm is not None:
-        compress_gradients(model, runtime.comm)
+        compress_gradients(model, runtime.comm, end_unannounced_steps(runtime, runtime.comm))
     if runtime.state is not None:
         check_unwrapped(model)
     runtime.register(model)

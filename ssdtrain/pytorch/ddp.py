@@ -7,6 +7,7 @@ Note: [Overlap]
 
 import weakref
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,8 +31,11 @@ JOINS = (
 class _Hook:
     """`reduce` is what DDP calls with each bucket: gradients are averaged over its ranks, in the dimension "dp"."""
 
-    def __init__(self, model: DistributedDataParallel, comm: Communicator) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, comm: Communicator, before: Callable[[], object]
+    ) -> None:
         self._comm = comm
+        self._before = before
         self._ddp = weakref.ref(model)  # which holds the hook
         self._group = model.process_group
         self._model = model.module
@@ -47,6 +51,7 @@ class _Hook:
             self._waiting.clear()
             if self._joins():
                 raise RuntimeError(JOINS)
+            self._before()
         gradients = bucket.buffer().div_(dist.get_world_size(self._group))
         work = self._comm.all_reduce(gradients, "dp", self._group, bucket=self._named(bucket))
         if work is None:
@@ -86,12 +91,14 @@ class _Hook:
         return Bucket(f"ddp-{zlib.crc32(members.encode()):08x}", ranges_of(places, self._uncompressed))
 
 
-def attach(model: DistributedDataParallel, comm: Communicator) -> None:
+def attach(model: DistributedDataParallel, comm: Communicator, before: Callable[[], object]) -> None:
     """Compress the gradients of `model`, for as long as it lives: DDP takes one hook, once.
 
-    `comm.step_end` has to be called after each optimizer step.
+    Args:
+        before: called in each backward that reduces gradients, before the first of them. Where the loop ends no steps of `comm`,
+            it does.
 
     Raises:
         RuntimeError: the model has a communication hook already. From backward: inside of `DistributedDataParallel.join`.
     """
-    model.register_comm_hook(None, _Hook(model, comm).reduce)
+    model.register_comm_hook(None, _Hook(model, comm, before).reduce)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,10 +56,16 @@ class _ReduceScatter:
     """
 
     def __init__(
-        self, unit: Sequence[FSDPModule], name: str, comm: Communicator, exact: set[nn.Parameter]
+        self,
+        unit: Sequence[FSDPModule],
+        name: str,
+        comm: Communicator,
+        exact: set[nn.Parameter],
+        before: Callable[[], object],
     ) -> None:
         self._name = name
         self._comm = comm
+        self._before = before
         self._parameters = [(p, p in exact) for p in _managed(unit) if p.requires_grad]
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -73,6 +79,7 @@ class _ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> Any:
+        self._before()
         bucket = self._bucket(input_tensor.numel(), group)
         work = None
         if bucket is None:
@@ -119,10 +126,11 @@ def _chunk(size: int, parts: int, number: int) -> int:
     return max(0, min(largest, size - number * largest))
 
 
-def attach(model: nn.Module, comm: Communicator) -> None:
+def attach(model: nn.Module, comm: Communicator, before: Callable[[], object]) -> None:
     """Compress the gradients of every FSDP module in `model`, for as long as it lives.
 
-    `comm.step_end` has to be called after each optimizer step.
+    Args:
+        before: called before the gradients of each module are reduced. Where the loop ends no steps of `comm`, it does.
 
     Raises:
         ValueError: this torch is too old for it.
@@ -135,5 +143,5 @@ def attach(model: nn.Module, comm: Communicator) -> None:
     exact = excluded(model, comm.policy.exclude)
     for name, unit in _units(model).items():
         # What it takes is a protocol; its class is in a private module of torch.
-        replacement: Any = _ReduceScatter(unit, f"fsdp-{name}", comm, exact)
+        replacement: Any = _ReduceScatter(unit, f"fsdp-{name}", comm, exact, before)
         unit[0].set_custom_reduce_scatter(replacement)

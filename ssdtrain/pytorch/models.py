@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -11,18 +13,21 @@ from ssdtrain.pytorch import ddp
 from ssdtrain.pytorch.sharded import fsdp_classes
 
 
-def compress_gradients(model: nn.Module, comm: Communicator) -> None:
+def compress_gradients(model: nn.Module, comm: Communicator, before: Callable[[], object]) -> None:
     """Compress the gradients of a model in DistributedDataParallel or `fully_shard`, for as long as it lives.
+
+    Args:
+        before: called before gradients are reduced.
 
     Raises:
         ValueError: nothing about the model reduces gradients.
     """
     if isinstance(model, DistributedDataParallel):
-        ddp.attach(model, comm)
+        ddp.attach(model, comm, before)
     elif any(isinstance(module, fsdp_classes()[:1]) for module in model.modules()):
         from ssdtrain.pytorch import fsdp
 
-        fsdp.attach(model, comm)
+        fsdp.attach(model, comm, before)
     else:
         raise ValueError(
             f"ssdtrain.comm is asked for, and {type(model).__name__} reduces no gradients: wrap it in "

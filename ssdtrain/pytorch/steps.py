@@ -1,7 +1,12 @@
-"""Steps of a training loop that announces none, such as a trainer's: for the journal, TensorBoard, the trace and the log.
+"""Steps of a training loop that announces none, such as a trainer's.
 
-A step is over where a forward with gradients begins after an optimizer of the model has stepped, and so several optimizers, and
-several microbatches, are one step. A loop that announces steps itself (`Runtime.step_end`, `Runtime.step`) is left to do so.
+For the journal, TensorBoard, the trace and the log a step is over where a forward with gradients begins after an optimizer of
+the model has stepped, and so several optimizers, and several microbatches, are one step. For compressed collectives it is over
+where the next gradients are reduced. A loop that announces steps itself (`Runtime.step_end`, `Runtime.step`) is left to do so.
+
+Note: [Steps of compressed collectives]
+At some ends of steps ranks exchange messages, so all ranks have to come there together. Between two steps they need not: one of
+them evaluates while the others wait for it at a barrier. Gradients are reduced by all ranks at once.
 """
 
 from __future__ import annotations
@@ -12,11 +17,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ssdtrain.comm import Communicator
 from ssdtrain.features import Feature, Forward, Step
 from ssdtrain.planner.step_ends import OptimizerHook
 from ssdtrain.runtime import Runtime
 
-__all__ = ["UnannouncedSteps", "record_unannounced_steps"]
+__all__ = ["UnannouncedSteps", "end_unannounced_steps", "record_unannounced_steps"]
 
 
 def record_unannounced_steps(runtime: Runtime) -> None:
@@ -27,15 +33,28 @@ def record_unannounced_steps(runtime: Runtime) -> None:
         runtime.call_at_close(steps.finish)
 
 
+def end_unannounced_steps(runtime: Runtime, comm: Communicator) -> Callable[[], object]:
+    """Let steps of `comm` end while the loop of `runtime` announces none; call it before the model is registered.
+
+    Returns:
+        What to call on all ranks before gradients are reduced. See Note: [Steps of compressed collectives].
+    """
+    steps = UnannouncedSteps(comm.step_end, at_forward=False)
+    runtime.features.append(steps)
+    return steps.finish
+
+
 class UnannouncedSteps(Feature):
-    """Records steps until the loop announces one.
+    """Records or ends steps until the loop announces one.
 
     Args:
-        record: records that a step is over; called between two steps.
+        record: records that a step is over, or ends it; called between two steps.
+        at_forward: a step is over where the next forward begins; False: where `finish` is called.
     """
 
-    def __init__(self, record: Callable[[], object]) -> None:
+    def __init__(self, record: Callable[[], object], at_forward: bool = True) -> None:
         self._record = record
+        self._at_forward = at_forward
         self._stepped = False
         self._hook = OptimizerHook(self._optimizer_steps, register=register_optimizer_step_post_hook)
 
@@ -47,7 +66,9 @@ class UnannouncedSteps(Feature):
 
     def before_forward(self) -> None:
         self._hook.before_forward()
-        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        if self._at_forward and not (
+            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        ):
             self.finish()  # which asks the device
 
     def on_forward(self, forward: Forward) -> None:

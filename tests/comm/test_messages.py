@@ -252,28 +252,49 @@ def test_shards_of_tensor_parallel_parameters_are_compressed() -> None:
         assert (lossy[name] - gradient).norm() <= 0.02 * gradient.norm()
 
 
-def without_an_end(rank: int, ends: bool) -> list[str]:
+def trained_with_steps(rank: int, wrapper: str, announced: bool, evaluates: bool = False) -> Any:
+    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ssdtrain").addHandler(handler)
-    model = DistributedDataParallel(Small())
-    runtime = ssdtrain.attach(model, {"comm": {"preset": "safe", "min_bytes": 0, "probe": False}})
+    torch.manual_seed(0)
+    model: Any = Small()
+    model = DistributedDataParallel(model) if wrapper == "ddp" else fully_shard(model)
+    comm = {
+        "dp": "int4:block=128,round=stochastic",
+        "feedback": "int8",
+        "warmup_steps": 2,
+        "min_bytes": 0,
+        "probe": False,
+    }
+    runtime = ssdtrain.attach(model, {"comm": comm})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(12):
-        model(values(step, 64 * 4).view(4, 64)).sum().backward()
+    for step in range(6):
+        for microbatch in range(2):
+            model(values(7 * step + 2 * microbatch + rank, 64 * 4).view(4, 64)).sum().backward()
         optimizer.step()
-        if ends:
+        optimizer.zero_grad()
+        if announced:
             runtime.step_end()
-    return [text for text in said if "step_end" in text]
+        if evaluates:
+            if rank == 0:  # a step is not over here: the others wait for this rank
+                model.module(values(step, 64 * 4).view(4, 64))
+            dist.barrier()
+    assert runtime.comm is not None
+    own = [p.to_local() if wrapper == "fsdp2" else p for p in model.parameters()]
+    return runtime.comm.steps, [parameter.detach().clone() for parameter in own]
 
 
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_loop_that_never_ends_a_step_is_told(ends: bool) -> None:
-    first, second = on_ranks(2, without_an_end, ends)
-    assert [len(first), len(second)] == [0 if ends else 1, 0]
+@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_a_loop_that_announces_no_steps_sends_what_one_that_does_sends(wrapper: str) -> None:
+    """Its steps end where the next gradients are reduced: warm-up passes, and random numbers differ from step to step."""
+    announced, unannounced = (on_ranks(2, trained_with_steps, wrapper, flag) for flag in (True, False))
+    for (steps, expected), (counted, found) in zip(announced, unannounced, strict=True):
+        assert (steps, counted) == (6, 5)
+        assert all(map(torch.equal, expected, found))
+
+
+def test_ranks_end_unannounced_steps_together() -> None:
+    assert [steps for steps, _ in on_ranks(2, trained_with_steps, "ddp", False, True)] == [5, 5]
 
 
 def joined(rank: int) -> str:
@@ -298,7 +319,7 @@ def in_the_memory_of_another(rank: int) -> bool:
     from ssdtrain.pytorch.ddp import _Hook
 
     model = Small()
-    hook = _Hook(DistributedDataParallel(model), make(dp="int8"))
+    hook = _Hook(DistributedDataParallel(model), make(dp="int8"), bool)
     first, other = model.body[0][0].weight, model.body[1][0].weight
     first.data, other.data = other.data, first.data
     return hook._parameter(first) is first and hook._parameter(other) is other

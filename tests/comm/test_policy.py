@@ -122,4 +122,4 @@ def test_a_torch_that_cannot_replace_the_reduction_of_fully_shard_is_named(
 
     monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter", raising=False)
     with pytest.raises(ValueError, match=r"torch 2\.9 or newer, and this is"):
-        fsdp.attach(nn.Linear(2, 2), None)  # type: ignore[arg-type]
+        fsdp.attach(nn.Linear(2, 2), None, bool)  # type: ignore[arg-type]
