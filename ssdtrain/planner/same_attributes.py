@@ -1,54 +1,91 @@
-"""Runs a block again in backward as it ran in forward: by the attributes that its modules had then.
+"""Runs a block again in backward as it ran in forward: by the attributes and buffers that its modules had then.
 
 They may be others at the time of backward, and torch's checkpoint would run the block by those. Attributes and what is in
 their lists, dicts and sets are put back for each run after the first. A tensor among them, and a parameter, cannot be put back
-when it was changed in place: then the second run is an error, as backward is where autograd saved such a tensor. Buffers are
-watched where steps are profiled (`ssdtrain.profile.spans`).
+when it was changed in place: then the second run is an error, as backward is where autograd saved such a tensor.
+
+Note: [Buffers that are changed in place]
+DistributedDataParallel writes into all buffers before each forward, BatchNorm and moving averages in it. Autograd notices that
+only where it saved the buffer, and not every write moves a version (`F.batch_norm`). So the first run copies the small buffers,
+which most of those that change are, and each run after it has copies of these in their place, also to write into: what a forward
+counts is counted once. Large ones (a mask, a table of positions) would take memory that the plan does not know of: when the
+version of one has moved, the second run is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ssdtrain.profile.attributes import Attributes
 
-__all__ = ["SameAttributes"]
+__all__ = ["SMALL", "SameAttributes"]
+
+SMALL = 256 << 10
+"""Bytes up to which a buffer is copied."""
+
+
+class _Buffer(NamedTuple):
+    """One of the block, before its first run."""
+
+    tensor: torch.Tensor
+    version: int
+    values: torch.Tensor | None
+    """A copy; None: it is large."""
 
 
 class SameAttributes:
-    """The forward of a block. Each run after the first finds the attributes of its modules as the first one found them, and
-    leaves them as they were before that run.
+    """The forward of a block. Each run after the first finds the attributes and buffers of its modules as the first one found
+    them, and leaves them as they were before that run.
 
     Args:
         name: of the block, for errors.
         forward: of the block.
 
     Raises:
-        RuntimeError: from a run after the first: a tensor that is an attribute, or a parameter, was changed in place since the
-            first one began.
+        RuntimeError: from a run after the first: an attribute that is a tensor, a parameter or a large buffer was changed
+            in place since the first one began.
     """
 
     def __init__(self, name: str, block: nn.Module, forward: Callable[..., Any]) -> None:
         self._name, self._block, self._forward = name, block, forward
         self._first: Attributes | None = None
+        self._buffers: list[_Buffer] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._first is None:
             self._first = Attributes(self._block)
+            self._buffers = [_copied(one) for one in self._block.buffers() if not one.is_inference()]
             return self._forward(*args, **kwargs)
-        changed = self._first.changed_in_place()
+        moved = (one for one in self._buffers if one.values is None and one.tensor._version != one.version)
+        large = next(moved, None)
+        changed = self._first.changed_in_place() if large is None else self._first.name_of(large.tensor)
         if changed:
             raise RuntimeError(
                 f"ssdtrain.plan: {changed} of the block {self._name!r} was changed in place since the block's "
                 "forward began, and a second run would compute by the change: change it after backward or by an operation that "
-                'is not in place, leave the block out of plan.blocks, or set plan.recompute to "off"'
+                "is not in place (DistributedDataParallel writes into buffers before each forward: broadcast_buffers=False), "
+                'leave the block out of plan.blocks, or set plan.recompute to "off"'
             )
         now = Attributes(self._block)
         self._first.put_back()
+        self._put_copies()
         try:
             return self._forward(*args, **kwargs)
         finally:
             now.put_back()
+
+    def _put_copies(self) -> None:
+        new = {id(one.tensor): one.values.clone() for one in self._buffers if one.values is not None}
+        for module in self._block.modules() if new else ():
+            for name, buffer in module._buffers.items():
+                if id(buffer) in new:
+                    module._buffers[name] = new[id(buffer)]
+
+
+def _copied(buffer: torch.Tensor) -> _Buffer:
+    small = buffer.layout is not torch.strided or buffer.nbytes <= SMALL  # a sparse tensor has no nbytes
+    return _Buffer(buffer, buffer._version, buffer.detach().clone() if small else None)

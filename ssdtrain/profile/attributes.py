@@ -30,7 +30,7 @@ class Attributes:
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._own = [(vars(module), _own(module), len(vars(module))) for module in block.modules()]
-        # By id: a container, and a copy of it. Buffers are put back, and not watched: DistributedDataParallel writes into them.
+        # By id: a container, and a copy of it. Buffers are put back, and not watched: see `same_attributes`.
         buffers = (module._buffers for module in block.modules() if module._buffers)
         self._contents: dict[int, tuple[Any, Any]] = {id(one): (one, copy.copy(one)) for one in buffers}
         tensors: list[torch.Tensor] = [*block.parameters()]
@@ -51,7 +51,11 @@ class Attributes:
     def changed_in_place(self) -> str:
         """Name of a parameter or attribute that was changed in place since; "": none was."""
         changed = next((tensor for tensor, version in self._versions if tensor._version != version), None)
-        return "" if changed is None else _name_of(changed, self._block)
+        return "" if changed is None else self.name_of(changed)
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Of a parameter, buffer or attribute."""
+        return _name_of(tensor, self._block)
 
     def put_back(self) -> None:
         """Have every attribute, and what is in their containers, as it was."""
@@ -87,8 +91,8 @@ def _refill(container: Any, contents: Any) -> None:
 
 
 def _name_of(tensor: torch.Tensor, block: nn.Module) -> str:
-    for name, parameter in block.named_parameters():
-        if parameter is tensor:
+    for name, one in (*block.named_parameters(), *block.named_buffers()):
+        if one is tensor:
             return name
     for path, module in block.named_modules():
         for name, value in _own(module).items():

@@ -13,6 +13,7 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.planner.execute import recompute_blocks
+from ssdtrain.planner.same_attributes import SMALL
 from tests.planner.test_plan_auto import STEPS, Stack, auto_of, equal, train
 from tests.planner.test_plan_safety import LEAST
 
@@ -172,3 +173,86 @@ def test_weights_that_change_between_forward_and_backward_are_an_error_as_for_au
         )
         with pytest.raises(RuntimeError, match=text):
             loss.backward()
+
+
+class Averages(Keeps):
+    """Keeps a moving average in a buffer, in place, and subtracts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average.mul_(0.9).add_(0.1 * x.detach().flatten(0, -2).mean(0))
+        return self.linear(x - self.average).tanh()
+
+
+class Normalises(Keeps):
+    """Its statistics move without their versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(64))
+        self.register_buffer("variance", torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).flatten(0, -2)
+        return nn.functional.batch_norm(y, self.mean, self.variance, training=True).view(x.shape).tanh()  # type: ignore[arg-type]
+
+
+class Scales(Keeps):
+    """Adds a buffer that others write."""
+
+    rows = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(self.rows, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x + self.scale[0]).tanh()
+
+
+class ScalesByLarge(Scales):
+    rows = SMALL // 256 + 1
+
+
+def write_scales(model: nn.Module, number: int) -> None:
+    """As DistributedDataParallel before a forward."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("scale"):
+            buffer.fill_(number + 1)
+
+
+@pytest.mark.parametrize("kind", [Averages, Normalises, Scales])
+def test_a_second_run_finds_the_small_buffers_of_the_first_and_changes_none(
+    kind: Callable[[], nn.Module],
+) -> None:
+    """Backward of the first microbatch comes after the forward of the second; each backward runs twice."""
+
+    def found(recomputed: bool) -> list[torch.Tensor]:
+        model = stack(kind)
+        if recomputed:
+            recompute_blocks(model, {f"layers.{number}": "recompute" for number in range(4)})
+        losses = []
+        for number in range(2):
+            write_scales(model, number)
+            losses.append(model(torch.arange(64)[None] + number, torch.tensor(0)))
+        for loss in losses:
+            loss.backward(retain_graph=True)
+            loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        return [*gradients, *model.buffers()]
+
+    assert equal(found(False), found(True))
+
+
+def test_a_large_buffer_that_is_written_before_backward_is_an_error_with_its_name() -> None:
+    model = stack(ScalesByLarge)
+    recompute_blocks(model, {f"layers.{number}": "recompute" for number in range(4)})
+    loss = model(torch.arange(64)[None], torch.tensor(0))
+    write_scales(model, 1)
+    with pytest.raises(
+        RuntimeError, match=r"scale of the block 'layers\.3' was changed in place.*broadcast_buffers"
+    ):
+        loss.backward()
