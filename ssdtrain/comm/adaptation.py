@@ -8,7 +8,7 @@ fewer bits is expected to stay below the target, fewer.
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,8 @@ _all_reduce = dist.all_reduce
 class _Bucket(NamedTuple):
     """A bucket of one group."""
 
-    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    """Global ranks of the group, which are the same in a resumed run."""
     name: str
 
 
@@ -44,29 +45,58 @@ class AdaptiveBitWidth:
         self._start = LEVELS.index(start) if start in LEVELS else 1
         self._levels: dict[_Bucket, int] = {}
         self._worst: dict[_Bucket, Tensor] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def codec(self, group: dist.ProcessGroup, bucket: str) -> str:
-        return LEVELS[self._levels.get(_Bucket(group, bucket), self._start)]
+        return LEVELS[self._levels.get(self._key(group, bucket), self._start)]
+
+    def _key(self, group: dist.ProcessGroup, bucket: str) -> _Bucket:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self._groups.setdefault(ranks, group)
+        return _Bucket(ranks, bucket)
 
     def measured(self, group: dist.ProcessGroup, bucket: str, errors: list[Tensor]) -> None:
         """What the pieces of a bucket lost in this step."""
         # A piece of zeros has lost nothing of nothing; an overflow says nothing about the codec.
         worst = torch.stack(errors).nan_to_num_(nan=0.0, posinf=0.0).max()
-        before = self._worst.get(key := _Bucket(group, bucket))
+        before = self._worst.get(key := self._key(group, bucket))
         self._worst[key] = worst if before is None else torch.maximum(before, worst)
 
     def decide(self, step: int) -> None:
         """Every `INTERVAL` steps, together with all ranks: buckets go up or down."""
         if not self._worst or step % INTERVAL:
             return
-        # Groups in the order of their first call, which all their ranks share.
-        for group in dict.fromkeys(bucket.group for bucket in self._worst):
-            buckets = sorted((b for b in self._worst if b.group is group), key=lambda bucket: bucket.name)
+        # Groups in the order of their first call, which all their ranks share. Of one that this run has not called yet there is
+        # only what a checkpoint brought.
+        for ranks, group in self._groups.items():
+            buckets = sorted((b for b in self._worst if b.ranks == ranks), key=lambda bucket: bucket.name)
+            if not buckets:
+                continue
             worst = torch.stack([self._worst[bucket] for bucket in buckets])
             _all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
             for bucket, error in zip(buckets, worst.tolist(), strict=True):
                 self._decide(bucket, error)
         self._worst.clear()
+
+    def clear(self) -> None:
+        """All buckets are at the start again."""
+        self._levels.clear()
+        self._worst.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: numbers only."""
+        return {
+            "levels": [(list(ranks), name, LEVELS[level]) for (ranks, name), level in self._levels.items()],
+            "worst": [(list(ranks), name, error.item()) for (ranks, name), error in self._worst.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Take the levels of `state_dict`, and what was measured since they were decided."""
+        self.clear()
+        for ranks, name, level in state["levels"]:
+            self._levels[_Bucket(tuple(ranks), name)] = LEVELS.index(level)
+        for ranks, name, error in state["worst"]:
+            self._worst[_Bucket(tuple(ranks), name)] = torch.tensor(error, device=device)
 
     def _decide(self, bucket: _Bucket, error: float) -> None:
         before = level = self._levels.get(bucket, self._start)

@@ -7,7 +7,7 @@ To add a collective: a class here with its ring bytes, its pieces, its plain for
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -266,3 +266,11 @@ def _spans(total: int, step: int) -> Iterator[tuple[int, int]]:
     step = max(GRAIN, step // GRAIN * GRAIN)
     for start in range(0, total, step):
         yield start, min(start + step, total)
+
+
+def flattened(tensor: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
+    """`tensor` as a vector; where that is a copy, also what writes it back."""
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.data_ptr() == tensor.data_ptr():
+        return flat, None
+    return flat, lambda: tensor.detach().copy_(flat.view(tensor.shape))

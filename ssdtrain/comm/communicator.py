@@ -38,6 +38,7 @@ from ssdtrain.comm.collectives import (
     DeltaAllGather,
     ReduceScatter,
     Sharded,
+    flattened,
 )
 from ssdtrain.comm.feedback import Feedback
 from ssdtrain.comm.meter import CommMetrics, Meter
@@ -46,6 +47,7 @@ from ssdtrain.comm.point_to_point import PointToPoint
 from ssdtrain.comm.policy import Policy, codec_of
 from ssdtrain.comm.references import References
 from ssdtrain.comm.routing import CHANGED, IN_FULL, NO_FEWER_BYTES, Route, Router
+from ssdtrain.comm.topology import world_if_none
 from ssdtrain.comm.work import ChainedWork, CompressedWork, Streams
 
 logger = logging.getLogger("ssdtrain")
@@ -110,7 +112,7 @@ class Communicator:
             op: SUM or AVG; others go uncompressed.
             bucket: for gradients, named: error feedback belongs to it.
         """
-        flat, then = _flat(tensor)
+        flat, then = flattened(tensor)
         return self._start(AllReduce(flat, flat, _ranges(bucket), op), dimension, group, bucket, then)
 
     def reduce_scatter(
@@ -142,7 +144,7 @@ class Communicator:
 
         `tensor` may be a part of `out`.
         """
-        collective = AllGather(_flat(tensor)[0], out.detach().view(-1), _ranges(bucket))
+        collective = AllGather(flattened(tensor)[0], out.detach().view(-1), _ranges(bucket))
         return self._start(collective, dimension, group, bucket)
 
     def gather_weights(
@@ -156,8 +158,8 @@ class Communicator:
         Args:
             tensor: [n]; this rank's updated weights. It may be its part of `out`.
         """
-        group = _world_if_none(group)
-        flat, mine = out.detach().view(-1), _flat(tensor)[0]
+        group = world_if_none(group)
+        flat, mine = out.detach().view(-1), flattened(tensor)[0]
         plain = AllGather(mine, flat, bucket.uncompressed_ranges)
         route = self._route(plain, "zero_gather", group)
         if route is None:
@@ -190,7 +192,7 @@ class Communicator:
         then: Callable[[], Any] | None = None,
     ) -> CompressedWork | None:
         """Look up, probe, launch."""
-        group = _world_if_none(group)
+        group = world_if_none(group)
         route = self._route(collective, dimension, group, bucket)
         if route is None:
             return None
@@ -273,13 +275,13 @@ class Communicator:
 
         Ranks may send different numbers of rows, so whether a message is worth coding is decided for each pair.
         """
-        group = _world_if_none(group)
+        group = world_if_none(group)
         ranks = dist.get_world_size(group)
         row = tensor.shape[1:].numel()
-        into, then = _flat(out)
+        into, then = flattened(out)
         outgoing, incoming = (
             flat.split([count * row for count in splits or [whole.shape[0] // ranks] * ranks])
-            for flat, whole, splits in ((_flat(tensor)[0], tensor, in_splits), (into, out, out_splits))
+            for flat, whole, splits in ((flattened(tensor)[0], tensor, in_splits), (into, out, out_splits))
         )
         minimum = self.policy.rules[dimension].min_bytes
         collective = AllToAll(incoming, outgoing, dist.get_rank(group), minimum)
@@ -322,25 +324,31 @@ class Communicator:
         return self.meter.snapshot()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run continues from: this rank's residuals."""
-        feedback = self.feedback.state_dict() if self.feedback is not None else None
+        """The state that a resumed run continues from: this rank's residuals, and the bits chosen for its buckets."""
         return {
             "steps": self.steps,
             "policy": self.policy.digest(),
             "ranks": dist.get_world_size(),
-            "feedback": feedback,
+            "feedback": self.feedback and self.feedback.state_dict(),
+            "bit_widths": self.bit_widths and self.bit_widths.state_dict(),
         }
+
+    def begin_anew(self) -> None:
+        """Drop the residuals, and what was chosen by the errors of a run's gradients. All ranks do it together."""
+        for kept in (self.feedback, self.bit_widths):
+            if kept is not None:
+                kept.clear()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the `state_dict` of the same rank. Residuals of another policy or world size are dropped, with a warning."""
         self.steps = int(state["steps"])
         self._scaled_at = -1
         self.forget_weights()
+        self.begin_anew()
         if self.feedback is None or state["feedback"] is None:
             return
         ranks = dist.get_world_size()
         if state["ranks"] != ranks or state["policy"] != self.policy.digest():
-            self.feedback.clear()
             logger.warning(
                 "comm: the checkpoint's error-feedback residuals are of %d ranks with policy %s, this run has %d with %s: "
                 "they are dropped, and feedback begins anew",
@@ -348,6 +356,8 @@ class Communicator:
             )  # fmt: skip
             return
         self.feedback.load_state_dict(state["feedback"], self.device)
+        if self.bit_widths is not None:
+            self.bit_widths.load_state_dict(state["bit_widths"], self.device)
 
     def forget_weights(self) -> None:
         """Gather weights in full once, and free what is kept of them. All ranks call it together. Weights that change otherwise
@@ -382,19 +392,5 @@ class Communicator:
         return Route(route.topology, (inside, spec), route.gather)
 
 
-def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
-    """`tensor` as a vector; where that is a copy, also what writes it back."""
-    flat = tensor.detach().contiguous().view(-1)
-    if flat.data_ptr() == tensor.data_ptr():
-        return flat, None
-    return flat, lambda: tensor.detach().copy_(flat.view(tensor.shape))
-
-
 def _ranges(bucket: Bucket | None) -> Ranges:
     return () if bucket is None else bucket.uncompressed_ranges
-
-
-def _world_if_none(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    found = group or dist.group.WORLD
-    assert found is not None, "torch.distributed is not initialised"
-    return found

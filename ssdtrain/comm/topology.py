@@ -159,3 +159,10 @@ def _can_split(group: dist.ProcessGroup) -> bool:
 
 def _subgroup(ranks: list[int]) -> dist.ProcessGroup:
     return dist.new_group(ranks, use_local_synchronization=True)
+
+
+def world_if_none(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """`group`, or that of all ranks."""
+    found = group or dist.group.WORLD
+    assert found is not None, "torch.distributed is not initialised"
+    return found

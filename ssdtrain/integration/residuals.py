@@ -1,7 +1,7 @@
 """Error feedback in checkpoints: a file of each rank beside the framework's own.
 
-Residuals belong to a rank and to the layout it was in. On another layout they are dropped, with a warning, and feedback begins
-anew; the count of steps, which decides whether warm-up is over, is kept.
+Residuals, and the bits that `comm.adapt` chose by them, belong to a rank and to the layout it was in. On another layout they are
+dropped, with a warning, and feedback begins anew; the count of steps, which decides whether warm-up is over, is kept.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ def load(comm: Communicator, file: Path, layout: Mapping[str, int]) -> bool:
     Raises:
         RuntimeError: a rank cannot read its file; raised on all ranks, and names that rank.
     """
-    if comm.feedback is not None:
-        comm.feedback.clear()  # those of the run before this load
+    comm.begin_anew()  # what is there is of the run before this load
     state, error = None, None
     if file.is_file():
         try:

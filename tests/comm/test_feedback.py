@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from ssdtrain.codecs import Key, make_fixed_size_codec
-from ssdtrain.comm import Bucket
+from ssdtrain.comm import Bucket, adaptation
 from ssdtrain.comm.coding import Coder, Piece
 from ssdtrain.comm.feedback import Feedback
 from tests.comm.test_collectives import make, values
 from tests.support.ranks import on_ranks
+from tests.support.tensors import all_equal
 from tests.support.tiers import tiered
 
 STEPS = 30
@@ -159,8 +160,8 @@ def adapted(rank: int) -> Any:
         easy = torch.randint(-1, 2, (4096,), generator=generator).float()
         comm.all_reduce(easy, "dp", bucket=Bucket("easy")).wait()
         comm.step_end()
-    adaptation, group = comm.bit_widths, dist.group.WORLD
-    return [adaptation.codec(group, "hard"), adaptation.codec(group, "easy")]
+    widths, group = comm.bit_widths, dist.group.WORLD
+    return [widths.codec(group, "hard"), widths.codec(group, "easy")]
 
 
 def test_bits_follow_the_error_and_are_the_same_on_all_ranks() -> None:
@@ -170,6 +171,50 @@ def test_bits_follow_the_error_and_are_the_same_on_all_ranks() -> None:
     hard, easy = (order[spec.partition(":")[0]] for spec in first)
     assert hard >= easy
     assert hard == 8
+
+
+def adapted_and_resumed(rank: int) -> Any:
+    """A run is saved between two decisions; one goes on, one is loaded into a new process's communicator, one into a used one."""
+    adaptation.INTERVAL = 4
+    options = {"dp": "int4:block=128,hadamard", "dp_gather": "int8", "feedback": "int8", "adapt": 0.05}
+    whole, generator = dist.group.WORLD, torch.Generator()
+    halves = dist.new_group([0, 1])  # a group of the same ranks, as frameworks make them
+
+    def step(comm: Any, number: int) -> list[torch.Tensor]:
+        found = []
+        for name, group in (("hard", whole), ("easy", whole), ("hard of others", halves)):
+            generator.manual_seed(10 * number + rank)
+            mine = torch.randn(4096, generator=generator)
+            # Of the last steps before a decision alone it would have been another.
+            mine = mine ** (9 if number % 4 == 0 else 1) if name.startswith("hard") else mine.sign()
+            comm.all_reduce(mine, "dp", group, bucket=Bucket(name)).wait()
+            found.append(mine)
+        comm.step_end()
+        return found
+
+    going_on, used = make(**options), make(**options)
+    for number in range(6):
+        step(going_on, number)
+    state = going_on.state_dict()
+    for number in range(30, 37):
+        step(used, number)
+    new = make(**options)
+    new.load_state_dict(state)
+    used.load_state_dict(state)
+    level = going_on.bit_widths.codec(whole, "hard")
+    for number in range(6, 14):
+        expected = step(going_on, number)
+        assert all_equal(step(new, number), expected), number
+        assert all_equal(step(used, number), expected), number
+    other = make(**{**options, "adapt": 0.06})
+    other.load_state_dict(state)
+    return level, other.bit_widths.codec(whole, "hard")
+
+
+def test_chosen_bits_are_kept_with_a_checkpoint_and_what_was_measured_since() -> None:
+    for level, of_another_policy in on_ranks(2, adapted_and_resumed):
+        assert level == adaptation.LEVELS[2]
+        assert of_another_policy == adaptation.LEVELS[1]
 
 
 @pytest.mark.parametrize("kind", ["fp32", "int8"])
