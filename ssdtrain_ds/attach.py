@@ -21,6 +21,7 @@ import torch
 import ssdtrain
 from ssdtrain.comm import Communicator
 from ssdtrain.compact.feature import CompactLinear
+from ssdtrain.compact.layers import find_layers
 from ssdtrain.config import Config, ConfigError, Problem, load_config
 from ssdtrain.integration.claims import claim
 from ssdtrain.integration.compatibility import check_conflicts
@@ -28,6 +29,7 @@ from ssdtrain.integration.inner_hooks import InnerHooks
 from ssdtrain.integration.patching import Patches, run_inside
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.gathered import GatheredStorages
+from ssdtrain.planner.plan_blocks import check_patterns
 from ssdtrain.preflight import check_start
 from ssdtrain.runtime import Runtime
 from ssdtrain_ds import _compat, _compat_accelerate, _compat_comm, checkpointing, schedule, trainer
@@ -82,6 +84,8 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
             if config is not None and config.active:
                 check_conflicts(CONFLICTS, config, written)
                 check_mode(config)
+                if not _compat.is_pipeline(self):  # whose stages have some of the model each
+                    _check_patterns(given["model"], config)
             if config is not None:
                 check_start(config)
         except BaseException:
@@ -102,6 +106,14 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
         warn_of_shared_layers(self, None if own is None else own.comm, _compressing_beside(self))
 
     return init
+
+
+def _check_patterns(model: torch.nn.Module, config: Config) -> None:
+    """Raises ConfigError: a section names modules, and the model has none of them."""
+    if config.plans and config.plan is not None:
+        check_patterns(model, config.plan)
+    if config.compact is not None:
+        find_layers(model, config.compact)
 
 
 def _compressing_beside(engine: Any) -> Iterator[tuple[Any, Communicator]]:

@@ -25,6 +25,7 @@ from ssdtrain.config import PlanConfig
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.checkpoint import checkpoint as default_checkpoint
 from ssdtrain.offload.policy import KEEP, OFFLOAD, REMEMBERED, Action, ForwardProfile, SavedTensorInfo
+from ssdtrain.planner.plan_blocks import check_patterns
 from ssdtrain.planner.plans import Limits, Problem, actions_for
 from ssdtrain.planner.same_attributes import SameAttributes
 from ssdtrain.planner.search import search
@@ -85,8 +86,9 @@ def recomputable_blocks(model: nn.Module, plan: PlanConfig) -> dict[str, nn.Modu
         sharded parameters or communicates in its forward (which ranks with other plans would not), or the config switches it off.
 
     Raises:
-        ValueError: `plan.blocks` names no module.
+        ConfigError: `plan.blocks` names no module.
     """
+    check_patterns(model, plan)
     if (plan.recompute == "off" and not plan.compress) or any(
         _is_compiled(module) for module in model.modules()
     ):
@@ -94,8 +96,6 @@ def recomputable_blocks(model: nn.Module, plan: PlanConfig) -> dict[str, nn.Modu
     try:
         found = find_blocks(model, plan.blocks)
     except ValueError:
-        if plan.blocks:
-            raise
         return None
     if len(set(found.values())) < len(
         found

@@ -8,7 +8,10 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["PlanBlocks"]
+from ssdtrain.config import ConfigError, PlanConfig, Problem
+from ssdtrain.profile.blocks import names_a_module
+
+__all__ = ["PlanBlocks", "check_patterns"]
 
 PLAIN = "the model is compiled, has no ModuleList (or plan.blocks) without repeats, or its blocks gather sharded parameters"
 
@@ -33,3 +36,11 @@ class PlanBlocks:
     compress: bool = False
     group: Any = None
     empty_stage: bool = False
+
+
+def check_patterns(model: nn.Module, plan: PlanConfig) -> None:
+    """Raises ConfigError: `plan.blocks` names no module of `model`."""
+    if plan.blocks and not names_a_module(model, plan.blocks):
+        why = f"names no module of {type(model).__name__}"
+        allowed = 'patterns of their qualified names such as "layers.*", or leaving the key out'
+        raise ConfigError([Problem("ssdtrain.plan.blocks", list(plan.blocks), why, allowed)])

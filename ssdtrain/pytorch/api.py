@@ -134,8 +134,7 @@ def attach(
     Raises:
         ConfigError: names the key, the value and what is allowed.
         OSError: a directory cannot be used.
-        ValueError: an adapter offloads this model already, there is a comm section and nothing reduces gradients, or
-            `plan.blocks` names no module.
+        ValueError: an adapter offloads this model already, or there is a comm section and nothing reduces gradients.
     """
     read = load_config(dict(config) if isinstance(config, Mapping) else config)
     runtime = Runtime(

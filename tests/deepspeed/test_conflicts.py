@@ -91,6 +91,23 @@ def test_they_come_out_of_initialize_before_the_model_is_partitioned(make_engine
     assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        (
+            {"plan": {"blocks": ["nothing.*"]}},
+            r"ssdtrain\.plan\.blocks: \['nothing\.\*'\] names no module of GPT",
+        ),
+        ({"compact": {"include": ["nothing"]}}, r"ssdtrain\.compact\.include: \['nothing'\] leaves no layer"),
+    ],
+)
+def test_so_do_patterns_that_name_nothing(block: dict[str, Any], words: str, make_engine: MakeEngine) -> None:
+    model = models.GPT()
+    with pytest.raises(ConfigError, match=words):
+        make_engine(block, model=model, **zero())
+    assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
 def test_the_docs_have_the_table() -> None:
     assert conflict_table(CONFLICTS) in (ROOT / "docs" / "deepspeed.md").read_text()
 
