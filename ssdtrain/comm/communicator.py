@@ -313,6 +313,9 @@ class Communicator:
         self.notices.step_end(self.steps, self.policy.warmup_steps)
 
     def _warn_if_inactive(self) -> None:
+        if not self.metrics():
+            text = f"comm compressed nothing in the first {FIRST_STEPS} steps: none of its messages was sent between ranks"
+            self.notices.add("inactive", text)
         for dimension, found in self.metrics().items():
             if found.calls and not found.compressed and not self.policy.rules[dimension].off:
                 reasons = ", ".join(f"{reason} ({count})" for reason, count in found.fallbacks.items())

@@ -16,6 +16,11 @@ from ssdtrain.comm.collectives import ReduceScatter
 from ssdtrain.comm.communicator import Bucket, Communicator
 from ssdtrain.comm.exclusion import excluded, ranges_in_order
 
+REPLICAS = (
+    "ssdtrain.comm: gradients of replicas (a mesh of two dimensions, as in HSDP, or `replicate`) are summed by an all-reduce "
+    "inside of FSDP2, which goes uncompressed; comm.dp compresses the reduce-scatter between the shards of each replica"
+)
+
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -47,6 +52,13 @@ def _units(model: nn.Module) -> dict[str, list[FSDPModule]]:
         state = module._get_fsdp_state()
         found.setdefault(state, [one for one in state._modules if isinstance(one, FSDPModule)])
     return {"+".join(names[module] for module in unit if module in names): unit for unit in found.values()}
+
+
+def _has_replicas(unit: Sequence[FSDPModule]) -> bool:
+    state: Any = unit[0]._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    infos = [getattr(group, "mesh_info", None) for group in groups]
+    return any(getattr(info, "replicate_mesh_dim", None) is not None for info in infos)
 
 
 class _ReduceScatter:
@@ -141,7 +153,10 @@ def attach(model: nn.Module, comm: Communicator, before: Callable[[], object]) -
             "update torch, use DistributedDataParallel, or leave comm out"
         )
     exact = excluded(model, comm.policy.exclude)
-    for name, unit in _units(model).items():
+    units = _units(model)
+    if any(map(_has_replicas, units.values())):
+        comm.notices.add("replicas", REPLICAS)
+    for name, unit in units.items():
         # What it takes is a protocol; its class is in a private module of torch.
         replacement: Any = _ReduceScatter(unit, f"fsdp-{name}", comm, exact, before)
         unit[0].set_custom_reduce_scatter(replacement)
