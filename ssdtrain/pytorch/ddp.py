@@ -21,6 +21,10 @@ from ssdtrain.comm.work import CompressedWork
 
 _all_reduce = dist.all_reduce
 
+TAKEN = (
+    "ssdtrain.comm compresses gradients in the communication hook of DistributedDataParallel, and this model has another hook "
+    "already: register none, or leave out ssdtrain.comm"
+)
 JOINS = (
     "ssdtrain.comm: gradients are not compressed inside of DistributedDataParallel.join(): a rank that has joined ends no steps, "
     "at which ranks agree on what they send. Give all ranks the same number of batches (DistributedSampler with drop_last), or "
@@ -101,4 +105,7 @@ def attach(model: DistributedDataParallel, comm: Communicator, before: Callable[
     Raises:
         RuntimeError: the model has a communication hook already. From backward: inside of `DistributedDataParallel.join`.
     """
-    model.register_comm_hook(None, _Hook(model, comm, before).reduce)
+    try:
+        model.register_comm_hook(None, _Hook(model, comm, before).reduce)
+    except RuntimeError as error:
+        raise RuntimeError(TAKEN) from error

@@ -22,6 +22,7 @@ def compress_gradients(model: nn.Module, comm: Communicator, before: Callable[[]
     Raises:
         ValueError: nothing about the model reduces gradients.
     """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
     if isinstance(model, DistributedDataParallel):
         ddp.attach(model, comm, before)
     elif any(isinstance(module, fsdp_classes()[:1]) for module in model.modules()):

@@ -252,30 +252,6 @@ def test_shards_of_tensor_parallel_parameters_are_compressed() -> None:
         assert (lossy[name] - gradient).norm() <= 0.02 * gradient.norm()
 
 
-def summed_by_replicas(rank: int) -> list[str]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ssdtrain").addHandler(handler)
-    model = fully_shard(Small(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
-    runtime = ssdtrain.attach(model, {"comm": {"dp": "int8", "min_bytes": 0, "probe": False}})
-    for step in range(3):
-        model(values(step, 64 * 4).view(4, 64)).sum().backward()
-        runtime.step_end()
-    runtime.close()
-    return said
-
-
-def test_sums_that_fsdp2_makes_by_itself_are_named() -> None:
-    (replicas, nothing), other = on_ranks(2, summed_by_replicas)
-    assert "HSDP" in replicas and "uncompressed" in replicas
-    assert "comm compressed nothing in the first 3 steps" in nothing
-    assert other == []
-
-
 def trained_with_steps(rank: int, wrapper: str, announced: bool, evaluates: bool = False) -> Any:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel

@@ -1,0 +1,62 @@
+"""Wrappers of plain PyTorch models that reduce gradients in a way of their own, or stand around one that does."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import ssdtrain
+from tests.comm.test_collectives import values
+from tests.comm.test_messages import Small
+from tests.support.ranks import on_ranks
+
+
+def compiled_behind_ddp(rank: int, own_hook: bool) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    model: Any = DistributedDataParallel(Small())
+    if own_hook:
+        model.register_comm_hook(None, fp16_compress_hook)
+    model = torch.compile(model, backend="eager")
+    config = {"comm": {"dp": "int8", "min_bytes": 0, "probe": False}}
+    if own_hook:
+        with pytest.raises(RuntimeError, match="has another hook already: register none"):
+            ssdtrain.attach(model, config)
+        return True
+    runtime = ssdtrain.attach(model, config)
+    model(values(rank, 64 * 4).view(4, 64)).sum().backward()
+    return runtime.comm is not None and runtime.comm.metrics()["dp"].compressed > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own_hook", [False, True])
+def test_ddp_is_found_in_a_compiled_model_and_a_hook_of_its_own_is_named(own_hook: bool) -> None:
+    assert all(on_ranks(2, compiled_behind_ddp, own_hook))
+
+
+def summed_by_replicas(rank: int) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ssdtrain").addHandler(handler)
+    model = fully_shard(Small(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
+    runtime = ssdtrain.attach(model, {"comm": {"dp": "int8", "min_bytes": 0, "probe": False}})
+    for step in range(3):
+        model(values(step, 64 * 4).view(4, 64)).sum().backward()
+        runtime.step_end()
+    runtime.close()
+    return said
+
+
+def test_sums_that_fsdp2_makes_by_itself_are_named() -> None:
+    (replicas, nothing), other = on_ranks(2, summed_by_replicas)
+    assert "HSDP" in replicas and "uncompressed" in replicas
+    assert "comm compressed nothing in the first 3 steps" in nothing
+    assert other == []
