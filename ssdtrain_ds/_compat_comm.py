@@ -39,6 +39,7 @@ GATHER_PARAMETERS = "all_gather_coalesced"
 # Looked up in their modules by the optimizers, and replaced there.
 GATHER_GROUPS = "all_gather_dp_groups"
 
+_LAYERS_THAT_SEND = ("MOELayer", "AutoEPMoELayer", "TensorParallel_Layer")
 _AUTO_EP = "deepspeed.module_inject.auto_ep_layer"
 
 _NEEDED: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -162,6 +163,15 @@ def expert_functions() -> tuple[type, ...]:
     # AutoEP has imported its layer by the time that an engine has one.
     auto_ep = getattr(sys.modules.get(_AUTO_EP), "_AllToAllV", None)
     return (sharded_moe._AllToAll, *([auto_ep] if auto_ep is not None else []))
+
+
+def layers_that_send(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules of `model` whose forwards call those functions of experts and of AutoTP."""
+    return [
+        module
+        for module in model.modules()
+        if any(base.__name__ in _LAYERS_THAT_SEND for base in type(module).__mro__)
+    ]
 
 
 def skipped_steps(engine: Any) -> int:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 import ssdtrain
-from ssdtrain.comm import Communicator
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.compact.layers import find_layers
 from ssdtrain.config import Config, ConfigError, Problem, load_config
@@ -34,7 +33,7 @@ from ssdtrain.preflight import check_start
 from ssdtrain.runtime import Runtime
 from ssdtrain_ds import _compat, _compat_accelerate, _compat_comm, checkpointing, schedule, trainer
 from ssdtrain_ds.block import BLOCK, check_place
-from ssdtrain_ds.comm import CommAttachment, warn_of_shared_layers
+from ssdtrain_ds.comm import CommAttachment
 from ssdtrain_ds.compact import check_layers, check_mode, follow_zero, take_over
 from ssdtrain_ds.conflicts import CONFLICTS
 from ssdtrain_ds.monitor import Monitor
@@ -102,8 +101,6 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
         plain(self, *args, **kwargs)
         if config is not None and config.active:
             self.__dict__[_ATTACHMENT] = _Attachment(self, config, written)
-        own = runtime_of(self)
-        warn_of_shared_layers(self, None if own is None else own.comm, _compressing_beside(self))
 
     return init
 
@@ -114,14 +111,6 @@ def _check_patterns(model: torch.nn.Module, config: Config) -> None:
         check_patterns(model, config.plan)
     if config.compact is not None:
         find_layers(model, config.compact)
-
-
-def _compressing_beside(engine: Any) -> Iterator[tuple[Any, Communicator]]:
-    """The other engines of this process whose collectives are compressed, with what does it."""
-    for other in _compat.existing_engines():
-        runtime = runtime_of(other) if other is not engine else None
-        if runtime is not None and runtime.comm is not None:
-            yield other, runtime.comm
 
 
 def _check_no_engine_made() -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from ssdtrain.comm import Communicator
 from ssdtrain.comm.exclusion import excluded
+from ssdtrain.compact.linear import ReplacedForward
 from ssdtrain.integration import residuals
 from ssdtrain.integration.intercept import Interception
-from ssdtrain.integration.patching import Patches
-from ssdtrain.integration.traffic import Traffic, current_traffic, in_scope
+from ssdtrain.integration.patching import Patches, run_inside
+from ssdtrain.integration.traffic import Traffic, current_traffic, in_scope, traffic_scope
 from ssdtrain_ds import _compat, _compat_comm
 from ssdtrain_ds.comm import gradients, weights
 
@@ -50,8 +53,12 @@ class CommAttachment:
     """What compression changed about one engine and its optimizer, until `detach`.
 
     Functions that issue gradients, weights, activations and tokens run in a traffic scope; the methods of DeepSpeed's backend
-    compress what is issued there. The autograd functions of DeepSpeed's layers belong to no engine: with several engines of
-    different policies in one process, layers of all of them follow the one that was attached last.
+    compress what is issued there.
+
+    Note: [Whose layer]
+    The autograd functions of experts and tensor-parallel layers belong to no engine. Which communicator is theirs is set around
+    the forward of each of these layers, also where it is recomputed on a thread of autograd, and kept for their backward: layers
+    of an engine without a comm section, and those of another policy, send as their own engine says.
     """
 
     def __init__(self, engine: Any, comm: Communicator) -> None:
@@ -62,6 +69,9 @@ class CommAttachment:
         # Of what belongs to no engine: undone also where the engine is dropped without `destroy`.
         self._shared = Patches()
         weakref.finalize(self, self._shared.undo)
+        self._layers: list[ReplacedForward] = []
+        weakref.finalize(self, _remove, self._layers)
+        self.sends = True
         try:
             self._attach()
         except BaseException:
@@ -72,14 +82,17 @@ class CommAttachment:
         engine, comm, patches = self.engine, self.comm, self._patches
         for name, wrap in _INTERCEPTED.items():
             self._shared.replace(_compat_comm.TorchBackend, name, wrap)
-        for functions, dimension in (
-            (_compat_comm.tensor_parallel_functions(), "tp"),
-            (_compat_comm.expert_functions(), "ep"),
+        for functions, (forward, backward) in (
+            (_compat_comm.tensor_parallel_functions(), _OF_TENSOR_PARALLELISM),
+            (_compat_comm.expert_functions(), _OF_EXPERTS),
         ):
-            of_layers = in_scope(functools.partial(_of_layer, weakref.ref(self), dimension))
             for function in functions:
-                self._shared.replace(function, "forward", of_layers)
-                self._shared.replace(function, "backward", of_layers)
+                self._shared.replace(function, "forward", forward)
+                self._shared.replace(function, "backward", backward)
+        of_this_engine = run_inside(functools.partial(_of_engine, weakref.ref(self)))
+        self._layers += [
+            ReplacedForward(layer, of_this_engine) for layer in _compat_comm.layers_that_send(engine.module)
+        ]
         # A quantised block is coded with its neighbours, which differ from one data-parallel group to another: what several
         # groups hold alike would drift apart.
         uncompressed = excluded(engine.module, comm.policy.exclude) | _compat_comm.repeated_parameters(engine)
@@ -143,19 +156,66 @@ class CommAttachment:
 
     def detach(self) -> None:
         """The engine, its optimizer, DeepSpeed's backend and layers are as they were. Idempotent."""
+        self.sends = False
         try:
+            _remove(self._layers)
             self._patches.undo()
             self._shared.undo()
         finally:
             self.comm.forget_weights()
 
 
-def _of_layer(
-    attachment: weakref.ref[CommAttachment], dimension: str, *args: Any, **kwargs: Any
-) -> Traffic | None:
-    around = current_traffic()
+_layer_of: ContextVar[Communicator | None] = ContextVar("ssdtrain_layer_of", default=None)
+
+
+@contextmanager
+def _of_engine(attachment: weakref.ref[CommAttachment], *_: Any, **__: Any) -> Iterator[None]:
     owner = attachment()
-    # The scope of an engine that was attached later.
-    if owner is None or (around is not None and around.dimension == dimension):
-        return around
-    return Traffic(owner.comm, dimension)
+    if owner is None or not owner.sends or _layer_of.get() is not None:
+        yield  # where two engines were made with one model, the later one, whose replacement is outside, has said so
+        return
+    token = _layer_of.set(owner.comm)
+    try:
+        yield
+    finally:
+        _layer_of.reset(token)
+
+
+def _remove(forwards: list[ReplacedForward]) -> None:
+    while forwards:
+        forwards.pop().remove()
+
+
+def _of_layer(dimension: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of an autograd function. See Note: [Whose layer]."""
+
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        ctx.ssdtrain_layer_of = comm = _layer_of.get()
+        with _sending(comm, dimension):
+            return plain(ctx, *args, **kwargs)
+
+    return forward
+
+
+def _of_backward(dimension: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        comm = getattr(
+            ctx, "ssdtrain_layer_of", None
+        )  # none of a forward before the first engine that compresses
+        token = _layer_of.set(comm)  # a backward may send by the function's forward
+        try:
+            with _sending(comm, dimension):
+                return plain(ctx, *args, **kwargs)
+        finally:
+            _layer_of.reset(token)
+
+    return backward
+
+
+def _sending(comm: Communicator | None, dimension: str) -> AbstractContextManager[None]:
+    return traffic_scope(None if comm is None else Traffic(comm, dimension))
+
+
+# One object for all engines: `Patches` applies it once.
+_OF_TENSOR_PARALLELISM = tuple(functools.partial(of, "tp") for of in (_of_layer, _of_backward))
+_OF_EXPERTS = tuple(functools.partial(of, "ep") for of in (_of_layer, _of_backward))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import gc
-import logging
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from tests.deepspeed.test_comm import COMM, engine_of, train
@@ -110,26 +111,88 @@ def test_gradients_beside_those_of_a_sparse_embedding_are_compressed(two_ranks: 
     assert all(torch.equal(one, other) for one, other in zip(lossy[0][2], lossy[1][2], strict=True))
 
 
-def sent_to_experts(rank: int) -> Any:
+def engine_with_experts(comm: dict[str, Any] | None) -> Any:
+    """Of a model that sends tokens by AutoEP's function, in a layer of that name, and recomputes half of them."""
+    import deepspeed
+    from deepspeed.module_inject.auto_ep_layer import _AllToAllV
+
+    class AutoEPMoELayer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rank = torch.distributed.get_rank()
+            splits = [[3, 5], [6, 2]]
+            return _AllToAllV.apply(None, x, splits[rank], [splits[0][rank], splits[1][rank]])
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.expert = AutoEPMoELayer(), AutoEPMoELayer(), torch.nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.expert(self.first(self.expert(x)))
+            back = x.new_zeros(8, 64) + x.sum() / 64
+            mixed = back * self.expert(back).tanh()
+            return torch.utils.checkpoint.checkpoint(
+                lambda x: self.second(x).tanh(), mixed, use_reentrant=False
+            )
+
+    engine_of(0, None).destroy()  # joins the group
+    torch.manual_seed(0)
+    model = Model()
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 8, "steps_per_print": 10**9}
+    if comm is not None:
+        config["ssdtrain"] = {"comm": comm}
+    return deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)[0]
+
+
+def sent_to_experts(rank: int, *comms: dict[str, Any] | None) -> Any:
+    """The outputs and gradients of engines in one process, whose forwards all run before their backwards; how many messages of
+    each were compressed; whether DeepSpeed's functions are its own afterwards."""
     from deepspeed.module_inject.auto_ep_layer import _AllToAllV
 
     import ssdtrain_ds
 
-    engine = engine_of(0, {**COMM, "ep": "int8"})
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
-    splits = [[3, 5], [6, 2]]
-    out = _AllToAllV.apply(None, x, splits[rank], [splits[0][rank], splits[1][rank]])
-    out.square().sum().backward()
-    found = ssdtrain_ds.runtime_of(engine).comm.metrics().get("ep")
-    engine.destroy()
-    plain = _AllToAllV.apply(None, x, splits[rank], [splits[0][rank], splits[1][rank]])
-    close = torch.allclose(out, plain, atol=0.05) and torch.allclose(x.grad, 2 * x, atol=0.1)
-    return 0 if found is None else found.compressed, close, "forward" in vars(_AllToAllV)
+    before = _AllToAllV.forward, _AllToAllV.backward
+    engines = [engine_with_experts(comm) for comm in comms]
+    for made in [copy.deepcopy(engine.module) for engine in engines]:
+        assert made.first.forward.__self__ is made.first
+    inputs = [
+        torch.randn(8, 64, generator=torch.Generator().manual_seed(rank)).requires_grad_() for _ in engines
+    ]
+    outs = [engine(x) for engine, x in zip(engines, inputs, strict=True)]
+    for engine, out in zip(engines, outs, strict=True):
+        engine.backward(out.square().sum())
+    figures = [ssdtrain_ds.runtime_of(engine) for engine in engines]
+    counts = [0 if one is None else getattr(one.comm.metrics().get("ep"), "compressed", 0) for one in figures]
+    for engine in engines:
+        engine.destroy()
+        assert "forward" not in vars(engine.module.first)
+    return (
+        [out.detach() for out in outs],
+        [x.grad for x in inputs],
+        counts,
+        before == (_AllToAllV.forward, _AllToAllV.backward),
+    )
 
 
-def test_tokens_for_experts_of_autoep_are_compressed(two_ranks: StandingRanks) -> None:
+EP = {**COMM, "ep": "int8"}
+
+
+@pytest.mark.parametrize("comms", [[None, EP, COMM], [EP, COMM, None], [COMM, None, EP]])
+def test_experts_send_as_the_engine_says_that_has_them(
+    comms: list[dict[str, Any] | None], two_ranks: StandingRanks
+) -> None:
     pytest.importorskip("deepspeed.module_inject.auto_ep_layer")
-    assert two_ranks(sent_to_experts) == [(2, True, True)] * 2
+    exact = two_ranks(sent_to_experts, None)
+    for (outs, gradients, counts, undone), ((out,), (gradient,), *_) in zip(
+        two_ranks(sent_to_experts, *comms), exact, strict=True
+    ):
+        assert undone
+        for comm, found, found_gradient, count in zip(comms, outs, gradients, counts, strict=True):
+            compressed = comm is EP or (comm is not None and "ep" in comm)
+            assert torch.equal(found, out) != compressed
+            assert torch.equal(found_gradient, gradient) != compressed
+            assert torch.allclose(found, out, rtol=0.05, atol=0.05)
+            assert count == (5 if compressed else 0)  # two forwards, two backwards, and a recomputation
 
 
 def dropped(rank: int) -> Any:
@@ -155,43 +218,3 @@ def test_an_engine_that_is_dropped_without_destroy_compresses_nothing_of_others(
     two_ranks: StandingRanks,
 ) -> None:
     assert two_ranks(dropped) == [(True, True, True)] * 2
-
-
-def beside_another(rank: int, comms: list[dict[str, Any] | None]) -> Any:
-    import ssdtrain_ds.comm.shared_layers as shared
-
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    shared.logger.addHandler(handler)
-    engines = [engine_of(0, comm) for comm in comms[:-1]]
-    plain = shared.tensor_parallel_layers
-    shared.tensor_parallel_layers = lambda model: ["a layer"]  # type: ignore[assignment]
-    try:
-        engines.append(engine_of(0, comms[-1]))
-    finally:
-        shared.tensor_parallel_layers = plain
-        shared.logger.removeHandler(handler)
-    for engine in engines:
-        engine.destroy()
-    return len([text for text in messages if "different ssdtrain.comm.tp" in text])
-
-
-TP = {**COMM, "tp": "int8"}
-
-
-@pytest.mark.parametrize(
-    ("comms", "warnings"),
-    [
-        ([TP, None], 1),
-        ([TP, COMM], 1),
-        ([None, TP], 0),
-        ([TP, TP], 0),
-        ([COMM, None], 0),
-        ([TP], 0),
-    ],
-)
-def test_engines_whose_layers_follow_another_policy_say_so(
-    comms: list[dict[str, Any] | None], warnings: int, two_ranks: StandingRanks
-) -> None:
-    assert two_ranks(beside_another, comms) == [warnings] * 2
