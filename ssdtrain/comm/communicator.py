@@ -48,7 +48,7 @@ from ssdtrain.comm.policy import Policy, codec_of
 from ssdtrain.comm.references import References
 from ssdtrain.comm.routing import CHANGED, IN_FULL, NO_FEWER_BYTES, Route, Router
 from ssdtrain.comm.topology import world_if_none
-from ssdtrain.comm.work import ChainedWork, CompressedWork, Streams
+from ssdtrain.comm.work import ChainedWork, CompressedWork, Streams, UnderWay
 
 logger = logging.getLogger("ssdtrain")
 
@@ -90,6 +90,7 @@ class Communicator:
         if policy.adapt is not None:
             self.bit_widths = AdaptiveBitWidth(policy.adapt, policy.rules["dp"].between)
         self._streams = Streams(self.device)
+        self._under_way = UnderWay()
         for spec in sorted(policy.specs(self.steps)):
             warm_up(codec_of(spec), self.device, (torch.float32, torch.bfloat16))
 
@@ -259,8 +260,8 @@ class Communicator:
                 self.bit_widths.measured(route.topology.group, bucket.name, errors)
 
         steps = collective.steps(call, self.policy.chunk)
-        stream = self._streams.of(dimension)
-        return CompressedWork(steps, metrics, self.meter, stream, collective.tensors, finished)
+        stream, line = self._streams.of(dimension), self._under_way.of(route.topology.group)
+        return CompressedWork(steps, metrics, self.meter, stream, collective.tensors, finished, line)
 
     def all_to_all(
         self,
@@ -298,14 +299,13 @@ class Communicator:
         """
         self.steps += 1
         self.point_to_point.wait_outstanding()
+        self._under_way.complete()
         if self.feedback is not None:
             stale = self.feedback.step_end()
             if skipped and self.feedback.clear():
                 logger.info("comm: the step was skipped, its residuals are dropped")
             elif stale:
-                logger.info(
-                    "comm: buckets were rebuilt or reduced another way, %d residuals are dropped", stale
-                )
+                logger.info("comm: %d residuals of buckets that were rebuilt are dropped", stale)
         if self.bit_widths is not None:
             self.bit_widths.decide(self.steps)
         if self.steps == FIRST_STEPS:

@@ -5,12 +5,16 @@ Note: [Steps]
     part, up to the first wait, runs when the collective is issued, and the rest when the caller waits: no thread, so that all
     ranks issue their messages in the order of the program. On a GPU all of it is issued at once, on the communication stream,
     where a wait is one of the stream and not of the host.
+
+Note: [Waits in any order]
+    Later messages of a collective are issued by a wait, and ranks may wait in other orders: messages of two collectives on one
+    group would meet, and each be taken for the other. So what was issued on a group before is completed first.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -45,10 +49,27 @@ class Streams:
         return self._streams[dimension]
 
 
+class UnderWay:
+    """What has been issued and not completed, of each group. See Note: [Waits in any order]."""
+
+    def __init__(self) -> None:
+        self._lines: defaultdict[dist.ProcessGroup, deque[CompressedWork]] = defaultdict(deque)
+
+    def of(self, group: dist.ProcessGroup) -> deque[CompressedWork]:
+        """In the order of issue."""
+        return self._lines[group]
+
+    def complete(self) -> None:
+        """Wait for what nobody has waited for."""
+        for line in self._lines.values():
+            while line:
+                line[-1].wait()
+
+
 class CompressedWork:
     """A collective under way; what `async_op=True` returns. It has the one method of torch's Work that frameworks call."""
 
-    __slots__ = ("_after", "_device", "_done", "_event", "_held", "_metrics", "_waiting")
+    __slots__ = ("_after", "_device", "_done", "_error", "_event", "_held", "_line", "_metrics", "_waiting")
 
     def __init__(
         self,
@@ -58,6 +79,7 @@ class CompressedWork:
         stream: torch.cuda.Stream | None = None,
         held: Sequence[Tensor] = (),
         after: Callable[[], None] | None = None,
+        line: deque[CompressedWork] | None = None,
     ) -> None:
         """Issue what can be issued now.
 
@@ -66,10 +88,14 @@ class CompressedWork:
             stream: the communication stream where the tensors are on a GPU.
             held: tensors that must live until the end.
             after: runs at the end, on the stream.
+            line: what is under way on the same group, in the order of issue; see Note: [Waits in any order]. None: waited for at
+                once.
         """
         self._metrics = metrics
         self._waiting: deque[tuple[Steps, Any]] = deque()
         self._done = False
+        self._error: BaseException | None = None
+        self._line: deque[CompressedWork] = deque() if line is None else line
         self._event: torch.cuda.Event | None = None
         self._device = stream.device if stream is not None else None
         self._held = tuple(held)
@@ -87,6 +113,8 @@ class CompressedWork:
                 self._event = _mark(stream)
             if stream is not None and not torch.cuda.is_current_stream_capturing():  # else it cannot be asked
                 meter.add_device_seconds(metrics, _elapsed(begun, self._event))
+        if not self._done:
+            self._line.append(self)
 
     def _advance(self, steps: Steps) -> None:
         begun = time.perf_counter()
@@ -107,14 +135,27 @@ class CompressedWork:
             self._after = None
         self._done = True
 
+    def _complete(self) -> None:
+        try:
+            self._finish()
+        except BaseException as error:
+            self._error = error
+            for later in self._line:
+                later._error = error
+            self._line.clear()
+            raise
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until the result is there; on a GPU the current stream waits, not the host.
 
         Raises:
-            RuntimeError: a peer is gone or a message timed out, as the process group reports it.
+            RuntimeError: a peer is gone or a message timed out, as the process group reports it. So does every later wait, of
+                this handle and of those that were issued on the group after it.
         """
-        if not self._done:
-            self._finish()
+        while not self._done and self._error is None:
+            self._line.popleft()._complete()
+        if self._error is not None:
+            raise self._error
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
         self._held = ()
@@ -124,7 +165,7 @@ class CompressedWork:
 class ChainedWork:
     """A handle with a function that runs when it has been waited for."""
 
-    __slots__ = ("_held", "_then", "_work")
+    __slots__ = ("_error", "_held", "_then", "_work")
 
     def __init__(
         self, work: dist.Work | None, then: Callable[[], Any] | None = None, held: Sequence[Tensor] = ()
@@ -132,15 +173,22 @@ class ChainedWork:
         self._work = work
         self._then = then
         self._held = tuple(held)
+        self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As torch's; what was sent is kept until here."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        if self._then is not None:
-            then, self._then = self._then, None
-            then()
+        """As torch's; what was sent is kept until here. Where it raised, it does so every time."""
+        if self._error is not None:
+            raise self._error
+        try:
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+            if self._then is not None:
+                then, self._then = self._then, None
+                then()
+        except BaseException as error:
+            self._error = error
+            raise
         self._held = ()
         return True
 

@@ -251,7 +251,8 @@ class Coalesced:
     def wait(self) -> None:
         """Until all results are there."""
         while self._works:
-            self._works.pop(0).wait()
+            self._works[0].wait()  # where it raises, the next wait does, too
+            del self._works[0]
 
 
 def by_caller(name: str, choose: Callable[[str], Interception | None]) -> Wrap:
