@@ -47,6 +47,10 @@ class Collective(ABC):
     nbytes: int | None
     """Of the whole tensor; None where ranks send different sizes, and each message is looked at by itself."""
 
+    def fits(self, ranks: int) -> bool:
+        """Whether dtypes and sizes of the tensors fit each other. Otherwise the plain one raises an error with the reason."""
+        return len({tensor.dtype for tensor in self.tensors}) == 1
+
     @abstractmethod
     def raw_bytes(self, ranks: int) -> int:
         """What the plain one sends from this rank."""
@@ -95,6 +99,10 @@ class Sharded(Collective):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.values, self.into
+
+    def fits(self, ranks: int) -> bool:
+        part = self.into if self.scatters else self.values
+        return super().fits(ranks) and ranks * part.numel() == self.whole.numel()
 
     @classmethod
     def ring_bytes(cls, nbytes: int, ranks: int) -> int:
@@ -163,6 +171,9 @@ class AllReduce(Sharded):
 
     name = "all_reduce"
     scatters = gathers = True
+
+    def fits(self, ranks: int) -> bool:
+        return True  # one tensor
 
     def parts(self, ranks: int, chunk: int) -> Iterator[Parts]:
         for start, stop in _spans(self.values.numel(), chunk // self.dtype.itemsize):

@@ -277,11 +277,11 @@ class Communicator:
         Ranks may send different numbers of rows, so whether a message is worth coding is decided for each pair.
         """
         group = world_if_none(group)
-        ranks = dist.get_world_size(group)
-        row = tensor.shape[1:].numel()
+        if (ranks := dist.get_world_size(group)) < 2:
+            return None
         into, then = flattened(out)
         outgoing, incoming = (
-            flat.split([count * row for count in splits or [whole.shape[0] // ranks] * ranks])
+            flat.split([n * whole.shape[1:].numel() for n in splits or [whole.shape[0] // ranks] * ranks])
             for flat, whole, splits in ((flattened(tensor)[0], tensor, in_splits), (into, out, out_splits))
         )
         minimum = self.policy.rules[dimension].min_bytes

@@ -121,13 +121,15 @@ class Router:
     def route(
         self, collective: Collective, dimensions: tuple[str, str], group: dist.ProcessGroup
     ) -> Route | None:
-        """The route of a call; None: it is sent uncompressed, and counted as such.
+        """The route of a call; None: it is sent uncompressed, and counted as such. A call that sends nothing, or cannot be made,
+        is not counted.
 
         Args:
             dimensions: of the reduction and of the gather; the same twice for calls that are only one of them.
         """
         ranks = dist.get_world_size(group)
-        if ranks == 1:
+        # Of a group without this rank it is -1.
+        if ranks < 2 or not collective.fits(ranks):
             return None
         rules = [self.policy.rules[name] for name in dimensions]
         reason = reason_against(rules, collective.dtype, collective.nbytes, collective.op)

@@ -152,6 +152,46 @@ def test_subgroups_and_a_group_of_one() -> None:
     on_ranks(4, subgroups)
 
 
+def from_outside(rank: int) -> bool:
+    comm = make(tp="int8", ep="int8")
+    group = dist.new_group([0, 1])
+    work = comm.all_reduce(values(rank, 5000), "tp", group)
+    if work is not None:
+        work.wait()
+    rows = values(rank, 5000).view(10, 500)
+    exchange = comm.all_to_all(torch.empty_like(rows), rows, "ep", group=group)
+    if exchange is not None:
+        exchange.wait()
+    return work is not None and exchange is not None
+
+
+def test_a_rank_outside_of_the_group_leaves_the_call_to_torch() -> None:
+    """Which warns and does nothing."""
+    assert on_ranks(3, from_outside) == [True, True, False]
+
+
+def misfits(rank: int) -> list[bool]:
+    comm = make(dp="int8", zero_gather="int8", ep="int8")
+    half, whole, other = torch.ones(2500), torch.ones(5000), torch.ones(2500, dtype=torch.bfloat16)
+    return [
+        work is None
+        for work in (
+            comm.reduce_scatter(torch.empty(3000), whole, "dp"),
+            comm.reduce_scatter(torch.empty(2500), torch.ones(5001), "dp"),
+            comm.reduce_scatter(other, whole, "dp"),
+            comm.all_gather(torch.empty(5001), half, "zero_gather"),
+            comm.all_gather(whole, torch.ones(2600), "zero_gather"),
+            comm.all_gather(whole, other, "zero_gather"),
+            comm.all_to_all(whole.to(torch.bfloat16), whole, "ep"),
+        )
+    ]
+
+
+def test_tensors_that_do_not_fit_are_left_to_torch_which_says_so() -> None:
+    """Compressed, some of their elements would not be sent, or not be written."""
+    assert on_ranks(2, misfits) == [[True] * 7] * 2
+
+
 def transposed(rank: int) -> None:
     comm = make(dp="bf16", dp_gather="bf16")
     mine = values(rank, 6000).view(60, 100).t()
@@ -194,6 +234,11 @@ def exchanged(rank: int) -> None:
     comm.all_to_all(strided, tokens, "ep", receives, sends).wait()
     assert torch.equal(strided, out)
     figures = comm.metrics()["ep"]
+    if rank == 0:  # of a rank that has no tokens for anybody
+        none = torch.empty(0)
+        comm.all_to_all(out, none, "ep", [0, len(out), 0], [0, 0, 0]).wait()
+    else:
+        comm.all_to_all(tokens[:0], tokens[: 8 * (rank == 1)], "ep", [0] * 3, [8 * (rank == 1), 0, 0]).wait()
     assert figures.raw_bytes == 2 * 64 * 4 * (sum(sends) - sends[rank])
     assert figures.wire_bytes < 0.27 * figures.raw_bytes + 320
 
