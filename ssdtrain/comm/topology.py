@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +24,12 @@ import torch.distributed as dist
 from ssdtrain.config import ConfigError, Problem
 
 NODE = "SSDTRAIN_NODE"
+
+# By group and global ranks: torch has no way to end a group that is safe while a peer may be gone, and each has threads, or
+# memory of a device. So all communicators of a process share them.
+_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def node_name() -> str:
@@ -143,8 +151,8 @@ def find_topology(group: dist.ProcessGroup, hosts: Sequence[str], two_hop: str) 
     elif within == 1:
         between = group
     else:
-        inside = _subgroup([ranks[rank] for rank in grid[node]])
-        between = _subgroup([ranks[row[place]] for row in grid])
+        inside = _subgroup(group, [ranks[rank] for rank in grid[node]])
+        between = _subgroup(group, [ranks[row[place]] for row in grid])
     return Topology(group, grid, node, place, inside, between, nodes)
 
 
@@ -157,8 +165,19 @@ def _can_split(group: dist.ProcessGroup) -> bool:
     return len(set(found)) == 1
 
 
-def _subgroup(ranks: list[int]) -> dist.ProcessGroup:
-    return dist.new_group(ranks, use_local_synchronization=True)
+def _subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
+    """The group of some ranks of `group`, which waits for its messages as long as `group` does."""
+    known = _subgroups.setdefault(group, {})
+    key = tuple(ranks)
+    if key not in known:
+        known[key] = dist.new_group(ranks, timeout=_timeout(group), use_local_synchronization=True)
+    return known[key]
+
+
+def _timeout(group: Any) -> timedelta | None:
+    """That of `group`; None where this torch does not have it: then a new group gets torch's default."""
+    backends = (group._get_backend(device) for device in getattr(group, "_device_types", ()))
+    return next((getattr(getattr(one, "options", None), "_timeout", None) for one in backends), None)
 
 
 def world_if_none(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -59,7 +59,7 @@ def test_ranks_exchange_objects_on_their_own_device(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2, 3])
-    monkeypatch.setattr(topology, "_subgroup", lambda ranks: None)
+    monkeypatch.setattr(topology, "_subgroup", lambda group, ranks: None)
     mine, group = torch.device("cuda", 3), cast(dist.ProcessGroup, object())
     policy = Policy.from_config(CommConfig(preset="safe", dp="off"))
     agreed_hosts(policy, mine)

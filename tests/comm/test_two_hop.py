@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -50,3 +53,19 @@ def grouped(rank: int) -> int:
 
 def test_groups_inside_a_node_have_one_hop_anyway() -> None:
     assert on_ranks(4, grouped, nodes=["a", "a", "b", "b"]) == [2, 2, 2, 2]
+
+
+def split(rank: int) -> list[Any]:
+    world = dist.group.WORLD
+    first, second = (make(dp="int8", two_hop="on").router.topology(world) for _ in range(2))
+    assert (first.inside, first.between) == (second.inside, second.between)
+    return [
+        group._get_backend(torch.device("cpu")).options._timeout
+        for group in (world, first.inside, first.between)
+    ]
+
+
+def test_subgroups_wait_as_long_as_their_group_and_are_made_once() -> None:
+    """A process that attaches again would gain threads, and on a device memory, each time."""
+    for found in on_ranks(4, split, nodes=["a", "a", "b", "b"]):
+        assert found == [timedelta(seconds=60)] * 3  # torch's default is half an hour
