@@ -40,11 +40,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_pg_rank
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ssdtrain.config import Config, ConfigError, Problem, load_config
 from ssdtrain.integration.inner_hooks import InnerHooks
 from ssdtrain.integration.patching import Patches
+from ssdtrain.optimizer_hooks import call_after_steps
 from ssdtrain.runtime import Runtime
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.attachment import device_of
@@ -65,7 +65,7 @@ class _Recorder:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._open = False
-        self._hook = register_optimizer_step_post_hook(self._stepped)
+        self._hook = call_after_steps(self._stepped)
         self._patches = Patches()
         self._stashes_leaves = False
         if runtime.engine is not None:

@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from ssdtrain.compact.layers import CompactLayer, Compression, find_layers
 from ssdtrain.compact.linear import CompactForward, ReplacedForward
 from ssdtrain.compact.lowrank import LowRank, skips_step
 from ssdtrain.config import CompactConfig, ConfigError, Problem
 from ssdtrain.features import FIRST_STEPS, Feature, Forward, Placement, Step
+from ssdtrain.optimizer_hooks import StepHook, call_after_steps
 from ssdtrain.telemetry.registry import MetricSet
 
 __all__ = ["CompactLinear"]
@@ -61,7 +60,7 @@ class CompactLinear(Feature):
         self._inside: set[nn.Module] | None = None
         self._low_rank: list[LowRank] = []
         self._finished = 0
-        self._counting: RemovableHandle | None = None
+        self._counting: StepHook | None = None
         self._counted_for: weakref.ref[torch.optim.Optimizer] | None = None
         self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Other optimizers of compressed weights that made a step since the counted one did."""
@@ -95,7 +94,7 @@ class CompactLinear(Feature):
                 )
             self._activate()
         if self._counting is None:
-            self._counting = register_optimizer_step_post_hook(_without_owner(self._stepped))
+            self._counting = call_after_steps(_without_owner(self._stepped))
             weakref.finalize(self, self._counting.remove)
 
     def compress_in(self, modules: Iterable[nn.Module] | None) -> None:

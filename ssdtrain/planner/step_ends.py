@@ -31,8 +31,9 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import Optimizer
+
+from ssdtrain.optimizer_hooks import StepHook, call_before_steps
 
 __all__ = ["UNENDED", "OptimizerHook", "StepEnds", "warn_of_no_step_end"]
 
@@ -68,8 +69,8 @@ class OptimizerHook:
         runs: a bound method; its object is not kept alive.
         backward_over: called where an optimizer ran inside of a backward, when that is over; with reentrant checkpointing also
             when inner ones are.
-        register: torch's, of a global hook before or after the steps of optimizers. A step that is given a closure runs forward
-            and backward between the two.
+        register: `call_before_steps` or `call_after_steps`. A step that is given a closure runs forward and backward between the
+            two.
 
     Attributes:
         ran_at: when the latest optimizer ran, by `time.perf_counter`; None: not known, because it is compiled.
@@ -79,7 +80,7 @@ class OptimizerHook:
         self,
         runs: Callable[[], object],
         backward_over: Callable[[], None] = lambda: None,
-        register: Callable[..., RemovableHandle] = register_optimizer_step_pre_hook,
+        register: Callable[..., StepHook] = call_before_steps,
     ) -> None:
         self.ran_at: float | None = None
         self._runs, self._backward_over = weakref.WeakMethod(runs), backward_over
@@ -98,7 +99,7 @@ class OptimizerHook:
             if found is not None and found._counts(optimizer):
                 found._optimizer_runs()
 
-        handle = register(hook)  # torch's table outlives everything
+        handle = register(hook)  # the table outlives everything
         self.remove = handle.remove
         weakref.finalize(self, handle.remove)
 

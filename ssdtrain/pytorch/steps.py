@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ssdtrain.comm import Communicator
 from ssdtrain.features import Feature, Forward, Step
+from ssdtrain.optimizer_hooks import call_after_steps
 from ssdtrain.planner.step_ends import OptimizerHook
 from ssdtrain.runtime import Runtime
 
@@ -56,7 +56,7 @@ class UnannouncedSteps(Feature):
         self._record = record
         self._at_forward = at_forward
         self._stepped = False
-        self._hook = OptimizerHook(self._optimizer_steps, register=register_optimizer_step_post_hook)
+        self._hook = OptimizerHook(self._optimizer_steps, register=call_after_steps)
 
     def _optimizer_steps(self) -> None:
         self._stepped = True

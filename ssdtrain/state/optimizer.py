@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_iter, tree_map
 
+from ssdtrain.optimizer_hooks import call_before_steps
 from ssdtrain.state.chunk import Chunk, Part, Where
 from ssdtrain.state.hooks import BlockHooks
 from ssdtrain.state.methods import METHODS, method_of, without_owner
@@ -73,7 +74,7 @@ class ChunkedOptimizer:
         hooks.keeper = self  # for as long as parameters come and go, whether or not the runtime is kept
         for name, method in self._installed.items():
             optimizer.__dict__[name] = method
-        self._others = register_optimizer_step_pre_hook(without_owner(self._check_other))
+        self._others = call_before_steps(without_owner(self._check_other))
         weakref.finalize(self, self._others.remove)
 
     def remove(self) -> None:
