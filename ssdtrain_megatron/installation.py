@@ -14,6 +14,7 @@ from ssdtrain.integration.patching import Patches, Wrap, call_after
 from ssdtrain.offload.checkpoint import detach_leaves
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.identity import KEEPING_LEAVES, read_inputs_once
+from ssdtrain_megatron.recompute import any_requires_grad
 
 if TYPE_CHECKING:
     from ssdtrain_megatron.attachment import Attachment
@@ -159,8 +160,8 @@ class Installation:
                     self._active, self._in_first_run = outer, first_run
 
             reentrant = current.uses_native_checkpoint or current.checkpoint.config.use_reentrant
-            # See Note: [Distributed saved activations] in `recompute`.
-            if reentrant or distribute_saved_activations:
+            # See Note: [Distributed saved activations] and Note: [Inputs without gradients] in `recompute`.
+            if reentrant or distribute_saved_activations or not any_requires_grad(args):
                 return plain(inside, distribute_saved_activations, *args)
             return current.checkpoint(inside, *args)
 

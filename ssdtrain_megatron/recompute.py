@@ -14,6 +14,11 @@ count: a mixture of experts adds its auxiliary losses to the metrics and its tok
 global balancing, the gradients) only with gradients on. Both of our runs have them on, and would count twice. Models with
 such modules keep Megatron's own function.
 
+Note: [Inputs without gradients]
+Where none of a block's inputs requires a gradient (the first block above a frozen embedding), the reentrant function is no node
+of the graph: the parameters in the block get no gradient, and its output requires none. The other kind would train them. A run
+with SSDTrain trains what the same run trains without it, so such a block is Megatron's.
+
 Note: [Outputs that are parameters]
 With a linear bias, an MLP returns the bias of its last linear layer beside its output, for a fused kernel to add. The reentrant
 function hands such an output to autograd as its own: the Parameter becomes an output of the function, so that its backward
@@ -28,9 +33,17 @@ is saved there is dropped at the end of the block, and must not travel.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["has_grad_mode_side_effects"]
+import torch
+
+__all__ = ["any_requires_grad", "has_grad_mode_side_effects"]
+
+
+def any_requires_grad(inputs: Iterable[object]) -> bool:
+    """True if an autograd function with these arguments would be a node of the graph. See Note: [Inputs without gradients]."""
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in inputs)
 
 
 def has_grad_mode_side_effects(config: Any) -> bool:

@@ -20,6 +20,7 @@ class Row:
         plan: the section, where there is one; then there are steps enough for a plan.
         tiers: with an offload section.
         reference: options of the run without offload, where Megatron alone does not train with the row's.
+        frozen: modules of the model, by name, whose parameters get no gradients.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Row:
     tiers: bool = True
     steps: int = 3
     reference: dict[str, Any] | None = None
+    frozen: tuple[str, ...] = ()
 
     @property
     def recomputes(self) -> bool:
@@ -97,6 +99,7 @@ THOROUGH = (
     "recompute full",
     "recompute full, reentrant",
     "recompute block",
+    "recompute block, frozen embedding",
     "recompute core_attn",
     "recompute layernorm",
     "recompute mlp with bias, reentrant",
@@ -155,6 +158,7 @@ ROWS = [
     Row("recompute full, dropout", dropout=0.1, options=FULL),
     Row("recompute full, reentrant", dropout=0.1, options=FULL, checkpoint={"use_reentrant": True}),
     Row("recompute block", options=BLOCK),
+    Row("recompute block, frozen embedding", options=BLOCK, frozen=("embedding",)),
     Row("recompute core_attn", options=selective("core_attn")),
     Row("recompute layernorm", options=selective("layernorm")),
     Row("recompute layernorm, mlp", options={"add_bias_linear": False, **selective("layernorm", "mlp")}),

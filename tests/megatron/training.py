@@ -110,6 +110,9 @@ class Trainer:
         )
         stages = range(row.vp or 1)
         chunks = [self._model(stage if row.vp else None) for stage in stages]
+        for name in row.frozen:
+            for chunk in chunks:
+                chunk.get_submodule(name).requires_grad_(False)
         if row.bf16:
             chunks = [Float16Module(self.config, chunk) for chunk in chunks]
         ddp = known(
