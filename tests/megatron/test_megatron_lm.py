@@ -72,7 +72,8 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def offload(tmp_path: Path) -> list[str]:
-    return ["--ssdtrain-offload-directories", str(tmp_path / "ssd"), "--ssdtrain-offload-min-bytes", "1KiB"]
+    directories = ["--ssdtrain-offload-directories", str(tmp_path / "ssd")]
+    return [*directories, "--ssdtrain-offload-min-bytes", "1KiB", "--ssdtrain-offload-amount", "all"]
 
 
 @pytest.fixture
