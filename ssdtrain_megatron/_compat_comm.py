@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import param_and_grad_buffer
-from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.tensor_parallel import layers, mappings
 
 from ssdtrain.integration.compatibility import check_nothing_missing, missing_names
-from ssdtrain_megatron._compat import TESTED, Place
+from ssdtrain_megatron._compat import TESTED, Place, missing_parameters
 
 TENSOR_PARALLEL = (mappings.__name__, layers.__name__, "ssdtrain_megatron.compact")
 """Modules whose calls of torch.distributed are tensor-parallel or expert-parallel traffic, by their group. The last computes
@@ -29,6 +29,13 @@ BUFFERS = param_and_grad_buffer.__name__
 
 CALLED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 """Functions that everybody looks up in torch.distributed: the replacement looks at who calls."""
+
+SCHEDULES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
+"""What `get_forward_backward_func` returns, looked up when it is called. Their arguments are by name; `model` is one of them."""
 
 _P2P = {
     "tensor_send_prev",
@@ -44,6 +51,9 @@ _P2P = {
 def check() -> None:
     """Raises ImportError: names all of megatron-core that is to be replaced and that it lacks."""
     missing = missing_names((place.owner, (place.name,)) for found in places().values() for place in found)
+    missing += missing_parameters(
+        {(schedules, name): ("model",) for name in SCHEDULES if hasattr(schedules, name)}
+    )
     for name in ("_batched_p2p_ops", "_p2p_ops"):
         function = getattr(p2p_communication, name, None)
         if function is not None and set(inspect.signature(function).parameters) != _P2P:
@@ -61,6 +71,7 @@ def places() -> dict[str, tuple[Place, ...]]:
         "coalescing": (Place(param_and_grad_buffer, "_coalescing_manager"),),
         "batched_p2p": (Place(p2p_communication, "_batched_p2p_ops"),),
         "p2p": (Place(p2p_communication, "_p2p_ops"),),
+        "schedule": tuple(Place(schedules, name) for name in SCHEDULES),
         **{name: (Place(dist, name),) for name in CALLED},
     }
 

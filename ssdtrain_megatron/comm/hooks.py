@@ -9,6 +9,11 @@ Note: [Whose call it is]
 Note: [Upstream's own function]
     Megatron's bucket groups scale gradients, look for NaN, choose between sum and average, and keep handles. All of that stays
     theirs: what is replaced are the collectives that they call and the manager that coalesces them.
+
+Note: [Other models]
+    Gradients and parameters are known by their bucket. What layers and stages send is known by its group only, and a model that
+    nothing is attached to (a teacher, a reference of reinforcement learning) has the same groups. So while a schedule runs such
+    a model, nothing of it is compressed. All ranks of a group run it together, so that both ends of a message agree.
 """
 
 from __future__ import annotations
@@ -16,11 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ssdtrain.comm import Communicator
+from ssdtrain.integration.claims import related
 from ssdtrain.integration.intercept import Interception, by_caller
 from ssdtrain.integration.patching import Patches, Wrap, call_after
+from ssdtrain.integration.traffic import Traffic
 from ssdtrain_megatron import _compat_comm
 from ssdtrain_megatron.comm.classification import Classification
 from ssdtrain_megatron.comm.pipeline import Pipeline
@@ -53,9 +60,11 @@ class Hooks:
         self._comm = comm
         self._optimizer = optimizer
         self._stepped = stepped
-        classification = Classification(comm, chunks, _compat_comm.params_are_master(optimizer))
-        self._layers = Interception(classification.of_layers)
-        self._buffers = Interception(classification.of_buffers)
+        self._chunks = list(chunks)
+        self._runs_other_model = False
+        self._classification = Classification(comm, chunks, _compat_comm.params_are_master(optimizer))
+        self._layers = Interception(self._of_layers)
+        self._buffers = Interception(self._classification.of_buffers)
         self._patches = Patches()
 
     @staticmethod
@@ -96,10 +105,39 @@ class Hooks:
             "buffer_all_gather": self._buffers.wrap("all_gather_into_tensor"),
             "buffer_reduce_scatter": self._buffers.wrap("reduce_scatter_tensor"),
             "coalescing": self._buffers.coalescing,
-            "batched_p2p": pipeline.batched,
-            "p2p": pipeline.ordered,
+            "batched_p2p": self._of_attached(pipeline.batched),
+            "p2p": self._of_attached(pipeline.ordered),
+            "schedule": self._schedule,
             **{name: by_caller(name, self._of_caller) for name in _compat_comm.CALLED},
         }
+
+    def _schedule(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """See Note: [Other models]."""
+
+        def schedule(*args: Any, **kwargs: Any) -> Any:
+            outer, self._runs_other_model = self._runs_other_model, not self._is_attached(kwargs["model"])
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                self._runs_other_model = outer
+
+        return schedule
+
+    def _is_attached(self, model: nn.Module | Sequence[nn.Module]) -> bool:
+        given = [model] if isinstance(model, nn.Module) else model
+        return any(related(chunk, one) for one in given for chunk in self._chunks)
+
+    def _of_attached(self, wrap: Wrap) -> Wrap:
+        """`wrap` for what the attached model sends."""
+
+        def wrap_attached(plain: Callable[..., Any]) -> Callable[..., Any]:
+            wrapped = wrap(plain)
+            return lambda *args, **kwargs: (plain if self._runs_other_model else wrapped)(*args, **kwargs)
+
+        return wrap_attached
+
+    def _of_layers(self, tensor: Tensor, group: Any) -> Traffic | None:
+        return None if self._runs_other_model else self._classification.of_layers(tensor, group)
 
     def _of_caller(self, module: str) -> Interception | None:
         """See Note: [Whose call it is]."""

@@ -27,7 +27,7 @@ from ssdtrain_megatron import pretrain
 from ssdtrain_megatron.attachment import Attachment
 from ssdtrain_megatron.comm import Hooks
 from tests.megatron import training
-from tests.megatron.rows import Row
+from tests.megatron.rows import INTERLEAVED, Row
 from tests.megatron.training import LENGTH, SEQUENCES, Trainer, layout
 
 BALANCED = {"comm": {"preset": "balanced", "min_bytes": 0, "probe": False, "warmup_steps": 0}}
@@ -133,6 +133,30 @@ def checkpoint(directory: str) -> dict[str, Any]:
         attachment.load(saved)
         assert attachment.runtime.comm is not None
         found["on another layout"] = [attachment.runtime.comm.steps, residual_bytes(attachment), list(said)]
+    return found
+
+
+def second_model(directory: str) -> dict[str, Any]:
+    """A model that nothing is attached to takes turns with one whose collectives are compressed, on the same groups."""
+    found = {}
+    for row in (Row("tp2", 2, tp=2), Row("pp2", 2, pp=2), Row("pp2 vp2", 2, pp=2, vp=2, options=INTERLEAVED)):
+        with layout(row):
+            alone = Trainer(row)
+            expected = [alone.step(number) for number in range(2)]
+        with trained(1, row) as (trainer, attachment):
+            other, steps, calls = Trainer(row), [], []
+            for number in range(2):
+                for turn in (other, trainer):
+                    result = turn.step(number)
+                    steps += [result] if turn is other else []
+                    found_calls = attachment.statistics()
+                    assert found_calls is not None
+                    calls.append(sum(figures.calls for figures in found_calls.comm.values()))
+            found[row.name] = {
+                "equal": steps == expected,
+                "weights": other.weights() == alone.weights(),
+                "calls": calls,
+            }
     return found
 
 

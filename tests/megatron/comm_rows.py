@@ -58,6 +58,7 @@ CASES = (
     "spec",
     "transformer_engine",
     "compressed_inputs",
+    "second_model",
     "rejected",
 )
 """Names of the functions of `comm_cases.py`."""

@@ -129,7 +129,7 @@ def test_residuals_are_kept_where_gradients_are_compressed(row: CommRow, way: st
 @every_way
 def test_functions_are_replaced_while_attached_and_put_back(row: CommRow, way: str) -> None:
     for _, found in runs(row, way):
-        assert found["replaced"] == (24 if way == "raw, offload" else 13)
+        assert found["replaced"] == (27 if way == "raw, offload" else 16)
         assert found["put_back"]
         assert found["counted_steps"] == [row.steps, row.steps]
 
@@ -221,6 +221,16 @@ def test_layers_of_transformer_engine_are_told_by_module_and_group(case: str) ->
 def test_a_layer_with_a_compressed_input_sends_its_gradient_as_any_other(case: str) -> None:
     for plain, compressed in results(case):
         assert plain == compressed > 0
+
+
+@of_case("second_model")
+def test_a_model_that_nothing_is_attached_to_sends_as_without_an_attachment(case: str) -> None:
+    for found in results(case):
+        assert len(found) == 3
+        for layout in found.values():
+            assert layout["equal"] and layout["weights"]
+            first, second, third, fourth = layout["calls"]
+            assert first < second == third < fourth, "only the attached model's are compressed"
 
 
 @of_case("rejected")
