@@ -2,7 +2,8 @@
 
 Note: [Activations only]
     Activations have at least two dimensions. Vectors in tensor-parallel and expert-parallel groups are routing probabilities,
-    counts and the like.
+    counts and the like. Where experts get their tokens by gathering all of them, probabilities are a matrix, of (tokens,
+    experts).
 
 Note: [Parameters that are also the master copy]
     Parameters are gathered by difference, after which this rank's own part holds what the others have, too. That is right where
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from ssdtrain.comm import Bucket, Communicator
 from ssdtrain.comm.exclusion import excluded, ranges_of
 from ssdtrain.integration.traffic import Traffic
-from ssdtrain_megatron import _compat_comm
+from ssdtrain_megatron import _compat, _compat_comm
 
 __all__ = ["Classification"]
 
@@ -43,6 +44,7 @@ class Classification:
     def __init__(self, comm: Communicator, chunks: Sequence[nn.Module], params_are_master: bool) -> None:
         self._comm = comm
         self._dimensions = _compat_comm.groups(chunks)
+        self._experts = {getattr(_compat.model_config(chunk), "num_moe_experts", None) for chunk in chunks}
         # Between instances of the distributed optimizer, or of a model that nothing is attached to.
         self._unknown = Traffic(comm, "dp", uncompressed="no whole bucket of the attached model")
         # By identity of the tensor that the bucket's collectives get, which is kept so that no other gets its identity.
@@ -64,6 +66,8 @@ class Classification:
         """Activations, their gradients and tokens. See Note: [Activations only]."""
         dimension = self._dimensions.get(group) if group is not None else None
         if dimension is None or tensor.dim() < 2 or not tensor.is_floating_point():
+            return None
+        if tensor.dim() == 2 and tensor.shape[1] in self._experts:
             return None
         return Traffic(self._comm, dimension)
 

@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +27,7 @@ from ssdtrain_megatron import pretrain
 from ssdtrain_megatron.attachment import Attachment
 from ssdtrain_megatron.comm import Hooks
 from tests.megatron import training
-from tests.megatron.rows import INTERLEAVED, Row
+from tests.megatron.rows import INTERLEAVED, MOE, Row
 from tests.megatron.training import LENGTH, SEQUENCES, Trainer, layout
 
 BALANCED = {"comm": {"preset": "balanced", "min_bytes": 0, "probe": False, "warmup_steps": 0}}
@@ -158,6 +158,25 @@ def second_model(directory: str) -> dict[str, Any]:
                 "calls": calls,
             }
     return found
+
+
+def probabilities(directory: str) -> list[list[int]]:
+    """The shapes that are offered to the communicator where experts get their tokens by gathering all of them."""
+    options = {**MOE, "moe_token_dispatcher_type": "allgather", "sequence_parallel": True}
+    shapes = []
+    with trained(0, Row("tp2, moe", 2, tp=2, model="moe", options=options)) as (trainer, attachment):
+        comm: Any = attachment.runtime.comm
+
+        def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def call(out: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
+                shapes.append(list(tensor.shape))
+                return plain(out, tensor, *rest)
+
+            return call
+
+        comm.all_gather, comm.reduce_scatter = noting(comm.all_gather), noting(comm.reduce_scatter)
+        trainer.step(0)
+    return shapes
 
 
 def loss_scale(directory: str) -> list[Any]:

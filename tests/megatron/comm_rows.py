@@ -59,6 +59,7 @@ CASES = (
     "transformer_engine",
     "compressed_inputs",
     "second_model",
+    "probabilities",
     "rejected",
 )
 """Names of the functions of `comm_cases.py`."""

@@ -11,6 +11,7 @@ import pytest
 
 from tests.megatron.batches import Matrix, tier
 from tests.megatron.comm_rows import CASES, EXACT, QUICK, ROWS, THOROUGH, CommRow
+from tests.megatron.rows import MOE
 
 pytestmark = [
     pytest.mark.distributed,
@@ -231,6 +232,13 @@ def test_a_model_that_nothing_is_attached_to_sends_as_without_an_attachment(case
             assert layout["equal"] and layout["weights"]
             first, second, third, fourth = layout["calls"]
             assert first < second == third < fourth, "only the attached model's are compressed"
+
+
+@of_case("probabilities")
+def test_routing_probabilities_are_never_compressed(case: str) -> None:
+    for shapes in results(case):
+        assert {len(shape) for shape in shapes} == {2, 3}, "tokens of experts, and activations"
+        assert MOE["num_moe_experts"] not in {shape[-1] for shape in shapes}
 
 
 @of_case("rejected")
