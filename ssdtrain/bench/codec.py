@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,13 +49,14 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return time.thread_time() - start
 
 
-def device_seconds(work: Callable[[], object]) -> float:
-    """Time of the GPU."""
-    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    began.record()
-    work()
-    ended.record()
-    ended.synchronize()
+def device_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Time of the GPU `device`, on which `work` runs."""
+    with torch.cuda.device(device):  # an event belongs to the device that is current when it is recorded
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        work()
+        ended.record()
+        ended.synchronize()
     return began.elapsed_time(ended) / 1e3
 
 
@@ -66,7 +68,7 @@ def measure_codecs(
     Raises:
         ValueError, RuntimeError: no such codec, or a package that it needs is missing.
     """
-    timed = device_seconds if device.type == "cuda" else cpu_seconds
+    timed = partial(device_seconds, device=device) if device.type == "cuda" else cpu_seconds
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -13,6 +13,7 @@ from torch import nn
 import ssdtrain
 from ssdtrain.bench.ratios import interval
 from ssdtrain.config import Config
+from ssdtrain.offload.policy import KEEP, Action, ForwardProfile, SavedTensorInfo
 from ssdtrain.planner.auto import AutoPlan
 from ssdtrain.planner.controller import AdaptiveOffload
 from ssdtrain.runtime import Runtime
@@ -112,13 +113,26 @@ def _planned(runtime: Runtime) -> bool:
     return None not in plans
 
 
+class _KeepAll:
+    """An OffloadPolicy that offloads nothing."""
+
+    needs_modules = False
+
+    def decide(self, saved: SavedTensorInfo) -> Action:
+        return KEEP
+
+    def observe(self, forward: ForwardProfile) -> None:
+        pass
+
+
 def _activation_peak(model: nn.Module, loss_of: Callable[[], torch.Tensor], device: torch.device) -> int:
     """Bytes that a step of `model` keeps alive for backward at most: of an engine that moves nothing. That of the attached model
     does not see what recomputation drops."""
-    offload: dict[str, Any] = {"host": "1MiB", "in_flight": "1MiB", "amount": 0}
+    offload: dict[str, Any] = {"host": "1MiB", "in_flight": "1MiB"}
     if device.type == "cuda":
         offload["buffer"] = "4MiB"  # pinned
-    with ssdtrain.attach(model, {"offload": offload, "report": {"interval": 0}}) as runtime:
+    config = {"offload": offload, "report": {"interval": 0}}
+    with ssdtrain.attach(model, config, policy=_KeepAll()) as runtime:
         _step(model, loss_of, device, 0)
         found = runtime.statistics()
     assert found is not None

@@ -15,18 +15,23 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ssdtrain.cli import network
 from ssdtrain.cli.model_source import factory
-from ssdtrain.cli.options import size, whole
+from ssdtrain.cli.options import given, size, whole
 from ssdtrain.cli.progress import progress
 from ssdtrain.config import ConfigError, load_config
+from ssdtrain.config.codecs import parse_codec
+from ssdtrain.config.comm import PRESETS
 from ssdtrain.config.units import KiB, MiB
 from ssdtrain.telemetry.text import duration_text, size_text
+
+if TYPE_CHECKING:
+    import torch
 
 EXAMPLES = {
     "io": "  ssdtrain bench io /local_nvme --size 4GiB         the drive by SSDTrain's I/O pool, and by fio where it is there",
@@ -91,23 +96,36 @@ def parser() -> argparse.ArgumentParser:
 
     codec = part("codec", "encoding and decoding", "Codecs, and a copy.")
     codec.add_argument(
-        "--codec", action="append", metavar="SPEC", help="such as int8; several times; default: all sorts"
+        "--codec",
+        type=codec_spec,
+        action="append",
+        metavar="SPEC",
+        help="such as int8; may be repeated; default: one of each kind",
     )
     codec.add_argument(
         "--size", type=size(KiB), default=64 * MiB, help="bytes of the float32 tensor; default: 64MiB"
     )
     codec.add_argument("--repeats", type=whole(), default=5, help="default: 5")
-    codec.add_argument("--device", default=None, help="default: cuda where there is one, else cpu")
+    codec.add_argument(
+        "--device",
+        type=device,
+        default=None,
+        help="cpu, cuda or cuda:N; default: cuda where there is one, else cpu",
+    )
 
     collective = part("collective", "all-reduces", "Compressed all-reduces beside plain ones.")
     collective.add_argument(
         "--ranks", type=whole(), default=2, help="processes to start here, if torchrun did not; default: 2"
     )
     collective.add_argument(
-        "--preset", action="append", metavar="NAME", help="default: safe, balanced, aggressive"
+        "--preset",
+        choices=PRESETS,
+        action="append",
+        metavar="NAME",
+        help="may be repeated; default: safe, balanced, aggressive",
     )
     collective.add_argument(
-        "--size", type=size(KiB), action="append", help="bytes; several times; default: 1MiB, 16MiB"
+        "--size", type=size(KiB), action="append", help="bytes; may be repeated; default: 1MiB, 16MiB"
     )
     collective.add_argument("--repeats", type=whole(), default=5, help="default: 5")
 
@@ -126,6 +144,29 @@ def parser() -> argparse.ArgumentParser:
         "--config", type=Path, metavar="FILE", help="of the attached model, in place of --directory"
     )
     return made
+
+
+def codec_spec(text: str) -> str:
+    """An argparse type: a codec as the config names it."""
+    given(parse_codec)(text)
+    return text
+
+
+def device(text: str) -> torch.device:
+    """An argparse type: the CPU or a CUDA device of this machine."""
+    import torch
+
+    count = torch.cuda.device_count()
+    allowed = (
+        f"cpu, cuda, or cuda:N with N below {count}" if count else "cpu, since there is no CUDA device here"
+    )
+    try:
+        found = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f'"{text}" is not a device; allowed: {allowed}') from None
+    if found.type != "cpu" and (found.type != "cuda" or (found.index or 0) >= count):
+        raise argparse.ArgumentTypeError(f'"{text}" cannot be measured; allowed: {allowed}')
+    return found
 
 
 def bench_io(chosen: argparse.Namespace) -> int:
@@ -161,12 +202,9 @@ def bench_codec(chosen: argparse.Namespace) -> int:
 
     from ssdtrain.bench.codec import SPECS, measure_codecs
 
-    device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        known = "cpu or cuda" if torch.cuda.is_available() else "cpu, since there is no CUDA device here"
-        raise ValueError(f"--device {device} cannot be measured; allowed: {known}")
+    place = chosen.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with progress("encoding and decoding") as note:
-        found = measure_codecs(chosen.codec or SPECS, chosen.size, chosen.repeats, device, note=note)
+        found = measure_codecs(chosen.codec or SPECS, chosen.size, chosen.repeats, place, note=note)
     copied = size_text(found["copy_bytes_per_second"])
     table = Table(title=f"float32, {size_text(found['bytes'])}, {found['device']}; a copy: {copied}/s")
     for column in ("codec", "size", "encode", "decode", "decode and add"):
@@ -245,10 +283,15 @@ def bench_script(chosen: argparse.Namespace) -> int:
         raise ValueError(
             f'{chosen.config} switches nothing on; allowed: "enabled" and a section such as offload'
         )
-    build = factory(chosen.build)
+    try:
+        build = factory(chosen.build)
+    except ValueError as error:
+        raise ValueError(f"the model {error}") from error
     with progress("training") as note:
         try:
             found = measure_script(build, chosen.batch, chosen.steps, loaded, note=note)
+        except ConfigError:
+            raise
         except ValueError as error:
             raise ValueError(f"{chosen.build} {error}") from error
     table = Table(title=f"{chosen.build}, batch {found['batch']}, {found['steps']} steps in turn")

@@ -1,4 +1,4 @@
-"""Types of command-line options: what they refuse is an error of usage that names the option, the value and what is allowed."""
+"""Types of command-line options. An invalid value is a usage error that names the option, the value and what is allowed."""
 
 import argparse
 import math
@@ -51,11 +51,14 @@ def number(allowed: str, *, zero: bool = True, most: float = math.inf) -> Callab
     return given(parse)
 
 
-def whole(allowed: str = "a whole number above 0", *, zero: bool = False) -> Callable[[str], int]:
+def whole(
+    allowed: str = "a whole number above 0", *, zero: bool = False, most: int | None = None
+) -> Callable[[str], int]:
     """An argparse type: a whole number above 0, or with `zero` 0 too.
 
     Args:
         allowed: ends the error.
+        most: the largest value that is allowed; None: any.
     """
 
     def parse(text: str) -> int:
@@ -64,6 +67,8 @@ def whole(allowed: str = "a whole number above 0", *, zero: bool = False) -> Cal
         except ValueError:
             raise InvalidValue("is not a whole number", allowed) from None
         _check(found, allowed, zero)
+        if most is not None and found > most:
+            raise InvalidValue(f"is above {most}", allowed)
         return found
 
     return given(parse)

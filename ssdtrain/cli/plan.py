@@ -28,6 +28,9 @@ from ssdtrain.planner.plans import Limits, NoPlan, Objective
 from ssdtrain.planner.prices import Prices
 from ssdtrain.telemetry.text import YEAR_SECONDS, duration_text, size_text
 
+MOST_LAYERS = 1000
+"""Each block is simulated by itself: so many take about half a minute."""
+
 
 def run(arguments: list[str]) -> int:
     """0; 1 where no plan fits; 2 where an option cannot be."""
@@ -96,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--hidden", type=whole(), required=True, help="width")
     model.add_argument(
         "--layers",
-        type=whole(),
+        type=whole(f"a whole number from 1 to {MOST_LAYERS}", most=MOST_LAYERS),
         required=True,
         help="blocks (t5: of the encoder, and as many of the decoder)",
     )

@@ -71,6 +71,18 @@ def test_an_unknown_gpu_is_an_error_of_the_command_line(capsys: pytest.CaptureFi
     assert 'did you mean "h100"' in capsys.readouterr().err
 
 
+def test_more_layers_than_can_be_simulated_are_an_error_of_the_command_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*SMALL, "--layers", "99999999"])
+    assert caught.value.code == 2
+    assert (
+        '--layers: "99999999" is above 1000; allowed: a whole number from 1 to 1000'
+        in capsys.readouterr().err
+    )
+
+
 def found(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
     assert main([*MANY, "--json", "--no-alternatives", *more]) == 0
     return dict(json.loads(capsys.readouterr().out))
