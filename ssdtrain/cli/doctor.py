@@ -42,6 +42,8 @@ from ssdtrain.storage.slab import direct_io_error, open_nameless
 from ssdtrain.telemetry.text import size_text
 
 SLOW_BYTES_PER_SECOND = GiB
+LITTLE_SPACE = GiB
+"""Free bytes of a drive below which offloading soon finds it full."""
 EXAMPLES = """examples:
   ssdtrain doctor /local_nvme/spill                 this machine, and that directory
   ssdtrain doctor /local_nvme/spill --measure 4GiB  and how fast it writes and reads
@@ -160,8 +162,16 @@ def software() -> Iterator[Finding]:
     )
     for package, tested in TESTED.items():
         yield version_finding(package, installed(package), tested)
+    numpy = installed("numpy")
+    yield Finding(
+        "numpy",
+        numpy or "not installed",
+        GOOD if numpy else BROKEN,
+        ""
+        if numpy
+        else "pip install numpy: torch.distributed exchanges Python objects between ranks through it",
+    )
     for package, use in {
-        "numpy": "arrays of your own; without it PyTorch warns when it is imported",
         "matplotlib": "plots",
         "zstandard": "lossless codec",
         "tensorboard": "report.tensorboard",
@@ -340,7 +350,9 @@ def drive(directory: Path, measured_bytes: int = 0) -> Iterator[Finding]:
     yield Finding(
         f"{subject}: O_DIRECT", "refused" if reason else "works", WARNING if reason else GOOD, remedy
     )
-    yield Finding(f"{subject}: free space", size_text(behind.free_bytes()), GOOD)
+    free = behind.free_bytes()
+    full = "" if free >= LITTLE_SPACE else "almost full: free space, or give a directory on another drive"
+    yield Finding(f"{subject}: free space", size_text(free), WARNING if full else GOOD, full)
     if behind.device:
         name = " ".join(part for part in (behind.device, behind.model, size_text(behind.size)) if part)
         slow = (

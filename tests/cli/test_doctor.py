@@ -13,6 +13,7 @@ from ssdtrain.cli import doctor, limits, main
 from ssdtrain.cli.versions import TESTED, installed, too_old
 from ssdtrain.device import TESTED_TORCH
 from ssdtrain.storage import drive_of
+from ssdtrain.storage.drive import Drive
 
 
 def findings(capsys: pytest.CaptureFixture[str], *directories: Path) -> tuple[int, dict[str, dict[str, str]]]:
@@ -36,6 +37,22 @@ def test_the_table_has_the_same_findings(tmp_path: Path, capsys: pytest.CaptureF
     printed = capsys.readouterr().out
     for subject in ("python", "torch", "deepspeed", "megatron-core", "C I/O engine", "CUDA", "broken,"):
         assert subject in printed
+
+
+def test_a_drive_that_is_almost_full_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Drive, "free_bytes", lambda _: 4096)
+    _, found = findings(capsys, tmp_path)
+    assert found[f"{tmp_path}: free space"]["verdict"] == "warning"
+
+
+def test_without_numpy_ranks_cannot_exchange_objects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name == "numpy" else installed(name))
+    status, found = findings(capsys, tmp_path)
+    assert status == 1 and "pip install numpy" in found["numpy"]["remedy"]
 
 
 def test_it_leaves_nothing_in_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
