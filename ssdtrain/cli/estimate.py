@@ -65,7 +65,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--batch", type=whole(), default=1, help="sequences of a microbatch; default: 1")
     made.add_argument(
-        "--blocks", nargs="*", default=(), help="patterns of blocks' names; default: the longest ModuleList's"
+        "--blocks",
+        nargs="*",
+        action="extend",
+        default=[],
+        help="patterns of blocks' names; may be repeated; default: those of the longest ModuleList",
     )
     made.add_argument("--gpu", type=given(find_gpu), required=True, help=", ".join(GPUS))
     made.add_argument("--ssd", type=given(parse_ssds), help='of a node: "4 x 7GB/s"')

@@ -59,7 +59,7 @@ class Flag:
         else:
             common["metavar"] = self.kind.name.upper()
         if self.kind.many:
-            common["nargs"] = "+"
+            common |= {"nargs": "+", "action": "extend"}
         parser.add_argument(self.name, type=self._read, **common)
 
     def _read(self, text: str) -> Any:

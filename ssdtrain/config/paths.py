@@ -1,5 +1,6 @@
 """Directories in a config: validation, expansion per rank, and checks of the file system."""
 
+import functools
 import getpass
 import logging
 import os
@@ -201,14 +202,19 @@ def check_directories(paths: tuple[Path, ...], key: str) -> None:
     for index, path in enumerate(paths):
         kind = file_system_of(path)
         if kind in MEMORY_FILE_SYSTEMS:
-            logger.warning(
-                "%s[%d]: %s is on %s, which is memory, not a drive: offloading there does not free RAM. "
-                "Use a directory on an SSD, or `host` to offload to RAM.",
-                key,
-                index,
-                path,
-                kind,
-            )
+            _warn_of_memory(f"{key}[{index}]", path, kind)
+
+
+@functools.cache
+def _warn_of_memory(key: str, path: Path, kind: str) -> None:
+    """Once for a directory: a start expands the same directories several times."""
+    logger.warning(
+        "%s: %s is on %s, which is memory, not a drive: offloading there does not free RAM. "
+        "Use a directory on an SSD, or `host` to offload to RAM.",
+        key,
+        path,
+        kind,
+    )
 
 
 def file_system_of(path: Path, mounts: str = "/proc/self/mounts") -> str | None:
