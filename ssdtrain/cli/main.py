@@ -82,5 +82,5 @@ def whole_parser() -> argparse.ArgumentParser:
 
 def usage() -> str:
     lines = ["usage: ssdtrain COMMAND ..., with --help after a command for its options", ""]
-    lines += [f"  {name:<8} {summary}" for name, summary in COMMANDS.items()]
+    lines += [f"  {name:<9} {summary}" for name, summary in COMMANDS.items()]
     return "\n".join(lines)

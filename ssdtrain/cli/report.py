@@ -34,6 +34,9 @@ def run(arguments: list[str]) -> int:
         made.error(f"--against is for the page, which --{other} does not write")
     try:
         return _serve(chosen) if chosen.serve is not None else _write(chosen)
+    except PermissionError as error:
+        print(f"ssdtrain report: {error}: give a file that this user can write (--help)", file=sys.stderr)
+        return 1
     except (OSError, ValueError) as error:
         print(f"ssdtrain report: {error}", file=sys.stderr)
         return 1
@@ -81,6 +84,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _write(chosen: argparse.Namespace) -> int:
+    for directory in filter(None, (chosen.directory, chosen.against)):
+        if not directory.is_dir():
+            why = "is not a directory" if directory.exists() else "does not exist"
+            raise ValueError(f"{directory} {why}: give the directory of report.path")
     if chosen.trace is not None:
         output = chosen.directory / "trace.json" if chosen.trace == Path() else chosen.trace
         with progress("reading traces"):

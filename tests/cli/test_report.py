@@ -38,10 +38,21 @@ def test_prometheus_writes_that_file_alone(tmp_path: Path) -> None:
 def test_what_cannot_be_reported_is_one_line_and_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for directory in (tmp_path, tmp_path / "missing"):
-        assert main(["report", str(directory)]) == 1
+    run, file = write(tmp_path / "run"), tmp_path / "file"
+    file.touch()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    missing = str(tmp_path / "missing")
+    for arguments, why in (
+        ([str(empty)], "no rank-N.jsonl with a complete line"),
+        ([missing], f"{missing} does not exist: give the directory of report.path"),
+        ([missing, "--trace"], f"{missing} does not exist"),
+        ([str(file)], f"{file} is not a directory"),
+        ([str(run), "--against", missing], f"{missing} does not exist"),
+    ):
+        assert main(["report", *arguments]) == 1
         error = capsys.readouterr().err
-        assert "report.path" in error and error.count("\n") == 1
+        assert why in error and error.count("\n") == 1
 
 
 @contextmanager
