@@ -41,7 +41,7 @@ def _noting(plain: Callable[[Any], None]) -> Callable[[Any], None]:
 class InnerHooks(Feature):
     """Counts what hooks nested inside a forward take, by who installed them, and warns of it after the first steps.
 
-    An adapter appends it to `Runtime.features`, behind the one that offloads.
+    An adapter appends it to `Runtime.features`, behind the one that offloads; `ssdtrain.attach` does.
 
     Args:
         min_bytes: smaller tensors would not have been offloaded anyway.
@@ -61,6 +61,10 @@ class InnerHooks(Feature):
         return self._watched() if self._steps < FIRST_STEPS else None
 
     def on_step_end(self, step: Step) -> None:
+        self.step_end()
+
+    def step_end(self) -> None:
+        """A step is over, perhaps one of a loop that announces none."""
         self._steps += 1
         if self._steps == FIRST_STEPS and self.taken:
             logger.warning(

@@ -18,6 +18,7 @@ from torch import nn
 
 from ssdtrain.comm import Communicator
 from ssdtrain.features import Feature, Forward, Step
+from ssdtrain.integration.inner_hooks import InnerHooks
 from ssdtrain.optimizer_hooks import call_after_steps
 from ssdtrain.planner.step_ends import OptimizerHook
 from ssdtrain.runtime import Runtime
@@ -26,9 +27,15 @@ __all__ = ["UnannouncedSteps", "end_unannounced_steps", "record_unannounced_step
 
 
 def record_unannounced_steps(runtime: Runtime) -> None:
-    """Let `runtime` record the steps of its loop until that announces one; call it before the model is registered."""
+    """Let `runtime` record the steps of its loop until that announces one, and warn after the first ones of saved-tensor hooks
+    inside of the model; call it before the model is registered."""
     if runtime.records_steps:
-        steps = UnannouncedSteps(runtime.record_step)
+        ends = [runtime.record_step]
+        if runtime.engine is not None:
+            inner = InnerHooks(runtime.engine.options.min_bytes)
+            runtime.features.append(inner)
+            ends.append(inner.step_end)
+        steps = UnannouncedSteps(lambda: [end() for end in ends])
         runtime.features.insert(0, steps)  # a step ends before anything of the next one is recorded
         runtime.call_at_close(steps.finish)
 
