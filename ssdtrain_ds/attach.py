@@ -34,7 +34,7 @@ from ssdtrain.runtime import Runtime
 from ssdtrain_ds import _compat, _compat_accelerate, _compat_comm, checkpointing, schedule, trainer
 from ssdtrain_ds.block import BLOCK, check_place
 from ssdtrain_ds.comm import CommAttachment
-from ssdtrain_ds.compact import check_layers, check_mode, follow_zero, take_over
+from ssdtrain_ds.compact import are_on_another_stage, check_layers, check_mode, follow_zero, take_over
 from ssdtrain_ds.conflicts import CONFLICTS
 from ssdtrain_ds.monitor import Monitor
 from ssdtrain_ds.plan import plan_blocks, reject_compile
@@ -190,6 +190,7 @@ class _Attachment:
             follow_zero()
             take_over(_compact_of_earlier_engines(engine))
             self.runtime.compact.step = lambda: int(engine.global_steps)
+            self.runtime.compact.elsewhere = are_on_another_stage(engine, self.runtime.compact.config)
         self.runtime.register(engine.module)
         if self.offload is not None:
             self._prepare_offload(self.offload)

@@ -46,6 +46,7 @@ class CompactLinear(Feature):
         step: returns the step; an adapter replaces it by the framework's own counter. See Note: [Which step].
         rename: see `find_layers`; set before `attach`.
         optimizer: of the model; with "lowrank" set before `attach`.
+        elsewhere: other pipeline stages have the layers, and finding none is no error; set before `attach`.
     """
 
     def __init__(self, config: CompactConfig, placement: Placement) -> None:
@@ -56,6 +57,7 @@ class CompactLinear(Feature):
         self.compression.step = lambda: self.step()
         self.rename: Callable[[str, nn.Module], str] | None = None
         self.optimizer: torch.optim.Optimizer | None = None
+        self.elsewhere = False
         self._forwards: list[CompactForward] = []
         self._inside: set[nn.Module] | None = None
         self._low_rank: list[LowRank] = []
@@ -79,7 +81,7 @@ class CompactLinear(Feature):
 
     def attach(self, model: nn.Module) -> None:
         """Raises ConfigError: no layer is found, one is compressed already, or the mode cannot be had."""
-        found = find_layers(model, self.config, self.rename)
+        found = find_layers(model, self.config, self.rename, required=not self.elsewhere)
         for layer in found:
             if isinstance(layer.module.__dict__.get("forward"), ReplacedForward):
                 why = f"meets the layer {layer.name}, which another runtime compresses already"
@@ -181,7 +183,8 @@ class CompactLinear(Feature):
             self._optimizer_steps = 0
         self.compression.forget()
         counted = self.compression.counted
-        if self._finished == FIRST_STEPS and not counted.input_bytes and self._inside is None:
+        idle = not counted.input_bytes and self._inside is None and not self.elsewhere
+        if self._finished == FIRST_STEPS and idle:
             logger.warning(
                 "compact is enabled and compressed nothing in the first %d steps: %s",
                 FIRST_STEPS,

@@ -81,12 +81,17 @@ class Found(NamedTuple):
 
 
 def find_layers(
-    model: nn.Module, config: CompactConfig, rename: Callable[[str, nn.Module], str] | None = None
+    model: nn.Module,
+    config: CompactConfig,
+    rename: Callable[[str, nn.Module], str] | None = None,
+    *,
+    required: bool = True,
 ) -> list[Found]:
     """The linear layers of `model` that the config names.
 
     Args:
         rename: maps a module's name to one that does not depend on how the model is divided among ranks.
+        required: False: there may be none.
 
     Raises:
         ConfigError: none is found, or one has a width that the projection does not fit.
@@ -121,7 +126,7 @@ def find_layers(
                 [Problem("ssdtrain.compact.projection", config.projection, why, allowed)]
             ) from None
         found.append(Found(name, module, kind, layout))
-    if not found:
+    if required and not found:
         key, value = _that_leaves_nothing(config)
         why = f"leaves no layer to compress: of {type(model).__name__}, {linear} modules are linear layers that are known"
         allowed = "patterns of their names or classes (torch.nn.Linear, Conv1D, and those of an adapter)"
