@@ -5,6 +5,7 @@ They are apart from `_compat` because an engine without `comm` needs none of the
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -172,6 +173,14 @@ def layers_that_send(model: torch.nn.Module) -> list[torch.nn.Module]:
         for module in model.modules()
         if any(base.__name__ in _LAYERS_THAT_SEND for base in type(module).__mro__)
     ]
+
+
+def goes_on(*args: Any, **kwargs: Any) -> bool:
+    """Whether a call of `load_checkpoint` with these arguments goes on with the run that saved, and does not begin one with its
+    weights."""
+    given = inspect.signature(DeepSpeedEngine.load_checkpoint).bind(None, *args, **kwargs)
+    given.apply_defaults()
+    return bool(given.arguments["load_optimizer_states"] and not given.arguments["load_module_only"])
 
 
 def skipped_steps(engine: Any) -> int:

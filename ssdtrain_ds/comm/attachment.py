@@ -146,7 +146,10 @@ class CommAttachment:
             finally:
                 self.comm.forget_weights()
             path = found[0] if isinstance(found, tuple) else None
-            if path is not None:
+            if path is not None and not _compat_comm.goes_on(load_dir, *args, **kwargs):
+                self.comm.begin_anew()  # with the weights of another run, whose residuals are not of this one
+                self.comm.steps = int(self.engine.global_steps)
+            elif path is not None:
                 directory = Path(path) if Path(path).is_dir() else Path(path).parent
                 residuals.load(self.comm, self._file(directory), {})
                 self.comm.steps = int(self.engine.global_steps)

@@ -120,6 +120,28 @@ def test_a_checkpoint_without_residuals_begins_anew(two_ranks: StandingRanks, tm
     assert two_ranks(without_residuals, str(tmp_path)) == [0, 0]
 
 
+def warm_started(rank: int, directory: str, option: dict[str, bool]) -> Any:
+    import ssdtrain_ds
+
+    engine = engine_of(1, COMM)
+    train(engine, rank, 0, 2)
+    engine.save_checkpoint(directory)
+    engine.destroy()
+    other = engine_of(1, COMM)
+    other.load_checkpoint(directory, **option)
+    comm = ssdtrain_ds.runtime_of(other).comm
+    found = comm.feedback.nbytes, comm.steps == other.global_steps
+    other.destroy()
+    return found
+
+
+@pytest.mark.parametrize("option", [{"load_module_only": True}, {"load_optimizer_states": False}])
+def test_a_run_that_takes_the_weights_of_another_begins_without_its_residuals(
+    option: dict[str, bool], two_ranks: StandingRanks, tmp_path: Path
+) -> None:
+    assert two_ranks(warm_started, str(tmp_path), option) == [(0, True)] * 2
+
+
 def gathered(rank: int, stage: int) -> Any:
     import deepspeed
 
