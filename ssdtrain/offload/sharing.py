@@ -27,7 +27,8 @@ bytes would come back changed, also those of a bool mask packed to bits.
 Note: [Strided views]
 A view that leaves gaps (a fused QKV projection, split: three views, each over 99% of one storage) becomes a region over the whole
 storage where its own bytes are a fair part of it, and the next views join. Where they are a small part, their bytes are copied
-together when they leave.
+together when they leave. So are those of a tensor that is no view for torch (`unsafe_chunk` in a GRU, what a kernel made of a
+buffer of its own): its counter does not show writes into the gaps, which would be taken for writes into what was saved.
 """
 
 from __future__ import annotations
@@ -99,13 +100,12 @@ def make_region(
     """A new region for `tensor`: its extent, the whole storage, or its bytes alone. See Note: [Strided views]."""
     start, end, own = extent
     nbytes = end - start
-    thin = False
+    base, thin = tensor._base, False
     if own < nbytes:
-        if own >= WHOLE_STORAGE * storage.nbytes():
+        if base is not None and own >= WHOLE_STORAGE * storage.nbytes():
             start, nbytes = 0, storage.nbytes()
-        elif own < nbytes // 2 and no_overlap(tensor):
+        elif (base is None or own < nbytes // 2) and no_overlap(tensor):
             start, nbytes, thin = 0, own, True
-    base = tensor._base
     owner = weakref.ref(tensor if base is None else base)  # see Note: [Owners of version counters]
     region = Region(tensor.detach(), start, nbytes, tape, operator, seen, storage.data_ptr(), owner)
     if thin:

@@ -334,3 +334,28 @@ def test_a_kernel_that_writes_its_gradient_over_its_input_saves_that(make_runtim
         return x.grad
 
     assert torch.equal(gradient(make_runtime()), gradient(None))
+
+
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[2]], ids=lambda variant: variant.name)
+def test_a_write_beside_a_chunk_with_a_counter_of_its_own_is_none_to_the_chunk(
+    variant: Variant, make_runtime: MakeRuntime
+) -> None:
+    """As in a GRU: `unsafe_chunk`, one part saved, then another one changed in place, before the first has been written."""
+    runtime = make_runtime(variant)
+    pool = runtime.offload.store.pool  # type: ignore[union-attr]
+    x = torch.randn(64, SIZE, requires_grad=True)
+    if not variant.staged:
+        pool.hold(begun=True, reads=False)  # type: ignore[union-attr]
+    with runtime.forward():
+        one, other = (x * 1).unsafe_chunk(2, 1)
+        y = one.sin()
+        torch.ones(1, requires_grad=True).sin()  # the operator that saved it has ended
+        other.mul_(3)
+        loss = y.sum()
+    if not variant.staged:
+        pool.release()  # type: ignore[union-attr]
+    settled(runtime)
+    found = runtime.statistics()
+    assert found is not None and found.offload.offloaded_bytes == one.nbytes
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert torch.equal(gradient[:, : SIZE // 2], x.detach()[:, : SIZE // 2].cos())
