@@ -99,6 +99,8 @@ class Step(NamedTuple):
     """From its begin, or else from the end of the step before, to its end; 0.0 of a first one whose begin is not known."""
     skipped: bool = False
     """True if its gradients overflowed and were dropped."""
+    failed: bool = False
+    """True if an exception ends it. Other ranks may not know: a feature must not wait for them then."""
 
 
 class Feature:

@@ -231,12 +231,14 @@ class Runtime:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One optimizer step; an exception inside still ends it."""
+        """One optimizer step; an exception inside still ends it, without communication between ranks."""
         self.step_begin()
         try:
             yield
-        finally:
-            self.step_end()
+        except BaseException:
+            self._end(self.features, failed=True)
+            raise
+        self.step_end()
 
     def step_begin(self) -> None:
         """A step begins; the optimizer may have moved parameters since the last one."""
@@ -251,23 +253,24 @@ class Runtime:
             skipped: its gradients overflowed and were dropped.
             number: of the step, for the log and the file; None: the steps of this runtime are counted.
         """
-        if not self._forked:
-            self._end(skipped, number, self.features)
+        self._end(self.features, number, skipped=skipped)
 
     def record_step(self) -> None:
         """A step is over of a loop that does not call `step_end`: it is counted, and the journal, TensorBoard, the trace, the log
-        and the checks of offloading get it. Other features do not: plans and compressed inputs see the optimizer's steps
-        themselves."""
-        if not (self._forked or holds_signal_safe_lock()):
-            self._end(False, None, self._recorders)
+        and the checks of offloading get it. Plans and compressed inputs see the optimizer's steps themselves."""
+        if not holds_signal_safe_lock():
+            self._end(self._recorders)
 
-    def _end(self, skipped: bool, number: int | None, features: Sequence[Feature]) -> None:
-        ended = time.perf_counter()
-        seconds = ended - self._began if self._began else 0.0
-        self._step_seconds += seconds
-        self._began = ended  # of the next step, where the loop does not say so
+    def _end(self, features: Sequence[Feature], number: int | None = None, **how: bool) -> None:
+        if self._forked:
+            return
+        began, self._began = (
+            self._began,
+            time.perf_counter(),
+        )  # of the next step, where the loop does not say so
+        self._step_seconds += (seconds := self._began - began if began else 0.0)
         self.steps += 1
-        step = Step(self.steps if number is None else number, seconds, skipped)
+        step = Step(self.steps if number is None else number, seconds, **how)
         for feature in features:
             feature.on_step_end(step)
         if self._journal is not None and (now := self.statistics()) is not None:

@@ -46,7 +46,8 @@ class CompressedCollectives(Feature):
         return cls(Communicator(Policy.from_config(config.comm), place.device))
 
     def on_step_end(self, step: Step) -> None:
-        self.comm.step_end(step.skipped)
+        if not step.failed:  # else the step goes on, on all ranks that have caught the exception
+            self.comm.step_end(step.skipped)
 
     def metrics(self) -> list[tuple[str, CommMetrics]]:
         return [(f"comm/{dimension}", found) for dimension, found in self.comm.metrics().items()]

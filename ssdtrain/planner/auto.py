@@ -181,7 +181,11 @@ class AutoPlan(Feature):
             self._spans.communicates()
 
     def on_step_end(self, step: Step) -> None:
-        self._ended()
+        if not step.failed:
+            self._ended()
+        elif self._spans is not None:
+            self._forwards = 0
+            self._profile_again()
 
     def _ended(self) -> None:
         """See Note: [Steps]."""

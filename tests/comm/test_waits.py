@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from ssdtrain.comm.meter import CommMetrics, Meter
 from ssdtrain.comm.work import ChainedWork, CompressedWork
+from ssdtrain.config import load_config
+from ssdtrain.planner.plan_blocks import PlanBlocks
+from ssdtrain.runtime import Runtime
 from tests.comm.test_collectives import make
 from tests.support.ranks import on_ranks
 
@@ -71,3 +76,30 @@ def test_what_could_not_be_decoded_fails_at_every_wait() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="another codec"):
             chained.wait()
+
+
+def raising_inside_of_a_step(rank: int, config: dict[str, Any]) -> str:
+    layer = nn.Linear(8, 8)
+    runtime = Runtime(load_config(config), plan_blocks=PlanBlocks({"layer": layer}, group=dist.group.WORLD))
+    with pytest.raises(ZeroDivisionError) as raised, runtime.step():
+        with runtime.forward():
+            layer(torch.ones(2, 8))
+        if rank == 0:
+            raise ZeroDivisionError("this rank's")
+        dist.recv(torch.empty(1), 0)  # as in a collective: what rank 0 sends next has to be this
+        raise ZeroDivisionError("the other's")
+    if rank == 0:
+        dist.send(torch.empty(1), 1)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"comm": {"dp": "int8", "min_bytes": 0, "probe": False}}, {"plan": {"device_limit": "64MiB"}}],
+    ids=["comm", "plan"],
+)
+def test_an_exception_inside_of_a_step_is_not_kept_back_by_an_exchange_between_ranks(
+    config: dict[str, Any],
+) -> None:
+    """It reached the loop after the process group's timeout, as an error about that: the others are in another collective."""
+    assert on_ranks(2, raising_inside_of_a_step, config) == ["this rank's", "the other's"]
