@@ -101,7 +101,7 @@ class CommConfig(Section):
     parameter. Default: the preset's, or "off" without a preset."""
 
     warmup_steps: Annotated[int, Field(ge=0)] = 100
-    """Number of initial steps in which codecs below 8 bits are replaced by int8."""
+    """Number of initial steps in which codecs below 8 bits are replaced by int8, except for messages between stages."""
 
     adapt: Fraction | None = None
     """Choose the bits of each gradient bucket such that its relative error stays below this value, for example 0.1. Default:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ssdtrain.comm.collectives import ReduceScatter
+from ssdtrain.comm.collectives import AllReduce, ReduceScatter
 from ssdtrain.comm.communicator import Bucket, Communicator
 from ssdtrain.comm.exclusion import excluded, ranges_in_order
 
@@ -22,6 +22,8 @@ REPLICAS = (
 )
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+BETWEEN_REPLICAS = "FSDP2 itself reduces gradients between replicas (HSDP)"
 
 
 def _managed(unit: Sequence[Any]) -> Iterator[nn.Parameter]:
@@ -78,7 +80,7 @@ class _ReduceScatter:
         self._name = name
         self._comm = comm
         self._before = before
-        self._parameters = [(p, p in exact) for p in _managed(unit) if p.requires_grad]
+        self._parameters = [(p, p in exact) for p in _managed(unit)]
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -92,6 +94,10 @@ class _ReduceScatter:
         async_op: bool = False,
     ) -> Any:
         self._before()
+        replicas = max((_replicas(parameter, group) for parameter, _ in self._parameters), default=1)
+        if replicas > 1:
+            raw = AllReduce.ring_bytes(output_tensor.nbytes, replicas)
+            self._comm.router.count_fallback("dp", BETWEEN_REPLICAS, raw)
         bucket = self._bucket(input_tensor.numel(), group)
         work = None
         if bucket is None:
@@ -109,7 +115,9 @@ class _ReduceScatter:
 
     def _bucket(self, numel: int, group: dist.ProcessGroup) -> Bucket | None:
         ranks = dist.get_world_size(group)
-        shares = [(_share(parameter, group), exact) for parameter, exact in self._parameters]
+        # Which parameters train may change at any time.
+        training = [(parameter, exact) for parameter, exact in self._parameters if parameter.requires_grad]
+        shares = [(_share(parameter, group), exact) for parameter, exact in training]
         if ranks * sum(share for share, _ in shares) != numel:
             return None
         return Bucket(self._name, ranges_in_order(shares * ranks))
@@ -130,6 +138,19 @@ def _share(parameter: nn.Parameter, group: dist.ProcessGroup) -> int:
     if size:
         size[dimension] = _chunk(size[dimension], dist.get_world_size(group), 0)
     return math.prod(size)
+
+
+def _replicas(parameter: nn.Parameter, group: dist.ProcessGroup) -> int:
+    """Groups that shard the same parameter, as `group` does, and between which FSDP2 reduces its gradient: those of dimensions of
+    its mesh before that of `group`. Dimensions behind it belong to tensor parallelism."""
+    replicas = 1
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for number, placement in enumerate(parameter.placements):
+            if not placement.is_replicate():
+                return replicas if mesh.get_group(number) is group else 1
+            replicas *= mesh.size(number)
+    return 1
 
 
 def _chunk(size: int, parts: int, number: int) -> int:
