@@ -20,6 +20,13 @@ Shown = list[tuple[str, Any]]
 
 ROWS, COLUMNS = 48, 64  # 12 KiB: above the smallest size that moves
 
+
+def beside(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Parts of one storage with counters of their own: one is saved, then the other is written, as in a GRU."""
+    saved = one.sin()
+    return torch.cat([saved, other.mul_(2) * saved], -1)
+
+
 UNARY: list[Callable[[torch.Tensor], torch.Tensor]] = [
     torch.sin,  # saves its input
     torch.tanh,  # saves its output
@@ -38,6 +45,7 @@ VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda t: t + (t[::7, ::9] * t[::7, ::9].cos()).sum(),
     lambda t: t.view(ROWS, 4, 16).transpose(0, 1).sin().transpose(0, 1).reshape(ROWS, COLUMNS),
     lambda t: t * t.reshape(-1).unfold(0, COLUMNS, COLUMNS),
+    lambda t: beside(*(t * 1).unsafe_chunk(2, -1)),
 ]
 
 # How often each comes up: a backward that frees its graph ends the story of every loss that shares it.
