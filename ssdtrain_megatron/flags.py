@@ -46,3 +46,15 @@ def config_from_args(args: argparse.Namespace) -> Config | None:
                 ]
             )
     return config
+
+
+def keys_without_effect(config: Config) -> str:
+    """What a config that is enabled has and nothing in it uses, as a line for the log; "" where there is no such thing."""
+    if not config.enabled:
+        return ""
+    given = ", ".join(f"ssdtrain.{name}" for name in sorted(config.model_fields_set - {"enabled"}))
+    if not config.active:
+        return f"nothing is enabled (no offload, comm, compact or plan), so {given or 'the config'} is without effect"
+    if "checkpoint" in config.model_fields_set and config.offload is None and not config.plans:
+        return "ssdtrain.checkpoint is without effect: only offload and plan replace Megatron's checkpoint function"
+    return ""

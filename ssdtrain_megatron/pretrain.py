@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ssdtrain.config import Config, ConfigError, Problem
 from ssdtrain.integration.patching import Patches, call_after
 from ssdtrain.preflight import check_start
-from ssdtrain_megatron.flags import add_arguments, config_from_args
+from ssdtrain_megatron.flags import add_arguments, config_from_args, keys_without_effect
 
 if TYPE_CHECKING:
     from ssdtrain_megatron.attachment import Attachment
@@ -114,6 +114,9 @@ def _attaching(training: Any, plain: Function) -> Function:
             _check_command_line(training.get_args())
         else:
             check_start(config)
+            idle = keys_without_effect(config)
+            if idle:
+                training.print_rank_last(f" [ssdtrain] {idle}")
         result = plain(*args, **kwargs)
         attached = False
         if config is not None and config.active:

@@ -12,6 +12,7 @@ import pytest
 from ssdtrain.config import Amount, ConfigError, load_config
 from ssdtrain.config.flags import flags
 from ssdtrain_megatron import add_arguments, config_from_args
+from ssdtrain_megatron.flags import keys_without_effect
 
 
 def parser() -> argparse.ArgumentParser:
@@ -184,6 +185,25 @@ def test_a_report_about_nothing_is_rejected() -> None:
         config_from_args(parser().parse_args(args))
     assert config_from_args(parser().parse_args([*args, "--no-ssdtrain-enabled"])) is not None
     assert config_from_args(parser().parse_args([*args, "--ssdtrain-offload-directories", "/a"])) is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--ssdtrain-checkpoint-use-reentrant", "nothing is enabled"),
+        ("--ssdtrain-report-interval 5", "ssdtrain.report is without effect"),
+        ("--ssdtrain-comm-preset safe --ssdtrain-checkpoint-use-reentrant", "ssdtrain.checkpoint is without"),
+        ("--ssdtrain-offload-directories /a --ssdtrain-checkpoint-use-reentrant", ""),
+        ("--ssdtrain-plan auto --ssdtrain-checkpoint-use-reentrant", ""),
+        ("--ssdtrain-comm-preset safe --ssdtrain-report-interval 5", ""),
+        ("--no-ssdtrain-enabled --ssdtrain-report-interval 5", ""),
+    ],
+)
+def test_keys_that_nothing_uses_are_named(given: str, said: str) -> None:
+    config = config_from_args(parser().parse_args(given.split()))
+    assert config is not None
+    found = keys_without_effect(config)
+    assert said in found and bool(said) == bool(found)
 
 
 @pytest.mark.parametrize("given", ["--ssdtrain-comm-feedback int8", "--ssdtrain-comm-preset auto"])
