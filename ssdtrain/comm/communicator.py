@@ -42,7 +42,7 @@ from ssdtrain.comm.collectives import (
 )
 from ssdtrain.comm.feedback import Feedback
 from ssdtrain.comm.meter import CommMetrics, Meter
-from ssdtrain.comm.notices import FIRST_STEPS, Notices
+from ssdtrain.comm.notices import FIRST_STEPS, Notices, add_inactive
 from ssdtrain.comm.point_to_point import PointToPoint
 from ssdtrain.comm.policy import Policy, codec_of
 from ssdtrain.comm.references import References
@@ -309,18 +309,8 @@ class Communicator:
         if self.bit_widths is not None:
             self.bit_widths.decide(self.steps)
         if self.steps == FIRST_STEPS:
-            self._warn_if_inactive()
+            add_inactive(self.notices, self.policy, self.metrics())
         self.notices.step_end(self.steps, self.policy.warmup_steps)
-
-    def _warn_if_inactive(self) -> None:
-        if not self.metrics():
-            text = f"comm compressed nothing in the first {FIRST_STEPS} steps: none of its messages was sent between ranks"
-            self.notices.add("inactive", text)
-        for dimension, found in self.metrics().items():
-            if found.calls and not found.compressed and not self.policy.rules[dimension].off:
-                reasons = ", ".join(f"{reason} ({count})" for reason, count in found.fallbacks.items())
-                text = f"comm.{dimension} compressed nothing in the first {FIRST_STEPS} steps: {reasons}"
-                self.notices.add(f"{dimension} inactive", text)
 
     def metrics(self) -> dict[str, CommMetrics]:
         """Metrics of this rank by dimension, since the start."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ssdtrain.comm.meter import CommMetrics
+from ssdtrain.comm.policy import Policy
 from ssdtrain.cuda_runtime import made_current
 
 logger = logging.getLogger("ssdtrain")
@@ -26,17 +29,18 @@ class Notices:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._waiting: dict[str, str] = {}
+        self._waiting: dict[str, tuple[str, bool]] = {}
         self._written: set[str] = set()
 
-    def add(self, subject: str, text: str) -> None:
+    def add(self, subject: str, text: str, unanimous: bool = False) -> None:
         """Write `text` at the next exchange.
 
         Args:
             subject: what it is about: of several texts about one, from one rank or many, the first is written.
+            unanimous: only if all ranks add one about it.
         """
         if subject not in self._written:
-            self._waiting.setdefault(subject, text)
+            self._waiting.setdefault(subject, (text, unanimous))
 
     def step_end(self, step: int, warmup_steps: int) -> None:
         """Exchange pending messages, if that is due. A collective call of the job."""
@@ -52,12 +56,33 @@ class Notices:
         self._waiting = {}
         if dist.get_rank() != 0:
             return
-        texts: dict[str, tuple[str, list[int]]] = {}
+        texts: dict[str, tuple[str, bool, list[int]]] = {}
         for rank, one in enumerate(found):
-            for subject, text in one.items():
-                texts.setdefault(subject, (text, []))[1].append(rank)
-        for text, ranks in texts.values():
-            logger.warning("%s [%s]", text, _named(ranks, len(found)))
+            for subject, (text, unanimous) in one.items():
+                texts.setdefault(subject, (text, unanimous, []))[2].append(rank)
+        for text, unanimous, ranks in texts.values():
+            if not unanimous or len(ranks) == len(found):
+                logger.warning("%s [%s]", text, _named(ranks, len(found)))
+
+
+def add_inactive(notices: Notices, policy: Policy, metrics: Mapping[str, CommMetrics]) -> None:
+    """Warn of dimensions of which the first steps compressed nothing."""
+    if not metrics and not policy.configured:
+        none = f"comm compressed nothing in the first {FIRST_STEPS} steps: none of its messages was sent between ranks"
+        notices.add("inactive", none, unanimous=True)
+    for dimension, found in metrics.items():
+        if found.calls and not found.compressed and not policy.rules[dimension].off:
+            reasons = ", ".join(f"{reason} ({count})" for reason, count in found.fallbacks.items())
+            inactive = f"comm.{dimension} compressed nothing in the first {FIRST_STEPS} steps: {reasons}"
+            notices.add(f"{dimension} inactive", inactive)
+    for dimension in policy.configured:
+        # The second half of an all-reduce is counted with the first. Of two stages one sends.
+        if dimension != "dp_gather" and (dimension not in metrics or not metrics[dimension].calls):
+            unused = (
+                f"comm.{dimension} is configured, and nothing of it was sent in the first {FIRST_STEPS} steps: this job has "
+                "no such parallelism, or what sends its messages is not intercepted here"
+            )
+            notices.add(f"{dimension} unused", unused, unanimous=True)
 
 
 def _named(ranks: list[int], count: int) -> str:

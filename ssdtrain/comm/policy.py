@@ -48,6 +48,8 @@ class Policy:
     probe: bool
     chunk: int
     seed: int
+    configured: tuple[str, ...]
+    """Dimensions that the config gives a codec by name, not by a preset."""
 
     @classmethod
     def from_config(cls, config: CommConfig, path: str = "ssdtrain.comm") -> Policy:
@@ -77,6 +79,7 @@ class Policy:
             probe=config.probe,
             chunk=config.chunk,
             seed=config.seed,
+            configured=tuple(name for name in DIMENSIONS if getattr(config, name) not in (None, OFF)),
         )
 
     def for_device(self, device: torch.device) -> Policy:
