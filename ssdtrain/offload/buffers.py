@@ -42,6 +42,10 @@ class Buffers:
         self._outgrown: list[Arena] = []
         self._smaller: list[Arena] = []  # pinned, and in use beside a larger one
         self._cannot_grow = False
+        self.optional = meter is not None and nbytes is None
+        """Its size follows what forwards save, in the memory that activations take."""
+        self.used = True
+        """False, where it is `optional`: there is none after `close_unused`, and tensors come back into memory of their own."""
         if nbytes is not None:
             self._make(nbytes)
 
@@ -80,13 +84,21 @@ class Buffers:
         """Have at least `wanted` bytes, unless the size is fixed. Grows by a quarter at least, so that it settles."""
         if self._outgrown:
             self.close_returned()
-        if self._fixed is not None or wanted <= self.capacity:
+        if self._fixed is not None or not self.used or wanted <= self.capacity:
             return
         if self._arena is not None:
             wanted = max(wanted, self.capacity * 5 // 4)
             self._outgrown.append(self._arena)
             self.close_returned()
         self._make(-(-wanted // (2 * MiB)) * 2 * MiB)
+
+    def close_unused(self) -> None:
+        """Between steps: have no arena where it is not `used`."""
+        if not self.used and self._arena is not None:
+            self._outgrown.append(self._arena)
+            self._arena = None
+        if self._outgrown:
+            self.close_returned()
 
     def grow(self, wanted: int, limit: int, room: Callable[[], int] | None = None) -> None:
         """Have a pinned arena of `wanted` bytes, but no more than `limit` bytes in all. Doubles at least, so that it settles.

@@ -70,6 +70,7 @@ class TransferLimits:
 
     def grow(self) -> None:
         """No forward or backward is under way: have the arena that those so far needed."""
+        self._buffers.close_unused()
         self._grow(self._wanted)
 
     def _grow(self, wanted: int) -> None:

@@ -175,7 +175,7 @@ class DirectTransfer:
             buffer = torch.frombuffer(
                 lease.owning_view(), dtype=torch.uint8
             )  # it goes back when the storage dies
-        elif allow_unpooled:
+        elif allow_unpooled or not self.buffers.used:
             buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             self._seen(buffer.untyped_storage())
         else:

@@ -94,6 +94,22 @@ def choose_offloads(
     """
     kept = simulate(chunks, [[KEEP] * len(blocks) for blocks in chunks], order, machine, steps=2)
     rate = machine.tiers[0].write if endurance is None else min(endurance, machine.tiers[0].write)
+    found = _choose(chunks, order, machine, kept, slack, device_budget, rate)
+    if found.predicted.peak_bytes < kept.peak_bytes:
+        return found
+    # What comes back takes more than leaves.
+    return Chosen(tuple((KEEP,) * len(blocks) for blocks in chunks), kept, kept)
+
+
+def _choose(
+    chunks: Sequence[Sequence[Block]],
+    order: Sequence[Pass],
+    machine: Machine,
+    kept: StepTimeline,
+    slack: float,
+    device_budget: int | None,
+    rate: float,
+) -> Chosen:
     found = _choose_whole(chunks, order, machine, kept, slack, device_budget, rate)
     if machine.copies is None or not coarse_blocks(chunks):
         return found
@@ -208,7 +224,8 @@ def _soonest(
     choices = [[KEEP] * len(blocks) for blocks in chunks]
     if len(machine.tiers) == 1:
         return choices
-    best, host = kept, Choice(machine.tiers[1].name)
+    host = Choice(machine.tiers[1].name)
+    peak = kept.peak_bytes + (0 if machine.buffers_stay else machine.buffers)
     share = (machine.tiers[1].capacity or 0) // _most_alive(order)
     for number, blocks in enumerate(chunks):
         room = share
@@ -218,8 +235,8 @@ def _soonest(
             choices[number][index] = host
             tried = simulate(chunks, choices, order, machine, steps=2)
             stored = tried.blocks[number][index].stored > 0
-            if stored and tried.peak_bytes <= best.peak_bytes and tried.seconds <= kept.seconds * (1 + slack):
-                best, room = tried, room - blocks[index].saved
+            if stored and tried.peak_bytes <= peak and tried.seconds <= kept.seconds * (1 + slack):
+                peak, room = tried.peak_bytes, room - blocks[index].saved
             else:
                 choices[number][index] = KEEP
     return choices

@@ -18,6 +18,7 @@ from ssdtrain.offload import policy as offload
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.meter import Peaks
 from ssdtrain.planner.adaptive import AdaptivePolicy, actions_of
+from ssdtrain.planner.arena import ArenaCost
 from ssdtrain.planner.choose import SLACK, Chosen, as_plan, choose_offloads, no_plan
 from ssdtrain.planner.decisions import Outcome, decision_table
 from ssdtrain.planner.drift import DRIFT, MOST_DRIFT, Backoff
@@ -108,6 +109,7 @@ class AdaptiveOffload(Feature):
         self._decided = ""
         self._ends = StepEnds(self._ended, engine.drain)
         self._room, self._plot = Room(engine), PlanPlot(plot, engine.meter)
+        self._arena = ArenaCost(engine)
         self._recorder = engine.recorder
         self._recorder.request("plan", True)
         # With their steps and the peaks of these without offload; the device has not passed them yet.
@@ -257,7 +259,7 @@ class AdaptiveOffload(Feature):
         return measured_machine(self._engine, rates, self._link, self._margin.value, host)
 
     def _plan(self, profile: Profile) -> None:
-        machine = self.machine()
+        machine = self._arena.counted(self.machine(), profile.blocks)
         rate = self._wear.rate if self._wear is not None else None
         other = self._other_bytes(profile)
         found = self._choose(profile, machine, other, rate).beside(other)
@@ -292,6 +294,7 @@ class AdaptiveOffload(Feature):
         self._same = same and not self._outcome_due
         self._drift = min(MOST_DRIFT, 1.5 * self._drift) if same else DRIFT
         self._policy.follow(plans)
+        self._arena.planned(used=any(choice != KEEP for one in found.choices for choice in one))
         if not same:
             self._plot.planned(
                 *as_plan(profile.blocks, profile.order, machine, found), self._device_budget, other
@@ -373,7 +376,8 @@ class AdaptiveOffload(Feature):
     def _report_outcome(self, seconds: float, peaks: Peaks) -> None:
         if self.chosen is None or self._planned_profile is None or self._profile is None:
             return
-        outcome = Outcome(*peaks, seconds, self._profile.stall, self._engine.snapshot().load_waits)
+        waits, budget = self._engine.snapshot().load_waits, None if self._must_fit else self._device_budget
+        outcome = Outcome(*peaks, seconds, self._profile.stall, waits, budget)
         self._decided = decision_table(self._planned_profile, self.chosen, outcome) + self.note
         if self._same:
             return  # it was said of this plan

@@ -139,8 +139,9 @@ class Machine:
     `window` (bytes).
 
     `link` is None where tensors are stored from host memory without a copy (CPU). `buffers`: bytes of the arena that they come
-    back into, where it is of the memory that activations take; it is there all the time. `together`: bytes of
-    writes that are queued before an idle tier begins them (CPU). `in_order`: without a link, tensors leave when later stores need
+    back into, where it is of the memory that activations take; it is there all the time, or where not `buffers_stay` if
+    something leaves. `together`: bytes of writes that are queued before an idle tier begins them (CPU). `in_order`: without a
+    link, tensors leave when later stores need
     their room in `in_flight`, and not before. `hook`: seconds of the host for one operator and its
     hook, with a link, where the host is ahead of the device by as much as it is faster; None: not known, and it is not ahead.
     `copies`: bytes per second of a copy within the memory that tensors are in; None: not known, and blocks leave whole.
@@ -160,6 +161,7 @@ class Machine:
     in_order: bool = False
     state: Tier | None = None
     state_buffers: int = 2
+    buffers_stay: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ssdtrain.planner.parts import expanded, folded
 from ssdtrain.planner.plans import Problem
 from ssdtrain.planner.simulation import Simulation
-from ssdtrain.planner.step import KEEP, Block, Choice, Machine, Pass, StepTimeline
+from ssdtrain.planner.step import DEVICE, KEEP, Block, Choice, Machine, Pass, StepTimeline
 
 __all__ = ["kept_step", "simulate"]
 
@@ -69,7 +69,8 @@ def simulate(
 
 def _outcome(running: Simulation, memory: bool) -> StepTimeline:
     peak, when = running.memory.peak()
-    buffers = running.machine.buffers
+    leaves = any(choice.tier != DEVICE for choices in running.choices for choice in choices)
+    buffers = running.machine.buffers if leaves or running.machine.buffers_stay else 0
     line = running.memory.line(running.began) if memory else []
     flat = [times for chunk in running.blocks for times in chunk]
     servers = running.servers

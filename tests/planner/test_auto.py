@@ -9,15 +9,18 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.config import load_config
+from ssdtrain.config.units import MiB
 from ssdtrain.planner.adaptive import AdaptivePolicy
+from ssdtrain.planner.arena import ArenaCost
 from ssdtrain.planner.auto import AutoPlan
 from ssdtrain.planner.choose import choose_offloads
 from ssdtrain.planner.controller import AdaptiveOffload
 from ssdtrain.planner.decisions import Outcome, decision_table
 from ssdtrain.planner.measured import Profile
-from ssdtrain.planner.step import KEEP, Machine, Tier, one_after_the_other
+from ssdtrain.planner.step import KEEP, Block, Machine, Tier, one_after_the_other
 from ssdtrain.planner.step_ends import UNENDED
 from ssdtrain.runtime import Runtime
+from tests.offload.conftest import stored_forward
 
 
 def make_model() -> nn.Module:
@@ -249,11 +252,85 @@ def test_what_was_decided_is_a_table_with_reasons(tmp_path: Path) -> None:
         (Outcome(100, 100, 1.0, 0.0, {}), "saved nothing"),
         (Outcome(90, 100, 1.0, 0.5, {}), "costs more than it gives: 50% of a step is waiting, for 10%"),
         (Outcome(50, 100, 1.0, 0.01, {}), None),
+        (Outcome(100, 100, 1.0, 0.0, {}, 200), None),  # as much may stay
+        (
+            Outcome(50, 100, 1.0, 0.0, {}, 40),
+            "device_budget: the activation peak is 50 B, above the budget of 40 B",
+        ),
     ],
 )
 def test_a_loud_line_where_offload_gives_nothing(outcome: Outcome, said: str | None) -> None:
     found = list(outcome.warnings())
     assert found == [] if said is None else said in found[0]
+
+
+def test_a_model_whose_arena_takes_more_than_it_saves_has_none_and_the_peak_of_keeping(
+    tmp_path: Path,
+) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))  # saves 4 tensors of 1 MiB
+    with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
+        runtime.register(model)
+        engine = runtime.engine
+        assert engine is not None and isinstance(engine.policy, AdaptivePolicy)
+        for step in range(50):  # nothing is planned while no store was written
+            gradients(model, runtime, step, rows=4096)
+            if engine.policy.plans:
+                break
+        engine.reset_peak()
+        for step in range(4):
+            found = gradients(model, runtime, step, rows=4096)
+            assert all(map(torch.equal, found, gradients(model, None, step, rows=4096)))
+        after = engine.snapshot()
+        assert after.activation_peak_bytes == after.unoffloaded_peak_bytes and not after.buffer_bytes
+
+
+def test_without_an_arena_tensors_come_back_into_memory_of_their_own(tmp_path: Path) -> None:
+    model = make_model()
+    with Runtime(load_config(config(tmp_path, amount="all")), logs=False) as runtime:
+        runtime.register(model)
+        engine = runtime.engine
+        assert engine is not None
+        want = gradients(model, None, 0)
+        engine.buffers.fit(MiB)
+        engine.buffers.used = False
+        engine.grow(between_steps=True)
+        x = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
+        model.zero_grad()
+        before = engine.snapshot().loaded_bytes
+        with stored_forward(runtime):
+            loss = model(x).square().sum()
+        loss.backward()
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(map(torch.equal, found, want))
+        del loss
+        after = engine.snapshot()
+        assert after.loaded_bytes > before and not after.buffer_bytes
+        assert after.activation_bytes == x.nbytes
+
+
+def test_without_an_arena_it_is_known_what_one_takes(tmp_path: Path) -> None:
+    with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
+        assert runtime.engine is not None
+        cost, machine, buffers = ArenaCost(runtime.engine), Machine(), runtime.engine.buffers
+        buffers.fit(MiB)
+        assert cost.counted(machine, [[Block("b", 1.0, 1.0, 8 * MiB)]]).buffers == 2 * MiB
+        cost.planned(used=False)
+        buffers.fit(MiB)
+        assert not buffers.counted_bytes and buffers.acquire(1) is None
+        found = cost.counted(machine, [[Block("b", 1.0, 1.0, 16 * MiB)]])
+        assert found.buffers == 4 * MiB and not found.buffers_stay
+        cost.planned(used=True)
+        buffers.fit(MiB)
+        assert buffers.counted_bytes == 2 * MiB
+
+
+def test_an_arena_whose_size_is_given_stays(tmp_path: Path) -> None:
+    with Runtime(load_config(config(tmp_path, buffer="4MiB")), logs=False) as runtime:
+        assert runtime.engine is not None
+        cost, machine = ArenaCost(runtime.engine), Machine(buffers=4 * MiB)
+        assert cost.counted(machine, [[Block("b", 1.0, 1.0, MiB)]]) == machine
+        cost.planned(used=False)
+        assert runtime.engine.buffers.counted_bytes == 4 * MiB
 
 
 def test_evaluation_leaves_no_record_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

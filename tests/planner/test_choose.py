@@ -178,6 +178,25 @@ def test_all_that_fits_into_host_memory_goes_there() -> None:
     assert chosen.predicted.peak_bytes <= 400
 
 
+@pytest.mark.parametrize(("arena", "offloaded"), [(100, True), (400, False)])
+@pytest.mark.parametrize("budget", [None, 600])
+def test_what_comes_back_takes_no_more_than_what_leaves(
+    arena: int, offloaded: bool, budget: int | None
+) -> None:
+    on = Machine((Tier("ssd", 1000.0, 1000.0),), prefetch=200, buffers=arena, buffers_stay=False)
+    found = choose_offloads([blocks(5)], one_after_the_other(), on, device_budget=budget)
+    assert found.kept.peak_bytes == 500
+    assert any(choice != KEEP for choice in found.choices[0]) == (offloaded and budget is None)
+    assert (found.predicted.peak_bytes < 500) == (offloaded and budget is None)
+
+
+def test_with_host_memory_an_arena_is_no_reason_against_each_block_alone() -> None:
+    tiers = Tier("ssd", 1.0, 1.0), Tier("host", 1e9, 1e9, capacity=1000)
+    on = Machine(tiers, prefetch=200, buffers=150, buffers_stay=False)
+    found = choose_offloads([blocks(8)], one_after_the_other(), on)
+    assert Choice("host") in found.choices[0] and found.predicted.peak_bytes < 800
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_parts_of_blocks_are_chosen_for_a_lower_peak_within_the_time_and_never_else(seed: int) -> None:
     draw = random.Random(seed)
