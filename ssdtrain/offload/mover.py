@@ -68,6 +68,7 @@ class Mover:
         self.departures = Departures(self._depart)
         self.loads = Loads(transfer, metrics)
         self.batch_bytes = 0  # of stores that may wake the pool together: see `SpillStore.write`
+        self.defers = True  # they may
         self._deferred = 0  # bytes of stores queued since the pool was woken
         self._raise_when_full = raise_when_full
         self._sampling = Sampling(verified)
@@ -113,7 +114,7 @@ class Mover:
         transfer.verify = chosen and not self.store.is_pinned(transfer.slot)
         nbytes = transfer.moved_bytes
         deferred = self._deferred + nbytes
-        defer = deferred <= self.batch_bytes
+        defer = self.defers and deferred <= self.batch_bytes
         write = self.transfer.begin_store(region, defer=defer)
         if write is None:
             transfer.rest = None

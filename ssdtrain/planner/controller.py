@@ -294,7 +294,9 @@ class AdaptiveOffload(Feature):
         self._same = same and not self._outcome_due
         self._drift = min(MOST_DRIFT, 1.5 * self._drift) if same else DRIFT
         self._policy.follow(plans)
-        self._arena.planned(used=any(choice != KEEP for one in found.choices for choice in one))
+        leaves = any(choice != KEEP for one in found.choices for choice in one)
+        self._arena.planned(used=leaves)
+        self._engine.mover.defers = leaves  # nothing comes for which that one region would wait
         if not same:
             self._plot.planned(
                 *as_plan(profile.blocks, profile.order, machine, found), self._device_budget, other

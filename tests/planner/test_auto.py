@@ -1,6 +1,7 @@
 """`offload.amount: "auto"` in a real run on the CPU: gradients to the bit, a plan after the first steps, what is said."""
 
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -282,6 +283,28 @@ def test_a_model_whose_arena_takes_more_than_it_saves_has_none_and_the_peak_of_k
             assert all(map(torch.equal, found, gradients(model, None, step, rows=4096)))
         after = engine.snapshot()
         assert after.activation_peak_bytes == after.unoffloaded_peak_bytes and not after.buffer_bytes
+
+
+def test_where_everything_is_kept_one_tensor_is_written_by_which_a_faster_drive_is_seen(
+    tmp_path: Path,
+) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))  # saves less than an arena takes
+    with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
+        runtime.register(model)
+        engine, offload = runtime.engine, runtime.offload
+        assert engine is not None and offload is not None and isinstance(engine.policy, AdaptivePolicy)
+        for step in range(50):  # nothing is planned while no store was written
+            gradients(model, runtime, step)
+            if engine.policy.plans:
+                break
+        [drive] = offload.store.metrics.drives
+        before, deadline = drive.bytes_written, time.monotonic() + 30
+        with runtime.forward():
+            loss = model(torch.randn(256, 64)).square().sum()
+        while offload.store.metrics.drives[0].bytes_written == before:  # which asks for nothing to begin
+            assert time.monotonic() < deadline, "it waits for others"
+            time.sleep(0.001)
+        loss.backward()
 
 
 def test_without_an_arena_tensors_come_back_into_memory_of_their_own(tmp_path: Path) -> None:
