@@ -40,6 +40,7 @@ class Prefetcher:
     def __init__(self, mover: Mover, buffers: Buffers, options: EngineOptions) -> None:
         self.limit = options.prefetch or 0
         self.largest = 0  # bytes of the largest region so far
+        self._largest_load = 0  # bytes of the largest region that was loaded so far
         self.backwards = 0  # that have begun
         self.closed = False
         self.next_tapes: list[Tape] = []
@@ -52,23 +53,25 @@ class Prefetcher:
     def size(self, tape: Tape) -> None:
         """Choose how far to read ahead of the backward of `tape`, unless the config does.
 
-        Three of the largest regions or 24 MiB, which keep a drive busy, but no more than an eighth of what `tape` has in the
-        tiers: larger buffers would take the memory that offloading it saves. Half of a pinned arena, which takes none.
+        Three of the largest regions that are loaded or 24 MiB, which keep a drive busy, but no more than an eighth of what `tape`
+        has in the tiers: larger buffers would take the memory that offloading it saves. Half of a pinned arena, which takes none.
         """
         if self._options.prefetch is None and self._options.buffer_limit is not None:
             self.limit = self._buffers.capacity // 2
         elif self._options.prefetch is None:
             free = self._buffers.capacity // 2 if self._options.buffer is not None else 1024 * MiB
-            enough = max(3 * self.largest, 24 * MiB)
+            enough = max(3 * self._largest_load, 24 * MiB)
             if self._wanted < enough:
                 here = State.RESIDENT, State.RELEASED
                 stored = [r.nbytes for r in tape.regions if r is not None and r.transfer.state not in here]
-                self._wanted = max(self._wanted, min(enough, max(sum(stored) // 8, self.largest)))
+                self._wanted = max(self._wanted, min(enough, max(sum(stored) // 8, self._largest_load)))
             self.limit = min(self._wanted, free)
 
-    def fit(self) -> None:
-        """A load is about to begin: have an arena for what is ahead and what backward holds, unless the config gives its size."""
-        self._buffers.fit(self.limit + 2 * self.largest)
+    def fit(self, region: Region) -> None:
+        """A load of `region` is about to begin: have an arena for what is ahead and what backward holds, unless the config gives
+        its size. What is never loaded (the logits, last on their tape) takes no room in it."""
+        self._largest_load = max(self._largest_load, region.nbytes)
+        self._buffers.fit(self.limit + 2 * self._largest_load)
 
     def begin(self, tape: Tape) -> None:
         """The backward of `tape` begins. Called with the engine's lock held, as `run`."""
@@ -158,8 +161,8 @@ class Prefetcher:
             if state is State.STORED:
                 if loads.prefetched_bytes and loads.prefetched_bytes + region.nbytes > self.limit:
                     return 0
-                if not fitted:
-                    self.fit()
+                if not fitted or region.nbytes > self._largest_load:
+                    self.fit(region)
                     fitted = True
                 if not loads.begin(region, on_demand=False):
                     return 0

@@ -59,7 +59,7 @@ class Restorer:
         if transfer.state is State.STORED:
             if mover.transfer.closed:
                 raise after_close()
-            self._prefetcher.fit()
+            self._prefetcher.fit(region)
             if not mover.loads.begin(region, on_demand=True):
                 return None
         if transfer.state is State.LOADING:

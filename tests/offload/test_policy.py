@@ -16,6 +16,7 @@ from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
 from ssdtrain.offload.sharing import extent_of, make_region
 from ssdtrain.offload.tape import Tape
+from tests.offload.conftest import settled
 
 BYTES = 64 * 64 * 4  # of what one activation function saves
 
@@ -133,3 +134,27 @@ def test_a_codec_that_cannot_encode_on_the_device_is_an_error_of_the_policy() ->
     assert Coding().choose(saved, extent, region, "int8") is not None
     with pytest.raises(ValueError, match="int99"):
         Coding().choose(saved, extent, region, "int99")
+
+
+def test_what_is_never_loaded_takes_no_room_in_the_arena(tmp_path: Path) -> None:
+    """The logits of a large vocabulary, last on their tape, had room for five of them beside a small model."""
+
+    class KeepLogits:
+        needs_modules = False
+
+        def decide(self, saved: SavedTensorInfo) -> Action:
+            return KEEP if saved.nbytes > 1 << 20 else OFFLOAD
+
+        def observe(self, forward: ForwardProfile) -> None:
+            pass
+
+    head = (nn.Linear(128, 4096), nn.LogSoftmax(1))
+    body = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)), *head)
+    config = {"offload": {"directories": str(tmp_path), "min_bytes": 1024}, "report": {"interval": 0}}
+    with ssdtrain.attach(body, config, policy=KeepLogits()) as runtime:
+        for _ in range(2):
+            loss = body(torch.randn(512, 128)).sum()  # 256 KiB each, then 8 MiB
+            settled(runtime)  # stores have ended, so that backward loads
+            loss.backward()
+        assert runtime.engine is not None
+        assert 0 < runtime.engine.buffers.capacity <= 4 << 20
