@@ -37,7 +37,7 @@ import torch
 
 from benchmarks.beside import Mover
 from benchmarks.common import finish, hardware, huge_pages, page_faults, parser, with_huge_pages
-from benchmarks.models import MODELS
+from benchmarks.models import DTYPES, MODELS
 from examples.support.activation_meter import SavedTensorMeter
 from examples.support.process_memory import PeakMemory, return_freed_blocks
 from ssdtrain.bench.ratios import interval, paired_ratio
@@ -52,18 +52,20 @@ class Trial:
     """One model, its optimizer and one batch; a step in any of the three ways.
 
     Args:
-        layers, hidden, sequence, batch: of the model and its batch.
+        model: called with (tokens, targets), it returns the loss.
+        sequence, batch, vocabulary: of the tokens, int64 (batch, sequence) below `vocabulary`.
         runtime: SSDTrain's.
-        device: of everything.
     """
 
-    def __init__(self, model: torch.nn.Module, sequence: int, batch: int, runtime: Runtime) -> None:
+    def __init__(
+        self, model: torch.nn.Module, sequence: int, batch: int, vocabulary: int, runtime: Runtime
+    ) -> None:
         device = next(model.parameters()).device
         generator = torch.Generator().manual_seed(1)
         self.model = model
         self.runtime = runtime
         self.tokens, self.targets = (
-            torch.randint(256, (batch, sequence), generator=generator).to(device) for _ in range(2)
+            torch.randint(vocabulary, (batch, sequence), generator=generator).to(device) for _ in range(2)
         )
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.meter = SavedTensorMeter(model)
@@ -157,17 +159,19 @@ def make(arguments: Any, directory: Path) -> Trial:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
     model = MODELS[arguments.model](
-        layers=arguments.layers, hidden=arguments.hidden, sequence=arguments.sequence
+        layers=arguments.layers,
+        hidden=arguments.hidden,
+        sequence=arguments.sequence,
+        vocabulary=arguments.vocabulary,
     )
-    offload: dict[str, Any] = {"directories": str(directory), "in_flight": arguments.in_flight}
-    offload["amount"] = arguments.amount
-    offload |= {
-        key: getattr(arguments, key) for key in ("buffer", "prefetch") if getattr(arguments, key) is not None
-    }
+    offload: dict[str, Any] = {"directories": str(directory), "amount": arguments.amount}
+    for key in ("in_flight", "buffer", "prefetch"):
+        if getattr(arguments, key) is not None:
+            offload[key] = getattr(arguments, key)
     report = {"interval": 0 if arguments.process_peaks else 100}
     runtime = Runtime(load_config({"offload": offload, "report": report}), device=device, logs=False)
-    trial = Trial(model.to(device), arguments.sequence, arguments.batch, runtime)
-    return trial
+    model = model.to(device, DTYPES[arguments.dtype])
+    return Trial(model, arguments.sequence, arguments.batch, arguments.vocabulary, runtime)
 
 
 def warm_up(trial: Trial) -> None:
@@ -244,6 +248,8 @@ def run(arguments: Any, directory: Path) -> dict[str, Any]:
         "hidden": arguments.hidden,
         "sequence": arguments.sequence,
         "batch": arguments.batch,
+        "vocabulary": arguments.vocabulary,
+        "dtype": arguments.dtype,
         "amount": arguments.amount,
         "parameters": parameters,
         "pairs": arguments.pairs,
@@ -300,6 +306,8 @@ def main() -> None:
     arguments.add_argument("--hidden", type=int, default=384, help="width")
     arguments.add_argument("--sequence", type=int, default=512, help="tokens")
     arguments.add_argument("--batch", type=int, default=6, help="sequences")
+    arguments.add_argument("--vocabulary", type=int, default=256, help="tokens that there are")
+    arguments.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="of the parameters")
     arguments.add_argument(
         "--amount", default="auto", help='of `offload.amount`: "all", "auto", a fraction, a size that stays'
     )
@@ -309,7 +317,12 @@ def main() -> None:
     arguments.add_argument(
         "--directory", type=Path, default=None, help="on the drive to measure; default: temporary"
     )
-    arguments.add_argument("--in-flight", type=parse_size, default=48 * MiB, help="bytes of stores in flight")
+    arguments.add_argument(
+        "--in-flight",
+        type=lambda text: None if text == "default" else parse_size(text),
+        default=48 * MiB,
+        help='bytes of stores in flight; "default": the engine\'s choice',
+    )
     arguments.add_argument(
         "--buffer", type=parse_size, default=None, help="bytes of the arena; default: the engine's choice"
     )

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import finish, hardware, parser
-from benchmarks.models import gpt
+from benchmarks.models import DTYPES, gpt
 from examples.support.activation_meter import SavedTensorMeter
 from ssdtrain.bench.ratios import interval, paired_ratio
 from ssdtrain.config.units import MiB
@@ -35,16 +35,22 @@ class Way:
         import deepspeed
 
         torch.manual_seed(0)
-        model = gpt(layers=arguments.layers, hidden=arguments.hidden, sequence=arguments.sequence)
+        model = gpt(
+            layers=arguments.layers,
+            hidden=arguments.hidden,
+            sequence=arguments.sequence,
+            vocabulary=arguments.vocabulary,
+        )
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": arguments.batch,
             "zero_optimization": {"stage": arguments.stage},
+            "bf16": {"enabled": arguments.dtype == "bfloat16"},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10**9,
         }
         if name == SSDTRAIN:
             config["ssdtrain"] = {
-                "offload": {"directories": str(directory), "amount": "all"},
+                "offload": {"directories": str(directory), "amount": arguments.amount},
                 "report": {"interval": 0},
             }
         self.name = name
@@ -53,8 +59,10 @@ class Way:
         )
         self.meter = SavedTensorMeter(self.engine.module)
         self.losses: list[str] = []
+        self.gradients: list[torch.Tensor] = []
+        """Of the last step with `keep_gradients`."""
 
-    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
+    def step(self, tokens: torch.Tensor, targets: torch.Tensor, *, keep_gradients: bool = False) -> float:
         around: AbstractContextManager[Any] = nullcontext()
         if self.name == SAVE_ON_CPU:
             around = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
@@ -62,6 +70,10 @@ class Way:
         with around:
             loss = self.engine(tokens, targets)
         self.engine.backward(loss)
+        if keep_gradients:
+            from deepspeed.utils import safe_get_full_grad
+
+            self.gradients = [safe_get_full_grad(p).clone() for p in self.engine.module.parameters()]
         self.engine.step()
         self.losses.append(loss.item().hex())
         return time.perf_counter() - began
@@ -86,6 +98,17 @@ class Way:
             self.step(tokens, targets)
             self.name = name
         return record.peak_bytes
+
+
+def offloaded_bytes(way: Way) -> int:
+    """That SSDTrain has offloaded so far."""
+    import ssdtrain_ds
+
+    runtime = ssdtrain_ds.runtime_of(way.engine)
+    assert runtime is not None
+    found = runtime.statistics()
+    assert found is not None
+    return found.offload.offloaded_bytes
 
 
 def cpu_checkpointing() -> str:
@@ -118,21 +141,34 @@ def run(arguments: Any, directory: Path) -> dict[str, Any]:
     ssdtrain_ds.install()
     ways = [Way(name, arguments, directory) for name in (KEEP, SAVE_ON_CPU, SSDTRAIN)]
     device = ways[0].engine.device
-    tokens, targets = (torch.randint(256, (arguments.batch, arguments.sequence)).to(device) for _ in range(2))
+    shape = (arguments.batch, arguments.sequence)
+    tokens, targets = (torch.randint(arguments.vocabulary, shape).to(device) for _ in range(2))
     for way in ways:
-        way.step(tokens, targets)
+        for _ in range(8 if arguments.amount == "auto" else 2):  # "auto" plans after some
+            way.step(tokens, targets, keep_gradients=True)
     peaks = {way.name: [way.peak(tokens, targets) for _ in range(2)][-1] for way in ways}
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
+    before = offloaded_bytes(ways[-1])
     for pair in range(arguments.pairs):
         for way in ways[pair % 3 :] + ways[: pair % 3]:
             seconds[way.name].append(way.step(tokens, targets))
+    moved = (offloaded_bytes(ways[-1]) - before) / arguments.pairs
     ratios = [a / b for a, b in zip(seconds[SSDTRAIN], seconds[KEEP], strict=True)]
     low, high = interval(ratios)
     figures = {
         "layers": arguments.layers,
+        "hidden": arguments.hidden,
+        "vocabulary": arguments.vocabulary,
+        "dtype": arguments.dtype,
+        "amount": arguments.amount,
         "zero_stage": arguments.stage,
         "pairs": arguments.pairs,
         "losses_equal": ways[0].losses == ways[1].losses == ways[2].losses,
+        "grads_equal": all(
+            torch.equal(a, b) and torch.equal(a, c)
+            for a, b, c in zip(*(way.gradients for way in ways), strict=True)
+        ),
+        "moved_bytes_per_step": moved,
         "activation_peak_keep_mib": peaks[KEEP] / MiB,
         "activation_peak_ratio": peaks[SSDTRAIN] / peaks[KEEP],
         "save_on_cpu_peak_ratio": peaks[SAVE_ON_CPU] / peaks[KEEP],
@@ -159,7 +195,12 @@ def main() -> None:
     arguments.add_argument("--hidden", type=int, default=384, help="width")
     arguments.add_argument("--sequence", type=int, default=256, help="tokens")
     arguments.add_argument("--batch", type=int, default=6, help="sequences")
-    arguments.add_argument("--stage", type=int, default=2, help="of ZeRO")
+    arguments.add_argument("--vocabulary", type=int, default=256, help="tokens that there are")
+    arguments.add_argument(
+        "--dtype", choices=sorted(DTYPES), default="float32", help="bfloat16: by DeepSpeed's bf16 optimizer"
+    )
+    arguments.add_argument("--amount", default="all", help="of `offload.amount`")
+    arguments.add_argument("--stage", type=int, choices=range(4), default=2, help="of ZeRO")
     arguments.add_argument("--pairs", type=int, default=30, help="interleaved rounds")
     chosen = arguments.parse_args()
     with tempfile.TemporaryDirectory(prefix="ssdtrain-") as directory:

@@ -3,12 +3,16 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import nn
 
 from benchmarks.gpu.models import Model
 from examples.support.model import GPT, GPTConfig
 
-__all__ = ["GPT", "MODELS", "GPTConfig", "gpt"]
+__all__ = ["DTYPES", "GPT", "MODELS", "GPTConfig", "gpt"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""By the name that `--dtype` takes."""
 
 
 def gpt(
@@ -25,10 +29,24 @@ def gpt(
     return GPT(config, recomputed_blocks=recomputed_blocks)
 
 
-def other(kind: str, *, layers: int, hidden: int = 384, heads: int = 6, sequence: int = 512) -> Model:
+def other(
+    kind: str,
+    *,
+    layers: int,
+    hidden: int = 384,
+    heads: int = 6,
+    sequence: int = 512,
+    vocabulary: int = 256,
+) -> Model:
     """A BERT or T5 of the GPU's benchmark, without dropout: two steps have the same gradients."""
     return Model(
-        kind, layers=layers, hidden=hidden, heads=heads, positions=sequence, vocabulary=256, dropout=0.0
+        kind,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        positions=sequence,
+        vocabulary=vocabulary,
+        dropout=0.0,
     )
 
 
