@@ -282,7 +282,7 @@ class Runtime:
         (`report.path`). Call it before the end of the step; without a journal it does nothing.
 
         Raises:
-            ValueError: a name is one of SSDTrain's own metrics, or a value is no number.
+            ValueError: a name is one of SSDTrain's own metrics, or a value is not a number.
         """
         if self._journal is not None:
             self._journal.add(values)

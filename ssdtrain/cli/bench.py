@@ -88,7 +88,11 @@ def parser() -> argparse.ArgumentParser:
 
     io = part("io", "a directory's drive", "The I/O pool beside fio.")
     io.add_argument(
-        "directory", type=Path, nargs="?", default=Path("."), help="on the drive; default: this one"
+        "directory",
+        type=Path,
+        nargs="?",
+        default=Path("."),
+        help="on the drive to measure; default: the working directory",
     )
     io.add_argument("--size", type=size(32 * MiB), default=512 * MiB, help="bytes of a run; default: 512MiB")
     io.add_argument("--repeats", type=whole(), default=5, help="runs each way; default: 5")
@@ -131,17 +135,17 @@ def parser() -> argparse.ArgumentParser:
 
     script = part("script", "your own training step", "Your model with and without SSDTrain.")
     script.add_argument("build", help="module:function or file.py:function; see below")
-    script.add_argument("--batch", type=whole(), default=1, help="given to the function; default: 1")
+    script.add_argument("--batch", type=whole(), default=1, help="argument of the function; default: 1")
     script.add_argument(
         "--steps",
         type=whole(),
         default=10,
-        help="that count, after 3 that do not, or 8 where a plan is made; default: 10",
+        help="steps that are measured, after 3 steps of warm-up (8 if a plan is made from them); default: 10",
     )
     where = script.add_mutually_exclusive_group()
     where.add_argument("--directory", type=Path, default=Path("spill"), help="to offload to; default: spill")
     where.add_argument(
-        "--config", type=Path, metavar="FILE", help="of the attached model, in place of --directory"
+        "--config", type=Path, metavar="FILE", help="config to attach, in place of --directory"
     )
     return made
 

@@ -128,7 +128,11 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "directories", nargs="*", type=Path, default=[Path(".")], help="of the config; else this one"
+        "directories",
+        nargs="*",
+        type=Path,
+        default=[Path(".")],
+        help="spill directories to check; default: those of --config, else the working directory",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument(
@@ -149,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
         const=512 * MiB,
         default=0,
         metavar="SIZE",
-        help="write and read so much in each directory, and say how fast; by default 512MiB",
+        help="write and read this many bytes in each directory and report the bandwidth; by default 512MiB",
     )
     return parser
 

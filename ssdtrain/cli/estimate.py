@@ -28,7 +28,7 @@ from ssdtrain.telemetry.text import duration_text, size_text
 
 
 def run(arguments: list[str]) -> int:
-    """0; 1 where nothing fits or there is no such model; 2 where an option cannot be."""
+    """Returns the exit status: 0; 1 if nothing fits or the model does not exist; 2 for an invalid option."""
     made = parser()
     instead = plan_command(arguments)
     if instead:
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("model", help="module:function, file.py:function, or the path of a config.json")
     made.add_argument(
-        "--seq", type=whole(), default=2048, help="tokens of a sequence, of a config.json; default: 2048"
+        "--seq", type=whole(), default=2048, help="tokens of a sequence, for a config.json; default: 2048"
     )
     made.add_argument("--batch", type=whole(), default=1, help="sequences of a microbatch; default: 1")
     made.add_argument(
@@ -72,22 +72,27 @@ def parser() -> argparse.ArgumentParser:
         help="patterns of blocks' names; may be repeated; default: those of the longest ModuleList",
     )
     made.add_argument("--gpu", type=given(find_gpu), required=True, help=", ".join(GPUS))
-    made.add_argument("--ssd", type=given(parse_ssds), help='of a node: "4 x 7GB/s"')
-    made.add_argument("--gpus-per-node", type=whole(), default=8, help="which share the drives; default: 8")
+    made.add_argument("--ssd", type=given(parse_ssds), help='drives of a node: "4 x 7GB/s"')
     made.add_argument(
-        "--reserve", type=given(parse_size), default=4 * GiB, help="device memory for all else; default: 4GiB"
+        "--gpus-per-node", type=whole(), default=8, help="GPUs of a node, which share its drives; default: 8"
+    )
+    made.add_argument(
+        "--reserve",
+        type=given(parse_size),
+        default=4 * GiB,
+        help="device memory that is neither model state nor activations; default: 4GiB",
     )
     made.add_argument(
         "--state-bytes",
         type=whole("bytes, such as 16, or fewer where ranks share them", zero=True),
         default=16,
-        help="per parameter; default: 16 (mixed precision and Adam)",
+        help="bytes of model state per parameter on this GPU; default: 16 (mixed precision and Adam)",
     )
     made.add_argument(
         "--efficiency",
         type=number("above 0, at most 1", zero=False, most=1),
         default=0.5,
-        help="part of the peak FLOP rate; default: 0.5",
+        help="achieved share of the GPU's peak FLOP rate; default: 0.5",
     )
     made.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     return made

@@ -54,7 +54,7 @@ def factory(name: str) -> Build:
         hint = f' (did you mean "{near}"?)' if near else ""
         raise ValueError(f'is named "{name}", and {module} has no {function}{hint}')
     if not callable(build):
-        raise ValueError(f'is named "{name}", which is no function; allowed: one that returns {RETURNS}')
+        raise ValueError(f'is named "{name}", which is not a function; allowed: one that returns {RETURNS}')
     made: Build = build
     return made
 

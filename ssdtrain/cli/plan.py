@@ -33,7 +33,7 @@ MOST_LAYERS = 1000
 
 
 def run(arguments: list[str]) -> int:
-    """0; 1 where no plan fits; 2 where an option cannot be."""
+    """Returns the exit status: 0; 1 if no plan fits; 2 for an invalid option."""
     chosen = parser().parse_args(arguments)
     try:
         with progress("planning") as note:
@@ -112,7 +112,11 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--vocab", type=whole(), help="words; default: the family's")
     model.add_argument("--experts", type=whole(), help="of a mixture; default: 8 for mixtral")
     model.add_argument("--top-k", type=whole(), help="experts that a token passes; default: 2 for mixtral")
-    model.add_argument("--unfused", action="store_true", help="a gated activation saves its silu too")
+    model.add_argument(
+        "--unfused",
+        action="store_true",
+        help="not one kernel for a gated activation: it saves the output of silu too",
+    )
     layout = made.add_argument_group("parallelism")
     layout.add_argument("--tp", type=whole(), default=1, help="tensor-parallel ranks")
     layout.add_argument("--pp", type=whole(), default=1, help="pipeline stages")
@@ -144,7 +148,7 @@ def parser() -> argparse.ArgumentParser:
     machine.add_argument(
         "--ssd",
         type=given(parse_ssds),
-        help='of a node: "4 x 7GB/s", "2 x 7GB/s, write 5GB/s, 3.84TB, 1 DWPD"',
+        help='drives of a node: "4 x 7GB/s", "2 x 7GB/s, write 5GB/s, 3.84TB, 1 DWPD"',
     )
     machine.add_argument(
         "--host",
@@ -156,28 +160,36 @@ def parser() -> argparse.ArgumentParser:
         "--state",
         choices=("device", "host", "ssd"),
         default="device",
-        help="where parameters, gradients and optimizer state are: blocks of them pass through the device. Default: device",
+        help="where parameters, gradients and optimizer state are held; with host and ssd, blocks of them pass through the "
+        "device. Default: device",
     )
     machine.add_argument(
         "--cpu-optimizer",
         type=rate,
         default=0.0,
-        help="rate of a node's memory, such as 200GB/s, where CPUs run the optimizer of these blocks; default: the device does",
+        help="the CPUs run the optimizer of these blocks, at this memory bandwidth of a node, such as 200GB/s; default: the "
+        "device runs it",
     )
     machine.add_argument(
-        "--gpus-per-node", type=whole(), default=8, help="which share drives and host memory"
+        "--gpus-per-node",
+        type=whole(),
+        default=8,
+        help="GPUs of a node, which share its drives and host memory; default: 8",
     )
     machine.add_argument(
-        "--network", type=rate, default=50e9, help="of a GPU to other nodes; default: 400Gbit/s"
+        "--network", type=rate, default=50e9, help="bandwidth of each GPU to other nodes; default: 400Gbit/s"
     )
     machine.add_argument(
-        "--reserve", type=given(parse_size), default=4 * GiB, help="device memory for all else; default: 4GiB"
+        "--reserve",
+        type=given(parse_size),
+        default=4 * GiB,
+        help="device memory that is neither model state nor activations; default: 4GiB",
     )
     machine.add_argument(
         "--efficiency",
         type=number("above 0, at most 1", zero=False, most=1),
         default=0.5,
-        help="part of the peak FLOP rate; default: 0.5",
+        help="achieved share of the GPU's peak FLOP rate; default: 0.5",
     )
     machine.add_argument(
         "--gradient-bytes",
@@ -203,7 +215,8 @@ def parser() -> argparse.ArgumentParser:
     goal.add_argument(
         "--max-slowdown",
         type=number("0 or more, such as 0.05 for 5%"),
-        help="of a microbatch over keeping everything (with --state: where that is fastest and leaves room), such as 0.05; "
+        help="how much longer a microbatch may take than with everything kept in memory (with --state: in the fastest placement "
+        "that leaves room), such as 0.05; "
         "default: 0.02 with --objective memory, else no limit",
     )
     goal.add_argument(

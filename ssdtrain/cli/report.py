@@ -24,7 +24,7 @@ EXAMPLES = """examples:
 
 
 def run(arguments: list[str]) -> int:
-    """0; 1 where there is nothing to report or a file cannot be written."""
+    """Returns the exit status: 0; 1 if there is nothing to report or a file cannot be written."""
     made = parser()
     chosen = made.parse_args(arguments)
     other = next((name for name in ("serve", "prometheus", "trace") if getattr(chosen, name) is not None), "")
@@ -50,11 +50,20 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "directory", type=Path, metavar="DIR", help="of report.path; journals in folders below it count too"
+        "directory",
+        type=Path,
+        metavar="DIR",
+        help="the directory of report.path; journals in folders below it are read too",
     )
-    parser.add_argument("--against", type=Path, metavar="DIR", help="of a second run, to compare with")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="of the page; by default report.html in DIR"
+        "--against", type=Path, metavar="DIR", help="the directory of a second run, to compare with"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where the page is written; by default report.html in DIR",
     )
     way = parser.add_mutually_exclusive_group()
     way.add_argument(
@@ -78,7 +87,9 @@ def parser() -> argparse.ArgumentParser:
         help="serve the page and keep it up to date until Ctrl-C; by default on port 8765",
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="to serve on; everyone who can reach it can read the report"
+        "--host",
+        default="127.0.0.1",
+        help="address to serve on; everyone who can reach it can read the report",
     )
     return parser
 
@@ -113,7 +124,7 @@ def _write(chosen: argparse.Namespace) -> int:
 def _port(text: str) -> int:
     allowed = f"a port from 0 (any that is free) to {HIGHEST_PORT}"
     if not text.isdecimal() or int(text) > HIGHEST_PORT:
-        raise InvalidValue("is no port", allowed)
+        raise InvalidValue("is not a port", allowed)
     return int(text)
 
 

@@ -166,7 +166,7 @@ def _ratio_rules(value: Any) -> tuple[tuple[str, float], ...]:
             raise InvalidValue(f"has the pattern {pattern!r}", RATIO_ALLOWED)
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
             raise InvalidValue(
-                "is no ratio" if rules is not value else f"has the ratio {ratio!r} for {pattern!r}",
+                "is not a ratio" if rules is not value else f"has the ratio {ratio!r} for {pattern!r}",
                 RATIO_ALLOWED,
             )
     return tuple((pattern, float(ratio)) for pattern, ratio in rules.items())

@@ -77,8 +77,8 @@ class OffloadConfig(Section):
     prefetch: Size | None = None
     """Bytes of loads issued ahead of backward; 0: load on demand. Default: a fixed rule that does not depend on the measured
     bandwidth. On a GPU: half of the arena. On the CPU: the larger of 24MiB and three of the largest loaded tensors, but at most
-    an eighth of what one forward offloads, and at most half of `buffer` if that is given, else 1GiB. More hides a slower drive and
-    takes memory that offloading saves."""
+    an eighth of what one forward offloads, and at most half of `buffer` if that is given, else 1GiB. More hides a slower drive
+    and takes memory that offloading saves."""
 
     deadline: Seconds = 10.0
     """Maximum time that saving a tensor waits for stores in flight before it uses the next tier or keeps the tensor."""

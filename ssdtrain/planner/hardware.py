@@ -137,7 +137,7 @@ def find_gpu(name: str) -> Gpu:
             return gpu
     near = closest(name.lower(), GPUS)
     hint = f' (did you mean "{near}"?)' if near else ""
-    raise InvalidValue(f"is no GPU that is known here{hint}", ", ".join(GPUS))
+    raise InvalidValue(f"is not a known GPU{hint}", ", ".join(GPUS))
 
 
 def _plain(name: str) -> str:
@@ -195,7 +195,7 @@ def parse_rate(text: str) -> float:
     allowed = 'bytes or bits a second such as "7GB/s" or "400Gbit/s"'
     amount, slash, second = text.strip().rpartition("/")
     if not slash or second.strip().lower() != "s":
-        raise InvalidValue('is no rate: "/s" is missing at its end', allowed)
+        raise InvalidValue('is not a rate: "/s" is missing at its end', allowed)
     bits = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)bits?\s*", amount, re.IGNORECASE)
     try:
         if bits is not None:

@@ -245,8 +245,8 @@ class ChunkedOptimizer:
         if found and key not in self._warned:
             self._warned.add(key)
             logger.warning(
-                "the optimizer's %s (%s for one parameter) stays on the device, because it is no plain tensor of floating point "
-                "with memory of its own (config section state): it counts in state.device_limit",
+                "the optimizer's %s (%s for one parameter) stays on the device, because it is not a plain tensor of floating "
+                "point with memory of its own (config section state): it counts in state.device_limit",
                 key,
                 size_text(found),
             )

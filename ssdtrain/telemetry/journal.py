@@ -77,7 +77,7 @@ class Journal:
         """Values of the training script, such as the loss, for the next line of the file. What is not finite is left out.
 
         Raises:
-            ValueError: a name is in `reserved`, or a value is no number.
+            ValueError: a name is in `reserved`, or a value is not a number.
         """
         for name, value in values.items():
             if name in self.reserved:
@@ -88,7 +88,7 @@ class Journal:
                 number = float(value.detach() if isinstance(value, torch.Tensor) else value)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise ValueError(
-                    f"log_values: {name} is no number ({error}); give one, such as loss.item()"
+                    f"log_values: {name} is not a number ({error}); give one, such as loss.item()"
                 ) from error
             if math.isfinite(number):
                 self._given[name] = number

@@ -137,7 +137,7 @@ class CommAttachment:
         if directory.is_dir():
             residuals.save(self.comm, self._file(directory), {})
         else:
-            logger.warning("comm: residuals are not saved: %s is no directory on this node", directory)
+            logger.warning("comm: residuals are not saved: %s is not a directory on this node", directory)
 
     def _loading(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def load_checkpoint(load_dir: Any, *args: Any, **kwargs: Any) -> Any:

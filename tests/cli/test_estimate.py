@@ -87,7 +87,7 @@ number = 3
         ("needs_more:build", "imports what is not installed"),
         ("broken:build", "SyntaxError"),
         ("broken.py:build", "SyntaxError"),
-        ("problems:number", "which is no function; allowed: one that returns (model, step)"),
+        ("problems:number", "which is not a function; allowed: one that returns (model, step)"),
         ("problems:picky", "missing 1 required positional argument"),
         ("problems:lone", "returns a Sequential; allowed: (model, step)"),
         ("problems:loose", "returns a tensor of shape (1, 8); allowed: the loss"),

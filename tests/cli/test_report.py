@@ -101,7 +101,7 @@ def test_a_journal_that_cannot_be_read_is_an_error_of_that_request(tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--serve 99999", '--serve: "99999" is no port; allowed: a port from 0'),
+        ("--serve 99999", '--serve: "99999" is not a port; allowed: a port from 0'),
         ("--serve -1", "--serve"),
         ("--serve 0 --trace", "not allowed with argument"),
         ("--trace -o x", "--output is the file of the page, which --trace does not write"),

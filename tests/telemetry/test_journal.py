@@ -152,7 +152,7 @@ def test_values_of_the_script_are_numbers_with_names_of_their_own(tmp_path: Path
                 with pytest.raises(ValueError, match=f"log_values: {name} is a name of SSDTrain's own"):
                     runtime.log_values(**{name: 7})
             for value in ("x", None, torch.ones(2)):
-                with pytest.raises(ValueError, match="log_values: loss is no number"):
+                with pytest.raises(ValueError, match="log_values: loss is not a number"):
                     runtime.log_values(loss=value)  # type: ignore[arg-type]
     [line] = [json.loads(text) for text in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
     assert (line["step"], line["loss"], line["rate"], line["on"]) == (1, 2.5, 3.0, 1.0)
