@@ -251,7 +251,7 @@ def bench_collective(chosen: argparse.Namespace) -> int:
     table = Table(title=f"all-reduce of float32 by {found['ranks']} ranks, {found['device']}; slowest rank")
     presets = list(found["wire_ratio"])
     for column in ("size", "plain", *presets):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     for nbytes, one in found["sizes"].items():
         cells = [f"{duration_text(one[name]['seconds'])} (x{one[name]['speedup']:.2f})" for name in presets]
         table.add_row(size_text(nbytes), duration_text(one["plain"]["seconds"]), *cells)

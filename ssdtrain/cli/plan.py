@@ -325,8 +325,11 @@ def show(
     for stage in plan.stages:
         which = "only stage" if job.layout.pp == 1 else "last stage" if stage.last else "first stage"
         used = f"{size_text(stage.plan.peak)} of {size_text(stage.budget)}"
-        title = f"{which}: {stage.alive} alive at once, activations {used}"
-        table = Table(title=title)
+        # Not the table's title, which is wrapped to the width of the table.
+        console.print(
+            f"{which}: microbatches alive at once: {stage.alive}, activations {used}", highlight=False
+        )
+        table = Table()
         for column in ("blocks", "action", "saved by each", "why"):
             table.add_column(column)
         for row in rows(stage):

@@ -66,14 +66,14 @@ class Action(NamedTuple):
 
     offload: bool
     codec: str | None = None
-    """By which it is encoded; None: that of the config."""
+    """The codec that encodes it; None: that of the config."""
     tier: Literal["host", "ssd"] | None = None
-    """Where it goes; None: to the first tier that has room."""
+    """Where it is stored; None: in the first tier that has room."""
     stays: bool = False
-    """Not to offload it is no decision about how much: a plan counts it as memory that no plan frees."""
+    """It stays in memory whatever the plan is: plans count it as memory that cannot be freed."""
     part: float = 1.0
-    """Of its bytes, the leading ones that are offloaded, in whole pages of 4 KiB; the others stay in memory. For tensors so large
-    that all or nothing is too coarse. A region that a codec encodes is offloaded whole."""
+    """The leading share of its bytes that is offloaded, 0 < part <= 1, in whole pages of 4 KiB; the rest stays in memory. For
+    tensors so large that all or nothing is too coarse. A region that a codec encodes is offloaded whole."""
 
 
 KEEP = Action(False)
@@ -82,16 +82,16 @@ OFFLOAD = Action(True)
 
 
 class ForwardProfile(NamedTuple):
-    """One forward that came to its end."""
+    """A forward that completed."""
 
     chunk: int
     microbatch: int
     saved_bytes: int
     """Of all its regions, kept ones included."""
     store_wait_seconds: float
-    """What training has waited for stores so far, in all."""
+    """Total time since the start that training has waited for stores."""
     load_wait_seconds: float
-    """The same for loads."""
+    """Total time since the start that training has waited for loads."""
 
 
 class OffloadPolicy(Protocol):
@@ -107,11 +107,11 @@ class OffloadPolicy(Protocol):
         """What happens to the region that is being saved."""
 
     def observe(self, forward: ForwardProfile) -> None:
-        """A forward came to its end; one that ended by an exception is not seen."""
+        """Called when a forward has completed; not called for one that ended with an exception."""
 
 
 REMEMBERED = 8
-"""Forwards of a chunk: what one was like says little of the next, but one of the last few is as long."""
+"""Latest forwards of a chunk whose sizes are kept: lengths vary from one forward to the next, and repeat within a few."""
 
 
 class AmountPolicy:
