@@ -80,7 +80,7 @@ In a YAML or JSON file (optionally under a key `{KEY}`), for plain PyTorch and f
 ```yaml
 {as_yaml}```
 
-As flags of Megatron-LM, which take precedence over the file of `{FILE_FLAG} FILE` (a flag of a list may be repeated):
+As flags of Megatron-LM, which take precedence over the file of `{FILE_FLAG} FILE`:
 
 ```
     {as_flags}

@@ -7,7 +7,8 @@ file of --ssdtrain-config.
 import argparse
 import functools
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from ssdtrain.config.load import AUTO, config_from_dict, section_of
 from ssdtrain.config.schema import Config
 from ssdtrain.config.section import Section
 from ssdtrain.config.similar import closest, resembles
+
+logger = logging.getLogger("ssdtrain")
 
 FILE_FLAG = f"--{KEY}-config"
 FILE_DEST = f"{KEY}_config"
@@ -59,7 +62,7 @@ class Flag:
         else:
             common["metavar"] = self.kind.name.upper()
         if self.kind.many:
-            common |= {"nargs": "+", "action": "extend"}
+            common.update(nargs="+", action=_LastList)
         parser.add_argument(self.name, type=self._read, **common)
 
     def _read(self, text: str) -> Any:
@@ -77,6 +80,28 @@ class Flag:
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is invalid; allowed: {self.kind.allowed}") from None
         return value
+
+
+class _LastList(argparse.Action):
+    """Stores a list. Of several, the last is taken, as argparse and Megatron-LM's own list flags do, and a warning says so."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        earlier = getattr(namespace, self.dest, None)
+        if earlier is not None and earlier != values:
+            logger.warning(
+                "%s is given more than once, and the last list replaces the others: %s is dropped, %s is taken; give one list "
+                "of all",
+                option_string,
+                earlier,
+                values,
+            )
+        setattr(namespace, self.dest, values)
 
 
 def flags(section: type[Section] = Config, keys: tuple[str, ...] = ()) -> Iterator[Flag]:

@@ -89,6 +89,17 @@ def test_auto_for_what_must_be_there_is_rejected() -> None:
         load_config({"offload": "auto"})
 
 
+def test_of_a_list_given_twice_the_last_is_taken_and_a_warning_names_both(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = "--ssdtrain-offload-directories"
+    config = config_from_namespace(parser().parse_args([name, "/a", "/b", name, "/c", name, "/c"]))
+    assert config is not None and config.offload is not None
+    assert config.offload.directories == ("/c",)
+    (line,) = caplog.messages
+    assert f"{name} is given more than once" in line and "'/a', '/b'" in line and "'/c'" in line
+
+
 @pytest.mark.parametrize(
     ("argument", "meant"),
     [

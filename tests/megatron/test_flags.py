@@ -64,14 +64,6 @@ def test_all_flags_together_make_one_config() -> None:
     )
 
 
-def test_a_list_may_be_given_in_several_flags() -> None:
-    """Of two drives the first used to be left out without a word."""
-    given = "--ssdtrain-offload-directories /nvme0 --ssdtrain-offload-directories /nvme1 /nvme2"
-    config = config_from_args(parser().parse_args(given.split()))
-    assert config is not None and config.offload is not None
-    assert config.offload.directories == ("/nvme0", "/nvme1", "/nvme2")
-
-
 def test_without_a_flag_there_is_no_config() -> None:
     assert config_from_args(parser().parse_args(["--bf16"])) is None
 
