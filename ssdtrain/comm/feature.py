@@ -52,6 +52,14 @@ class CompressedCollectives(Feature):
     def metrics(self) -> list[tuple[str, CommMetrics]]:
         return [(f"comm/{dimension}", found) for dimension, found in self.comm.metrics().items()]
 
+    def decisions(self) -> str:
+        """Why messages went uncompressed so far, by dimension."""
+        return "\n".join(
+            f"comm.{dimension}: some messages go uncompressed: {', '.join(found.fallbacks)}"
+            for dimension, found in self.comm.metrics().items()
+            if found.fallbacks
+        )
+
     def description(self) -> str:
         rules = [
             f"{name} {rule.inside if rule.inside == rule.between else f'{rule.inside}/{rule.between}'}"

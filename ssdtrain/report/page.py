@@ -255,7 +255,10 @@ def _decisions(run: Run) -> str:
         parts.append(f"<details{shown}><summary>{escape(head)}</summary><pre>{escape(text)}</pre></details>")
     if not parts:
         return ""
-    lead = 'What "plan" or amount "auto" decided for each run of blocks, why, and what was predicted. Ranks plan for themselves.'
+    lead = (
+        'What "plan" or amount "auto" decided for each run of blocks, why, and what was predicted, and why messages went '
+        "uncompressed. Ranks plan for themselves."
+    )
     return _card("Decisions", lead, "".join(parts), wide=True)
 
 

@@ -297,33 +297,6 @@ def test_ranks_end_unannounced_steps_together() -> None:
     assert [steps for steps, _ in on_ranks(2, trained_with_steps, "ddp", False, True)] == [5, 5]
 
 
-def of_other_jobs(rank: int, comm: dict[str, Any]) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ssdtrain").addHandler(handler)
-    communicator = make(**comm)
-    messages = communicator.point_to_point
-    for _ in range(3):
-        communicator.all_reduce(values(rank, 5000), "dp").wait()
-        if rank == 0 and "pp_forward" in comm:
-            messages.send(torch.ones(2000), "pp_forward", 1, lambda payload: dist.isend(payload, 1)).wait()
-        elif "pp_forward" in comm:
-            messages.receive(
-                torch.empty(2000), "pp_forward", 0, lambda payload: dist.irecv(payload, 0)
-            ).wait()
-        communicator.step_end()
-    return said
-
-
-def test_a_dimension_that_is_configured_by_name_and_not_there_is_told() -> None:
-    named = {"dp": "int8", "dp_gather": "int8", "pp_forward": "int8"}
-    assert on_ranks(2, of_other_jobs, named) == [[], []]
-    assert on_ranks(2, of_other_jobs, {"preset": "balanced"}) == [[], []]
-    (text,), others = on_ranks(2, of_other_jobs, {**named, "tp": "off/int8"})
-    assert text.startswith("comm.tp is configured, and nothing of it was sent") and others == []
-
-
 def joined(rank: int) -> str:
     from torch.nn.parallel import DistributedDataParallel
 
