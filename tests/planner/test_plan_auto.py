@@ -231,6 +231,7 @@ def test_without_blocks_the_amount_is_planned(tmp_path: Path) -> None:
             "ActivationOffload",
             "StepChecks",
             "AdaptiveOffload",
+            "InnerHooks",
         ]
 
 
