@@ -264,11 +264,10 @@ class Runtime:
     def _end(self, features: Sequence[Feature], number: int | None = None, **how: bool) -> None:
         if self._forked:
             return
-        began, self._began = (
-            self._began,
-            time.perf_counter(),
-        )  # of the next step, where the loop does not say so
-        self._step_seconds += (seconds := self._began - began if began else 0.0)
+        ended = time.perf_counter()
+        seconds = ended - self._began if self._began else 0.0
+        self._began = ended  # of the next step, where the loop does not say so
+        self._step_seconds += seconds
         self.steps += 1
         step = Step(self.steps if number is None else number, seconds, **how)
         for feature in features:
