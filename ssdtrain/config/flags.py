@@ -83,7 +83,7 @@ class Flag:
 
 
 class _LastList(argparse.Action):
-    """Stores a list. Of several, the last is taken, as argparse and Megatron-LM's own list flags do, and a warning says so."""
+    """Stores a list. Of several, the last is taken, as argparse does by itself, and a warning says so."""
 
     def __call__(
         self,

@@ -17,7 +17,7 @@ from ssdtrain.comm.communicator import Bucket, Communicator
 from ssdtrain.comm.exclusion import excluded, ranges_in_order
 
 REPLICAS = (
-    "ssdtrain.comm: gradients of replicas (a mesh of two dimensions, as in HSDP, or `replicate`) are summed by an all-reduce "
+    "ssdtrain.comm: gradients of replicas (a mesh of two dimensions, as in HSDP, or replicate) are summed by an all-reduce "
     "inside of FSDP2, which goes uncompressed; comm.dp compresses the reduce-scatter between the shards of each replica"
 )
 
