@@ -31,13 +31,21 @@ from ssdtrain.offload.gathered import GatheredStorages
 from ssdtrain.planner.plan_blocks import check_patterns
 from ssdtrain.preflight import check_start
 from ssdtrain.runtime import Runtime
-from ssdtrain_ds import _compat, _compat_accelerate, _compat_comm, checkpointing, schedule, trainer
+from ssdtrain_ds import (
+    _compat,
+    _compat_accelerate,
+    _compat_comm,
+    _compat_compact,
+    checkpointing,
+    schedule,
+    trainer,
+)
 from ssdtrain_ds.block import BLOCK, check_place
 from ssdtrain_ds.comm import CommAttachment
 from ssdtrain_ds.compact import are_on_another_stage, check_layers, check_mode, follow_zero, take_over
 from ssdtrain_ds.conflicts import CONFLICTS
 from ssdtrain_ds.monitor import Monitor
-from ssdtrain_ds.plan import plan_blocks, reject_compile
+from ssdtrain_ds.plan import HAS_NO_BLOCKS, NEVER_ENDS, plan_blocks, reject_compile
 
 __all__ = ["install", "runtime_of", "uninstall"]
 
@@ -212,7 +220,9 @@ class _Attachment:
             patches.replace(engine, "step", self._counted)
         patches.replace(engine, "destroy", self._destroy)
         if self.by_blocks:
-            reject_compile(patches, engine)
+            reject_compile(patches, engine, HAS_NO_BLOCKS)
+        elif self.offload is not None and _compat_compact.tensor_parallel_layers(engine.module):
+            reject_compile(patches, engine, NEVER_ENDS)
         if self.runtime.comm is not None:
             undo(CommAttachment(engine, self.runtime.comm).detach)
         self.runtime.step_begin()

@@ -17,7 +17,7 @@ from ssdtrain.profile.blocks import names_a_module
 from ssdtrain_ds import _compat
 from ssdtrain_ds.block import BLOCK
 
-__all__ = ["plan_blocks", "reject_compile"]
+__all__ = ["HAS_NO_BLOCKS", "NEVER_ENDS", "plan_blocks", "reject_compile"]
 
 _RUNNING = "deepspeed: modules whose forwards run"
 
@@ -103,15 +103,31 @@ def _super_offload(zero: Mapping[str, Any]) -> bool:
     return isinstance(section, dict) and bool(section.get("super_offload"))
 
 
-def reject_compile(patches: Patches, engine: Any) -> None:
-    """Make `engine.compile` an error while a plan decides about blocks, which a compiled model does not have."""
+def reject_compile(patches: Patches, engine: Any, problem: Problem) -> None:
+    """Make `engine.compile` an error with this problem."""
 
     def compile_is_rejected(plain: Any) -> Any:
         def compile(*_: Any, **__: Any) -> None:
-            why = "decides about the blocks of the model, which engine.compile(...) would compile into one"
-            allowed = '"recompute": "off" in the plan, which then offloads by region, or no engine.compile'
-            raise ConfigError([Problem(f"{BLOCK}.plan", "auto", why, allowed)])
+            raise ConfigError([problem])
 
         return compile
 
     patches.replace(engine, "compile", compile_is_rejected)
+
+
+HAS_NO_BLOCKS = Problem(
+    f"{BLOCK}.plan",
+    "auto",
+    "decides about the blocks of the model, which engine.compile(...) would compile into one",
+    '"recompute": "off" in the plan, which then offloads by region, or no engine.compile',
+)
+"""Of a compiled model, while a plan decides about blocks."""
+
+NEVER_ENDS = Problem(
+    f"{BLOCK}.offload",
+    "on",
+    "meets engine.compile(...) of a model that DeepSpeed's AutoTP divides: torch does not finish to trace its layers where "
+    "saved-tensor hooks are, also without SSDTrain",
+    "no engine.compile, or the block without offload",
+)
+"""Seen with torch 2.13 and DeepSpeed 0.19.8."""
