@@ -42,7 +42,7 @@ from ssdtrain_ds import (
 )
 from ssdtrain_ds.block import BLOCK, check_place
 from ssdtrain_ds.comm import CommAttachment
-from ssdtrain_ds.compact import are_on_another_stage, check_layers, check_mode, follow_zero, take_over
+from ssdtrain_ds.compact import check_layers, check_mode, follow_zero, take_over
 from ssdtrain_ds.conflicts import CONFLICTS
 from ssdtrain_ds.monitor import Monitor
 from ssdtrain_ds.plan import HAS_NO_BLOCKS, NEVER_ENDS, plan_blocks, reject_compile
@@ -198,7 +198,8 @@ class _Attachment:
             follow_zero()
             take_over(_compact_of_earlier_engines(engine))
             self.runtime.compact.step = lambda: int(engine.global_steps)
-            self.runtime.compact.elsewhere = are_on_another_stage(engine, self.runtime.compact.config)
+            if _compat.is_pipeline(engine) and _compat.stages_of(engine) > 1:
+                self.runtime.compact.look_elsewhere([engine.module])
         self.runtime.register(engine.module)
         if self.offload is not None:
             self._prepare_offload(self.offload)

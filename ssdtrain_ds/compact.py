@@ -6,17 +6,13 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from ssdtrain.compact import register_passing
 from ssdtrain.compact.feature import CompactLinear
-from ssdtrain.compact.layers import find_layers
-from ssdtrain.config import CompactConfig, Config, ConfigError, Problem
-from ssdtrain.cuda_runtime import made_current
-from ssdtrain_ds import _compat, _compat_compact
+from ssdtrain.config import Config, ConfigError, Problem
+from ssdtrain_ds import _compat_compact
 from ssdtrain_ds.block import BLOCK
 
-__all__ = ["are_on_another_stage", "check_layers", "check_mode", "follow_zero", "take_over"]
+__all__ = ["check_layers", "check_mode", "follow_zero", "take_over"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -44,17 +40,6 @@ def check_layers(engine: Any) -> None:
         )
         allowed = "leaving the compact section out, or a config without tensor_parallel"
         raise ConfigError([Problem(f"{BLOCK}.compact", "compact", why, allowed)])
-
-
-def are_on_another_stage(engine: Any, config: CompactConfig) -> bool:
-    """True on a pipeline stage that has none of the layers, where another one has some. A collective call of a pipeline."""
-    if not _compat.is_pipeline(engine) or _compat.stages_of(engine) == 1:
-        return False
-    mine = bool(find_layers(engine.module, config, required=False))
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    with made_current(engine.device):
-        torch.distributed.all_gather_object(found, mine)
-    return not mine and any(found)
 
 
 def take_over(earlier: Iterable[CompactLinear]) -> None:

@@ -87,6 +87,8 @@ class Attachment:
             compact.follow(patches)
             names = compact.names_of(self.chunks)
             runtime.compact.rename = lambda path, module: names.get(id(module), path)
+            if _compat.pipeline_stages(self.chunks[0]) > 1:
+                runtime.compact.look_elsewhere(self.chunks)
         if engine is not None:
             for chunk in self.chunks:
                 runtime.call_at_close(claim(chunk, _WAY))

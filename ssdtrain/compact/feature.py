@@ -25,6 +25,7 @@ from ssdtrain.compact.layers import CompactLayer, Compression, find_layers
 from ssdtrain.compact.linear import CompactForward, ReplacedForward
 from ssdtrain.compact.lowrank import LowRank, skips_step
 from ssdtrain.config import CompactConfig, ConfigError, Problem
+from ssdtrain.cuda_runtime import made_current
 from ssdtrain.features import FIRST_STEPS, Feature, Forward, Placement, Step
 from ssdtrain.optimizer_hooks import StepHook, call_after_steps
 from ssdtrain.telemetry.registry import MetricSet
@@ -46,11 +47,13 @@ class CompactLinear(Feature):
         step: returns the step; an adapter replaces it by the framework's own counter. See Note: [Which step].
         rename: see `find_layers`; set before `attach`.
         optimizer: of the model; with "lowrank" set before `attach`.
-        elsewhere: other pipeline stages have the layers, and finding none is no error; set before `attach`.
+        elsewhere: other model chunks or pipeline stages have the layers, so that a model without any is not an error: see
+            `look_elsewhere`.
     """
 
     def __init__(self, config: CompactConfig, placement: Placement) -> None:
         self.config = config
+        self._device = placement.device
         self.compression = Compression(config, placement.rank)
         self._steps = 0
         self.step: Callable[[], int] = lambda: self.steps
@@ -78,6 +81,17 @@ class CompactLinear(Feature):
         self._steps = value
         for low_rank in self._low_rank:
             low_rank.resume()
+
+    def look_elsewhere(self, chunks: Sequence[nn.Module]) -> None:
+        """Before `attach` of the model chunks of a pipeline: only some of them, on any rank, may have the layers. A collective
+        call of the job."""
+        mine = [bool(find_layers(chunk, self.config, self.rename, required=False)) for chunk in chunks]
+        found: list[Any] = [any(mine)]
+        if torch.distributed.is_initialized():
+            found *= torch.distributed.get_world_size()
+            with made_current(self._device):
+                torch.distributed.all_gather_object(found, any(mine))
+        self.elsewhere = any(found) and not all(mine)
 
     def attach(self, model: nn.Module) -> None:
         """Raises ConfigError: no layer is found, one is compressed already, or the mode cannot be had."""

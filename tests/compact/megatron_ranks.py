@@ -52,6 +52,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "tp2 sp": {"tp": 2, "sp": True},
     "pp2": {"pp": 2},
+    "one of a layer": {"include": "*.layers.1.*"},
+    "pp2 of a layer": {"pp": 2, "include": "*.layers.1.*"},
     "dp2": {},
     "one fp32": {"dtype": torch.float32},
     "dp2 distributed": {"distributed": True, "dtype": torch.float32},
@@ -178,7 +180,8 @@ def main(name: str, file: str) -> None:
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     dp, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    attachment = ssdtrain_megatron.attach([chunk], {"compact": COMPACT, "report": {"interval": 0}})
+    compact = {**COMPACT, **({"include": layout["include"]} if "include" in layout else {})}
+    attachment = ssdtrain_megatron.attach([chunk], {"compact": compact, "report": {"interval": 0}})
     for step in range(STEPS):
         if step and layout.get("resumed"):
             attachment.close()

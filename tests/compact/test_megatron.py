@@ -72,6 +72,15 @@ def test_a_layout_trains_what_one_process_trains(
         assert rank["saved_bytes"] * 4 == rank["input_bytes"]
 
 
+def test_layers_may_be_on_one_stage_of_a_pipeline() -> None:
+    expected, (first, last) = trained("one of a layer", 1), trained("pp2 of a layer", 2)
+    assert (first["forwards"], first["input_bytes"]) == (0, 0) and last["forwards"] > 0
+    assert last["input_bytes"] == expected[0]["input_bytes"] and first["left"] == last["left"] == 0
+    found = whole([first, last])
+    for name, weight in whole(expected).items():
+        assert float((found[name] - weight).abs().max()) < 1e-12, name
+
+
 def test_sequence_parallelism_saves_a_shard() -> None:
     """Column-parallel layers without it save the whole input on each rank."""
     plain, sharded = trained("tp2", 2)[0]["saved_bytes"], trained("tp2 sp", 2)[0]["saved_bytes"]
