@@ -12,6 +12,7 @@ import pytest
 
 from tests.deepspeed.rows import Row, rows_for
 from tests.support import processes
+from tests.support.ended import ended
 
 Results = Callable[[Row], list[dict[str, Any]]]
 
@@ -167,9 +168,7 @@ def make_engine(process_group: None, installed: None, tmp_path: Path) -> Iterato
     for engine in made:
         runtime = ssdtrain_ds.runtime_of(engine)
         if runtime is not None and runtime.enabled:
-            runtime.statistics()
-            found = runtime.statistics()
-            assert found is not None and found.store.live_slots == 0
+            assert ended(runtime.statistics).store.live_slots == 0
         engine.destroy()
 
 

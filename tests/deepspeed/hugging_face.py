@@ -5,7 +5,6 @@ hugging_face.py DIRECTORY
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ import ssdtrain_ds
 from tests.deepspeed import upstream
 from tests.deepspeed.models import MIN_BYTES
 from tests.deepspeed.training import parameters_of, sha1
+from tests.support.ended import ended
 
 SIZE = {"vocab_size": 64, "num_attention_heads": 4}
 LLAMA = {**SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -72,10 +72,7 @@ class Look(TrainerCallback):
         self.found["parameters"] = sha1(parameters_of(engine))
         runtime = ssdtrain_ds.runtime_of(engine)
         if runtime is not None:
-            gc.collect()
-            runtime.statistics()
-            statistics = runtime.statistics()
-            assert statistics is not None
+            statistics = ended(runtime.statistics)
             self.found["saved_bytes"] = statistics.offload.saved_bytes
             self.found["live_slots"] = statistics.store.live_slots
 

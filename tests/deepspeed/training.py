@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,6 +22,7 @@ from ssdtrain.config import DIMENSIONS
 from tests.deepspeed import models, pipelines
 from tests.deepspeed.counting import Counter
 from tests.deepspeed.rows import Row
+from tests.support.ended import ended
 
 __all__ = ["CHECKPOINTS", "config_of", "run"]
 
@@ -135,10 +135,7 @@ def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
     runtime = ssdtrain_ds.runtime_of(engine)
     assert (runtime is not None) == with_block
     if runtime is not None:
-        gc.collect()
-        runtime.statistics()  # takes note of what ended
-        found = runtime.statistics()
-        assert found is not None
+        found = ended(runtime.statistics)
         result["offload"] = {
             key: value for key, value in vars(found.offload).items() if isinstance(value, int | float)
         }

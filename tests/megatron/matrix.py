@@ -7,7 +7,6 @@ torchrun would make.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import logging
 import os
@@ -36,6 +35,7 @@ import ssdtrain_megatron  # noqa: E402
 from tests.megatron.count import Count  # noqa: E402
 from tests.megatron.rows import ROWS, Row  # noqa: E402
 from tests.megatron.training import STEPS, Trainer, layout  # noqa: E402
+from tests.support.ended import ended  # noqa: E402
 
 MIN_BYTES = 1024
 
@@ -100,9 +100,7 @@ def offloaded_run(row: Row, directory: str) -> dict[str, Any]:
         replaced = schedules.forward_step is not before
         steps = train(trainer)
         weights = trainer.weights()
-        gc.collect()
-        found = attachment.statistics()
-        assert found is not None
+        found = ended(attachment.statistics)
         offload = found.offload
         return {
             "steps": steps,

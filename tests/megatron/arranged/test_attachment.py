@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import pickle
 import types
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from ssdtrain_megatron.conflicts import CONFLICTS, flag
 from tests.megatron import training
 from tests.megatron.rows import Row, selective
 from tests.megatron.training import Trainer
+from tests.support.ended import ended
 
 Config = dict[str, Any]
 
@@ -50,10 +50,8 @@ def plain_steps(count: int, row: Row = ONE) -> list[tuple[str | None, str]]:
 
 
 def nothing_alive(attachment: ssdtrain_megatron.Attachment) -> bool:
-    gc.collect()
-    found = attachment.statistics()
-    assert found is not None
-    return found.offload.live_regions == 0 and attachment.statistics().store.live_slots == 0  # type: ignore[union-attr]
+    found = ended(attachment.statistics)
+    return found.offload.live_regions == 0 and found.store.live_slots == 0
 
 
 @pytest.mark.parametrize("asked", [None, {}, {"enabled": False, "offload": {"directories": "/nowhere"}}])
