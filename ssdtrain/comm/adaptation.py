@@ -52,7 +52,7 @@ class AdaptiveBitWidth:
 
     def _key(self, group: dist.ProcessGroup, bucket: str) -> _Bucket:
         ranks = tuple(dist.get_process_group_ranks(group))
-        self._groups.setdefault(ranks, group)
+        self._groups[ranks] = group  # the latest, where one was destroyed and made again
         return _Bucket(ranks, bucket)
 
     def measured(self, group: dist.ProcessGroup, bucket: str, errors: list[Tensor]) -> None:

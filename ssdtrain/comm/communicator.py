@@ -349,7 +349,9 @@ class Communicator:
             )  # fmt: skip
             return
         self.feedback.load_state_dict(state["feedback"], self.device)
-        if self.bit_widths is not None:
+        if (
+            self.bit_widths is not None and state.get("bit_widths") is not None
+        ):  # earlier versions did not save them
             self.bit_widths.load_state_dict(state["bit_widths"], self.device)
 
     def forget_weights(self) -> None:

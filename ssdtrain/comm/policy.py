@@ -88,7 +88,8 @@ class Policy:
 
     def digest(self) -> str:
         """A hash that is equal on two ranks if they encode and decode messages in the same way."""
-        text = json.dumps([asdict(self), FORMAT_VERSION], sort_keys=True)
+        of_messages = {name: value for name, value in asdict(self).items() if name != "configured"}
+        text = json.dumps([of_messages, FORMAT_VERSION], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def specs(self, step: int) -> set[str]:

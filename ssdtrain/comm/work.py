@@ -8,7 +8,8 @@ Note: [Steps]
 
 Note: [Waits in any order]
     Later messages of a collective are issued by a wait, and ranks may wait in other orders: messages of two collectives on one
-    group would meet, and each be taken for the other. So what was issued on a group before is completed first.
+    group would meet, and each be taken for the other. So what was issued on a group before is completed first. Ranks have to
+    issue the same collectives between two waits.
 """
 
 from __future__ import annotations

@@ -8,12 +8,14 @@ Note: [Buffers that are changed in place]
 DistributedDataParallel writes into all buffers before each forward, BatchNorm and moving averages in it. Autograd notices that
 only where it saved the buffer, and not every write moves a version (`F.batch_norm`). So the first run copies the small buffers,
 which most of those that change are, and each run after it has copies of these in their place, also to write into: what a forward
-counts is counted once. Large ones (a mask, a table of positions) would take memory that the plan does not know of: when the
-version of one has moved, the second run is an error.
+counts is counted once. Large ones (a mask, a table of positions) would take memory that the plan does not know of, a copy of one
+that requires a gradient is not the tensor that gets it, and copies of two that share memory do not: when the version of one of
+these has moved, the second run is an error.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,7 +36,7 @@ class _Buffer(NamedTuple):
     tensor: torch.Tensor
     version: int
     values: torch.Tensor | None
-    """A copy; None: it is large."""
+    """A copy; None: it has none."""
 
 
 class SameAttributes:
@@ -58,7 +60,7 @@ class SameAttributes:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._first is None:
             self._first = Attributes(self._block)
-            self._buffers = [_copied(one) for one in self._block.buffers() if not one.is_inference()]
+            self._buffers = _copied([one for one in self._block.buffers() if not one.is_inference()])
             return self._forward(*args, **kwargs)
         moved = (one for one in self._buffers if one.values is None and one.tensor._version != one.version)
         large = next(moved, None)
@@ -86,6 +88,15 @@ class SameAttributes:
                     module._buffers[name] = new[id(buffer)]
 
 
-def _copied(buffer: torch.Tensor) -> _Buffer:
-    small = buffer.layout is not torch.strided or buffer.nbytes <= SMALL  # a sparse tensor has no nbytes
-    return _Buffer(buffer, buffer._version, buffer.detach().clone() if small else None)
+def _copied(buffers: list[torch.Tensor]) -> list[_Buffer]:
+    shared = Counter(map(_storage, buffers))
+
+    def copied(one: torch.Tensor) -> torch.Tensor | None:
+        small = one.layout is not torch.strided or one.nbytes <= SMALL  # a sparse tensor has no nbytes
+        return one.detach().clone() if small and not one.requires_grad and shared[_storage(one)] < 2 else None
+
+    return [_Buffer(one, one._version, copied(one)) for one in buffers]
+
+
+def _storage(buffer: torch.Tensor) -> int:
+    return buffer.untyped_storage()._cdata if buffer.layout is torch.strided else id(buffer)

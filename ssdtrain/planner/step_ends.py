@@ -71,6 +71,7 @@ class OptimizerHook:
             when inner ones are.
         register: `call_before_steps` or `call_after_steps`. A step that is given a closure runs forward and backward between the
             two.
+        own: count only optimizers that train an attached model, from the first step on.
 
     Attributes:
         ran_at: when the latest optimizer ran, by `time.perf_counter`; None: not known, because it is compiled.
@@ -81,7 +82,9 @@ class OptimizerHook:
         runs: Callable[[], object],
         backward_over: Callable[[], None] = lambda: None,
         register: Callable[..., StepHook] = call_before_steps,
+        own: bool = False,
     ) -> None:
+        self._own = own
         self.ran_at: float | None = None
         self._runs, self._backward_over = weakref.WeakMethod(runs), backward_over
         self._queued_for = -1  # the backward at whose end `backward_over` is called
@@ -123,7 +126,7 @@ class OptimizerHook:
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             self._ours.add(optimizer)
             return True
-        return not self._ours
+        return not self._ours and not self._own
 
     def _optimizer_runs(self) -> None:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():

@@ -15,7 +15,7 @@ from torch import nn
 from ssdtrain.features import Feature
 from ssdtrain.integration.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.pytorch.models import check_lowrank, check_unwrapped, compress_gradients
+from ssdtrain.pytorch.models import check_lowrank, check_unwrapped, compress_gradients, reduces_on_all_ranks
 from ssdtrain.pytorch.sharded import watch_sharded
 from ssdtrain.pytorch.steps import end_unannounced_steps
 from ssdtrain.runtime import Runtime
@@ -43,7 +43,8 @@ def attach_model(runtime: Runtime, model: nn.Module) -> None:
     if runtime.compact is not None and runtime.compact.config.mode == "lowrank":
         check_lowrank(model)
     if runtime.comm is not None:
-        compress_gradients(model, runtime.comm, end_unannounced_steps(runtime, runtime.comm))
+        ends = end_unannounced_steps(runtime, runtime.comm, together=reduces_on_all_ranks(model))
+        compress_gradients(model, runtime.comm, ends)
     if runtime.state is not None:
         check_unwrapped(model)
     runtime.register(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,6 +35,15 @@ def compress_gradients(model: nn.Module, comm: Communicator, before: Callable[[]
             f"ssdtrain.comm is asked for, and {type(model).__name__} reduces no gradients: wrap it in "
             "DistributedDataParallel or fully_shard first"
         )
+
+
+def reduces_on_all_ranks(model: nn.Module) -> bool:
+    """True where all ranks of the job reduce the gradients of a wrapped model, and not each stage of a pipeline its own."""
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, DistributedDataParallel):
+        return model.process_group.size() == dist.get_world_size()
+    meshes = [one.device_mesh for one in model.parameters() if hasattr(one, "device_mesh")]  # of a DTensor
+    return bool(meshes) and max(mesh.size() for mesh in meshes) == dist.get_world_size()
 
 
 def check_lowrank(model: nn.Module) -> None:

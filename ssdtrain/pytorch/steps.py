@@ -2,15 +2,19 @@
 
 For the journal, TensorBoard, the trace and the log a step is over where a forward with gradients begins after an optimizer of
 the model has stepped, and so several optimizers, and several microbatches, are one step. For compressed collectives it is over
-where the next gradients are reduced. A loop that announces steps itself (`Runtime.step_end`, `Runtime.step`) is left to do so.
+where the next gradients are reduced, if all ranks of the job reduce them together. A loop that announces steps itself
+(`Runtime.step_end`, `Runtime.step`) is left to do so.
 
 Note: [Steps of compressed collectives]
 At some ends of steps ranks exchange messages, so all ranks have to come there together. Between two steps they need not: one of
-them evaluates while the others wait for it at a barrier. Gradients are reduced by all ranks at once.
+them evaluates while the others wait for it at a barrier. Gradients are reduced by all ranks at once, unless each stage of a
+pipeline reduces its own: there a loop has to announce its steps. Optimizers of other models do not count, as one rank may have
+them alone.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -24,6 +28,11 @@ from ssdtrain.planner.step_ends import OptimizerHook
 from ssdtrain.runtime import Runtime
 
 __all__ = ["UnannouncedSteps", "end_unannounced_steps", "record_unannounced_steps"]
+
+logger = logging.getLogger("ssdtrain")
+
+UNENDED_STEPS = 10
+"""Steps of an optimizer without an end of a step of compressed collectives after which a warning is logged."""
 
 
 def record_unannounced_steps(runtime: Runtime) -> None:
@@ -40,15 +49,39 @@ def record_unannounced_steps(runtime: Runtime) -> None:
         runtime.call_at_close(steps.finish)
 
 
-def end_unannounced_steps(runtime: Runtime, comm: Communicator) -> Callable[[], object]:
-    """Let steps of `comm` end while the loop of `runtime` announces none; call it before the model is registered.
+def end_unannounced_steps(runtime: Runtime, comm: Communicator, together: bool) -> Callable[[], object]:
+    """Let steps of `comm` end while the loop of `runtime` announces none, or warn of it; call it before the model is registered.
+
+    Args:
+        together: all ranks of the job reduce gradients together.
 
     Returns:
         What to call on all ranks before gradients are reduced. See Note: [Steps of compressed collectives].
     """
+    runtime.features.append(UnannouncedSteps(_Unended(comm).optimizer_stepped))
+    if not together:
+        return lambda: None
     steps = UnannouncedSteps(comm.step_end, at_forward=False)
     runtime.features.append(steps)
     return steps.finish
+
+
+class _Unended:
+    """Warns of a loop whose steps of compressed collectives never end: it trains on, but wrongly."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._steps = 0
+
+    def optimizer_stepped(self) -> None:
+        self._steps += 1
+        if self._steps == UNENDED_STEPS and not self._comm.steps and self._comm.rank == 0:
+            logger.warning(
+                "comm: an optimizer made %d steps and runtime.step_end() was not called: warm-up goes on for ever, random "
+                "numbers repeat, and residuals of buckets that were rebuilt stay in memory; call it after each optimizer "
+                "step, on all ranks",
+                UNENDED_STEPS,
+            )
 
 
 class UnannouncedSteps(Feature):
@@ -56,14 +89,15 @@ class UnannouncedSteps(Feature):
 
     Args:
         record: records that a step is over, or ends it; called between two steps.
-        at_forward: a step is over where the next forward begins; False: where `finish` is called.
+        at_forward: a step is over where the next forward begins; False: where `finish` is called, after an optimizer of the
+            model has stepped.
     """
 
     def __init__(self, record: Callable[[], object], at_forward: bool = True) -> None:
         self._record = record
         self._at_forward = at_forward
         self._stepped = False
-        self._hook = OptimizerHook(self._optimizer_steps, register=call_after_steps)
+        self._hook = OptimizerHook(self._optimizer_steps, register=call_after_steps, own=not at_forward)
 
     def _optimizer_steps(self) -> None:
         self._stepped = True

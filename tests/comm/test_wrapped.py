@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ssdtrain
 from tests.comm.test_collectives import values
@@ -16,7 +19,6 @@ from tests.support.ranks import on_ranks
 
 def compiled_behind_ddp(rank: int, own_hook: bool) -> Any:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-    from torch.nn.parallel import DistributedDataParallel
 
     model: Any = DistributedDataParallel(Small())
     if own_hook:
@@ -60,3 +62,38 @@ def test_sums_that_fsdp2_makes_by_itself_are_named() -> None:
     assert "HSDP" in replicas and "uncompressed" in replicas
     assert "comm.dp is configured, and nothing of it was sent in the first 3 steps" in nothing
     assert other == []
+
+
+def stage_of_a_pipeline(rank: int) -> tuple[int, list[str]]:
+    """Each of two stages reduces the gradients of its own two ranks, in a loop that announces no steps."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ssdtrain").addHandler(handler)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    first = rank < 2
+    model = DistributedDataParallel(nn.Linear(64, 64), process_group=groups[rank // 2])
+    config = {"comm": {"dp": "int8", "min_bytes": 0, "probe": False}, "report": {"interval": 0}}
+    runtime = ssdtrain.attach(model, config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(12):
+        if first:
+            output = model(values(step, 64 * 4).view(4, 64))
+            dist.send(output.detach(), rank + 2)
+            dist.recv(gradient := torch.empty(4, 64), rank + 2)
+            output.backward(gradient)
+        else:
+            dist.recv(given := torch.empty(4, 64), rank - 2)
+            model(given.requires_grad_()).sum().backward()
+            assert given.grad is not None
+            dist.send(given.grad, rank - 2)
+        optimizer.step()
+    assert runtime.comm is not None
+    return runtime.comm.steps, [text for text in said if "step_end" in text]
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline_do_not_wait_for_each_other_and_are_told_to_announce_steps() -> None:
+    found = on_ranks(4, stage_of_a_pipeline)
+    assert [steps for steps, _ in found] == [0] * 4
+    assert [len(said) for _, said in found] == [1, 0, 0, 0]

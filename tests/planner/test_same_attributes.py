@@ -256,3 +256,46 @@ def test_a_large_buffer_that_is_written_before_backward_is_an_error_with_its_nam
         RuntimeError, match=r"scale of the block 'layers\.3' was changed in place.*broadcast_buffers"
     ):
         loss.backward()
+
+
+class Learns(Keeps):
+    """A buffer that requires a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((64,), 2.0, requires_grad=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.scale).tanh()
+
+
+def test_a_buffer_that_requires_a_gradient_gets_it() -> None:
+    def found(recomputed: bool) -> list[torch.Tensor]:
+        model = stack(Learns)
+        if recomputed:
+            recompute_blocks(model, {f"layers.{number}": "recompute" for number in range(4)})
+        model(torch.arange(64)[None], torch.tensor(0)).backward()
+        return [one.grad for one in (*model.parameters(), *model.buffers()) if one.grad is not None]
+
+    assert equal(found(False), found(True))
+
+
+class Shares(Keeps):
+    """One buffer is a part of another, which its forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.ones(64))
+        self.register_buffer("head", self.whole[:1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.whole.mul_(1.5)
+        return self.linear(x * self.head).tanh()
+
+
+def test_buffers_that_share_memory_are_an_error_where_one_is_written() -> None:
+    model = stack(Shares)
+    recompute_blocks(model, {f"layers.{number}": "recompute" for number in range(4)})
+    loss = model(torch.arange(64)[None], torch.tensor(0))
+    with pytest.raises(RuntimeError, match=r"whole of the block 'layers\.3' was changed in place"):
+        loss.backward()
