@@ -1,5 +1,6 @@
 """What `AdaptiveOffload` does with a plan that does not fit, a machine that changed, and forwards that have become larger."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,11 @@ from ssdtrain.planner.plans import NoPlan
 from ssdtrain.planner.room import DeviceMemory, Room
 from ssdtrain.planner.step import KEEP, Machine, Tier
 from ssdtrain.runtime import Runtime
-from tests.planner.test_auto import config, make_model
+from tests.planner import test_auto
+from tests.planner.test_auto import make_model
+
+# With an arena of one size: one that follows what was loaded so far may be a reason to keep everything.
+config = functools.partial(test_auto.config, buffer="4MiB")
 
 
 def controller_of(runtime: Runtime, machine: Machine, **more: Any) -> AdaptiveOffload:
@@ -112,8 +117,7 @@ def test_what_does_not_fit_beside_the_model_is_said_once(
 
 
 def test_tapes_that_outgrow_the_limit_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # With an arena that is there in any case: one that is not would be a reason to keep everything.
-    with Runtime(load_config(config(tmp_path, buffer="4MiB")), logs=False) as runtime:
+    with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
         found = controller_of(runtime, FAST, device_budget=1 << 30, must_fit=True)
         profile = found._profile
         assert profile is not None
@@ -130,7 +134,7 @@ def test_tapes_that_outgrow_the_limit_end_no_run(tmp_path: Path, caplog: pytest.
 
 
 def test_a_peak_of_a_larger_step_before_is_not_taken_for_one_of_this_plan(tmp_path: Path) -> None:
-    with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
+    with Runtime(load_config(test_auto.config(tmp_path)), logs=False) as runtime:
         run_step(runtime, None, rows=4096)
         assert runtime.engine is not None
         runtime.engine.recorder.take()
