@@ -233,13 +233,17 @@ def test_what_was_decided_is_a_table_with_reasons(tmp_path: Path) -> None:
     runtime.register(model)
     assert runtime.engine is not None
     runtime.engine.recorder.take()
-    with runtime.forward():
-        loss = model(torch.randn(256, 64)).sum()
-    with runtime.backward():
-        loss.backward()
-    profile = Profile(runtime.engine.recorder.take())
+    for _ in range(50):  # on a busy machine a pause may leave no peak to lower
+        with runtime.forward():
+            loss = model(torch.randn(256, 64)).sum()
+        with runtime.backward():
+            loss.backward()
+        profile = Profile(runtime.engine.recorder.take())
+        machine = Machine((Tier("tiers", 1e12, 1e12),), prefetch=1)
+        chosen = choose_offloads(profile.blocks, profile.order, machine)
+        if any(choice != KEEP for one in chosen.choices for choice in one):
+            break
     runtime.close()
-    chosen = choose_offloads(profile.blocks, profile.order, Machine((Tier("tiers", 1e12, 1e12),), prefetch=1))
     text = decision_table(profile, chosen, Outcome(5 << 20, 10 << 20, 0.1, 0.01, {"layers.1": 0.02}))
     assert "offload" in text and "hidden" in text
     assert "\n  chunk 0: region 0" in text
