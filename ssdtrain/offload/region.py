@@ -256,14 +256,17 @@ class Releases:
             self.put(ref)
             drain()
 
-        for old in [*self.watched.values()]:
+        for name in [*self.watched]:
+            old = self.watched[name]
             handle = old()
             if handle is None:
                 continue  # it is in the queue
             ref = HandleRef(handle, died)
             ref.region, ref.last_pass = old.region, old.last_pass
-            del self.watched[id(old)]
+            del self.watched[name]
             self.watched[id(ref)] = handle.ref = ref
+            # In this order: a handle may have only this reference left, and a reference that is alive at its death calls back.
+            del old, handle
 
 
 class Kept:

@@ -1,0 +1,78 @@
+"""Handles that die on other threads while the engine ends, at any bytecode: each is released once."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ssdtrain.offload import region as region_module
+from ssdtrain.offload.region import Handle, Releases
+
+GEOMETRY = (torch.float32, torch.Size([1]), (1,), 0)
+NAMES = range(4)  # of regions
+
+
+class At:
+    """Before the bytecode of this number in `region.py`, `what` happens, as on another thread; 0: never."""
+
+    def __init__(self, number: int, what: Any) -> None:
+        self.number, self.what, self.count = number, what, 0
+
+    def __enter__(self) -> At:
+        sys._getframe().f_trace_opcodes = True  # see `Moment` in test_signals.py
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != region_module.__file__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._opcode
+
+    def _opcode(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode":
+            self.count += 1
+            if self.count == self.number:
+                sys.settrace(None)
+                self.what()
+        return self._opcode
+
+
+def close_while(number: int, dies: int) -> tuple[int, list[Any], int]:
+    """Of four handles one dies before that bytecode of the end, and the others afterwards.
+
+    Returns:
+        How many bytecodes ran, the regions released in order, and how many times a death asked for a drain.
+    """
+    releases, drains = Releases(), 0
+
+    def drain() -> None:
+        nonlocal drains
+        drains += 1
+
+    handles: dict[int, Handle] = {name: Handle(name, GEOMETRY, releases) for name in NAMES}  # type: ignore[arg-type]
+    with At(number, lambda: handles.pop(dies, None)) as at:
+        releases.call_at_each(drain)
+    handles.clear()
+    released = []
+    while not releases.empty():
+        released.append(releases.next().region)
+    assert not releases.watched
+    return at.count, released, drains
+
+
+def test_each_handle_is_released_once_whenever_it_dies_during_the_end_of_the_engine() -> None:
+    for _ in range(2):  # Python 3.13 reports a function's opcodes from its second traced call on
+        bytecodes, released, drains = close_while(0, 0)
+    assert bytecodes > 50 and released == [*NAMES] and drains == len(NAMES)
+    for dies in NAMES:
+        for number in range(1, bytecodes):
+            _, released, drains = close_while(number, dies)
+            assert sorted(released) == [*NAMES], f"handle {dies} died before bytecode {number}: {released}"
+            assert len(NAMES) - 1 <= drains <= len(NAMES)
