@@ -118,7 +118,7 @@ class Job:
     def block_parameters(self, kind: BlockKind) -> float:
         """Of one block, on one tensor-parallel rank."""
         model, layout = self.model, self.layout
-        experts = model.experts * 3 * model.hidden * model.ffn if model.experts > 1 else 0
+        experts = model.mlp_parameters(kind) if model.experts > 1 else 0
         return (model.block_parameters(kind) - experts + experts / layout.expert) / layout.tp
 
     def block_state(self, kind: BlockKind) -> dict[str, int]:

@@ -192,8 +192,12 @@ class Transformer:
 
     def block_parameters(self, kind: BlockKind = "block") -> int:
         """Of one block, all experts included."""
-        attention, mlp, rest = self._matrices(kind)
-        return attention + self.experts * mlp + rest
+        attention, _, rest = self._matrices(kind)
+        return attention + self.mlp_parameters(kind) + rest
+
+    def mlp_parameters(self, kind: BlockKind = "block") -> int:
+        """Weights of a block's MLP, of all experts."""
+        return self.experts * self._matrices(kind)[1]
 
     def _matrices(self, kind: BlockKind) -> tuple[int, int, int]:
         """Weights of attention, of the MLP (one expert), and all else."""

@@ -107,3 +107,11 @@ def test_host_memory_over_nvlink_c2c_hides_what_pcie_cannot() -> None:
 
     assert share("gh200") >= share("h100")
     assert share("gh200") > 0.99
+
+
+def test_a_rank_with_one_expert_has_the_parameters_of_a_dense_block() -> None:
+    """Experts without a gate have two matrices."""
+    shape = {"hidden": 1024, "layers": 2, "sequence": 512}
+    experts = Transformer.of("gpt", experts=8, **shape)
+    job = Job(experts, Layout(dp=8, expert=8), find_gpu("h100"))
+    assert job.block_parameters("block") == Transformer.of("gpt", **shape).block_parameters()
