@@ -53,6 +53,8 @@ MAY_NAME = {
     "cli/demo.py": "starts a demo, whose framework it looks for without importing it",
     "cli/main.py": "the help of that command",
     "cli/__init__.py": "the same",
+    "cli/estimate.py": "the help of the command",
+    "cli/training_command.py": "looks the adapter up that reads a script's flags",
     "cli/versions.py": "the versions that were tested, for the doctor",
     "config/document.py": "writes docs/config.md",
 }

@@ -1,39 +1,41 @@
-"""`ssdtrain estimate`: what your own model takes on a GPU, counted under fake tensors: no GPU and no memory is needed.
+"""`ssdtrain estimate`: what your own model takes on a GPU, before it is run: no GPU and no memory is needed.
 
     ssdtrain estimate my_package.model:build --batch 8 --gpu h100 --ssd "4 x 7GB/s"
 
-`build(batch)` returns the model and a function without arguments that runs its forward and returns the loss. In its place
-the `config.json` of a model of the transformers library may stand, where that is installed:
+`build(batch)` returns the model and a function without arguments that runs its forward and returns the loss; what it saves is
+counted under fake tensors. In its place the `config.json` of a model of the transformers library may stand, where that is
+installed:
 
     ssdtrain estimate ./llama/config.json --seq 4096 --batch 8 --gpu h100
+
+or the command line of a training script of Megatron-LM, as it is, whose flags say shape, parallelism and batch:
+
+    ssdtrain estimate --gpu h100 --ssd "4 x 7GB/s" torchrun --nnodes 8 --nproc-per-node 8 pretrain_gpt.py --num-layers 96 ...
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ssdtrain.cli import training_command
 from ssdtrain.cli.model_source import ON_FAKE_TENSORS, checked, factory, from_config, is_config
-from ssdtrain.cli.options import given, number, whole
+from ssdtrain.cli.options import add_machine, whole
 from ssdtrain.cli.progress import progress
-from ssdtrain.config.units import GiB, parse_size
 from ssdtrain.planner.estimate import Estimate, Hardware, estimate
-from ssdtrain.planner.hardware import GPUS, find_gpu, parse_ssds
 from ssdtrain.telemetry.text import duration_text, size_text
 
 
 def run(arguments: list[str]) -> int:
     """Returns the exit status: 0; 1 if nothing fits or the model does not exist; 2 for an invalid option."""
-    made = parser()
-    instead = plan_command(arguments)
-    if instead:
-        made.error(f"it takes no flags of a training script; for a model by its shape: {instead}")
-    chosen = made.parse_args(arguments)
+    reader = training_command.reader(arguments)
+    if reader is not None:
+        return training_command.run(reader, arguments)
+    chosen = parser().parse_args(arguments)
     hardware = Hardware(
         chosen.gpu, chosen.ssd, chosen.gpus_per_node, chosen.reserve, chosen.state_bytes, chosen.efficiency
     )
@@ -59,7 +61,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="ssdtrain estimate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("model", help="module:function, file.py:function, or the path of a config.json")
+    made.add_argument(
+        "model", help="module:function, file.py:function, the path of a config.json, or a command line"
+    )
     made.add_argument(
         "--seq", type=whole(), default=2048, help="tokens of a sequence, for a config.json; default: 2048"
     )
@@ -71,30 +75,13 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         help="patterns of blocks' names; may be repeated; default: those of the longest ModuleList",
     )
-    made.add_argument("--gpu", type=given(find_gpu), required=True, help=", ".join(GPUS))
-    made.add_argument("--ssd", type=given(parse_ssds), help='drives of a node: "4 x 7GB/s"')
-    made.add_argument(
-        "--gpus-per-node", type=whole(), default=8, help="GPUs of a node, which share its drives; default: 8"
-    )
-    made.add_argument(
-        "--reserve",
-        type=given(parse_size),
-        default=4 * GiB,
-        help="device memory that is neither model state nor activations; default: 4GiB",
-    )
+    add_machine(made, 8)
     made.add_argument(
         "--state-bytes",
         type=whole("bytes, such as 16, or fewer where ranks share them", zero=True),
         default=16,
         help="bytes of model state per parameter on this GPU; default: 16 (mixed precision and Adam)",
     )
-    made.add_argument(
-        "--efficiency",
-        type=number("above 0, at most 1", zero=False, most=1),
-        default=0.5,
-        help="achieved share of the GPU's peak FLOP rate; default: 0.5",
-    )
-    made.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     return made
 
 
@@ -149,36 +136,3 @@ def remedy(found: Estimate, drives: bool) -> str:
     more = "more or faster drives" if drives else "drives to offload to (--ssd)"
     smaller = "" if found.batch == 1 else f"a smaller --batch (the largest that fits is {found.largest}), "
     return f"use {smaller}{more}, a larger --gpu, or split the model over more ranks"
-
-
-SHAPE_FLAGS = {
-    "--num-layers": "--layers",
-    "--hidden-size": "--hidden",
-    "--seq-length": "--seq",
-    "--num-attention-heads": "--heads",
-    "--num-query-groups": "--kv-heads",
-    "--ffn-hidden-size": "--ffn",
-    "--num-experts": "--experts",
-    "--tensor-model-parallel-size": "--tp",
-    "--pipeline-model-parallel-size": "--pp",
-    "--micro-batch-size": "--microbatch",
-    "--global-batch-size": "--batch",
-}
-"""Flags of training scripts for a shape, and those of `ssdtrain plan`."""
-
-
-def plan_command(arguments: Sequence[str]) -> str:
-    """The command line of `ssdtrain plan` for flags of a training script that say a shape; "": there are none."""
-    words = [word for argument in arguments for word in argument.split("=", 1)]
-    given = {
-        SHAPE_FLAGS[word]: value
-        for word, value in zip(words, [*words[1:], ""], strict=False)  # no words: no flag
-        if word in SHAPE_FLAGS
-    }
-    if not given:
-        return ""
-    shape = {"--hidden": "H", "--layers": "L", "--seq": "S", **given}
-    gpu = words[words.index("--gpu") + 1] if "--gpu" in words[:-1] else "h100"
-    return " ".join(
-        ["ssdtrain plan --model gpt", *(f"{key} {value}" for key, value in shape.items()), f"--gpu {gpu}"]
-    )

@@ -1,4 +1,5 @@
-"""Types of command-line options. An invalid value is a usage error that names the option, the value and what is allowed."""
+"""Types of command-line options, and the options for a machine. An invalid value is a usage error that names the option, the
+value and what is allowed."""
 
 import argparse
 import math
@@ -6,11 +7,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.config.units import parse_size
-from ssdtrain.planner.hardware import parse_rate
+from ssdtrain.config.units import GiB, parse_size
+from ssdtrain.planner.hardware import GPUS, find_gpu, parse_rate, parse_ssds
 from ssdtrain.telemetry.text import size_text
 
-__all__ = ["given", "number", "rate", "size", "whole"]
+__all__ = ["add_machine", "given", "number", "rate", "size", "whole"]
 
 T = TypeVar("T")
 
@@ -92,6 +93,35 @@ def rate(text: str) -> float:
     if not found:
         raise argparse.ArgumentTypeError(f'"{text}" is 0; allowed: above 0, such as "50GB/s" or "400Gbit/s"')
     return found
+
+
+def add_machine(parser: argparse.ArgumentParser, node: int | None) -> None:
+    """Add --gpu, --ssd, --gpus-per-node, --reserve, --efficiency and --json.
+
+    Args:
+        node: default of --gpus-per-node.
+    """
+    parser.add_argument("--gpu", type=given(find_gpu), required=True, help=", ".join(GPUS))
+    parser.add_argument("--ssd", type=given(parse_ssds), help='drives of a node: "4 x 7GB/s"')
+    parser.add_argument(
+        "--gpus-per-node",
+        type=whole(),
+        default=node,
+        help="GPUs of a node, which share its drives; default: 8",
+    )
+    parser.add_argument(
+        "--reserve",
+        type=given(parse_size),
+        default=4 * GiB,
+        help="device memory that is neither model state nor activations; default: 4GiB",
+    )
+    parser.add_argument(
+        "--efficiency",
+        type=number("above 0, at most 1", zero=False, most=1),
+        default=0.5,
+        help="achieved share of the GPU's peak FLOP rate; default: 0.5",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
 
 
 def _check(found: float, allowed: str, zero: bool) -> None:

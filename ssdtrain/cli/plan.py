@@ -281,12 +281,15 @@ def job_of(chosen: Any) -> Job:
     )
 
 
-def alternatives(plan: ClusterPlan, goal: Goal = (None, None, None)) -> list[dict[str, Any]]:
+def alternatives(
+    plan: ClusterPlan, goal: Goal = (None, None, None), others: dict[str, Job] | None = None
+) -> list[dict[str, Any]]:
     """What one thing better would bring at the same microbatch, with model state in the same place; and without any drive, where
-    it is not on them."""
+    it is not on them. `others` are more such jobs."""
     jobs = with_more(plan.job)
     if plan.job.ssds is not None and plan.job.state != "ssd":
         jobs["no drives"] = replace(plan.job, ssds=None)
+    jobs |= others or {}
     found = []
     for name, job in jobs.items():
         try:
@@ -364,15 +367,16 @@ def summary(plan: ClusterPlan, found: dict[str, Any]) -> list[tuple[str, str]]:
             ("blocks whose state stays on the device", str(plan.stages[0].placement.persistent)),
             ("wait for the optimizer", duration_text(plan.update_seconds[1])),
         ]
+    for_all = f"{found['ssd_bandwidth_for_all'] / 1e9:.2f} GB/s"
     if plan.job.ssds is None:
-        return lines
+        return [*lines, ("bandwidth per GPU to offload everything", for_all)]
     share = plan.job.ssds.write_rate / plan.job.local_node
     lines += [
         (
             "SSD write bandwidth needed per GPU",
             f"{found['ssd_bandwidth_needed'] / 1e9:.2f} GB/s of {share / 1e9:.2f}",
         ),
-        ("the same if everything were offloaded", f"{found['ssd_bandwidth_for_all'] / 1e9:.2f} GB/s"),
+        ("the same if everything were offloaded", for_all),
         ("written to SSD per GPU and step", size_text(found["ssd_bytes_per_step"])),
         ("written to each drive in a year", f"{found['ssd_bytes_per_drive_and_year'] / 1e15:.2f} PB"),
     ]

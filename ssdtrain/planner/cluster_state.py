@@ -111,7 +111,9 @@ def placements(job: Job, last: bool) -> list[Placement]:
     if job.state == "device":
         if sum(state.values()) >= available:
             raise _too_large(
-                job, state, "more tensor, pipeline or ZeRO parallelism, --state, or a larger GPU"
+                job,
+                state,
+                "more tensor, pipeline or ZeRO parallelism, ssdtrain plan --state, or a larger GPU",
             )
         return [Placement(job, last, len(job.stage_kinds(last)), 0, state, 0)]
     each = [job.block_state(kind) for kind in job.stage_kinds(last)]

@@ -1,9 +1,9 @@
 """Transformers on paper: parameters, FLOPs, saved bytes and model-state bytes of one rank, from the shape alone.
 
-What is counted is what fused kernels save: FlashAttention (no matrix of scores), one kernel for a norm, one for a gated
-activation. The sum for a GPT block, 34 x sequence x microbatch x hidden bytes in bfloat16 with dropout, is that of arXiv
-2205.05198 without its attention scores. Implementations that are not fused, as in many model
-libraries, save more than is predicted here.
+What is counted is what fused kernels save: FlashAttention (no matrix of scores, but for `score_bytes`), one kernel for a norm,
+one for a gated activation. The sum for a GPT block, 34 x sequence x microbatch x hidden bytes in bfloat16 with dropout, is that
+of arXiv 2205.05198 without its attention scores. Implementations that are not fused, as in many model libraries, save more than
+is predicted here.
 
 Letters in comments: h hidden, f width of the MLP, k width of keys (and of values), t tensor-parallel ranks. Bytes are per token
 until `saved_items` multiplies.
@@ -84,6 +84,9 @@ class Transformer:
         activation: "gelu", "relu" (saves one tensor, not two) or "swiglu".
         fused: the gated activation is one kernel; else its silu is saved too.
         tied: the output layer shares the embedding's weight.
+        score_bytes: that are saved of each attention score. 0: attention is one kernel (FlashAttention), which saves none; 2
+            where softmax is a kernel of its own, 5 with dropout on what it puts out (arXiv 2205.05198). Keys and values are then
+            repeated to all heads.
     """
 
     family: str
@@ -100,6 +103,7 @@ class Transformer:
     dropout: bool = True
     fused: bool = True
     tied: bool = True
+    score_bytes: int = 0
 
     @classmethod
     def of(
@@ -296,9 +300,12 @@ class Transformer:
             yield f"{part}: input of its norm", h / split
             yield f"{part}: statistics of its norm", statistics
             yield f"{part}: input of its projections", h / split
-            yield f"{part}: queries, keys, values", (h + 2 * k) / t
+            yield f"{part}: queries, keys, values", (h + 2 * (h if self.score_bytes else k)) / t
             yield f"{part}: output", h / t
-            yield f"{part}: sums of its softmax", STATISTIC * self.heads / t
+            if self.score_bytes:
+                yield f"{part}: scores", self.score_bytes * self.heads * self.sequence / t
+            else:
+                yield f"{part}: sums of its softmax", STATISTIC * self.heads / t
             if self.dropout:
                 yield f"{part}: dropout mask", self.hidden / split
         yield "mlp: input of its norm", h / split

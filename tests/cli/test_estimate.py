@@ -129,17 +129,6 @@ def test_a_config_of_an_unknown_architecture_says_what_to_do(
     assert "name a function in its place" in shown
 
 
-def test_flags_of_a_training_script_are_answered_by_the_command_for_shapes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    given = ["pretrain_gpt.py", "--num-layers", "24", "--hidden-size=1024", "--fp16", "--gpu", "a100"]
-    with pytest.raises(SystemExit) as caught:
-        main(["estimate", *given])
-    assert caught.value.code == 2
-    shown = capsys.readouterr().err
-    assert "ssdtrain plan --model gpt --hidden 1024 --layers 24 --seq S --gpu a100" in shown
-
-
 def test_without_drives_a_microbatch_that_does_not_fit_names_them(
     here: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -291,9 +291,10 @@ def test_bench_between_processes() -> None:
 
 @pytest.mark.long
 def test_planner(capsys: pytest.CaptureFixture[str]) -> None:
-    (plan,), (estimate,) = (
+    (plan,), (estimate,), (training,) = (
         commands("docs/planner.md", "ssdtrain plan"),
-        commands("docs/planner.md", "ssdtrain estimate"),
+        commands("docs/planner.md", "ssdtrain estimate my_package"),
+        commands("docs/planner.md", "ssdtrain estimate --gpu"),
     )
     assert main(plan[1:]) == 0
     assert "step time" in capsys.readouterr().out
@@ -312,6 +313,8 @@ def test_planner(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert main(estimate[1:]) == 0
     assert "largest microbatch" in capsys.readouterr().out
+    assert main(training[1:]) == 0
+    assert "22.1B parameters on 64 x h100" in capsys.readouterr().out
 
 
 def test_a_plan_of_blocks_is_followed() -> None:

@@ -81,6 +81,9 @@ def check_ssdtrain(words: list[str]) -> None:
     if not words or words[0].startswith(("-", "...")):
         return
     assert words[0] in COMMANDS, words
+    script = next((at for at, word in enumerate(words) if word == "torchrun" or word.endswith(".py")), None)
+    if words[0] == "estimate" and script is not None:
+        words = words[:script]  # the flags behind it are the script's
     assert set(options(words)) <= options_of(words[0]), words
 
 
