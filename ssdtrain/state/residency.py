@@ -56,8 +56,13 @@ class Residency:
 
         Returns:
             Whether it is.
+
+        Raises:
+            RuntimeError: a tensor was written to, or given other data, while it was away.
         """
         self._forget_dropped(part)
+        if part.where is not Where.LOADING:
+            self._refuse(self._lost_writes(part))
         if part.where is Where.LEAVING:
             self._leaving.remove(part)
             part.where = Where.HERE
@@ -87,10 +92,12 @@ class Residency:
 
         Raises:
             IOFailure: one could not be read.
+            RuntimeError: see `begin`.
         """
         self._forget_dropped(part)
         if part.where is not Where.LOADING:
             return
+        lost = self._lost_writes(part)
         began = time.perf_counter()
         failed: BaseException | None = None
         for tensor in part.tensors:
@@ -101,6 +108,7 @@ class Residency:
         self.metrics.load_wait_seconds += time.perf_counter() - began
         part.where = Where.HERE
         if failed is None:
+            self._refuse(lost)  # all is in memory; what was written is not
             return
         for tensor in part.tensors:
             if tensor.in_memory:
@@ -174,12 +182,15 @@ class Residency:
 
         Raises:
             IOFailure: a tensor could not be read.
+            RuntimeError: see `begin`; what was only written to is back.
         """
         peak = self.metrics.resident_peak_bytes
         self._limit = 1 << 62
+        lost = self._lost_writes(part)
         self.begin(part, chunk)
         self.finish(part)
         self.metrics.resident_peak_bytes = peak
+        self._refuse(lost)
 
     def count_fixed(self, nbytes: int) -> None:
         """`nbytes` more stay in memory."""
@@ -269,6 +280,17 @@ class Residency:
             else:
                 kept.append(tensor)
         part.tensors = kept
+
+    def _lost_writes(self, part: Part) -> list[RuntimeError]:
+        if part.where is Where.HERE:
+            return []
+        found = [tensor.lost_write() for tensor in part.tensors]
+        return [error for error in found if error is not None]
+
+    @staticmethod
+    def _refuse(lost: list[RuntimeError]) -> None:
+        if lost:
+            raise lost[0]
 
     def _warn(self, excess: int, chunk: Chunk) -> None:
         if self._warned:

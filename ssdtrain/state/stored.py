@@ -62,6 +62,7 @@ class StoredTensor:
         "_geometry",
         "_hidden",
         "_load",
+        "_nan",
         "_storage",
         "_store",
         "_sum",
@@ -85,8 +86,8 @@ class StoredTensor:
         self._storage = tensor.untyped_storage()
         self.nbytes = self._storage.nbytes()
         self._geometry = tuple(tensor.shape), tuple(tensor.stride())
-        nan = torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device)
-        self._hidden = nan.expand(tensor.shape)
+        self._nan = torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device)
+        self._hidden = self._nan.expand(tensor.shape)
         self._transfers = transfers
         self._store: Transfer | None = None
         self._load: Transfer | None = None
@@ -130,6 +131,28 @@ class StoredTensor:
         """Show NaN. The memory stays until `free`."""
         with torch.inference_mode(False):  # else the parameter would become an inference tensor
             self.tensor.data = self._hidden
+        self._version = self.tensor._version
+
+    def lost_write(self) -> RuntimeError | None:
+        """The error of a write to the tensor while it is away, which has changed nothing but what is shown (`zero_` of one
+        element that stands for all is no error of torch). It is found once."""
+        if not self._is_hidden():
+            return self._other_data()
+        written = self.tensor._version != self._version
+        self._version = self.tensor._version
+        text = (
+            f"{self.name} was written to while it was not in memory, and the write is lost (config section state): write it in "
+            "the forward of its block, by the optimizer or load_state_dict, before ssdtrain.attach, or after close()"
+        )
+        # Through `.data` no version moves. The host does not wait for a device, whose error it is there.
+        if self._nan.device.type == "cpu":
+            written = written or not bool(self._nan.isnan())
+        elif not written:
+            torch._assert_async(self._nan.isnan(), text)
+        if not written:
+            return None
+        self._nan.fill_(torch.nan)
+        return RuntimeError(text)
 
     def may_be_freed(self) -> bool:
         """True if `wait_to_free` does not wait."""
@@ -158,19 +181,15 @@ class StoredTensor:
     # In
 
     def begin_load(self) -> int:
-        """Allocate the memory and read the slot.
+        """Begin to read the slot into memory.
 
         Returns:
             Bytes that are read.
 
         Raises:
-            RuntimeError: the tensor was given other data while it was away.
             IOFailure: the store of these bytes failed.
         """
-        if not self._is_hidden():
-            raise self._other_data()
         self.wait_for_store()
-        self._storage.resize_(self.nbytes)
         try:
             self._load = self._transfers.load(self.slot, self._storage)
         except BaseException:

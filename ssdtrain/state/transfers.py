@@ -34,7 +34,8 @@ class Transfers(Protocol):
     frees_at_once: bool
     """True if the memory of a storage may be freed when its store has begun; False: when it has ended."""
 
-    def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer: ...
+    def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
+        """Into an empty storage, which is allocated when `wait` has returned, or before."""
 
     def store(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer: ...
 
@@ -68,6 +69,7 @@ class InPlace:
         self._verify = verify
 
     def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
+        storage.resize_(slot.nbytes)
         return _Direct(self._store.read(slot, storage.data_ptr()), storage)
 
     def store(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
@@ -115,7 +117,9 @@ class Staged:
 
     def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
         buffer = self._acquire(slot.nbytes)
-        return _StagedLoad(self, self._store.read(slot, buffer.tensor.data_ptr()), storage, buffer)
+        return _StagedLoad(
+            self, self._store.read(slot, buffer.tensor.data_ptr()), storage, buffer, slot.nbytes
+        )
 
     def store(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
         buffer = self._acquire(slot.nbytes)
@@ -189,13 +193,22 @@ class Staged:
 
 
 class _StagedLoad:
+    """The storage is empty until it gets its bytes: who reads a weight before it is loaded gets an error, and not what was in
+    the memory."""
+
     def __init__(
-        self, transfers: Staged, operation: Operation, storage: torch.UntypedStorage, buffer: _Buffer
+        self,
+        transfers: Staged,
+        operation: Operation,
+        storage: torch.UntypedStorage,
+        buffer: _Buffer,
+        nbytes: int,
     ) -> None:
         self._transfers = transfers
         self._operation = operation
         self._storage = storage
         self._buffer: _Buffer | None = buffer
+        self._nbytes = nbytes
 
     def done(self) -> bool:
         return self._operation.done()
@@ -206,6 +219,7 @@ class _StagedLoad:
             return
         try:
             self._operation.wait()
+            self._storage.resize_(self._nbytes)
         except BaseException:
             if self._operation.done():
                 buffer.release()
