@@ -50,7 +50,8 @@ class StateDicts:
         def end() -> None:
             if within:
                 within.pop()
-            if not within:
+            # In use: a hook or a signal handler asks, and the forward or backward goes on.
+            if not within and not chunk.in_use:
                 self._residency.release(chunk.values)
 
         def load(one: nn.Module, *_: Any) -> None:

@@ -109,3 +109,30 @@ def test_a_loss_that_a_block_puts_elsewhere_never_meets_what_is_being_loaded(
     loss = loss_of(model, batches(1)[0])
     with pytest.raises(RuntimeError, match=r"storage of size 0|not allocated"):
         (loss + sum(found)).backward()
+
+
+@pytest.mark.parametrize("when", ["forward", "backward", "step"])
+def test_a_state_dict_in_the_middle(when: str, attach: Attach) -> None:
+    """As a handler of signals asks for it: what was in use stays in memory."""
+
+    def train(chunks: bool) -> Any:
+        model = make_model()
+        optimizer = adamw(model.parameters())
+        if chunks:
+            attach(model, optimizer)
+        seen: list[Any] = []
+
+        def look(*_: Any) -> None:
+            seen.append({name: value.clone() for name, value in model.state_dict().items()})
+            seen.append(optimizer.state_dict()["param_groups"][0]["lr"])
+
+        if when == "forward":
+            model.layers[4].norm.register_forward_hook(look)
+        elif when == "backward":
+            model.layers[4].down.weight.register_hook(look)
+        else:
+            optimizer.register_step_pre_hook(look)
+        losses = run(Recipe(steps=3), model, optimizer)
+        return seen, losses, dict(model.state_dict()), optimizer.state_dict()
+
+    assert same(train(True), train(False))
