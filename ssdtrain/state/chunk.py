@@ -59,6 +59,11 @@ class StoredGradient(StoredTensor):
 
     def __init__(self, name: str, parameter: nn.Parameter, slot: Slot, transfers: Transfers) -> None:
         assert parameter.grad is not None
+        if parameter.grad.nbytes != slot.nbytes:
+            raise RuntimeError(
+                f"{name} is of {parameter.grad.dtype} and the parameter of {parameter.dtype} (config section state): leave "
+                "grad_dtype as it is, or set it before ssdtrain.attach, where such parameters stay on the device"
+            )
         super().__init__(name, parameter.grad, slot, transfers)
         self.parameter = parameter
         self.scales: list[torch.Tensor] = []
@@ -114,6 +119,7 @@ class Chunk:
         values, gradients, state: its parts.
         gradient_slots: by parameter.
         forwards: of the block that are running.
+        first_node: number that autograd gave, or would have given, to the first node of that forward.
         graph_task: of autograd, whose backward through the block is running; None: none is.
         missing: parameters without their gradient in this backward.
         stepping: the optimizer works on it.
@@ -138,6 +144,7 @@ class Chunk:
         self.state = Part(f"the optimizer state of {name}", state_bytes)
         self.gradient_slots: dict[nn.Parameter, Slot] = {}
         self.forwards = 0
+        self.first_node = 0
         self.graph_task: int | None = None
         self.missing: set[nn.Parameter] = set()
         self.stepping = False

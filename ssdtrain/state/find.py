@@ -127,6 +127,8 @@ def _why_it_stays(
         return "shared by several modules, or in memory that others share"
     if parameter.device != device:
         return f"on {parameter.device}, while the device of this runtime is {device}"
+    if getattr(parameter, "grad_dtype", parameter.dtype) is not parameter.dtype:
+        return "with gradients of another type (grad_dtype)"
     if is_movable(parameter, min_bytes):
         return None
     if parameter.nbytes < min_bytes:

@@ -14,7 +14,7 @@ Note: [Which chunk is next]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from ssdtrain.state.stored import users
 from ssdtrain.state.transfers import Transfers
 
 __all__ = ["BlockHooks", "Order"]
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 FORWARD, RECOMPUTE, BACKWARD, STEP = "forward", "recompute", "backward", "step"
 
@@ -97,6 +99,9 @@ class BlockHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._next = None
+        for chunk in self._residency.chunks:
+            chunk.graph_task = None  # the end of a backward that is running changes nothing
 
     # Forward
 
@@ -112,6 +117,8 @@ class BlockHooks:
                 self.end_abandoned()
             self._expect(RECOMPUTE if recompute else FORWARD, chunk)
             self._residency.load(chunk, chunk.values)
+            if not chunk.forwards:
+                chunk.first_node = torch._C._autograd._get_sequence_nr()
             chunk.forwards += 1
             self.prefetch()
 
@@ -135,12 +142,16 @@ class BlockHooks:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None
         ]
         if not found:
+            if not any(parameter.requires_grad for parameter in chunk.parameters):
+                return  # all were frozen since
             raise RuntimeError(
                 f"{chunk.name} ({type(chunk.module).__name__}) returned {type(output).__name__}, in which no tensor with a "
                 "gradient is found: its parameters could not be loaded for backward (config section state). Let it return "
                 "tensors, or tuples, lists or dicts of them, or leave it out by state.blocks"
             )
         begin = self._before_backward(chunk)
+        outputs = {id(tensor) for tensor in found}
+        found += [tensor for tensor in _left_in_attributes(chunk) if id(tensor) not in outputs]
         for tensor in found:
             tensor.register_hook(begin)
 
@@ -269,3 +280,20 @@ class BlockHooks:
         }.get(kind, (chunk.values,))
         if self._residency.prefetch(chunk, *parts, patient=patient):
             self._next = None
+
+
+def _left_in_attributes(chunk: Chunk) -> Iterator[torch.Tensor]:
+    """Tensors of a graph that this forward has put into attributes of the block's modules, such as a loss for balance: their
+    backward may come before that of the output."""
+    for module in chunk.module.modules():
+        for name, value in vars(module).items():
+            if name in _OF_EVERY_MODULE or not isinstance(value, torch.Tensor | list | tuple | dict):
+                continue
+            for tensor in tree_iter(value):
+                if (
+                    isinstance(tensor, torch.Tensor)
+                    and tensor.requires_grad
+                    and tensor.grad_fn is not None
+                    and tensor.grad_fn._sequence_nr() >= chunk.first_node
+                ):
+                    yield tensor

@@ -76,6 +76,25 @@ def test_other_data_while_its_store_is_in_flight(attach: Attach, monkeypatch: py
     weight.data = before
 
 
+def test_blocks_that_are_frozen_and_trained_again(attach: Attach) -> None:
+    """Below the first trainable parameter no output needs a gradient."""
+
+    def train(chunks: bool) -> Any:
+        model = make_model()
+        optimizer = adamw(model.parameters())
+        if chunks:
+            attach(model, optimizer)
+        losses = run(Recipe(steps=1), model, optimizer)
+        for frozen in (model.embed, model.layers[0], model.layers[1], model.layers[5]):
+            frozen.requires_grad_(False)
+        losses += run(Recipe(steps=2), model, optimizer, first=1)
+        model.requires_grad_(True)
+        losses += run(Recipe(steps=2), model, optimizer, first=3)
+        return losses, dict(model.state_dict()), optimizer.state_dict()
+
+    assert same(train(True), train(False))
+
+
 class Balanced(Block):
     """Has a loss of its own, which is made after the output and goes past it."""
 
@@ -98,6 +117,27 @@ def _balanced() -> Model:
     return model
 
 
+@pytest.mark.parametrize("staged", [False, True], ids=["in-place", "staged"])
+def test_a_loss_that_a_block_leaves_in_an_attribute(staged: bool, attach: Attach) -> None:
+    """Its backward comes before that of the output: what is being loaded ahead then is waited for."""
+
+    def train(chunks: bool) -> Any:
+        model = _balanced()
+        optimizer = adamw(model.parameters())
+        if chunks:
+            attach(model, optimizer, staged=staged)
+        losses = []
+        for batch in batches(3):
+            loss = loss_of(model, batch)
+            (loss + sum(layer.losses["balance"][0] for layer in model.layers)).backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, dict(model.state_dict())
+
+    assert same(train(True), train(False))
+
+
 def test_a_loss_that_a_block_puts_elsewhere_never_meets_what_is_being_loaded(
     attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +149,31 @@ def test_a_loss_that_a_block_puts_elsewhere_never_meets_what_is_being_loaded(
     loss = loss_of(model, batches(1)[0])
     with pytest.raises(RuntimeError, match=r"storage of size 0|not allocated"):
         (loss + sum(found)).backward()
+
+
+def test_gradients_of_another_type(attach: Attach) -> None:
+    if not hasattr(nn.Parameter(torch.ones(1)), "grad_dtype"):
+        pytest.skip("this torch gives gradients the type of their parameter")
+
+    def train(chunks: bool) -> Any:
+        model = make_model().bfloat16()
+        for layer in model.layers[:2]:
+            for parameter in layer.parameters():
+                parameter.grad_dtype = torch.float32
+        optimizer = adamw(model.parameters())
+        runtime = attach(model, optimizer) if chunks else None
+        for batch in batches(2):
+            loss_of(model, batch).backward()
+        if runtime is not None:
+            runtime.close()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert same(train(True), train(False))
+    model = make_model().bfloat16()
+    attach(model, adamw(model.parameters()))
+    model.layers[5].up.weight.grad_dtype = torch.float32
+    with pytest.raises(RuntimeError, match=r"gradient of layers\.5\.up\.weight is of torch\.float32"):
+        loss_of(model, batches(1)[0]).backward()
 
 
 @pytest.mark.parametrize("when", ["forward", "backward", "step"])
@@ -134,5 +199,18 @@ def test_a_state_dict_in_the_middle(when: str, attach: Attach) -> None:
             optimizer.register_step_pre_hook(look)
         losses = run(Recipe(steps=3), model, optimizer)
         return seen, losses, dict(model.state_dict()), optimizer.state_dict()
+
+    assert same(train(True), train(False))
+
+
+def test_closed_in_the_middle_of_a_backward(attach: Attach) -> None:
+    def train(chunks: bool) -> Any:
+        model = make_model()
+        optimizer = adamw(model.parameters())
+        if chunks:
+            runtime = attach(model, optimizer)
+            model.layers[4].down.weight.register_hook(lambda _: runtime.close())
+        loss_of(model, batches(1)[0]).backward()
+        return [parameter.grad for parameter in model.parameters()], dict(model.state_dict())
 
     assert same(train(True), train(False))
