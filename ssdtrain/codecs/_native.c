@@ -218,17 +218,18 @@ static PyObject *py_zfp_decode(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Eight bytes of 0 or 1 to eight bits by one multiplication, and back. */
+/* Eight bytes to eight bits by one multiplication, and back. A byte is true as torch reads it: if it is not zero. */
 static void mask_pack(const uint8_t *x, int64_t numel, uint8_t *out) {
     int64_t at = 0;
     for (; at + 8 <= numel; at += 8) {
         uint64_t w;
         memcpy(&w, x + at, 8);
-        out[at / 8] = (uint8_t)((w & 0x0101010101010101u) * 0x0102040810204080u >> 56);
+        w = ((w & 0x7f7f7f7f7f7f7f7fu) + 0x7f7f7f7f7f7f7f7fu) | w;
+        out[at / 8] = (uint8_t)((w >> 7 & 0x0101010101010101u) * 0x0102040810204080u >> 56);
     }
     if (at < numel) {
         unsigned byte = 0;
-        for (int i = 0; at + i < numel; i++) byte |= (x[at + i] & 1u) << i;
+        for (int i = 0; at + i < numel; i++) byte |= (unsigned)(x[at + i] != 0) << i;
         out[at / 8] = (uint8_t)byte;
     }
 }

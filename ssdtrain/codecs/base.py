@@ -268,6 +268,8 @@ class Codec(ABC):
             raise PayloadError(
                 f"the payload of {self.spec} holds {numel} values, the output tensor has {out.numel()}"
             )
+        if dtype >= len(DTYPES):
+            raise PayloadError(f"the payload of {self.spec} names the dtype {dtype}, of {len(DTYPES)}")
         if self.lossless and DTYPES[dtype] != out.dtype:
             raise PayloadError(
                 f"{self.spec} decodes to the dtype it encoded, {DTYPES[dtype]}, not to {out.dtype}"

@@ -118,5 +118,8 @@ class SparseMask(_MaskProperties, VariableSizeCodec):
         if count == _DENSE:
             _unpack(data, out, self.backend)
         else:
+            positions = data.view(torch.int32).to(torch.int64)
+            if count and not bool(((positions >= 0) & (positions < out.numel())).all()):
+                raise PayloadError(f"{self.spec}: a position lies outside of {out.numel()} values")
             out.zero_()
-            out[data.view(torch.int32).to(torch.int64)] = True
+            out[positions] = True

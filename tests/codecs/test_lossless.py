@@ -160,3 +160,22 @@ def test_a_cut_sparse_mask_is_an_error() -> None:
     x[:20] = True
     with pytest.raises(PayloadError, match="20 positions"):
         MASKS[1].decode(payload(MASKS[1], x)[:64].clone(), torch.empty_like(x))
+
+
+@pytest.mark.parametrize("position", [-5, 4096, 1 << 30])
+def test_a_sparse_mask_of_positions_that_do_not_exist_is_an_error(position: int) -> None:
+    x = torch.zeros(4096, dtype=torch.bool)
+    x[:20] = True
+    buf = payload(MASKS[1], x)
+    buf[36:40].view(torch.int32).fill_(position)
+    with pytest.raises(PayloadError, match="outside of 4096 values"):
+        MASKS[1].decode(buf, torch.empty_like(x))
+
+
+@every_mask
+def test_a_header_with_a_dtype_that_does_not_exist_is_an_error(codec: FixedSizeCodec) -> None:
+    x = randn(100) > 0
+    buf = payload(codec, x)
+    buf[2] = 200
+    with pytest.raises(PayloadError, match="names the dtype 200"):
+        codec.decode(buf, torch.empty_like(x))

@@ -134,6 +134,14 @@ def test_masks_are_the_same_bytes(data: bytes) -> None:
     assert torch.equal(make_codec("mask", "native").decode(b, torch.empty_like(x)), x)
 
 
+@pytest.mark.parametrize("numel", [5, 8, 771])
+@pytest.mark.parametrize("spec", ["mask", "mask:sparse"])
+def test_bools_with_other_bytes_than_0_and_1_are_true(spec: str, numel: int) -> None:
+    """As torch takes them, such as a view of uint8."""
+    x = torch.arange(numel).to(torch.uint8).view(torch.bool)
+    assert torch.equal(make_codec(spec, "native").roundtrip(x), x)
+
+
 @settings(max_examples=50, deadline=None)
 @given(data=st.binary(max_size=300), dtype=st.sampled_from([*FLOATS, torch.int16, torch.int32]))
 def test_lossless_payloads_are_the_same_bytes(data: bytes, dtype: torch.dtype) -> None:
