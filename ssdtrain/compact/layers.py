@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ssdtrain.codecs import FixedSizeCodec, Key, make_fixed_size_codec
 from ssdtrain.compact.linear import (
@@ -283,7 +284,15 @@ class CompactLayer:
             self.compression.counted.released_bytes += release_copies(x)
 
     def compresses(self, x: Tensor) -> bool:
-        """False if `x` is saved by its producer anyway, or cannot contribute to a gradient."""
+        """False if `x` is saved by its producer anyway, or cannot contribute to a gradient.
+
+        Raises:
+            RuntimeError: `x` has no memory of its own (tensor parallelism of torch, nested tensors).
+        """
+        if is_traceable_wrapper_subclass(x):
+            raise RuntimeError(
+                f"compact cannot compress the input of {self.name}, a {type(x).__name__}: name this layer in compact.exclude"
+            )
         if not x.is_floating_point() or not x.numel() or x.is_inference():
             return False
         if kept_by_producer(x):
