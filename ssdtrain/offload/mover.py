@@ -29,13 +29,7 @@ from ssdtrain.offload.sampling import Sampling
 from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer import Transfer
 from ssdtrain.offload.transfer_state import State
-from ssdtrain.storage import (
-    IOFailure,
-    Operation,
-    SpillStore,
-    StoreClosed,
-    StoreFull,
-)
+from ssdtrain.storage import IOFailure, Operation, SpillStore, StoreClosed, StoreFull
 
 __all__ = ["Mover"]
 
@@ -81,7 +75,7 @@ class Mover:
         """The region, which is resident, is to be stored by `codec` (None: its plain bytes), as `action` says. ValueError: see
         `moved_bytes`."""
         transfer = region.transfer
-        transfer.codec, transfer.tier = codec, action.tier
+        transfer.codec, transfer.tier, transfer.must_write = codec, action.tier, action.must_write
         if action.part != 1:
             nbytes = moved_bytes(region.nbytes, action)
             transfer.moved_bytes = transfer.stored_bytes = nbytes if codec is None else region.nbytes
@@ -219,6 +213,7 @@ class Mover:
         self.stores.nbytes -= transfer.moved_bytes
         if transfer.state is State.RELEASED:
             self._close_write(region)
+            self._free_slot(region)
             region.empty_()
         elif region.freed():
             self._leave_to_owner(region)
@@ -326,7 +321,7 @@ class Mover:
     def stop_store(self, region: Region) -> bool:
         """STORING -> RESIDENT or STAGED if not a byte of it has been written yet: a write avoided. False: too late."""
         operation = region.transfer.operation
-        if operation is None or not operation.cancel():
+        if operation is None or region.transfer.must_write or not operation.cancel():
             return False
         self.stores.remove(region)
         self._store_cancelled(region)
@@ -370,7 +365,7 @@ class Mover:
             transfer.drop_target()
         if state is State.STORING:
             assert operation is not None
-            if operation.cancel():
+            if not transfer.must_write and operation.cancel():
                 self.stores.remove(region)
                 self._count_cancelled(region)
                 self._close_write(region)
@@ -387,7 +382,8 @@ class Mover:
             if not region.emptied:
                 region.empty_()
         transfer.rest = None
-        self._free_slot(region)
+        if state is not State.STORING or not transfer.must_write:  # it would be cancelled
+            self._free_slot(region)
         region.tape.remove(region)
 
     def _free_slot(self, region: Region) -> None:

@@ -108,6 +108,7 @@ class TransferState:
         "loaded",
         "loaded_version",
         "moved_bytes",
+        "must_write",
         "operation",
         "page_offset",
         "payload",
@@ -126,6 +127,7 @@ class TransferState:
         self.state = State.RESIDENT
         self.codec: Codec | None = None  # encodes it on the way to a tier
         self.tier: str | None = None  # that the policy wants it in
+        self.must_write = False  # its store is not cancelled
         self.moved_bytes = nbytes  # of the region the first ones, which leave memory
         self.rest: torch.Tensor | None = (
             None  # a copy of the others. See Note: [Parts of a region] in `rests`.

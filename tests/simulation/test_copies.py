@@ -30,6 +30,28 @@ def test_a_cancelled_store_does_not_give_its_tensor_to_others_under_the_copy(str
     streams.check()
 
 
+def test_a_store_that_must_be_written_does_not_give_its_tensor_to_others_before_its_copy(
+    streams: Streams,
+) -> None:
+    """1. its copy waits for a kernel; 2. the graph is dropped; 3. the next tensor takes the first free memory."""
+    held = [streams.save(streams.make(5))]
+    held[0].region.transfer.must_write = True
+    streams.kernel(1.0)
+    streams.engine.finish_forward(streams.tape)
+    held.clear()
+    gc.collect()
+    streams.engine.drain()
+    streams.make(6)
+    streams.device.synchronize()
+    streams.machine.timeline.spend(1.0)
+    streams.engine.drain()
+    found = streams.engine.metrics
+    assert found.avoided_write_bytes == 0 and found.offloaded_bytes == SIZE
+    assert streams.machine.store.metrics.bytes_written == SIZE
+    assert streams.machine.store.metrics.live_slots == 0
+    streams.check()
+
+
 def test_a_cancelled_store_holds_its_payload_until_the_copy_has_ended(streams: Streams) -> None:
     streams.kernel(1.0)  # the copy comes after it
     held: list[Any] = [streams.save(streams.device.empty(SIZE).fill_(1).view(torch.bool))]
