@@ -9,7 +9,7 @@ from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, Saved
 from ssdtrain.planner import step
 from ssdtrain.planner.step import Choice, Machine
 
-__all__ = ["AdaptivePolicy", "actions_of"]
+__all__ = ["AdaptivePolicy", "actions_of", "measure_by_one"]
 
 REMEMBERED = 8
 """Forwards of a chunk whose largest says how large its tapes are."""
@@ -79,3 +79,20 @@ def actions_of(spans: Sequence[tuple[int, int]], choices: Sequence[Choice], mach
             end - begin
         )
     return plan
+
+
+def measure_by_one(plan: list[Action], movable: Sequence[int], *, both: bool) -> None:
+    """Have one region written in each step whatever becomes of the others: by it a change of the bandwidth is seen. It is the
+    first one that `plan` offloads, or else that may be.
+
+    Args:
+        movable: the positions of regions that may be offloaded.
+        both: there are host memory and drives, and it is the drives that may change.
+    """
+    away = Action(True, tier="ssd") if both else OFFLOAD
+    leaving = [
+        position for position in movable if plan[position].offload and plan[position].tier == away.tier
+    ]
+    for position in (leaving or movable)[:1]:
+        action = plan[position] if leaving else away
+        plan[position] = action._replace(must_write=True)

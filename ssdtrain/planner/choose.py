@@ -86,6 +86,9 @@ def choose_offloads(
     Blocks are offloaded whole, and in part where they are large and that lowers the peak within the same time
     (`ssdtrain.planner.shares`). Under a budget parts are tried where whole blocks reach it only by waiting.
 
+    On a CPU everything stays where the hooks of one store and one load take more than `slack`, whatever the drive: in a model
+    whose step takes milliseconds they do. Times should be those of several steps (`ssdtrain.planner.recent`).
+
     Args:
         slack: what transfers may cost, of the time of keeping everything.
         device_budget: bytes that the peak should stay under, at the least slack that allows it; what is not

@@ -14,19 +14,19 @@ from pathlib import Path
 from torch import nn
 
 from ssdtrain.features import Feature, Forward, Step
-from ssdtrain.offload import policy as offload
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.meter import Peaks
-from ssdtrain.planner.adaptive import AdaptivePolicy, actions_of
+from ssdtrain.planner.adaptive import AdaptivePolicy, actions_of, measure_by_one
 from ssdtrain.planner.arena import ArenaCost
 from ssdtrain.planner.choose import SLACK, Chosen, as_plan, choose_offloads, no_plan
 from ssdtrain.planner.decisions import Outcome, decision_table
-from ssdtrain.planner.drift import DRIFT, MOST_DRIFT, Backoff
+from ssdtrain.planner.drift import DRIFT, MOST_DRIFT, Backoff, differ
 from ssdtrain.planner.margin import STALLS, StallMargin
 from ssdtrain.planner.measured import Bandwidths, Profile, Rates, host_tier, measured_machine
 from ssdtrain.planner.memory_plot import PlanPlot
 from ssdtrain.planner.plan_metrics import PlanMetrics
 from ssdtrain.planner.plans import Limits, NoPlan
+from ssdtrain.planner.recent import STEPS, RecentSteps
 from ssdtrain.planner.room import Room
 from ssdtrain.planner.step import KEEP, Choice, Machine
 from ssdtrain.planner.step_ends import UNENDED, StepEnds
@@ -53,7 +53,7 @@ PROBE_PERIOD = 16
 """Steps after which a plan that offloads nothing lets one block go, to see whether the drive is faster
 now."""
 
-STAYS = "ssdtrain.plan: the bandwidth of the tiers changed, and the plan of before is followed because now %s"
+STAYS = "ssdtrain.plan: what is measured has changed, and the plan of before is followed because now %s"
 
 OUTGROWN = "ssdtrain.plan: forwards have become larger, and the plan nearest to the limits is followed, because now %s"
 
@@ -63,6 +63,7 @@ ENDLESS = (
 )
 
 DRIFTED = "the bandwidth of the tiers changed"
+SEVERAL = "several steps are profiled now"
 
 
 class AdaptiveOffload(Feature):
@@ -117,6 +118,7 @@ class AdaptiveOffload(Feature):
         self._peak = 0  # of the step of `_profile`
         self._profile: Profile | None = None
         self._planned_profile: Profile | None = None
+        self._recent, self._planned_from = RecentSteps(), 0  # the latest plan was made from so many steps
         # Where there are both, the model has a tier for each.
         self._both = store.metrics.host is not None and bool(store.metrics.drives)
         self._bandwidths, self._host_bandwidths = Bandwidths(host=not self._both), Bandwidths(drives=False)
@@ -170,7 +172,7 @@ class AdaptiveOffload(Feature):
         if self._wear is not None:
             to_host = store.host_bytes_written if self._both else 0
             self._wear.observe(store, self._engine.metrics.offloaded_bytes - to_host, elapsed)
-        self._rates = latest.or_else(self._rates)
+        self._rates = latest.after(self._rates)
         self._host_rates = self._host_bandwidths.since(store).or_else(self._host_rates)
         fresh = self._resolve()
         unused = self._policy.forwards - self._engine.prefetcher.backwards
@@ -192,7 +194,7 @@ class AdaptiveOffload(Feature):
         fresh = False
         while self._records and self._records[0][2].passed():
             number, peak, record = self._records.pop(0)
-            profile = Profile(record)
+            profile = Profile(record, self._recent if number >= WARM_UP else None)
             if profile.chunks:
                 self._profile, self._peak = profile, peak
                 fresh = number >= self._profile_since
@@ -204,10 +206,9 @@ class AdaptiveOffload(Feature):
         if self._policy.shape_changed():
             self._reshaped = True
             return self._request_plan("the size of the tapes changed")
-        pairs = zip(latest, self._planned_rates, strict=True)
-        least = 1 - self._drift
-        drifted = any(now and then and not least <= now / then <= 1 / least for now, then in pairs)
-        self._drifted = self._drifted + 1 if drifted else 0
+        if self._profile is not None and self._planned_from < STEPS <= self._profile.steps:
+            return self._request_plan(SEVERAL)
+        self._drifted = self._drifted + 1 if differ(latest, self._planned_rates, self._drift) else 0
         if self._drifted >= 2 and self._backoff.due(self._steps):
             self._margin.reset()
             return self._request_plan(DRIFTED)
@@ -260,7 +261,7 @@ class AdaptiveOffload(Feature):
 
     def _plan(self, profile: Profile) -> None:
         machine = self._arena.counted(self.machine(), profile.blocks)
-        rate = self._wear.rate if self._wear is not None else None
+        rate, self._planned_from = self._wear.rate if self._wear is not None else None, profile.steps
         other = self._other_bytes(profile)
         found = self._choose(profile, machine, other, rate).beside(other)
         misfit = self._misfit(profile, found, profile.outgrown(self._policy.largest))
@@ -287,12 +288,12 @@ class AdaptiveOffload(Feature):
             chunk: actions_of(spans, choices, machine)
             for chunk, spans, choices in zip(profile.chunks, profile.spans, found.choices, strict=True)
         }
-        if self._writes_nothing() and plans and self._wear is None:
-            first = min(plans)  # one region, by which a change of the bandwidth is seen
-            plans[first][0] = offload.Action(True, tier="ssd") if self._both else offload.OFFLOAD
+        if plans and self._wear is None:
+            measure_by_one(plans[min(plans)], profile.movable, both=self._both)
         same = all(self._policy.plans.get(chunk) == tuple(plan) for chunk, plan in plans.items())
         self._same = same and not self._outcome_due
-        self._drift = min(MOST_DRIFT, 1.5 * self._drift) if same else DRIFT
+        if not same or self._replan_reason != SEVERAL:
+            self._drift = min(MOST_DRIFT, 1.5 * self._drift) if same else DRIFT
         self._policy.follow(plans)
         leaves = any(choice != KEEP for one in found.choices for choice in one)
         self._arena.planned(used=leaves)
@@ -363,8 +364,7 @@ class AdaptiveOffload(Feature):
     def _misfit(self, profile: Profile, found: Chosen, larger: float = 1.0) -> NoPlan | None:
         """Which limit is not kept to by a forward that is larger by this factor; None: all are."""
         budget, seconds = self._device_budget, None
-        if budget is not None:
-            budget = int(budget / larger)
+        budget = None if budget is None else int(budget / larger)
         if self._most_slowdown is not None:
             seconds = found.kept.seconds * (1 + self._most_slowdown)
         fits = budget is None or found.predicted.peak_bytes <= budget

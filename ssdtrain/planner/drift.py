@@ -5,7 +5,7 @@ from __future__ import annotations
 from ssdtrain.planner.measured import Bandwidths, Rates
 from ssdtrain.storage.metrics import StoreMetrics
 
-__all__ = ["DRIFT", "MOST_DRIFT", "Backoff", "Drift"]
+__all__ = ["DRIFT", "MOST_DRIFT", "Backoff", "Drift", "differ"]
 
 DRIFT = 0.25
 """Of a bandwidth, in two steps in turn: plan again. Each time that the plan stays the same, half as much more is
@@ -15,6 +15,13 @@ MOST_DRIFT = 0.6
 
 SHORTEST, LONGEST = 4, 128
 """Steps between two searches for one reason, where the first brought nothing new."""
+
+
+def differ(latest: Rates, planned: Rates, tolerated: float) -> bool:
+    """Whether a bandwidth that was measured in a step is another one than a plan was made with, by this part of it."""
+    least = 1 - tolerated
+    pairs = zip(latest, planned, strict=True)
+    return any(now and then and not least <= now / then <= 1 / least for now, then in pairs)
 
 
 class Backoff:
@@ -62,10 +69,7 @@ class Drift:
 
     def drifted(self) -> bool:
         """Whether it is time to plan again. Called once for each step that follows a plan with tiers."""
-        least = 1 - self._tolerated
-        pairs = zip(self._latest, self._planned, strict=True)
-        off = any(now and then and not least <= now / then <= 1 / least for now, then in pairs)
-        self._off = self._off + 1 if off else 0
+        self._off = self._off + 1 if differ(self._latest, self._planned, self._tolerated) else 0
         return self._off >= 2 and self._backoff.due(self._steps)
 
     def planned(self, *, same: bool, new: bool) -> None:

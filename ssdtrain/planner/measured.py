@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.planner.recent import RecentSteps
 from ssdtrain.planner.step import Block, Link, Machine, Pass, Tier
 from ssdtrain.profile.passes import StepRecord, TapeTimes
 from ssdtrain.storage.metrics import StoreMetrics, TierMetrics
@@ -52,22 +53,29 @@ class Profile:
 
     Args:
         record: of a step that the device has passed.
+        recent: the steps before it, which this one is added to: times are of all of them.
 
     Attributes:
         chunks: the model chunks seen, in the order in which `blocks` has them.
         blocks: neighbouring regions taken together, so that there are at most 64 for a chunk, with regions as
         their parts; of its largest tape. spans: the positions on the tape that each block covers, [begin, end).
         order: the passes of the step; only the first microbatches of many. stall: seconds that the device waited
-        for transfers. seconds: what it computed and waited, in all.
+        for transfers. seconds: what it computed and waited, in all. steps: that times are medians of. movable: the
+        positions on the tape of the first chunk that a plan may offload.
     """
 
-    def __init__(self, record: StepRecord) -> None:
+    def __init__(self, record: StepRecord, recent: RecentSteps | None = None) -> None:
         tapes = [tape for tape in record.tapes() if tape.regions and tape.used]
         largest: dict[int, TapeTimes] = {}
         for tape in tapes:
             known = largest.get(tape.chunk)
             if known is None or _bytes(tape) > _bytes(known):
                 largest[tape.chunk] = tape
+        self.steps = 1
+        if recent is not None and largest:
+            recent.add(tapes)
+            self.steps = min(recent.seen(tape) for tape in largest.values())
+            largest = {chunk: recent.typical(tape) for chunk, tape in largest.items()}
         self.chunks = sorted(largest)
         self.order = _order(record, {tape.serial for tape in tapes}, self.chunks)
         finest = max(8, MOST_PASSES // max(1, len(self.order)))
@@ -77,6 +85,8 @@ class Profile:
             blocks, spans = _blocks(largest[chunk], min(MOST_BLOCKS, finest), finest)
             self.blocks.append(blocks)
             self.spans.append(spans)
+        first = largest[self.chunks[0]].regions if largest else ()
+        self.movable = [position for position, region in enumerate(first) if not region.stays]
         regions = [region for tape in tapes for region in tape.regions]
         self.stall = sum(region.store_stall + region.load_stall for region in regions)
         self.seconds = self.stall + sum(
@@ -151,7 +161,9 @@ def _block(tape: TapeTimes, begin: int, end: int) -> Block:
     forward, backward = sum(one.forward for one in regions), sum(one.backward for one in regions)
     fixed = sum(one.nbytes for one in regions if one.stays)
     saved = sum(one.nbytes for one in regions) - fixed
-    storing, loading = sum(one.storing for one in regions), sum(one.loading for one in regions)
+    # A store begins in the hook of what is saved next.
+    storing = sum(one.storing for one in tape.regions[begin + 1 : end + 1])
+    loading = sum(one.loading for one in regions)
     first, following = regions[0], tape.regions[end].operator if end < len(tape.regions) else -1
     return Block(
         first.name,
@@ -175,6 +187,14 @@ class Rates(NamedTuple):
     def or_else(self, other: Rates) -> Rates:
         """With those of `other` where nothing was moved."""
         return Rates(self.write or other.write, self.read or other.read)
+
+    def after(self, before: Rates) -> Rates:
+        """With those of `before` where nothing was moved. Where only writes were measured, reads are taken to have changed as
+        much: what backward needs so soon that it comes from memory is not read."""
+        read = before.read
+        if self.write and before.write and read:
+            read *= self.write / before.write
+        return Rates(self.write or before.write, self.read or read)
 
 
 class Bandwidths:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,12 @@ def gradients(model: nn.Module, runtime: Runtime | None, seed: int, rows: int = 
             with runtime.backward():
                 loss.backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def set_times(profile: Profile) -> None:
+    """In place of those that were measured: hooks of so small a model take more time than it may lose, on some machines."""
+    times = {"forward": 0.001, "backward": 0.002, "storing": 0.0, "loading": 0.0}
+    profile.blocks = [[replace(block, **times) for block in blocks] for blocks in profile.blocks]
 
 
 def config(directory: Path, **more: str) -> dict[str, dict[str, str]]:
@@ -233,17 +240,14 @@ def test_what_was_decided_is_a_table_with_reasons(tmp_path: Path) -> None:
     runtime.register(model)
     assert runtime.engine is not None
     runtime.engine.recorder.take()
-    for _ in range(50):  # on a busy machine a pause may leave no peak to lower
-        with runtime.forward():
-            loss = model(torch.randn(256, 64)).sum()
-        with runtime.backward():
-            loss.backward()
-        profile = Profile(runtime.engine.recorder.take())
-        machine = Machine((Tier("tiers", 1e12, 1e12),), prefetch=1)
-        chosen = choose_offloads(profile.blocks, profile.order, machine)
-        if any(choice != KEEP for one in chosen.choices for choice in one):
-            break
+    with runtime.forward():
+        loss = model(torch.randn(256, 64)).sum()
+    with runtime.backward():
+        loss.backward()
+    profile = Profile(runtime.engine.recorder.take())
     runtime.close()
+    set_times(profile)
+    chosen = choose_offloads(profile.blocks, profile.order, Machine((Tier("tiers", 1e12, 1e12),), prefetch=1))
     text = decision_table(profile, chosen, Outcome(5 << 20, 10 << 20, 0.1, 0.01, {"layers.1": 0.02}))
     assert "offload" in text and "hidden" in text
     assert "\n  chunk 0: region 0" in text

@@ -17,7 +17,7 @@ from ssdtrain.planner.room import DeviceMemory, Room
 from ssdtrain.planner.step import KEEP, Machine, Tier
 from ssdtrain.runtime import Runtime
 from tests.planner import test_auto
-from tests.planner.test_auto import make_model
+from tests.planner.test_auto import make_model, set_times
 
 # With an arena of one size: one that follows what was loaded so far may be a reason to keep everything.
 config = functools.partial(test_auto.config, buffer="4MiB")
@@ -34,21 +34,8 @@ def controller_of(runtime: Runtime, machine: Machine, **more: Any) -> AdaptiveOf
     found = Controller(runtime.engine, runtime.offload.store, AdaptivePolicy(), **more)
     run_step(runtime, found)
     assert found._profile is not None
+    set_times(found._profile)
     return found
-
-
-def offloading(runtime: Runtime, machine: Machine) -> AdaptiveOffload:
-    """With a profile for which something is offloaded: on a busy machine a pause may leave no peak to lower."""
-    for _ in range(50):
-        found = controller_of(runtime, machine)
-        assert found._profile is not None
-        if any(
-            choice != KEEP
-            for one in found._choose(found._profile, machine, 0, None).choices
-            for choice in one
-        ):
-            return found
-    raise AssertionError("everything is kept in each of 50 steps")
 
 
 def run_step(runtime: Runtime, controller: AdaptiveOffload | None, rows: int = 256) -> None:
@@ -171,7 +158,7 @@ def test_a_rate_that_is_not_reached_is_not_said_to_bind(
 
     with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
         for rate, bound in ((1e11, False), (1.0, True)):
-            found, limit = offloading(runtime, FAST), Limit()
+            found, limit = controller_of(runtime, FAST), Limit()
             limit.rate = rate
             found._wear = limit  # type: ignore[assignment]
             assert found._profile is not None

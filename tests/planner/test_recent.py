@@ -1,0 +1,150 @@
+"""Times of a model from several steps, where one of them had a pause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ssdtrain.offload import policy
+from ssdtrain.planner.adaptive import measure_by_one
+from ssdtrain.planner.choose import SLACK, choose_offloads
+from ssdtrain.planner.measured import Profile, Rates
+from ssdtrain.planner.recent import RecentSteps
+from ssdtrain.planner.step import KEEP, Block, Machine, Tier, one_after_the_other
+from ssdtrain.profile.passes import RegionTimes, StepRecord, TapeTimes
+
+FAST = Machine((Tier("tiers", 1e12, 1e12),), prefetch=1)
+
+US = 1e-6
+
+
+def forward(storing: Sequence[float], loading: Sequence[float], nbytes: int = 65536) -> TapeTimes:
+    """Regions of 1 ms of computation each, and what their hooks cost, in microseconds."""
+    regions = tuple(
+        RegionTimes(nbytes, f"{number}", 300 * US, 700 * US, 0.0, 0.0, storing=store * US, loading=load * US)
+        for number, (store, load) in enumerate(zip(storing, loading, strict=True))
+    )
+    return TapeTimes(0, 0, regions, True)
+
+
+class Recorded(StepRecord):
+    def __init__(self, *tapes: TapeTimes) -> None:
+        super().__init__()
+        self._tapes = tapes
+        self.order = [(kind, tape.serial, tape.chunk) for tape in tapes for kind in ("forward", "backward")]
+
+    def tapes(self) -> Sequence[TapeTimes]:
+        return self._tapes
+
+
+OFFLOADED = forward([0, 3, 3, 3, 3, 3, 3, 3], [5, 5, 5, 5, 5, 5, 5, 0])
+PAUSE = forward([0, 60_000, 3, 3, 3, 3, 3, 3], [5, 5, 5, 5, 5, 3_000, 5, 0])
+KEPT = forward([0] * 8, [0] * 8)
+
+
+def offloaded(profile: Profile) -> int:
+    found = choose_offloads(profile.blocks, profile.order, FAST)
+    return sum(choice != KEEP for choice in found.choices[0])
+
+
+def test_what_the_host_spends_on_the_first_stores_is_more_than_a_step_may_lose() -> None:
+    """The times of a step as recorded, of 8 regions of 64 KiB: backward, and what comes before the store, after the load. There
+    was a pause while the first store began. The peak is where forward ends, and what is offloaded lowers it only if its load is
+    late enough: no choice does, for the slack of 31 us."""
+    seconds = [
+        (519, 195, 60396, 111),
+        (310, 140, 35, 164),
+        (291, 176, 16, 149),
+        (124, 148, 14, 155),
+        (93, 189, 12, 167),
+        (68, 148, 12, 172),
+        (57, 212, 12, 193),
+        (62, 348, 0, 0),
+    ]
+    blocks = [
+        Block(f"{number}", one * US, other * US, 65536, storing=store * US, loading=load * US)
+        for number, (one, other, store, load) in enumerate(seconds)
+    ]
+    kept = choose_offloads([blocks], one_after_the_other(), FAST)
+    assert set(kept.choices[0]) == {KEEP}
+    assert SLACK * kept.kept.seconds < min(store + load for _, _, store, load in seconds[:-1]) * US
+    paid = choose_offloads([blocks], one_after_the_other(), FAST, slack=1.0)
+    assert paid.predicted.peak_bytes < paid.kept.peak_bytes
+    assert paid.choices[0][0] == KEEP  # the one with the pause
+
+
+def test_one_pause_keeps_nothing_in_memory() -> None:
+    before = offloaded(Profile(Recorded(OFFLOADED)))
+    assert before == 6
+    assert offloaded(Profile(Recorded(PAUSE))) < before  # or the test would prove nothing
+    for steps in (
+        [PAUSE],
+        [PAUSE, KEPT],
+        [PAUSE, OFFLOADED],
+        [OFFLOADED, OFFLOADED, PAUSE],
+        [PAUSE, KEPT, KEPT, KEPT],
+    ):
+        recent = RecentSteps()
+        profiles = [Profile(Recorded(one), recent) for one in steps]
+        assert offloaded(profiles[-1]) == before
+        assert profiles[-1].steps == min(3, len(steps))
+
+
+def test_what_costs_more_than_it_may_is_known_to_do_so_while_it_is_kept() -> None:
+    dear = forward([0, 3, 3, 3, 900, 3, 3, 3], [5, 5, 5, 5, 5, 5, 5, 0])
+    recent = RecentSteps()
+    for _ in range(3):
+        Profile(Recorded(dear), recent)
+    for _ in range(20):
+        profile = Profile(Recorded(KEPT), recent)
+    (blocks,) = profile.blocks
+    assert blocks[3].storing == 900 * US  # a store begins in the hook of what is saved next
+    assert choose_offloads(profile.blocks, profile.order, FAST).choices[0][3] == KEEP
+
+
+def test_a_pause_of_the_computation_is_no_time_of_the_model() -> None:
+    paused = KEPT._replace(regions=(KEPT.regions[0]._replace(forward=1.0, backward=2.0), *KEPT.regions[1:]))
+    recent = RecentSteps()
+    assert Profile(Recorded(paused), recent).blocks[0][0].forward == 1.0
+    for _ in range(2):
+        (blocks,) = Profile(Recorded(KEPT), recent).blocks
+        assert (blocks[0].forward, blocks[0].backward) == (300 * US, 700 * US)
+    within = Profile(Recorded(KEPT, paused, KEPT), RecentSteps())  # microbatches
+    assert within.blocks[0][0].forward == 300 * US and within.steps == 1
+
+
+def test_one_region_is_written_in_any_case() -> None:
+    host = policy.Action(True, tier="host")
+    ssd = policy.Action(True, tier="ssd")
+
+    def written(plan: list[policy.Action], movable: Sequence[int], both: bool) -> dict[int, policy.Action]:
+        made = list(plan)
+        measure_by_one(made, movable, both=both)
+        return {index: one for index, one in enumerate(made) if one != plan[index]}
+
+    kept = [policy.KEEP, policy.KEEP, policy.KEEP]
+    assert written([*kept], [1, 2], both=False) == {1: policy.OFFLOAD._replace(must_write=True)}
+    assert written([*kept], [1, 2], both=True) == {1: ssd._replace(must_write=True)}
+    assert written([policy.KEEP, host, ssd], [0, 1, 2], both=True) == {2: ssd._replace(must_write=True)}
+    part = policy.OFFLOAD._replace(part=0.5)
+    assert written([policy.KEEP, part, policy.OFFLOAD], [0, 1, 2], both=False) == {
+        1: part._replace(must_write=True)
+    }
+    assert written([*kept], [], both=False) == {}
+
+
+def test_steps_of_another_size_do_not_count() -> None:
+    long = forward([0, 9, 9], [9, 9, 9], nbytes=1 << 20)
+    recent = RecentSteps()
+    Profile(Recorded(OFFLOADED), recent)
+    profile = Profile(Recorded(long), recent)
+    assert profile.steps == 1 and [block.saved for block in profile.blocks[0]] == [1 << 20] * 3
+    assert [block.storing for block in profile.blocks[0]] == [9 * US, 9 * US, 0.0]
+    assert Profile(Recorded(OFFLOADED), recent).steps == 2
+
+
+def test_reads_that_were_not_measured_are_as_much_faster_as_writes() -> None:
+    before = Rates(1e9, 2e9)
+    assert Rates(5e9, None).after(before) == Rates(5e9, 1e10)
+    assert Rates(5e9, 3e9).after(before) == Rates(5e9, 3e9)
+    assert Rates(None, None).after(before) == before
+    assert Rates(5e9, None).after(Rates(None, None)) == Rates(5e9, None)
