@@ -54,6 +54,22 @@ def test_a_drive_that_changes_between_two_speeds_is_planned_for_ever_less_often(
     assert 3 < len(plans) < 20
 
 
+def test_a_drive_that_was_busy_in_one_step_is_planned_with_as_in_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drift, store = Drift(), StoreMetrics()
+    speeds = iter(
+        [Rates(4e9, 6e9), Rates(4.1e9, None), Rates(2e8, 3e8), Rates(None, None), Rates(None, None)]
+    )
+    monkeypatch.setattr(drift._bandwidths, "since", lambda _: next(speeds))
+    found = []
+    for _ in range(5):
+        drift.measure(store)
+        found.append(drift.rates)
+    assert found[:3] == [Rates(4e9, 6e9), Rates(4.1e9, 6e9), Rates(4e9, 6e9)]
+    assert found[4] == Rates(2e8, 3e8)  # all that was measured in the latest steps
+
+
 def test_stalls_that_no_margin_ends_are_searched_for_ever_less_often_and_the_margin_returns() -> None:
     margin, asked, values = StallMargin(), [], []
     for step in range(4 * MOST_CALM_STEPS):
