@@ -29,6 +29,7 @@ from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.offload.tape import Tape
 from ssdtrain.planner.actions import BlockActions, recomputed_meanwhile
 from ssdtrain.planner.agreement import Agreement
+from ssdtrain.planner.arena import ArenaCost
 from ssdtrain.planner.block_times import MeasuredBlock, kind_of, problem_of, read_steps, with_compressed
 from ssdtrain.planner.controller import OUTGROWN, STAYS
 from ssdtrain.planner.drift import Drift
@@ -107,13 +108,12 @@ class AutoPlan(Feature):
         self._decided = self._note = ""
         self._uncompressed: list[MeasuredBlock] | None = None  # while blocks are measured with compression
         self._engine = offload.engine
-        self._recorder = self._engine.recorder
-        self._link = self._engine.device.link_bandwidth()
+        self._recorder, self._link = self._engine.recorder, self._engine.device.link_bandwidth()
         self._kinds = {name: kind_of(block) for name, block in blocks.items()}
         self._order: list[Pass] = []
-        self._drift = Drift()
+        self._drift, self._arena = Drift(), ArenaCost(self._engine)
         self._finder, self._plot = PlanFinder(plan, self._engine), PlanPlot(plot, self._engine.meter)
-        self._started = False  # a plan was followed
+        self._started = self._step_ended = False  # a plan was followed; a step has ended
         self._known: set[tuple[str, ...]] = set()  # plans that were followed for forwards like these
         self._spans: BlockSpans | None = None
         # By serial number of the tape: spans, small bytes outside.
@@ -123,11 +123,9 @@ class AutoPlan(Feature):
         self._impure = off if plan.recompute == "off" else own_generators(blocks)
         self._warned = self._warned_of_size = self._warned_of_no_end = False
         self._warned_impure = plan.recompute == "off"
-        self._larger = 0  # bytes of a forward that was larger than planned for
-        self._forwards = 0  # of the step that runs
+        self._larger = self._forwards = 0  # bytes of a forward larger than planned for; forwards of this step
         # One has been kept, so far: there the plan has nothing to choose but recomputation.
         self._keeps = False
-        self._step_ended = False  # one has, so far
         self._measured: list[MeasuredBlock] = []
         self._hook = None if named.announced else OptimizerHook(self._ended, self._engine.drain)
         self._profile_again()
@@ -234,6 +232,7 @@ class AutoPlan(Feature):
         agreed = self._agreement.recomputed
         meanwhile = frozenset[str]() if self._leaves else recomputed_meanwhile(self._blocks, self._impure)
         self._recomputed = meanwhile if agreed is None else agreed
+        self._arena.planned(used=self._leaves)
         self._actions.profile(self._recomputed, offload=self._tiers)
         self._spans = BlockSpans(self._blocks, self._engine)
 
@@ -317,14 +316,13 @@ class AutoPlan(Feature):
 
     def _make(self, measured: Sequence[MeasuredBlock]) -> None:
         """Search, and follow what is found."""
-        machine = self._machine()
+        machine = self._arena.counted(self._machine(), [[piece.block for piece in measured]])
         if self._leaves and not machine.tiers:
             warn_of_no_writes(self._steps)
         self.problem = problem = self._agreed_problem(measured, machine)
         if self._compact is not None and "compress" not in problem.actions:
             logger.warning("ssdtrain.plan: compressed inputs of linear layers save nothing in any block")
         blocks, kept = problem.blocks, kept_step(problem)
-        better: Sequence[tuple[str, Plan | None]] = ()
         try:
             found = self._finder.find(problem, kept, self._larger)
             given = self._config.device_limit
@@ -338,13 +336,13 @@ class AutoPlan(Feature):
         self._drift.planned(same=same, new=plans[0].actions not in self._known)
         self._known.add(plans[0].actions)
         self.plan, self._started = plans[0], True
+        self._arena.planned(used=self.plan.count("ssd") > 0)
         if not same:
             self._actions.follow(measured, self.plan.actions, self._larger, self._agreement.recomputed)
             self._plot.planned(problem, self.plan, limit)
         chosen = [problem.actions[name] for name in self.plan.actions]
         self.metric.update(blocks, chosen, self.plan.timeline, kept)
-        if found is not None and self._reports and not same:
-            better = found.alternatives(problem)
+        better = found.alternatives(problem) if found is not None and self._reports and not same else ()
         self._decided = plan_table(blocks, plans, kept, limit, better) + self._note
         if self._reports:
             report(self._decided)

@@ -90,6 +90,7 @@ def test_the_peak_of_offloading_everything_is_as_predicted_whatever_the_drive_do
         auto, engine = auto_of(runtime), runtime.engine
         assert auto.problem is not None and engine is not None and isinstance(engine.policy, BlockPolicy)
         auto.detach()
+        auto._arena.planned(used=True)
         engine.policy.follow({name: "offload" for name in auto._blocks})
         train(model, 1, microbatches=1)
         runtime.reset_peak()
@@ -100,6 +101,32 @@ def test_the_peak_of_offloading_everything_is_as_predicted_whatever_the_drive_do
     predicted = simulate(of.chunks, choices, of.order, of.machine, steps=2)
     assert metrics is not None
     assert metrics.offload.activation_peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.02)
+
+
+def test_the_arena_counts_where_something_leaves_only(tmp_path: Path) -> None:
+    offload = {"directories": str(tmp_path), "min_bytes": "4KiB"}
+
+    def peak_within(limit: str | int) -> int:
+        """Predicted and measured, where everything is kept."""
+        model = gpt()
+        plan = {"device_limit": limit}
+        with ssdtrain.attach(model, {"plan": plan, "offload": offload, **QUIET}) as runtime:
+            engine, auto = runtime.engine, auto_of(runtime)
+            assert engine is not None
+            engine.buffers.fit(8 << 20)  # more than this model saves
+            train(model, microbatches=1)
+            assert auto.plan is not None and set(auto.plan.actions) == {"keep"}
+            assert not engine.buffers.counted_bytes
+            runtime.reset_peak()
+            train(model, 1, microbatches=1)
+            metrics = runtime.statistics()
+        assert metrics is not None
+        assert metrics.offload.activation_peak_bytes == metrics.offload.unoffloaded_peak_bytes
+        assert metrics.offload.activation_peak_bytes == pytest.approx(auto.plan.peak, rel=0.02)
+        return auto.plan.peak
+
+    peak = peak_within("1GiB")
+    assert peak_within(peak + (1 << 20)) == peak
 
 
 def test_auto_by_itself_lowers_the_peak_at_little_cost() -> None:
