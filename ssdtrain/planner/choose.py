@@ -43,6 +43,39 @@ class Chosen:
         return replace(self, predicted=replace(self.predicted, peak_bytes=self.predicted.peak_bytes + other))
 
 
+@dataclass(frozen=True)
+class _Task:
+    """What is chosen for.
+
+    Attributes:
+        kept: the step that keeps everything.
+        slack, budget: `slack` and `device_budget` of `choose_offloads`.
+        rate: bytes per second that the first tier is written at most.
+    """
+
+    chunks: Sequence[Sequence[Block]]
+    order: Sequence[Pass]
+    machine: Machine
+    kept: StepTimeline
+    slack: float
+    budget: int | None
+    rate: float
+
+    @property
+    def seconds(self) -> float:
+        """That a step may take."""
+        return self.kept.seconds * (1 + self.slack)
+
+    def play(self, choices: Sequence[Sequence[Choice]]) -> StepTimeline:
+        return simulate(self.chunks, choices, self.order, self.machine, steps=2)
+
+    def allows(self, step: StepTimeline) -> bool:
+        """It takes no longer than it may, and the bytes written to the first tier are at most what `rate` allows in its time.
+        Otherwise each step would begin with a longer queue of writes, or the drive would wear faster than its budget."""
+        written = next(iter(step.written.values()))
+        return step.seconds <= self.seconds and written <= self.rate * step.seconds
+
+
 def as_plan(
     chunks: Sequence[Sequence[Block]], order: Sequence[Pass], machine: Machine, found: Chosen
 ) -> tuple[Problem, Plan]:
@@ -97,189 +130,143 @@ def choose_offloads(
     """
     kept = simulate(chunks, [[KEEP] * len(blocks) for blocks in chunks], order, machine, steps=2)
     rate = machine.tiers[0].write if endurance is None else min(endurance, machine.tiers[0].write)
-    found = _choose(chunks, order, machine, kept, slack, device_budget, rate)
+    found = _choose(_Task(chunks, order, machine, kept, slack, device_budget, rate))
     if found.predicted.peak_bytes < kept.peak_bytes:
         return found
     # What comes back takes more than leaves.
     return Chosen(tuple((KEEP,) * len(blocks) for blocks in chunks), kept, kept)
 
 
-def _choose(
-    chunks: Sequence[Sequence[Block]],
-    order: Sequence[Pass],
-    machine: Machine,
-    kept: StepTimeline,
-    slack: float,
-    device_budget: int | None,
-    rate: float,
-) -> Chosen:
-    found = _choose_whole(chunks, order, machine, kept, slack, device_budget, rate)
-    if machine.copies is None or not coarse_blocks(chunks):
+def _choose(task: _Task) -> Chosen:
+    found = _choose_whole(task)
+    if task.machine.copies is None or not coarse_blocks(task.chunks):
         return found
-    if device_budget is None:
-        return _in_parts(chunks, order, machine, found, slack, rate)
-    hidden = found.predicted.seconds <= kept.seconds * (1 + slack)
-    if hidden and found.predicted.peak_bytes <= device_budget:
+    if task.budget is None:
+        return _in_parts(task, found)
+    hidden = found.predicted.seconds <= task.seconds
+    if hidden and found.predicted.peak_bytes <= task.budget:
         return found
-    free = _choose_whole(chunks, order, machine, kept, slack, None, rate)
-    free = _in_parts(chunks, order, machine, free, slack, rate)
-    return free if free.predicted.peak_bytes <= device_budget else found
+    free = replace(task, budget=None)
+    parts = _in_parts(free, _choose_whole(free))
+    return parts if parts.predicted.peak_bytes <= task.budget else found
 
 
-def _choose_whole(
-    chunks: Sequence[Sequence[Block]],
-    order: Sequence[Pass],
-    machine: Machine,
-    kept: StepTimeline,
-    slack: float,
-    device_budget: int | None,
-    rate: float,
-) -> Chosen:
+def _choose_whole(task: _Task) -> Chosen:
     """Few blocks are tried in every combination. Of many, each is tried in forward order, since what is saved first has the most
     time: it is offloaded if the step then takes at most 1 + `slack` of keeping everything. So where a tier is slower than the
     model saves, the offloaded blocks spread over forward at the pace of the tier. After that those stay
     after all, the last first, whose offload writes bytes and does not lower the peak. A store that backward cancels writes none:
     it is left as it is.
     """
-    if _few(chunks, order) and len(machine.tiers) == 1:
-        tried = _tried(chunks, order, machine, kept, slack, device_budget, rate)
+    if _few(task) and len(task.machine.tiers) == 1:
+        tried = _tried(task)
         if tried is not None:
             return tried
-    begin = _soonest(chunks, order, machine, kept, slack)
-    found = _within(chunks, order, machine, begin, kept, slack, rate)
-    if device_budget is not None:
+    begin = _soonest(task)
+    found = _within(task, begin)
+    if task.budget is not None:
         for relaxed in RELAXED:
-            if found.predicted.peak_bytes <= device_budget:
+            if found.predicted.peak_bytes <= task.budget:
                 break
-            if relaxed > slack:
-                found = _within(chunks, order, machine, begin, kept, relaxed, rate)
-    return _pruned(chunks, order, machine, found, device_budget)
+            if relaxed > task.slack:
+                found = _within(replace(task, slack=relaxed), begin)
+    return _pruned(task, found)
 
 
-def _in_parts(
-    chunks: Sequence[Sequence[Block]],
-    order: Sequence[Pass],
-    machine: Machine,
-    found: Chosen,
-    slack: float,
-    rate: float,
-) -> Chosen:
+def _in_parts(task: _Task, found: Chosen) -> Chosen:
     """`found`, or what is better by parts of its large blocks."""
 
     def play(choices: Sequence[Sequence[Choice]]) -> StepTimeline | None:
-        tried = simulate(chunks, choices, order, machine, steps=2)
-        return tried if tried.seconds <= limit and _sustained(tried, rate) else None
+        tried = task.play(choices)
+        return tried if task.allows(tried) else None
 
-    limit = found.kept.seconds * (1 + slack)
-    away, most = Choice(machine.tiers[0].name), BLOCK_PASSES // max(1, 2 * _block_passes(chunks, order))
-    better = with_shares(found.choices, coarse_blocks(chunks), away, play, most)
-    gain = SHARES_GAIN * found.kept.peak_bytes
+    away, most = Choice(task.machine.tiers[0].name), BLOCK_PASSES // max(1, 2 * _block_passes(task))
+    better = with_shares(found.choices, coarse_blocks(task.chunks), away, play, most)
+    gain = SHARES_GAIN * task.kept.peak_bytes
     if better is None or better[1].peak_bytes > found.predicted.peak_bytes - gain:
         return found
-    return Chosen(_fixed(better[0]), better[1], found.kept)
+    return Chosen(_fixed(better[0]), better[1], task.kept)
 
 
-def _block_passes(chunks: Sequence[Sequence[Block]], order: Sequence[Pass]) -> int:
+def _block_passes(task: _Task) -> int:
     """That the cost model plays in two steps."""
-    return 2 * sum(len(chunks[one.chunk]) for one in order if one.kind != "idle")
+    return 2 * sum(len(task.chunks[one.chunk]) for one in task.order if one.kind != "idle")
 
 
-def _few(chunks: Sequence[Sequence[Block]], order: Sequence[Pass]) -> bool:
-    movable = sum(block.saved > 0 for blocks in chunks for block in blocks)
-    return movable <= 16 and 2**movable * _block_passes(chunks, order) <= BLOCK_PASSES
+def _few(task: _Task) -> bool:
+    movable = sum(block.saved > 0 for blocks in task.chunks for block in blocks)
+    return movable <= 16 and 2**movable * _block_passes(task) <= BLOCK_PASSES
 
 
-def _tried(
-    chunks: Sequence[Sequence[Block]],
-    order: Sequence[Pass],
-    machine: Machine,
-    kept: StepTimeline,
-    slack: float,
-    device_budget: int | None,
-    rate: float,
-) -> Chosen | None:
+def _tried(task: _Task) -> Chosen | None:
     """The best of all choices; None: none is within the budget."""
-    actions = {"keep": KEEP, "offload": Choice(machine.tiers[0].name)}
-    problem = Problem(chunks, order, machine, actions, steps=2)
-    if device_budget is None:
-        limits = Limits(seconds=kept.seconds * (1 + slack), written=rate * kept.seconds)
-        objective = Objective(0, 1)
+    actions = {"keep": KEEP, "offload": Choice(task.machine.tiers[0].name)}
+    problem = Problem(task.chunks, task.order, task.machine, actions, steps=2)
+    written = task.rate * task.kept.seconds
+    if task.budget is None:
+        limits, objective = Limits(seconds=task.seconds, written=written), Objective(0, 1)
     else:
-        limits, objective = Limits(device=device_budget, written=rate * kept.seconds), Objective()
+        limits, objective = Limits(device=task.budget, written=written), Objective()
     try:
         [best, *_] = search(problem, limits, objective, exact=1 << 16)
     except NoPlan:
         return None
     flat = iter(best.actions)
-    choices = tuple(tuple(actions[next(flat)] for _ in blocks) for blocks in chunks)
-    return Chosen(choices, best.timeline, kept)
+    choices = tuple(tuple(actions[next(flat)] for _ in blocks) for blocks in task.chunks)
+    return Chosen(choices, best.timeline, task.kept)
 
 
-def _soonest(
-    chunks: Sequence[Sequence[Block]],
-    order: Sequence[Pass],
-    machine: Machine,
-    kept: StepTimeline,
-    slack: float,
-) -> list[list[Choice]]:
+def _soonest(task: _Task) -> list[list[Choice]]:
     """Blocks for a second tier, host memory: those that backward needs soonest, as many as it has room for. Microbatches that
     are alive at once have equal parts of it. What is needed so soon that its store is cancelled stays."""
-    choices = [[KEEP] * len(blocks) for blocks in chunks]
+    machine = task.machine
+    choices = [[KEEP] * len(blocks) for blocks in task.chunks]
     if len(machine.tiers) == 1:
         return choices
     host = Choice(machine.tiers[1].name)
-    peak = kept.peak_bytes + (0 if machine.buffers_stay else machine.buffers)
-    share = (machine.tiers[1].capacity or 0) // _most_alive(order)
-    for number, blocks in enumerate(chunks):
+    peak = task.kept.peak_bytes + (0 if machine.buffers_stay else machine.buffers)
+    share = (machine.tiers[1].capacity or 0) // _most_alive(task.order)
+    for number, blocks in enumerate(task.chunks):
         room = share
         for index in reversed(range(len(blocks))):
             if not 0 < blocks[index].saved <= room:
                 continue
             choices[number][index] = host
-            tried = simulate(chunks, choices, order, machine, steps=2)
+            tried = task.play(choices)
             stored = tried.blocks[number][index].stored > 0
-            if stored and tried.peak_bytes <= peak and tried.seconds <= kept.seconds * (1 + slack):
+            if stored and tried.peak_bytes <= peak and tried.seconds <= task.seconds:
                 peak, room = tried.peak_bytes, room - blocks[index].saved
             else:
                 choices[number][index] = KEEP
     return choices
 
 
-def _within(
-    chunks: Sequence[Sequence[Block]],
-    order: Sequence[Pass],
-    machine: Machine,
-    begin: Sequence[Sequence[Choice]],
-    kept: StepTimeline,
-    slack: float,
-    rate: float,
-) -> Chosen:
+def _within(task: _Task, begin: Sequence[Sequence[Choice]]) -> Chosen:
     """Blocks for the first tier, beside what `begin` has in the second."""
-    away = Choice(machine.tiers[0].name)
-    limit = kept.seconds * (1 + slack)
+    away = Choice(task.machine.tiers[0].name)
     choices = [list(chosen) for chosen in begin]
     everything = [
         [
             away if block.saved and choice == KEEP else choice
             for block, choice in zip(blocks, chosen, strict=True)
         ]
-        for blocks, chosen in zip(chunks, begin, strict=True)
+        for blocks, chosen in zip(task.chunks, begin, strict=True)
     ]
-    best = simulate(chunks, everything, order, machine, steps=2)
-    if best.seconds <= limit and _sustained(best, rate):
-        return Chosen(_fixed(everything), best, kept)
-    best = simulate(chunks, choices, order, machine, steps=2)
-    for number, blocks in enumerate(chunks):
+    best = task.play(everything)
+    if task.allows(best):
+        return Chosen(_fixed(everything), best, task.kept)
+    best = task.play(choices)
+    for number, blocks in enumerate(task.chunks):
         for index, block in enumerate(blocks):
             if not block.saved or choices[number][index] != KEEP:
                 continue
             choices[number][index] = away
-            tried = simulate(chunks, choices, order, machine, steps=2)
-            if tried.seconds <= limit and _sustained(tried, rate):
+            tried = task.play(choices)
+            if task.allows(tried):
                 best = tried
             else:
                 choices[number][index] = KEEP
-    return Chosen(_fixed(choices), best, kept)
+    return Chosen(_fixed(choices), best, task.kept)
 
 
 def _most_alive(order: Sequence[Pass]) -> int:
@@ -292,28 +279,16 @@ def _most_alive(order: Sequence[Pass]) -> int:
     return max(1, most)
 
 
-def _sustained(step: StepTimeline, rate: float) -> bool:
-    """The bytes written to the first tier in a step are at most what `rate` allows in its time. Otherwise each step would begin
-    with a longer queue of writes, or the drive would wear faster than its budget."""
-    return next(iter(step.written.values())) <= rate * step.seconds
-
-
-def _pruned(
-    chunks: Sequence[Sequence[Block]],
-    order: Sequence[Pass],
-    machine: Machine,
-    found: Chosen,
-    device_budget: int | None,
-) -> Chosen:
+def _pruned(task: _Task, found: Chosen) -> Chosen:
     choices, best = [list(chosen) for chosen in found.choices], found.predicted
-    for number in reversed(range(len(chunks))):
-        for index in reversed(range(len(chunks[number]))):
+    limit = found.predicted.peak_bytes if task.budget is None else task.budget
+    for number in reversed(range(len(choices))):
+        for index in reversed(range(len(choices[number]))):
             before = choices[number][index]
             if before == KEEP:
                 continue
             choices[number][index] = KEEP
-            tried = simulate(chunks, choices, order, machine, steps=2)
-            limit = found.predicted.peak_bytes if device_budget is None else device_budget
+            tried = task.play(choices)
             # Of a store that backward cancels nothing is saved by keeping its block.
             less = sum(tried.written.values()) < sum(best.written.values())
             if less and tried.peak_bytes <= limit and tried.seconds <= best.seconds * (1 + 1e-9):
