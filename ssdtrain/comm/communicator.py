@@ -83,6 +83,7 @@ class Communicator:
         self.feedback = None if policy.feedback == "off" else Feedback(policy.feedback)
         self.references = References()
         self.steps = 0
+        self._made = 0
         self.loss_scale: Callable[[], float] | None = None
         """The factor by which the gradients of this step are multiplied, read once a step: of float16 training. None: 1."""
         self._scaled_at = -1
@@ -308,7 +309,8 @@ class Communicator:
                 logger.info("comm: %d residuals of buckets that were rebuilt are dropped", stale)
         if self.bit_widths is not None:
             self.bit_widths.decide(self.steps)
-        if self.steps == FIRST_STEPS:
+        self._made += not skipped  # of a step that was skipped no weights are gathered
+        if self._made == FIRST_STEPS and not skipped:
             add_inactive(self.notices, self.policy, self.metrics())
         self.notices.step_end(self.steps, self.policy.warmup_steps)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ssdtrain.comm import Bucket
 from ssdtrain.config import load_config
 from ssdtrain.runtime import Runtime
 from tests.comm.test_collectives import make, values
@@ -40,6 +41,29 @@ def test_a_dimension_that_is_configured_by_name_and_not_there_is_told() -> None:
     assert on_ranks(2, of_other_jobs, named) == [[], []]
     assert on_ranks(2, of_other_jobs, {"preset": "balanced"}) == [[], []]
     (text,), others = on_ranks(2, of_other_jobs, {**named, "tp": "off/int8"})
+    assert text.startswith("comm.tp is configured, and nothing of it was sent") and others == []
+
+
+def skipping(rank: int, skipped: int) -> list[str]:
+    """Weights are gathered after a step, and not where it was skipped, as by the loss scale of float16 in the first ones."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ssdtrain").addHandler(handler)
+    communicator = make(dp="int8", zero_gather="int8", tp="int8")
+    shares = [values(rank, 1000), values(1 - rank, 1000)][:: 1 - 2 * rank]
+    for step in range(50):
+        communicator.all_reduce(values(rank, 5000), "dp").wait()
+        if step >= skipped:
+            work = communicator.gather_weights(torch.cat(shares), shares[rank], None, Bucket("weights"))
+            assert work is not None
+            work.wait()
+        communicator.step_end(skipped=step < skipped)
+    return said
+
+
+def test_steps_that_are_skipped_are_none_of_the_first_ones() -> None:
+    (text,), others = on_ranks(2, skipping, 5)
     assert text.startswith("comm.tp is configured, and nothing of it was sent") and others == []
 
 
