@@ -118,9 +118,13 @@ _SHARDS = "frees and gathers parameters behind saved tensors; offloading with it
 _REDUCES = "reduces gradients and gathers parameters by itself; compressing with it is not in this version"
 
 
+_FLAGS = {"fp4": "--fp4-format", "fp8": "--fp8-format", "num_moe_experts": "--num-experts"}
+"""Options of Megatron's config that its command line calls by another name."""
+
+
 def flag(option: str) -> str:
     """What users call an option."""
-    return "--" + option.replace("_", "-")
+    return _FLAGS.get(option, "--" + option.replace("_", "-"))
 
 
 def check_conflicts(chunks: Sequence[nn.Module], config: Config) -> None:
