@@ -85,8 +85,8 @@ class Communicator:
         self.steps = 0
         self._made = 0
         self.loss_scale: Callable[[], float] | None = None
-        """The factor by which the gradients of this step are multiplied, read once a step: of float16 training. None: 1."""
-        self._scaled_at = -1
+        """The factor by which the gradients of a backward are multiplied, read once in each: of float16 training. None: 1."""
+        self._scaled_at: tuple[int, int] | None = None
         self.bit_widths: AdaptiveBitWidth | None = None
         if policy.adapt is not None:
             self.bit_widths = AdaptiveBitWidth(policy.adapt, policy.rules["dp"].between)
@@ -337,7 +337,7 @@ class Communicator:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the `state_dict` of the same rank. Residuals of another policy or world size are dropped, with a warning."""
         self.steps = int(state["steps"])
-        self._scaled_at = -1
+        self._scaled_at = None
         self.forget_weights()
         self.begin_anew()
         if self.feedback is None or state["feedback"] is None:
@@ -376,8 +376,10 @@ class Communicator:
     def _feedback_of(self, dimension: str) -> Feedback | None:
         if self.feedback is None or dimension != "dp":
             return None
-        if self.loss_scale is not None and self._scaled_at != self.steps:
-            self._scaled_at = self.steps
+        # A step that a scaler skips need not have an end.
+        now = self.steps, torch._C._current_graph_task_id()
+        if self.loss_scale is not None and self._scaled_at != now:
+            self._scaled_at = now
             self.feedback.scale = float(self.loss_scale())
         return self.feedback
 

@@ -97,3 +97,31 @@ def test_stages_of_a_pipeline_do_not_wait_for_each_other_and_are_told_to_announc
     found = on_ranks(4, stage_of_a_pipeline)
     assert [steps for steps, _ in found] == [0] * 4
     assert [len(said) for _, said in found] == [1, 0, 0, 0]
+
+
+def scaled(rank: int) -> Any:
+    """The scaler of a loop that announces no steps, and the scale at which residuals are kept, in each backward."""
+    model = DistributedDataParallel(Small())
+    runtime = ssdtrain.attach(
+        model, {"comm": {"dp": "int8", "feedback": "int8", "min_bytes": 0, "probe": False}}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, backoff_factor=2.0**-60)
+    assert runtime.comm is not None and runtime.comm.feedback is not None
+    runtime.comm.loss_scale = scaler.get_scale
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model(values(step, 64 * 4).view(4, 64)).square().sum()).backward()
+        found.append((scaler.get_scale(), runtime.comm.feedback.scale))
+        scaler.step(optimizer)
+        scaler.update()
+    runtime.close()
+    return found
+
+
+def test_a_step_that_a_scaler_skips_changes_the_scale_of_the_next_residuals() -> None:
+    """The optimizer does not step, so nothing ends the step of the collectives."""
+    for found in on_ranks(2, scaled):
+        assert [scale for scale, _ in found] == [2.0**126, 2.0**66, 2.0**66]
+        assert all(seen == scale for scale, seen in found)
