@@ -145,7 +145,7 @@ def repeated_parameters(engine: Any) -> set[torch.nn.Parameter]:
 
 def _tensor_parallel_size(engine: Any) -> int:
     sizes = [1]
-    for holder in (engine.mpu, getattr(engine, "grid", None)):
+    for holder in (getattr(engine, "mpu", None), getattr(engine, "grid", None)):
         for name in (
             "get_tensor_model_parallel_world_size",
             "get_model_parallel_world_size",
@@ -173,6 +173,15 @@ def layers_that_send(model: torch.nn.Module) -> list[torch.nn.Module]:
         for module in model.modules()
         if any(base.__name__ in _LAYERS_THAT_SEND for base in type(module).__mro__)
     ]
+
+
+def _marks_no_parts(engine: Any) -> bool:
+    """True where tensor parallelism divides a model and no parameter says so. A stage of a pipeline may have no such layer."""
+    return (
+        not isinstance(engine, PipelineEngine)
+        and _tensor_parallel_size(engine) > 1
+        and not any(map(is_model_parallel_parameter, engine.module.parameters()))
+    )
 
 
 def goes_on(*args: Any, **kwargs: Any) -> bool:
@@ -239,6 +248,12 @@ def bypasses(engine: Any) -> list[str]:
         else:
             what = "DeepSpeed quantises on several nodes with ZeRO-3 only; here comm.dp compresses them: leave out the key"
         found.append(f"zero_quantized_gradients is on: {what}")
+    if _marks_no_parts(engine):
+        found.append(
+            "tensor parallelism is on, and no parameter is marked as one rank's part (parameter.model_parallel = True): all "
+            "count as those that its ranks repeat, whose gradients and weights go uncompressed; mark those of divided layers "
+            "before deepspeed.initialize"
+        )
     if asks_for("sparse_gradients_enabled") or any(
         isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
         for module in engine.module.modules()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import types
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,23 @@ def test_gradients_that_deepspeed_does_not_quantise_are_not_said_to_be_its_own(
     monkeypatch.setattr(_compat_comm, "_nodes", lambda: nodes)
     (found,) = _compat_comm.bypasses(Quantising())
     assert said in found
+
+
+class Dividing:
+    """What is asked of an engine whose model a layer of its own divides over two tensor-parallel ranks, as Domino's do."""
+
+    optimizer = None
+
+    def __init__(self, marked: bool) -> None:
+        self.module = torch.nn.Linear(2, 2)
+        self.module.weight.model_parallel = marked  # type: ignore[attr-defined]
+        self.mpu = types.SimpleNamespace(get_tensor_model_parallel_world_size=lambda: 2)
+
+    def zero_optimization_stage(self) -> int:
+        return 1
+
+
+def test_parts_of_tensor_parallelism_that_are_not_marked_are_named() -> None:
+    (found,) = _compat_comm.bypasses(Dividing(marked=False))
+    assert "no parameter is marked as one rank's part (parameter.model_parallel = True)" in found
+    assert _compat_comm.bypasses(Dividing(marked=True)) == []
