@@ -76,6 +76,9 @@ def _zero_rows() -> list[Row]:
         config = {**zero(stage, offload_optimizer={"device": "cpu"}), **offloaded}
         rows.append(Row(f"zero{stage}-optimizer-on-cpu", 2, config))
     rows.append(Row("dropout", 1, zero(1), dropout=0.2))
+    # Of six steps the first two or three are skipped.
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
+    rows += [Row(f"zero{stage}-fp16", 2, {**zero(stage), **fp16}, steps=6) for stage in (2, 3)]
     return rows
 
 
@@ -266,6 +269,8 @@ THOROUGH = (
     "autotp-zero2",
     "zero0-bf16-accumulate",
     "zero3-overlap",
+    "zero2-fp16",
+    "zero3-fp16",
     "zero2-bf16-accumulate",
     "zero3-optimizer-on-cpu",
     "pipeline2-zero1-bf16",

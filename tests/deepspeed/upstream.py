@@ -48,8 +48,11 @@ def repair() -> None:
 
     Before 0.19, on CPU machines: the checkpoint functions make a stream that they do not use, and the accelerator has no class
     for it; AutoTP makes tensors on the current device, which is called by the rank's number; ZeRO-1 and 2 gather parameters
-    into views that autograd knows, which gloo of newer torch rejects.
+    into views that autograd knows, which gloo of newer torch rejects. Any version says that a CPU has no float16, which torch's
+    has.
     """
+    if get_accelerator().device_name() == "cpu":
+        type(get_accelerator()).is_fp16_supported = lambda self: True
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled on first use otherwise
     if Version("0.19") <= VERSION:
         return
