@@ -14,6 +14,7 @@ transform runs without Dynamo; a compiled function that is called in it is compi
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -61,6 +62,15 @@ def warn_once() -> None:
         "torch.func.grad, vjp, jacrev and hessian allow no saved-tensor hooks: what they save inside of an offloaded forward, "
         "and what a forward inside of them saves, stays in memory (torch.autograd.grad(..., create_graph=True) is offloaded)"
     )
+
+
+def _after_fork() -> None:
+    """In a child: the thread that held the lock may be one of the parent's, which will never release it."""
+    global _lock
+    _lock = make_signal_safe_lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class StepAside:

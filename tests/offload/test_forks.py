@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from ssdtrain.offload import functorch
 from ssdtrain.runtime import Runtime
 from tests.offload import zoo
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
@@ -139,4 +140,30 @@ def test_a_child_has_the_figures_of_the_fork_and_nothing_to_wait_for(
     over.set()
     thread.join()
     loss.backward()
+    assert ended == 0
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_forked_while_another_thread_begins_a_forward_can_record_its_own() -> None:
+    """All recorders of a process share a lock, which the other thread never releases in the child."""
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with functorch._lock:
+            held.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it wherever it waits
+        signal.alarm(20)
+        with functorch.StepAside():
+            pass
+        os._exit(0)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    over.set()
+    thread.join()
     assert ended == 0
