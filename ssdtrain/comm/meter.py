@@ -46,8 +46,8 @@ class CommMetrics(MetricSet):
 
     def _since(self, began: float, kind: str) -> float:
         ended = time.perf_counter()
-        if self.spans is not None:
-            self.spans.add(kind, self.dimension, began, ended)
+        if (spans := self.spans) is not None:
+            spans.add(kind, self.dimension, began, ended)
         return ended - began
 
     @property
@@ -57,7 +57,7 @@ class CommMetrics(MetricSet):
 
 
 class Meter:
-    """Metrics by dimension. One thread writes: the one that issues collectives."""
+    """Metrics by dimension. One thread writes: the one that issues collectives. Any may take a `snapshot`."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, CommMetrics] = {}
@@ -106,15 +106,15 @@ class Meter:
         """Copies, by dimension."""
         self._read()
         return {
-            name: replace(found, fallbacks=Counter(found.fallbacks)) for name, found in self._metrics.items()
+            name: replace(found, fallbacks=Counter(found.fallbacks))
+            for name, found in [*self._metrics.items()]
         }
 
     def _read(self) -> None:
-        waiting = []
-        for metrics, seconds in self._pending:
+        pending, self._pending = self._pending, []
+        for metrics, seconds in pending:
             found = seconds()
             if found is None:
-                waiting.append((metrics, seconds))
+                self._pending.append((metrics, seconds))
             else:
                 metrics.device_seconds += found
-        self._pending = waiting

@@ -132,11 +132,11 @@ class OffloadEngine:
             if tape.unstored and tape.unstored[-1].operator != operator:
                 postponed = self._starter.begin(tape, storage)
             held = self._save(tape, tensor, storage, operator)
-        if postponed:
-            for region in postponed:
-                self._starter.wait(region, self._lock)
-        if self.prover is not None and isinstance(held, Handle) and provable(held.region.transfer.codec):
-            held.proof = self.prover.saved(tape.unproven, tensor)
+        for region in postponed or ():
+            self._starter.wait(region, self._lock)
+        prover = self.prover
+        if prover is not None and isinstance(held, Handle) and provable(held.region.transfer.codec):
+            held.proof = prover.saved(tape.unproven, tensor)
         if began is not None:
             self.recorder.packed(tape, began, self.device.timestamp())
         return held
@@ -272,8 +272,8 @@ class OffloadEngine:
         """The forward of `tape` is over; not `complete`: by an exception, and its size says nothing of the next."""
         if self.forked:
             return
-        if self.prover is not None:
-            self.prover.copy(tape.unproven)
+        if (prover := self.prover) is not None:
+            prover.copy(tape.unproven)
         if (ended := self._timestamp()) is not None:
             self.recorder.forward_ended(tape, ended)
         with self._lock:

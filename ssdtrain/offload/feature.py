@@ -115,7 +115,7 @@ class ActivationOffload(Feature):
             self.engine.grow(between_steps=False)
         tape = Tape(forward.chunk, forward.microbatch, keep=forward.keep)
         if len(self._tapes) >= MOST_TAPES:  # a loop may number its microbatches on and on
-            self._tapes = {key: known for key, known in self._tapes.items() if known() is not None}
+            self._tapes = {key: known for key, known in [*self._tapes.items()] if known() is not None}
         self._tapes[forward.chunk, forward.microbatch] = weakref.ref(tape)
         return SavedTensorRecorder(self.engine, tape)
 

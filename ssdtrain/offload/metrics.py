@@ -79,7 +79,8 @@ class OffloadMetrics(MetricSet):
     """Time that training spent on beginning stores, without waits."""
 
     spans: Spans | None = field(default=None, repr=False, compare=False)
-    """Also gets each wait and transfer; None: no trace is recorded."""
+    """Also gets each wait and transfer; None: no trace is recorded.
+    The thread that ends a step sets it: read it once."""
 
     @property
     def stall_seconds(self) -> float:
@@ -93,28 +94,28 @@ class OffloadMetrics(MetricSet):
     def count_store_wait(self, cause: str, name: str, seconds: float) -> None:
         """Forward waited before it could store a region of this name. Causes: see `Span.kind`."""
         self.store_wait_seconds += seconds
-        if self.spans is not None:
-            self.spans.waited(cause, name, seconds)
+        if (spans := self.spans) is not None:
+            spans.waited(cause, name, seconds)
 
     def count_load_wait(self, cause: str, name: str, seconds: float) -> None:
         """Backward waited for the load of a region of this name."""
         self.load_wait_seconds += seconds
         self.load_waits[name] = self.load_waits.get(name, 0.0) + seconds
-        if self.spans is not None:
-            self.spans.waited(cause, name, seconds)
+        if (spans := self.spans) is not None:
+            spans.waited(cause, name, seconds)
 
     def count_codec(self, name: str, began: float) -> None:
         """A region of this name was encoded or decoded, from `began` (`time.perf_counter`) until now."""
         ended = time.perf_counter()
         self.codec_seconds += ended - began
-        if self.spans is not None:
-            self.spans.add("codec", name, began, ended)
+        if (spans := self.spans) is not None:
+            spans.add("codec", name, began, ended)
 
     def count_transfer(self, track: str, region: Region, operation: Operation) -> None:
         """A store or a load of the region has ended well. `track` is "stores" or "loads". A copy of the device between host
         memory and itself has no times of its own."""
-        if self.spans is not None and operation.began:
-            self.spans.moved(track, region.name, operation.nbytes, operation.began, operation.seconds)
+        if (spans := self.spans) is not None and operation.began:
+            spans.moved(track, region.name, operation.nbytes, operation.began, operation.seconds)
 
     def copy(self) -> OffloadMetrics:
         """A snapshot."""

@@ -43,7 +43,8 @@ class _Thread(threading.local):
 
 
 class ModuleNames:
-    """Tracks the stack of running modules per thread, with forward hooks on the modules of watched models.
+    """Tracks the stack of running modules per thread, with forward hooks on the modules of watched models. Another thread may set
+    `spans` meanwhile.
 
     The hooks have no effect on the model and are skipped in compiled code, where names are unknown. A module recomputed in
     backward is on the stack of the recomputing thread.
@@ -94,16 +95,16 @@ class ModuleNames:
         """
         if not torch.compiler.is_compiling():
             self._local.stack = (*self._below(running), running)
-            if self.spans is not None:
-                began = self.spans.opened(running.name)
-                self._local.began = (*self._open(self.spans), (running, self.spans, began))
+            if (spans := self.spans) is not None:
+                began = spans.opened(running.name)
+                self._local.began = (*self._open(spans), (running, spans, began))
 
     def leave(self, running: Running) -> None:
         """The forward of a module is over, and all that ran inside of it."""
         if not torch.compiler.is_compiling():
             self._local.stack = self._below(running)
-            if self.spans is not None:
-                self._end(running, self.spans)
+            if (spans := self.spans) is not None:
+                self._end(running, spans)
 
     def _open(self, spans: Spans) -> tuple[tuple[Running, Spans, float], ...]:
         """What has begun on this thread and not ended; not what an earlier recording left."""

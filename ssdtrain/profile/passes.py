@@ -247,6 +247,7 @@ class PassRecorder:
     def __init__(self, host: Callable[[], HostTime] | None = None) -> None:
         self._host, self._spent = host, HostTime()
         self.active = False
+        # Another one with each user that comes or goes: threads that run forward or backward walk it meanwhile.
         self._records: dict[str, StepRecord] = {}
         self._stopped: dict[str, StepRecord] = {}
         self._serial = 0
@@ -257,18 +258,22 @@ class PassRecorder:
         """`user` needs what is recorded from now on, or does not any more; `active` while anyone does. What it has not taken is
         dropped."""
         self._stopped.pop(user, None)
-        if on:
-            self._records.setdefault(user, StepRecord())
-        else:
-            self._records.pop(user, None)
+        if not on:
+            self._without(user)
+        elif user not in self._records:
+            self._records = {**self._records, user: StepRecord()}
         self.active = bool(self._records)
 
     def stop(self, user: str) -> None:
         """No more is recorded for `user`, who may still take what was."""
-        record = self._records.pop(user, None)
+        record = self._records.get(user)
         if record is not None:
             self._stopped[user] = record
+        self._without(user)
         self.active = bool(self._records)
+
+    def _without(self, user: str) -> None:
+        self._records = {other: record for other, record in self._records.items() if other != user}
 
     def forward_began(self, tape: _Tape, now: _Timestamp) -> None:
         self._host_time()  # what was spent before the forward is none of its hooks'
@@ -322,9 +327,9 @@ class PassRecorder:
 
     def backward_ended(self, now: _Timestamp) -> None:
         """The backward that ran last is over."""
-        if self._current is not None:
-            self._current.ended = now
-            self._current = None
+        current, self._current = self._current, None
+        if current is not None:
+            current.ended = now
             self._reached(now)
 
     def take(self, user: str = "plan") -> StepRecord:

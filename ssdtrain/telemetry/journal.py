@@ -101,20 +101,24 @@ class Journal:
             decisions: see `Feature.decisions`; in the file where they are others than in the step before.
         """
         tally = self.modules.take() if self.modules is not None else None
-        if self._stream is not None:
+        given, self._given = self._given, {}
+        stream, board = self._stream, self._board  # another thread may close them meanwhile
+        if stream is not None:
             waits = self._waits(metrics)
-            record = {"step": number, **self._step.end(metrics), **self._given, "load_waits": _longest(waits)}
+            record = {"step": number, **self._step.end(metrics), **given, "load_waits": _longest(waits)}
             if tally is not None:
                 record["modules"] = _by_module(tally, waits)
             if decisions and self._decisions != list(decisions):
                 record["decisions"] = self._decisions = list(decisions)
             try:
-                write_line(self._stream, record)
+                write_line(stream, record)
             except OSError as error:
                 self._drop(error)
-        if self._board is not None:
-            self._board.step(number, metrics, self._given)
-        self._given = {}
+            except ValueError:
+                if not stream.closed:
+                    raise
+        if board is not None:
+            board.step(number, metrics, given)
         if self._interval and number % self._interval == 0:
             report(f"step {number} | {line(metrics.declared(), self._logged.end(metrics))}")
 

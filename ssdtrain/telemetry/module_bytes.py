@@ -74,13 +74,13 @@ class ModuleBytes(Feature):
                 engine.modules.watch(model, owner=self)
 
     def _end(self) -> None:
-        if self._tally is None:
+        tally, self._tally = self._tally, None
+        if tally is None:
             return
-        for place, name in self._tally.names.items():
+        self._engine.release = self._engine.mover.release
+        for place, name in [*tally.names.items()]:  # another thread may be in its `release`
             if self.names.setdefault(place, name) != name:
                 self.names[place] = ""
-        self._tally = None
-        self._engine.release = self._engine.mover.release
         if self._watched:
             self._watched = False
             self._engine.modules.close(self)

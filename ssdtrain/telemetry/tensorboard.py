@@ -51,7 +51,8 @@ class TensorBoard:
             metrics: totals.
             given: values of the training script in this step.
         """
-        if self._writer is None:
+        writer = self._writer  # another thread may close it meanwhile
+        if writer is None:
             return
         values = dict(given)
         if number % self._interval == 0:
@@ -60,7 +61,7 @@ class TensorBoard:
             values |= {f"ssdtrain/{name}": value for name, value in found.items() if name in self._shown}
         try:
             for name, value in values.items():
-                self._writer.add_scalar(name, value, number)
+                writer.add_scalar(name, value, number)
         except Exception as error:  # noqa: BLE001 - see above
             self._drop(error)
 

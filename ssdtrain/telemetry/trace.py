@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.profile.modules import ModuleNames
 from ssdtrain.profile.passes import StepRecord
 from ssdtrain.profile.time_spans import Spans
+from ssdtrain.storage import forks
 from ssdtrain.telemetry.trace_events import TracedStep, trace_of
 
 __all__ = ["StepTrace"]
@@ -59,8 +61,15 @@ class StepTrace(Feature):
         self._models: list[weakref.ref[nn.Module]] = []
         self._next = 1
         self._recording: _Recording | None = None
+        self._turn = threading.RLock()
+        """Held to begin or end a recording: a forward, the end of a step and that of the runtime may come on several threads."""
+        forks.track(self)
         self._ended: list[tuple[TracedStep, StepRecord | None]] = []
         self._written = 0
+
+    def after_fork(self) -> None:
+        """In a forked child: a thread of the parent may have held the lock."""
+        self._turn = threading.RLock()
 
     def attach(self, model: nn.Module) -> None:
         self._models.append(weakref.ref(model))
@@ -78,10 +87,11 @@ class StepTrace(Feature):
         return self._pass("backward", *backward)
 
     def _pass(self, kind: str, chunk: int, microbatch: int) -> AbstractContextManager[None] | None:
-        if self._recording is None:
+        recording = self._recording
+        if recording is None:
             return None
         number = "" if microbatch == UNNAMED else f" microbatch {microbatch}"
-        return self._recording.spans.span(kind, f"{kind}{number}, chunk {chunk}")
+        return recording.spans.span(kind, f"{kind}{number}, chunk {chunk}")
 
     def on_step_end(self, step: Step) -> None:
         self._end(step.number)
@@ -92,24 +102,28 @@ class StepTrace(Feature):
     def _begin(self) -> None:
         if self._recording is not None or self._next not in self._steps:
             return
-        self._recording = _Recording(self._place, self._engine)
-        if self._comm is not None:
-            self._comm.meter.record(self._recording.spans)
-        self._modules.spans = self._recording.spans
-        for model in self._models:
-            if (found := model()) is not None:
-                self._modules.watch(found, owner=self)
+        with self._turn:
+            if self._recording is not None or self._next not in self._steps:
+                return  # another thread was here first
+            recording = self._recording = _Recording(self._place, self._engine)
+            if self._comm is not None:
+                self._comm.meter.record(recording.spans)
+            self._modules.spans = recording.spans
+            for model in self._models:
+                if (found := model()) is not None:
+                    self._modules.watch(found, owner=self)
 
     def _end(self, number: int) -> None:
         """What is recorded was step `number`."""
-        if self._recording is None:
-            return
-        self._modules.spans = None
-        self._modules.close(self)
-        if self._comm is not None:
-            self._comm.meter.record(None)
-        step, record = self._recording.end(number)
-        self._recording = None
+        with self._turn:
+            recording, self._recording = self._recording, None
+            if recording is None:
+                return
+            self._modules.spans = None
+            self._modules.close(self)
+            if self._comm is not None:
+                self._comm.meter.record(None)
+            step, record = recording.end(number)
         if number in self._steps and (len(step.spans.found) > 1 or (record is not None and record.order)):
             self._ended.append((step, record))
 

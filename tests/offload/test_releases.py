@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
 from typing import Any
 
 import torch
 
 from ssdtrain.offload import region as region_module
 from ssdtrain.offload.region import Handle, Releases
+from tests.support.bytecodes import Before
 
 GEOMETRY = (torch.float32, torch.Size([1]), (1,), 0)
 NAMES = range(4)  # of regions
-
-
-class At:
-    """Before the bytecode of this number in `region.py`, `what` happens, as on another thread; 0: never."""
-
-    def __init__(self, number: int, what: Any) -> None:
-        self.number, self.what, self.count = number, what, 0
-
-    def __enter__(self) -> At:
-        sys._getframe().f_trace_opcodes = True  # see `Moment` in test_signals.py
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        sys.settrace(None)
-
-    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename != region_module.__file__:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._opcode
-
-    def _opcode(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "opcode":
-            self.count += 1
-            if self.count == self.number:
-                sys.settrace(None)
-                self.what()
-        return self._opcode
 
 
 def close_while(number: int, dies: int) -> tuple[int, list[Any], int]:
@@ -57,7 +27,7 @@ def close_while(number: int, dies: int) -> tuple[int, list[Any], int]:
         drains += 1
 
     handles: dict[int, Handle] = {name: Handle(name, GEOMETRY, releases) for name in NAMES}  # type: ignore[arg-type]
-    with At(number, lambda: handles.pop(dies, None)) as at:
+    with Before(number, lambda: handles.pop(dies, None), [region_module]) as at:
         releases.call_at_each(drain)
     handles.clear()
     released = []
