@@ -7,6 +7,7 @@ Note: [Free never blocks]
     after they have ended.
 """
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.metrics import StoreMetrics, transfers_since
 from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, DEVICE_READ, DEVICE_WRITE, READ, WRITE
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
-from ssdtrain.storage.signal_safe_lock import make_signal_safe_lock
+from ssdtrain.storage.signal_safe_lock import holds_signal_safe_lock, make_signal_safe_lock
 from ssdtrain.storage.slab import Slab, default_capacity, no_room
 from ssdtrain.storage.slot import Slot
 from ssdtrain.storage.striping import StripedDrives
@@ -360,7 +361,12 @@ class SpillStore:
 
 
 def _close_parts(pool: Pool, slabs: list[Slab], host: Arena | None, pattern: memory.Map | None) -> None:
-    """Release the parts of a store: on close, garbage collection or interpreter exit."""
+    """Release the parts of a store: on close, garbage collection or interpreter exit. Collected by a worker, or by a thread that
+    holds a lock, neither of which may wait for the pool, it is released by a thread of its own."""
+    if holds_signal_safe_lock():
+        arguments = pool, slabs, host, pattern
+        threading.Thread(target=_close_parts, args=arguments, name="ssdtrain-close").start()
+        return
     with ExitStack() as closing:  # all are closed, the last first, whatever one of them raises
         if pattern is not None:
             closing.callback(pattern.close)

@@ -8,14 +8,16 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ssdtrain.storage import ALIGNMENT, Arena, Faults, IOFailure, SpillStore, StoreFull, slab
 from ssdtrain.storage.pieces import COPY_OUT, READ
+from ssdtrain.storage.python_engine import PythonPool
 from ssdtrain.storage.store import FREE_BATCH
 from tests.storage.conftest import contents, filled, payload
-from tests.support.filesystems import free_bytes
+from tests.support.filesystems import eventually, free_bytes
 
 MiB = 1 << 20
 Make = Callable[..., SpillStore]
@@ -444,6 +446,33 @@ def test_a_forgotten_store_closes_itself(make_store: Make, tmp_path: Path, engin
     gc.collect()
     with pytest.raises(OSError):
         os.fstat(fd)
+    source.release()
+
+
+@pytest.mark.parametrize("where", ["_take", "_ended"], ids=["with the pool's lock", "between transfers"])
+def test_a_store_that_is_collected_on_one_of_its_workers_ends_them_before_it_closes_its_files(
+    where: str, tmp_path: Path, arena: Arena
+) -> None:
+    """A worker writes to a descriptor, whose number the next file that is opened gets."""
+    source = filled(arena, MiB)
+    stores = [SpillStore([tmp_path], engine="python", capacity=4 * MiB)]
+    pool, slab = stores[0].pool, stores[0]._slabs[0]
+    assert isinstance(pool, PythonPool)
+    worker, closed_early, close = getattr(pool, where), [], slab.close
+
+    def collected(*arguments: Any) -> Any:
+        stores.clear()
+        return worker(*arguments)
+
+    def close_file() -> None:
+        closed_early.append(sum(thread.is_alive() for thread in pool._threads))
+        close()
+
+    setattr(pool, where, collected)
+    slab.close = close_file  # type: ignore[method-assign]
+    stores[0].write(stores[0].reserve(MiB), source.address)
+    assert eventually(lambda: slab.fd < 0)
+    assert closed_early == [0], "workers were alive when their file was closed"
     source.release()
 
 
