@@ -292,20 +292,18 @@ class OffloadEngine:
 
     def prefetch(self, tape: Tape) -> None:
         """The backward of `tape` is about to begin: start its loads."""
-        if self.forked or self.device.capturing():
-            return
-        with self._lock:
-            self._drain_released()
-            tape.begin()
-            self.prefetcher.begin(tape)
-            self._note_ends()
+        if not self.forked and not self.device.capturing():
+            with self._lock:
+                self._drain_released()
+                tape.begin()
+                self.prefetcher.begin(tape)
+                self._note_ends()
 
     def next_backward(self, tapes: list[Tape]) -> None:
         """Whose backward follows the current one, in order: reads go on there when a tape runs out."""
-        if self.forked:
-            return
-        with self._lock:
-            self.prefetcher.next_tapes = tapes
+        if not self.forked:
+            with self._lock:
+                self.prefetcher.next_tapes = tapes
 
     def drain(self) -> None:
         """Process what autograd dropped and what the drives have finished, and begin what was deferred."""
@@ -316,6 +314,7 @@ class OffloadEngine:
         with self._lock:
             self._drain()
             self.mover.flush()
+        self._released.look_again()
 
     def grow(self, *, between_steps: bool) -> None:
         """See Note: [Two budgets]. Not `between_steps`: it may be one, if nothing that was saved is alive."""
@@ -360,15 +359,16 @@ class OffloadEngine:
             metrics.in_flight_bytes = self.mover.stores.under_way()
             self.meter.write_to(metrics)
             metrics.buffer_bytes = self.buffers.counted_bytes
-            return metrics
+        self._released.look_again()
+        return metrics
 
     def reset_peak(self) -> None:
         """Begin a new peak of activation memory, and a new timeline where one is recorded."""
-        if self.forked:
-            return
-        with self._lock:
-            self._drain()
-            self.meter.reset_peak()
+        if not self.forked:
+            with self._lock:
+                self._drain()
+                self.meter.reset_peak()
+            self._released.look_again()
 
     def close(self) -> None:
         """Move nothing any more, and wait for the transfers under way: for stores until the deadline (what has not begun by then

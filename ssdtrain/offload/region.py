@@ -231,7 +231,7 @@ class Releases:
     weak reference is then put into a queue by C code, which pack, unpack and step drain. Nothing of Python runs: a signal
     that arrives during backward is handled in the first Python that runs after it, and an exception that the handler raises
     in a finalizer (Ctrl-C) is lost. After the end of the engine nobody drains the queue: from then on Python runs
-    (`call_at_each`).
+    (`call_at_each`). It waits for no lock, so who held the engine's lock meanwhile looks again (`look_again`).
     """
 
     def __init__(self) -> None:
@@ -242,6 +242,8 @@ class Releases:
         """`empty()`: no handle has died since."""
         self.watched: dict[int, HandleRef] = {}
         """References by their `id`: the collector calls back only for one that is no garbage itself."""
+        self.look_again: Callable[[], object] = int
+        """Call it after the engine's lock was released: what died meanwhile, if the engine has ended. Before, it does nothing."""
 
     def next(self) -> HandleRef:
         """The next handle that died, once. There must be one: handles are taken here only, with the engine's lock held."""
@@ -256,6 +258,7 @@ class Releases:
             self.put(ref)
             drain()
 
+        self.look_again = drain
         for name in [*self.watched]:
             old = self.watched[name]
             handle = old()

@@ -213,6 +213,29 @@ def test_the_arena_is_unmapped_when_a_graph_that_outlives_close_dies(
     assert engine_of(runtime).snapshot().buffer_bytes == 0
 
 
+@pytest.mark.parametrize("holding", ["drain", "snapshot", "reset_peak"])
+def test_the_arena_is_unmapped_when_a_graph_dies_while_a_call_after_close_holds_the_lock(
+    closed_runtime: MakeRuntime, holding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. the call has looked for deaths; 2. the graph dies, which waits for no lock; 3. the call lets go of the lock."""
+    runtime = closed_runtime(threads=1)
+    graphs = [loads_held(runtime)[1]]
+    engine = engine_of(runtime)
+    arena = engine.buffers._arena
+    assert arena is not None
+    pool_of(runtime).release()
+    runtime.close()
+    note_ends = engine._note_ends
+
+    def die() -> None:
+        note_ends()
+        graphs.clear()
+
+    monkeypatch.setattr(engine, "_note_ends", die)
+    getattr(engine, holding)()
+    assert not graphs and not arena._map.nbytes
+
+
 @pytest.mark.parametrize("used", [False, True], ids=["dropped", "used"])
 def test_the_arena_is_unmapped_when_bytes_that_only_it_has_are_not_needed_any_more(
     closed_runtime: MakeRuntime, used: bool
