@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -80,6 +81,8 @@ class ActivationOffload(Feature):
         self._close_store = weakref.finalize(self.engine, self.store.close)
         if offload.prove_steps:
             self.engine.prover = Prover(self.engine.device)
+        self._closing = threading.RLock()
+        """A second close waits for the first one, which waits for copies to and from the memory that the store unmaps."""
         self._config = offload
         self._planned = planned
         first = place.rank - place.local_rank
@@ -174,6 +177,8 @@ class ActivationOffload(Feature):
 
     def close(self) -> None:
         with ExitStack() as closing:  # all are called, the last first, whatever one of them raises
+            if not self.engine.forked:  # where a thread of the parent may have held it
+                closing.enter_context(self._closing)
             closing.callback(self.engine.drain)  # what the store has waited for gives its buffers back
             closing.callback(self._close_store)
             closing.callback(self.engine.close)

@@ -135,6 +135,39 @@ def test_the_arena_is_unmapped_when_the_last_tensor_in_it_has_died(closed_runtim
     assert engine_of(runtime).snapshot().buffer_bytes == 0
 
 
+def test_a_second_close_on_another_thread_leaves_the_store_open_until_the_first_has_waited(
+    closed_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the store unmaps a device may still copy to or from."""
+    runtime = closed_runtime()
+    assert runtime.offload is not None
+    offload, engine, waits, over = runtime.offload, engine_of(runtime), threading.Event(), threading.Event()
+    close_engine, close_store, early = engine.close, offload._close_store, []
+
+    def close_first() -> None:
+        first = not engine._closed
+        close_engine()
+        if first:
+            waits.set()
+            assert over.wait(20)
+
+    def close_tiers() -> None:
+        early.append(not over.is_set())
+        close_store()
+
+    monkeypatch.setattr(engine, "close", close_first)
+    monkeypatch.setattr(offload, "_close_store", close_tiers)
+    threads = [threading.Thread(target=runtime.close) for _ in range(2)]
+    threads[0].start()
+    assert waits.wait(20)
+    threads[1].start()
+    threads[1].join(0.2)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert early and not any(early)
+
+
 def with_a_store_of_a_dropped_graph(runtime: Runtime) -> Arena:
     """A store has begun, which the pool holds up, and its graph is dropped. Returns the arena that it is written from."""
     engine = engine_of(runtime)
