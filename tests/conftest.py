@@ -4,6 +4,14 @@ import gc
 import signal
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes, or its making, says how busy the machine is. The rest is as Hypothesis has it, which in CI draws
+# the same examples every time.
+settings.register_profile(
+    "tests", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and the processes that they start, whose end by it is
 # tested, inherit that.

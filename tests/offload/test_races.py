@@ -16,10 +16,13 @@ import pytest
 import torch
 
 from ssdtrain.config.units import MiB
+from ssdtrain.offload import starter
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.region import Handle
+from ssdtrain.offload.region import Handle, Region
 from ssdtrain.offload.transfer_state import State
+from ssdtrain.offload.waiting import wait_quietly
 from ssdtrain.runtime import Runtime
+from ssdtrain.storage import Operation
 from tests.offload.conftest import (
     VARIANTS,
     MakeRuntime,
@@ -73,6 +76,11 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.001)
 
 
+def begun(region: Region) -> bool:
+    operation = region.transfer.operation
+    return operation is not None and operation.begun()
+
+
 @pytest.fixture(params=[DIRECT, VARIANTS[1], STAGED], ids=["c", "python", "staged"])
 def way(request: pytest.FixtureRequest) -> Variant:
     return request.param  # type: ignore[no-any-return]
@@ -118,7 +126,8 @@ def test_a_slow_store_is_forwarded(way: Variant, make_runtime: MakeRuntime) -> N
     runtime = make_runtime(way, threads=8)
     pool_of(runtime).hold(begun=True, reads=False)  # type: ignore[attr-defined]
     x, loss = chain(runtime)
-    time.sleep(0.05)  # let the workers take what they can: those have begun
+    pool_of(runtime).flush()  # type: ignore[attr-defined]
+    until(lambda: any(begun(region) for region in engine_of(runtime).mover.stores), "a store that has begun")
     loss.backward()
     found = runtime.statistics()
     assert found is not None
@@ -207,10 +216,6 @@ def test_unpack_overtakes_a_prefetch(way: Variant, make_runtime: MakeRuntime) ->
     assert torch.equal(x.grad, 2 * expected())  # type: ignore[arg-type]
 
 
-# Seconds after which a worker has taken what was queued: on a busy machine the first are not enough, and are tried again.
-PAUSES = (0.05, 0.5, 5.0)
-
-
 def test_a_released_region_keeps_its_memory_until_its_store_has_ended(
     way: Variant, make_runtime: MakeRuntime
 ) -> None:
@@ -218,14 +223,12 @@ def test_a_released_region_keeps_its_memory_until_its_store_has_ended(
     runtime = make_runtime(way)
     engine = engine_of(runtime)
     pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
-    for pause in PAUSES:
-        x, loss = chain(runtime, depth=2)
-        time.sleep(pause)
-        del x, loss
-        engine.drain()  # cancels the stores that have not begun
-        busy = engine.mover.busy()
-        if busy:
-            break
+    x, loss = chain(runtime, depth=2)
+    pool_of(runtime).flush()  # type: ignore[attr-defined]
+    until(lambda: any(map(begun, engine.mover.stores)), "a store that has begun")
+    del x, loss
+    engine.drain()  # cancels the stores that have not begun
+    busy = engine.mover.busy()
     assert busy and all(region.transfer.state is State.RELEASED for region in busy)
     written_from = [
         region.transfer.lease if way is STAGED else region.tensor.untyped_storage().nbytes()
@@ -244,20 +247,16 @@ def test_a_released_region_keeps_its_buffer_until_its_load_has_ended(
 ) -> None:
     runtime = make_runtime(way)
     engine = engine_of(runtime)
-    for pause in PAUSES:
-        _, loss = chain(runtime)
-        settled(runtime)
-        tape = runtime.offload.tape(0, -1)
-        assert tape is not None
-        pool_of(runtime).hold(begun=True, writes=False)  # type: ignore[attr-defined]
-        engine.prefetch(tape)
-        time.sleep(pause)
-        assert engine.buffers.allocated > 0
-        del loss, _, tape
-        engine.drain()  # cancels the loads that have not begun
-        if engine.mover.busy():
-            break
-        pool_of(runtime).release()  # type: ignore[attr-defined]
+    _, loss = chain(runtime)
+    settled(runtime)
+    tape = runtime.offload.tape(0, -1)
+    assert tape is not None
+    pool_of(runtime).hold(begun=True, writes=False)  # type: ignore[attr-defined]
+    engine.prefetch(tape)
+    until(lambda: any(map(begun, engine.mover.busy())), "a load that has begun")
+    assert engine.buffers.allocated > 0
+    del loss, _, tape
+    engine.drain()  # cancels the loads that have not begun
     assert engine.mover.busy()
     assert engine.buffers.allocated > 0, "a buffer went back while the drive was writing into it"
     pool_of(runtime).release()  # type: ignore[attr-defined]
@@ -286,15 +285,26 @@ def test_a_pool_exhausted_by_prefetches_gives_way(way: Variant, make_runtime: Ma
     assert torch.equal(x.grad, expected(40))  # type: ignore[arg-type]
 
 
-def test_a_pool_exhausted_by_stores_makes_pack_wait_and_not_hang(make_runtime: MakeRuntime) -> None:
-    runtime = make_runtime(STAGED, buffer="2MiB", in_flight="2MiB")
+def test_a_pool_exhausted_by_stores_makes_pack_wait_and_not_hang(
+    make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. stores have begun and take every buffer; 2. pack waits for one of them; 3. they end."""
+    runtime = make_runtime(STAGED, buffer="2MiB", in_flight="2MiB", deadline=600)
     pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
-    timer = threading.Timer(0.1, pool_of(runtime).release)  # type: ignore[attr-defined]
-    timer.start()
+    releases: list[threading.Timer] = []
+
+    def released_meanwhile(operation: Operation, timeout: float) -> bool:
+        if not releases:
+            releases.append(threading.Timer(0.05, pool_of(runtime).release))  # type: ignore[attr-defined]
+            releases[0].start()
+        return wait_quietly(operation, timeout)
+
+    monkeypatch.setattr(starter, "wait_quietly", released_meanwhile)
     x, loss = chain(runtime, depth=20)
-    timer.join()
+    assert releases, "pack waited for no store"
+    releases[0].join()
     found = runtime.statistics()
-    assert found is not None and found.offload.store_wait_seconds > 0.01
+    assert found is not None and found.offload.store_wait_seconds > 0
     assert found.offload.kept_bytes == 0
     loss.backward()
     assert torch.equal(x.grad, expected(20))  # type: ignore[arg-type]
