@@ -17,8 +17,8 @@ from ssdtrain.config import load_config
 from ssdtrain.offload.module_tally import ModuleTally
 from ssdtrain.report.run import Run
 from ssdtrain.runtime import Runtime
-from ssdtrain.storage import Faults
 from ssdtrain.telemetry.module_bytes import ModuleBytes
+from tests.support.filesystems import eventually
 
 LAYERS = 4
 
@@ -73,16 +73,24 @@ def test_modules_of_a_chosen_step_add_up_to_its_totals(tmp_path: Path, amount: s
 
 def test_what_backward_needs_before_its_store_has_begun_counts_as_kept(tmp_path: Path) -> None:
     model = make_model()
-    slow = Faults(delay=1.0, max_delay=0.2)  # one thread: the last tensors wait for it when backward comes
-    with Runtime(load_config(config(tmp_path, threads=1)), rank=0, faults=slow) as runtime:
+    with Runtime(load_config(config(tmp_path, threads=1)), rank=0) as runtime:
         runtime.register(model)
+        assert runtime.engine is not None and runtime.offload is not None
+        pool: Any = runtime.offload.store.pool
         for _ in range(2):
+            # One thread: the first store begins, and all others wait for it.
+            pool.hold(begun=True, reads=False)
             with runtime.forward():
                 y = model(torch.randn(256, 64))
+            first = runtime.engine.mover.stores.oldest()
+            pool.flush()
+            assert first is not None and eventually(first.begun)
             y.sum().backward()
+            pool.release()
+            assert first.wait(30)
             runtime.step_end()
     line = lines_of(tmp_path)[1]
-    assert line["avoided_write_bytes"] > 0
+    assert line["avoided_write_bytes"] > 0 < line["offloaded_bytes"]
     assert sum(one["offloaded_bytes"] for one in line["modules"]) == line["offloaded_bytes"]
     assert sum(one["kept_bytes"] for one in line["modules"]) == line["avoided_write_bytes"]
 
