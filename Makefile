@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py requirements-dev.txt $(SOURCES)
+$(STAMP): pyproject.toml setup.py requirements-dev.txt constraints.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shlex
 import subprocess
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import ssdtrain
 from tests.docs.blocks import block
@@ -61,6 +64,39 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
 
 def test_the_changelog_knows_the_version() -> None:
     assert f"## {ssdtrain.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def named(text: str) -> set[str]:
+    """The packages whose lines in a file of requirements give a version."""
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    found = [Requirement(line) for line in lines if line and not line.startswith("-")]
+    assert all(one.specifier for one in found)
+    return {canonicalize_name(one.name) for one in found}
+
+
+def test_all_that_tests_run_with_has_its_version_in_a_file() -> None:
+    """Or a release of somebody else's changes what tests find in a tree that is the same."""
+    direct = named((ROOT / "requirements-dev.txt").read_text())
+    fixed = direct | named((ROOT / "constraints.txt").read_text())
+    left, seen, free = [(name, "") for name in direct], set(), set()
+    while left:
+        name, extra = left.pop()
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        try:
+            needs = importlib.metadata.requires(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of another platform
+        for need in map(Requirement, needs or []):
+            if need.marker is None or need.marker.evaluate({"extra": extra}):
+                other = canonicalize_name(need.name)
+                left += [(other, one) for one in ("", *need.extras)]
+                if other not in fixed and not any(one.operator == "==" for one in need.specifier):
+                    free.add(other)
+    assert not free
+    docs = named((ROOT / "requirements-docs.txt").read_text())
+    assert docs and "mkdocs" in fixed
 
 
 @pytest.mark.slow
