@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import nn
 import ssdtrain
 from ssdtrain.codecs.base import Key
 from ssdtrain.codecs.zfp import Zfp
-from ssdtrain.comm import Bucket
+from ssdtrain.comm import Bucket, probe
 from ssdtrain.comm.routing import CHANGED, IN_FULL
 from tests.comm.test_collectives import make, values
 from tests.support.ranks import on_ranks
@@ -106,15 +105,26 @@ def test_weights_gathered_by_difference_do_not_drift(dtype: torch.dtype) -> None
         assert max(far) < (0.3 if dtype == torch.float32 else 0.6)
 
 
+class Clock:
+    """In the place of the module `time`: a call takes a millisecond, and what takes longer says so."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 0.5e-3
+        return self.now
+
+
 def slow(rank: int) -> Any:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ssdtrain").addHandler(handler)
-    encode = Zfp.encode
+    clock, encode = Clock(), Zfp.encode
+    probe.time = clock  # type: ignore[assignment]
 
     def slowly(self: Zfp, x: torch.Tensor, out: torch.Tensor, key: Key | None = None) -> int:
-        time.sleep(0.5)  # far longer than a call over loopback takes, on a busy machine too
+        clock.now += 0.5
         return encode(self, x, out, key)
 
     Zfp.encode = slowly  # type: ignore[method-assign]
@@ -126,7 +136,6 @@ def slow(rank: int) -> Any:
     return [records, dict(found.fallbacks)]
 
 
-@pytest.mark.slow
 def test_a_codec_that_costs_more_than_it_saves_steps_back_loudly() -> None:
     said = []
     for records, fallbacks in on_ranks(2, slow):
@@ -330,23 +339,22 @@ def test_parameters_that_have_exchanged_their_memory_are_not_mistaken() -> None:
     assert all(on_ranks(2, in_the_memory_of_another))
 
 
-def abandoned(rank: int) -> Any:
+def abandoned(rank: int) -> str:
     comm = make(dp="int8", dp_gather="int8")
     comm.all_reduce(values(rank, 1000), "dp").wait()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    begun = time.monotonic()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError) as raised:
         for _ in range(100):
             comm.all_reduce(values(rank, 1_000_000), "dp").wait()
-    return time.monotonic() - begun
+    return str(raised.value)
 
 
 def test_a_killed_peer_is_an_error_and_not_a_hang() -> None:
     from tests.support.ranks import survivors
 
-    (seconds,) = survivors(2, abandoned)
-    assert seconds < 30
+    (said,) = survivors(2, abandoned)
+    assert ("onnection" in said or "peer" in said) and "imed out" not in said, said
 
 
 def changed_between_steps(rank: int, dtype: torch.dtype) -> list[bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from ssdtrain.comm.topology import check_two_hop
 from ssdtrain.config import ConfigError
 from tests.comm.test_collectives import make
-from tests.support.ranks import on_ranks
+from tests.support.ranks import PATIENCE, on_ranks
 
 
 @pytest.mark.parametrize("nodes", ["aaaa", "abcd", "aaab", "aabbc", "abba"])
@@ -68,4 +67,4 @@ def split(rank: int) -> list[Any]:
 def test_subgroups_wait_as_long_as_their_group_and_are_made_once() -> None:
     """A process that attaches again would gain threads, and on a device memory, each time."""
     for found in on_ranks(4, split, nodes=["a", "a", "b", "b"]):
-        assert found == [timedelta(seconds=60)] * 3  # torch's default is half an hour
+        assert found == [PATIENCE] * 3  # torch's default is half an hour

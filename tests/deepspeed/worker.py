@@ -5,7 +5,6 @@ python -m tests.deepspeed.worker DIRECTORY ROW [ROW ...] with RANK, WORLD_SIZE a
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import sys
@@ -27,11 +26,12 @@ def main(directory: str, *names: str) -> None:
     from tests.deepspeed import upstream
     from tests.deepspeed.rows import ROWS
     from tests.deepspeed.training import run
+    from tests.support.ranks import PATIENCE
 
     torch.set_num_threads(1)
     upstream.repair()
     ssdtrain_ds.install()
-    deepspeed.init_distributed(dist_backend="gloo", timeout=datetime.timedelta(seconds=60), verbose=False)
+    deepspeed.init_distributed(dist_backend="gloo", timeout=PATIENCE, verbose=False)
     rows = {row.name: row for row in ROWS}
     rank = int(os.environ["RANK"])
     into = Path(directory)

@@ -17,6 +17,9 @@ import torch.distributed as dist
 
 from benchmarks.two_nodes.ports import free_port
 
+PATIENCE = timedelta(seconds=240)
+"""A limit for ranks that hang, below that of pytest for a test: on a busy machine one may be far behind the other."""
+
 _context = multiprocessing.get_context("forkserver")
 # What an optimizer and the wrappers import at their first use takes each rank seconds.
 _context.set_forkserver_preload(
@@ -30,7 +33,7 @@ def _join(rank: int, count: int, port: int, nodes: list[str] | None) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if nodes is not None:
         os.environ["SSDTRAIN_NODE"] = nodes[rank]
-    dist.init_process_group("gloo", rank=rank, world_size=count, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=count, timeout=PATIENCE)
 
 
 def _call(function: Callable[..., Any], rank: int, arguments: tuple[Any, ...]) -> bytes:
@@ -87,7 +90,9 @@ class StandingRanks:
         self._processes: list[Any] = []
         self._calls: list[Any] = []
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+    def __call__(
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = PATIENCE.total_seconds()
+    ) -> list[Any]:
         """As `on_ranks`."""
         if not self._processes:
             self._start()
@@ -136,7 +141,7 @@ def on_ranks(
     function: Callable[..., Any],
     *arguments: Any,
     nodes: list[str] | None = None,
-    timeout: float = 120,
+    timeout: float = PATIENCE.total_seconds(),
 ) -> list[Any]:
     """What `function(rank, *arguments)` returned on each of `count` ranks.
 
@@ -170,7 +175,9 @@ def on_ranks(
     return [results[rank] for rank in range(count)]
 
 
-def survivors(count: int, function: Callable[..., Any], timeout: float = 120) -> list[Any]:
+def survivors(
+    count: int, function: Callable[..., Any], timeout: float = PATIENCE.total_seconds()
+) -> list[Any]:
     """What `function(rank)` returned on the ranks that lived to return."""
     port = free_port()
     sink = _context.Queue()
