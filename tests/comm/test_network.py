@@ -67,7 +67,7 @@ def of_process(pid: int) -> list[str]:
 
 
 def test_the_interfaces_count_what_ranks_on_two_nodes_exchange(nodes: Network) -> None:
-    with Ranks(["-c", EXCHANGE], 2, nodes, timeout=30) as ranks:
+    with Ranks(["-c", EXCHANGE], 2, nodes, timeout=60) as ranks:
         ranks.tell("ready")
         before = nodes.counters()
         answers = ranks.tell("exchange")
@@ -133,7 +133,7 @@ def test_what_a_killed_run_left_is_swept_by_the_next(nodes: Network) -> None:
 
 
 def test_a_killed_rank_takes_the_run_down_and_all_are_reaped() -> None:
-    with Ranks(["-c", ECHO], 3, timeout=30) as ranks:
+    with Ranks(["-c", ECHO], 3, timeout=60) as ranks:
         assert [answer["rank"] for answer in ranks.tell("step")] == ["0", "1", "2"]
         os.kill(ranks.pids[1], signal.SIGKILL)
         with pytest.raises(RankFailed, match="rank 1 of 3 ended with status -9"):
@@ -145,7 +145,7 @@ def test_a_killed_rank_takes_the_run_down_and_all_are_reaped() -> None:
 
 def test_a_rank_that_fails_shows_what_it_printed() -> None:
     failing = "import sys; print('the reason'); sys.stdin.readline(); sys.exit(3)"
-    with Ranks(["-c", failing], 2, timeout=30) as ranks:
+    with Ranks(["-c", failing], 2, timeout=60) as ranks:
         with pytest.raises(RankFailed, match=r"(?s)ended with status 3.*the reason"):
             ranks.tell("step")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -200,24 +199,20 @@ def make_runtime(tmp_path: Path) -> Iterator[MakeRuntime]:
 
 def holds_nothing(runtime: Runtime) -> None:
     """No region, no slot, no buffer, nothing in flight: at once, but for what an operation under way still uses."""
-    deadline = time.monotonic() + 10
-    while True:
+
+    def left() -> tuple[int, ...]:
         found = runtime.statistics()
         assert found is not None and runtime.engine is not None
         assert found.offload.live_regions == 0
-        left = (found.store.live_slots, found.offload.in_flight_bytes, runtime.engine.buffers.allocated)
-        if not any(left):
-            return
-        assert time.monotonic() < deadline, f"slots, bytes in flight and buffers left: {left}"
-        time.sleep(0.005)
+        return found.store.live_slots, found.offload.in_flight_bytes, runtime.engine.buffers.allocated
+
+    assert eventually(lambda: not any(left())), f"slots, bytes in flight and buffers left: {left()}"
 
 
 def settled(runtime: Runtime) -> None:
     """Wait until every store has ended."""
-    deadline = time.monotonic() + 10
-    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
-        assert time.monotonic() < deadline, "a store never ended"
-        time.sleep(0.001)
+    ended = eventually(lambda: not runtime.statistics().offload.in_flight_bytes)  # type: ignore[union-attr]
+    assert ended, "a store never ended"
 
 
 @contextmanager

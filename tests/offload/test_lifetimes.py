@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import weakref
 from pathlib import Path
 from types import FrameType
@@ -22,6 +21,7 @@ from torch import nn
 import ssdtrain
 from tests.offload import zoo
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, holds_nothing, settled
+from tests.support.filesystems import eventually
 
 SIZE = 128
 
@@ -213,10 +213,8 @@ def test_what_backward_wrote_into_a_buffer_is_not_handed_out_again(
         pool.flush()
         operations = [region.transfer.operation for region in runtime.engine.mover.stores]
         assert operations
-        deadline = time.monotonic() + 10
-        while not all(operation is not None and operation.begun() for operation in operations):
-            assert time.monotonic() < deadline, "the store never began"
-            time.sleep(0.001)
+        begun = eventually(lambda: all(one is not None and one.begun() for one in operations))
+        assert begun, "the store never began"
         runtime.engine.drain()
         for region in runtime.engine.mover.stores:
             if not region.emptied:  # as when a later store needs the room

@@ -60,7 +60,7 @@ def test_what_is_on_the_device_already_is_not_dropped_for_a_buffer(make_runtime:
     mover: Any = engine.mover
     with engine._lock:
         assert mover.loads.begin(last, on_demand=False)
-    last.transfer.operation.wait(10)
+    last.transfer.operation.wait(60)
     with engine._lock:
         mover.loads.end(last)
         engine.buffers.acquire = lambda nbytes, lead=0: None  # type: ignore[method-assign]

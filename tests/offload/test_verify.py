@@ -173,7 +173,7 @@ def flipped_reads(runtime: Runtime, which: Callable[[int], bool]) -> None:
     def read_wrong(slot: Any, address: int, *, defer: bool = False) -> Any:
         nonlocal count
         operation = read(slot, address)
-        operation.wait(10)
+        operation.wait(60)
         count += 1
         if which(count):
             memory = torch.frombuffer((ctypes.c_uint8 * slot.nbytes).from_address(address), dtype=torch.uint8)

@@ -110,7 +110,7 @@ def test_a_buffer_is_not_waited_for_where_none_comes_back() -> None:
     host_slot, drive_slot = made.store.reserve(MiB), made.store.reserve(MiB, "ssd")
     copy = made.device.copy_to_host(tensor, bytes_of_slot(host_slot))
     transfer._copied(host_slot, copy, into=True)
-    assert made.store.write(drive_slot, tensor.data_ptr()).wait(10)
+    assert made.store.write(drive_slot, tensor.data_ptr()).wait(60)
     region = NonCallableMock(nbytes=MiB, transfer=TransferState(MiB))
     region.transfer.slot = drive_slot
     again = made.device.copy_to_host(tensor, bytes_of_slot(host_slot))
@@ -119,6 +119,6 @@ def test_a_buffer_is_not_waited_for_where_none_comes_back() -> None:
     engine.buffers.acquire = lambda nbytes, lead=0: None  # type: ignore[method-assign]
     assert engine.mover.loads.begin(region, on_demand=True), "it waits for a copy that brings no buffer"
     assert engine.snapshot().outside_bytes == MiB
-    assert region.transfer.operation.wait(10)
+    assert region.transfer.operation.wait(60)
     engine.close()
     made.close()

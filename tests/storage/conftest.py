@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,15 +28,15 @@ def counts() -> tuple[int, int]:
 def nothing_is_left() -> Iterator[None]:
     before = counts()
     yield
-    deadline = time.monotonic() + 5
-    while True:
-        after = counts()
-        if all(now <= then for now, then in zip(after, before, strict=True)) or time.monotonic() > deadline:
-            break
-        gc.collect()
-        time.sleep(0.01)  # a joined thread may show in /proc for a moment longer
-    assert after[0] <= before[0], "the test left open descriptors"
-    assert after[1] <= before[1], "the test left threads"
+
+    def left() -> list[bool]:
+        found = [now > then for now, then in zip(counts(), before, strict=True)]
+        if any(found):
+            gc.collect()
+        return found
+
+    # A joined thread may show in /proc for a moment longer.
+    assert eventually(lambda: not any(left())), f"the test left (open descriptors, threads): {left()}"
 
 
 @pytest.fixture(params=tiered(["c", "python"], quick=["c"]))

@@ -39,11 +39,11 @@ def free_bytes(path: Path) -> int:
     return status.f_bfree * status.f_frsize
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Whether the condition came true. The time is a limit for hanging tests, not a measurement."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.005)
+        time.sleep(0.001)
     return True
