@@ -193,6 +193,11 @@ LEAST = {"objective": "memory", "max_slowdown": 0.99}
 """A plan that recomputes whatever may be."""
 
 
+UNWRITTEN = 14
+"""Steps after which there is a plan in any case: before, one with tiers needs a store that has ended, and a slow drive may have
+none."""
+
+
 def _plan_rows() -> list[Row]:
     pipeline = {"gradient_accumulation_steps": 4}
     recompute: dict[str, Any] = {
@@ -212,13 +217,13 @@ def _plan_rows() -> list[Row]:
         Row("zero3-plan-limit-accumulate", 2, {**zero(3), "gradient_accumulation_steps": 2}, **limited),
         Row("pipeline2-plan-recompute", 2, pipeline, kind="pipeline", **recompute),
         Row("pipeline2-plan-limit-tied", 2, pipeline, kind="pipeline", tied=True, **limited),
-        Row("zero3-plan", 2, zero(3), steps=8, counted=False, compressed=False, plan="auto"),
+        Row("zero3-plan", 2, zero(3), steps=UNWRITTEN, counted=False, compressed=False, plan="auto"),
         Row(
             "pipeline2-plan",
             2,
             pipeline,
             kind="pipeline",
-            steps=8,
+            steps=UNWRITTEN,
             counted=False,
             compressed=False,
             plan="auto",
