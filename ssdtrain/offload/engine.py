@@ -132,14 +132,19 @@ class OffloadEngine:
             if tape.unstored and tape.unstored[-1].operator != operator:
                 postponed = self._starter.begin(tape, storage)
             held = self._save(tape, tensor, storage, operator)
-        for region in postponed or ():
-            self._starter.wait(region, self._lock)
-        prover = self.prover
-        if prover is not None and isinstance(held, Handle) and provable(held.region.transfer.codec):
-            held.proof = prover.saved(tape.unproven, tensor)
+        if postponed:
+            for region in postponed:
+                self._starter.wait(region, self._lock)
+        if self.prover is not None:
+            self._copy_to_prove(tape, tensor, held)
         if began is not None:
             self.recorder.packed(tape, began, self.device.timestamp())
         return held
+
+    def _copy_to_prove(self, tape: Tape, tensor: torch.Tensor, held: Handle | Kept) -> None:
+        prover = self.prover  # another thread may end it meanwhile
+        if prover is not None and isinstance(held, Handle) and provable(held.region.transfer.codec):
+            held.proof = prover.saved(tape.unproven, tensor)
 
     def _save(
         self, tape: Tape, tensor: torch.Tensor, storage: torch.UntypedStorage, operator: int
