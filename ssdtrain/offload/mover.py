@@ -75,7 +75,9 @@ class Mover:
         """The region, which is resident, is to be stored by `codec` (None: its plain bytes), as `action` says. ValueError: see
         `moved_bytes`."""
         transfer = region.transfer
-        transfer.codec, transfer.tier, transfer.must_write = codec, action.tier, action.must_write
+        transfer.codec, transfer.tier = codec, action.tier
+        if action.must_write:  # one at a time: a drive slower than the steps would be given ever more
+            transfer.must_write = not any(one.transfer.must_write for one in self.stores)
         if action.part != 1:
             nbytes = moved_bytes(region.nbytes, action)
             transfer.moved_bytes = transfer.stored_bytes = nbytes if codec is None else region.nbytes

@@ -75,7 +75,8 @@ class Action(NamedTuple):
     """The leading share of its bytes that is offloaded, 0 < part <= 1, in whole pages of 4 KiB; the rest stays in memory. For
     tensors so large that all or nothing is too coarse. A region that a codec encodes is offloaded whole."""
     must_write: bool = False
-    """Its store is not cancelled where backward comes before it has begun: by it the bandwidth of a tier is measured."""
+    """Its store is not cancelled where backward comes before it has begun: by it the bandwidth of a tier is measured. It may be
+    while another such store is under way."""
 
 
 KEEP = Action(False)

@@ -86,7 +86,7 @@ def measure_by_one(plan: list[Action], movable: Sequence[int], *, both: bool) ->
     first one that `plan` offloads, or else that may be.
 
     Args:
-        movable: the positions of regions that may be offloaded.
+        movable: the positions of regions that may be offloaded; the first are taken first.
         both: there are host memory and drives, and it is the drives that may change.
     """
     away = Action(True, tier="ssd") if both else OFFLOAD

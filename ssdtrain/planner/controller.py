@@ -22,7 +22,7 @@ from ssdtrain.planner.choose import SLACK, Chosen, as_plan, choose_offloads, no_
 from ssdtrain.planner.decisions import Outcome, decision_table
 from ssdtrain.planner.drift import DRIFT, MOST_DRIFT, Backoff, differ
 from ssdtrain.planner.margin import STALLS, StallMargin
-from ssdtrain.planner.measured import Bandwidths, Profile, Rates, host_tier, measured_machine
+from ssdtrain.planner.measured import Bandwidths, Profile, Rates, RecentRates, host_tier, measured_machine
 from ssdtrain.planner.memory_plot import PlanPlot
 from ssdtrain.planner.plan_metrics import PlanMetrics
 from ssdtrain.planner.plans import Limits, NoPlan
@@ -122,7 +122,7 @@ class AdaptiveOffload(Feature):
         # Where there are both, the model has a tier for each.
         self._both = store.metrics.host is not None and bool(store.metrics.drives)
         self._bandwidths, self._host_bandwidths = Bandwidths(host=not self._both), Bandwidths(drives=False)
-        self._host_rates = Rates(None, None)
+        self._host_rates, self._recent_rates = Rates(None, None), RecentRates()
         self._planned_rates = self._rates = Rates(None, None)
         self._steps = 0
         self._planned_at = 0  # step of the latest plan
@@ -172,7 +172,7 @@ class AdaptiveOffload(Feature):
         if self._wear is not None:
             to_host = store.host_bytes_written if self._both else 0
             self._wear.observe(store, self._engine.metrics.offloaded_bytes - to_host, elapsed)
-        self._rates = latest.after(self._rates)
+        self._rates = self._recent_rates.with_step(latest).after(self._rates)
         self._host_rates = self._host_bandwidths.since(store).or_else(self._host_rates)
         fresh = self._resolve()
         unused = self._policy.forwards - self._engine.prefetcher.backwards

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from statistics import median_high
-
-from ssdtrain.planner.measured import Bandwidths, Rates
+from ssdtrain.planner.measured import Bandwidths, Rates, RecentRates
 from ssdtrain.storage.metrics import StoreMetrics
 
 __all__ = ["DRIFT", "MOST_DRIFT", "Backoff", "Drift", "differ"]
@@ -16,9 +12,6 @@ DRIFT = 0.25
 tolerated, up to `MOST_DRIFT`: a drive whose speed varies from step to step is no reason to plan all the time."""
 
 MOST_DRIFT = 0.6
-
-MEASURED = 3
-"""Steps whose bandwidths a plan counts on."""
 
 SHORTEST, LONGEST = 4, 128
 """Steps between two searches for one reason, where the first brought nothing new."""
@@ -52,33 +45,26 @@ class Backoff:
             self._wait = min(LONGEST, 2 * self._wait)
 
 
-def _median(rates: Iterable[float | None]) -> float | None:
-    known = [rate for rate in rates if rate]
-    return median_high(known) if known else None
-
-
 class Drift:
     """The latest bandwidths, and those planned with.
 
     A quarter (`DRIFT`) in two steps in turn counts, see `Backoff` too.
 
     Attributes:
-        rates: the latest known ones, medians of `MEASURED` steps: in one of them the drives may have been busy otherwise.
+        rates: the latest known ones, see `RecentRates`.
     """
 
     def __init__(self) -> None:
         self.rates = self._planned = Rates(None, None)
         self._latest = self.rates
-        self._measured: deque[Rates] = deque(maxlen=MEASURED)
-        self._bandwidths = Bandwidths()
+        self._bandwidths, self._recent = Bandwidths(), RecentRates()
         self._backoff = Backoff()
         self._tolerated, self._off, self._steps = DRIFT, 0, 0
 
     def measure(self, store: StoreMetrics) -> None:
         """A step has ended: its bandwidths."""
         self._latest = latest = self._bandwidths.since(store)
-        self._measured.append(latest)
-        self.rates = Rates(*map(_median, zip(*self._measured, strict=True))).or_else(self.rates)
+        self.rates = self._recent.with_step(latest).or_else(self.rates)
         self._steps += 1
 
     def drifted(self) -> bool:

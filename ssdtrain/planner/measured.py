@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median_high
 from typing import NamedTuple
 
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.planner.recent import RecentSteps
+from ssdtrain.planner.recent import STEPS, RecentSteps
 from ssdtrain.planner.step import Block, Link, Machine, Pass, Tier
 from ssdtrain.profile.passes import StepRecord, TapeTimes
 from ssdtrain.storage.metrics import StoreMetrics, TierMetrics
@@ -17,6 +19,7 @@ __all__ = [
     "Bandwidths",
     "Profile",
     "Rates",
+    "RecentRates",
     "bound_stores",
     "host_tier",
     "measured_machine",
@@ -61,7 +64,8 @@ class Profile:
         their parts; of its largest tape. spans: the positions on the tape that each block covers, [begin, end).
         order: the passes of the step; only the first microbatches of many. stall: seconds that the device waited
         for transfers. seconds: what it computed and waited, in all. steps: that times are medians of. movable: the
-        positions on the tape of the first chunk that a plan may offload.
+        positions on the tape of the first chunk that a plan may offload, those first whose writes say most of a drive: of what
+        backward needs late the largest.
     """
 
     def __init__(self, record: StepRecord, recent: RecentSteps | None = None) -> None:
@@ -87,6 +91,8 @@ class Profile:
             self.spans.append(spans)
         first = largest[self.chunks[0]].regions if largest else ()
         self.movable = [position for position, region in enumerate(first) if not region.stays]
+        half = len(first) // 2
+        self.movable.sort(key=lambda position: (position >= half, -first[position].nbytes))
         regions = [region for tape in tapes for region in tape.regions]
         self.stall = sum(region.store_stall + region.load_stall for region in regions)
         self.seconds = self.stall + sum(
@@ -195,6 +201,23 @@ class Rates(NamedTuple):
         if self.write and before.write and read:
             read *= self.write / before.write
         return Rates(self.write or before.write, self.read or read)
+
+
+class RecentRates:
+    """The medians of the latest `STEPS` steps, which a plan counts on: in one of them the drives may have been busy otherwise."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Rates] = deque(maxlen=STEPS)
+
+    def with_step(self, latest: Rates) -> Rates:
+        """The medians when a step with these has ended; of those in which something was moved."""
+        self._steps.append(latest)
+        return Rates(*map(_median, zip(*self._steps, strict=True)))
+
+
+def _median(rates: Iterable[float | None]) -> float | None:
+    known = [rate for rate in rates if rate]
+    return median_high(known) if known else None
 
 
 class Bandwidths:

@@ -11,7 +11,7 @@ as is usual on its tape.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median_low
 
 from ssdtrain.profile.passes import TapeTimes
@@ -61,7 +61,7 @@ class RecentSteps:
                 loading=loading,
             )
             for latest, storing, loading, *every in zip(
-                tape.regions, costs.storing(), costs.loading(), *alike, strict=True
+                tape.regions, costs.storing(tape), costs.loading(tape), *alike, strict=True
             )
         )
         return tape._replace(regions=regions)
@@ -87,19 +87,31 @@ class _HostCosts:
             if region.loading:
                 loading.append(region.loading)
 
-    def storing(self) -> list[float]:
-        return _expected(self._storing)
+    def storing(self, tape: TapeTimes) -> list[float]:
+        return _expected(self._storing, list(_begin_stores(tape)))
 
-    def loading(self) -> list[float]:
-        return _expected(self._loading)
+    def loading(self, tape: TapeTimes) -> list[float]:
+        return _expected(self._loading, [not region.stays for region in tape.regions])
 
 
-def _expected(seen: Sequence[Sequence[float]]) -> list[float]:
+def _begin_stores(tape: TapeTimes) -> Iterator[bool]:
+    """Whether a hook may begin stores: all that an operator saved begin in the first hook of the next one."""
+    movable = False  # anything that the operator of the region before has saved
+    before = None
+    for region in tape.regions:
+        same = before is not None and region.operator == before.operator != -1
+        yield movable and not same
+        movable = not region.stays or (movable and same)
+        before = region
+
+
+def _expected(seen: Sequence[Sequence[float]], possible: Sequence[bool]) -> list[float]:
+    """What each place costs, of what was `seen` there. `possible`: whether there may be a cost where none was seen."""
     medians = [median_low(seconds) if seconds else None for seconds in seen]
     usual = median_low([one for one in medians if one is not None] or [0.0])
     return [
-        usual if one is None else one if len(seconds) >= STEPS else min(one, usual)
-        for one, seconds in zip(medians, seen, strict=True)
+        usual * may if one is None else one if len(seconds) >= STEPS else min(one, usual)
+        for one, seconds, may in zip(medians, seen, possible, strict=True)
     ]
 
 

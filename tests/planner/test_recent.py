@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from ssdtrain.offload import policy
 from ssdtrain.planner.adaptive import measure_by_one
 from ssdtrain.planner.choose import SLACK, choose_offloads
-from ssdtrain.planner.measured import Profile, Rates
+from ssdtrain.planner.measured import Profile, Rates, RecentRates
 from ssdtrain.planner.recent import RecentSteps
 from ssdtrain.planner.step import KEEP, Block, Machine, Tier, one_after_the_other
 from ssdtrain.profile.passes import RegionTimes, StepRecord, TapeTimes
@@ -132,6 +134,26 @@ def test_one_region_is_written_in_any_case() -> None:
     assert written([*kept], [], both=False) == {}
 
 
+@pytest.mark.parametrize("each", [1, 2, 4])
+def test_stores_cost_what_was_measured_however_many_regions_an_operator_saves(each: int) -> None:
+    """All that an operator saved is stored in one hook. Of what stays nothing is."""
+    spent = forward([12 if place and place % each == 0 else 0 for place in range(16)], [5] * 15 + [0])
+    regions = tuple(one._replace(operator=place // each) for place, one in enumerate(spent.regions))
+    recent = RecentSteps()
+    for _ in range(3):
+        (blocks,) = Profile(Recorded(spent._replace(regions=regions)), recent).blocks
+        assert sum(part.storing for block in blocks for part in block.parts or [block]) == pytest.approx(
+            12 * US * (16 // each - 1)
+        )
+    kept = tuple(one._replace(stays=True, storing=0.0, loading=0.0) for one in regions[:8])
+    recent = RecentSteps()
+    tape = spent._replace(regions=(*kept, *regions[8:]))
+    recent.add([tape])
+    costs = recent.typical(tape).regions
+    assert [one.loading for one in costs] == [one.loading for one in tape.regions[:15]] + [5 * US]
+    assert not any(one.storing for one in costs[:8])
+
+
 def test_steps_of_another_size_do_not_count() -> None:
     long = forward([0, 9, 9], [9, 9, 9], nbytes=1 << 20)
     recent = RecentSteps()
@@ -140,6 +162,20 @@ def test_steps_of_another_size_do_not_count() -> None:
     assert profile.steps == 1 and [block.saved for block in profile.blocks[0]] == [1 << 20] * 3
     assert [block.storing for block in profile.blocks[0]] == [9 * US, 9 * US, 0.0]
     assert Profile(Recorded(OFFLOADED), recent).steps == 2
+
+
+def test_bandwidths_are_medians_and_of_the_largest_region_that_is_needed_late() -> None:
+    recent = RecentRates()
+    steps = [Rates(1e9, 2e9), Rates(1e7, None), Rates(1.1e9, None), Rates(1e7, None), Rates(2e7, None)]
+    found = [recent.with_step(one) for one in steps]
+    assert [one.write for one in found] == [1e9, 1e9, 1e9, 1e7, 2e7]
+    assert [one.read for one in found] == [2e9, 2e9, 2e9, None, None]
+    sizes = [1, 4, 4, 2, 8, 16]
+    regions = tuple(
+        one._replace(nbytes=size << 20, stays=place == 1)
+        for place, (one, size) in enumerate(zip(OFFLOADED.regions, sizes, strict=False))
+    )
+    assert Profile(Recorded(OFFLOADED._replace(regions=regions))).movable == [2, 0, 5, 4, 3]
 
 
 def test_reads_that_were_not_measured_are_as_much_faster_as_writes() -> None:
