@@ -56,7 +56,7 @@ def test_a_drive_that_was_slow_in_the_profiled_step_only_is_used_again(drive: fl
         slow, *_, last = [run.step() for _ in range(5)]
     with AutoRun(small(drive)) as run:
         undisturbed = [run.step() for _ in range(5)][-1]
-    assert slow.stored < 0.05  # or the test would prove nothing
+    assert slow.stored < 0.1  # or the test would prove nothing
     assert rounded(last) == rounded(undisturbed)
     assert last.stored > 0.4
 
