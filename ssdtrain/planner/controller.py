@@ -172,7 +172,7 @@ class AdaptiveOffload(Feature):
         if self._wear is not None:
             to_host = store.host_bytes_written if self._both else 0
             self._wear.observe(store, self._engine.metrics.offloaded_bytes - to_host, elapsed)
-        self._rates = self._recent_rates.with_step(latest).after(self._rates)
+        self._rates = self._recent_rates.with_step(latest)
         self._host_rates = self._host_bandwidths.since(store).or_else(self._host_rates)
         fresh = self._resolve()
         unused = self._policy.forwards - self._engine.prefetcher.backwards

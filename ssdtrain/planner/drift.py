@@ -64,7 +64,7 @@ class Drift:
     def measure(self, store: StoreMetrics) -> None:
         """A step has ended: its bandwidths."""
         self._latest = latest = self._bandwidths.since(store)
-        self.rates = self._recent.with_step(latest).or_else(self.rates)
+        self.rates = self._recent.with_step(latest)
         self._steps += 1
 
     def drifted(self) -> bool:

@@ -208,10 +208,12 @@ class RecentRates:
 
     def __init__(self) -> None:
         self._steps: deque[Rates] = deque(maxlen=STEPS)
+        self._latest = Rates(None, None)
 
-    def with_step(self, latest: Rates) -> Rates:
-        """The medians when a step with these has ended; of those in which something was moved."""
-        self._steps.append(latest)
+    def with_step(self, measured: Rates) -> Rates:
+        """The medians when a step has ended. For what was not moved in it see `Rates.after`."""
+        self._latest = measured.after(self._latest)
+        self._steps.append(self._latest)
         return Rates(*map(_median, zip(*self._steps, strict=True)))
 
 
