@@ -117,22 +117,46 @@ class Job:
 
     def block_parameters(self, kind: BlockKind) -> float:
         """Of one block, on one tensor-parallel rank."""
+        model = self.model
+        others = model.block_parameters(kind) - (model.mlp_parameters(kind) if model.experts > 1 else 0)
+        return others / self.layout.tp + self.expert_parameters(kind)
+
+    def expert_parameters(self, kind: BlockKind) -> float:
+        """Of the experts of one block, on one tensor-parallel rank."""
         model, layout = self.model, self.layout
-        experts = model.mlp_parameters(kind) if model.experts > 1 else 0
-        return (model.block_parameters(kind) - experts + experts / layout.expert) / layout.tp
+        return model.mlp_parameters(kind) / layout.expert / layout.tp if model.experts > 1 else 0.0
+
+    def rank_experts(self, last: bool) -> float:
+        """Of `rank_parameters`, those of experts."""
+        return sum(map(self.expert_parameters, self.stage_kinds(last)))
 
     def block_state(self, kind: BlockKind) -> dict[str, int]:
         """Bytes of parameters, gradients and optimizer state of one block on one rank."""
-        parameters = self.block_parameters(kind)
-        return model_state_bytes(parameters, self.layout, gradient=self.gradient, optimizer=self.optimizer)
+        return self._state(self.block_parameters(kind), self.expert_parameters(kind))
 
     def state_bytes(self, last: bool) -> dict[str, int]:
         """Of one rank, by what they are."""
-        parameters = self.rank_parameters(last)
-        found = model_state_bytes(parameters, self.layout, gradient=self.gradient, optimizer=self.optimizer)
+        found = self._state(self.rank_parameters(last), self.rank_experts(last))
         if self.layout.zero >= 3:
-            found["gathered parameters"] = int(2 * ITEMSIZE * self.model.block_parameters() / self.layout.tp)
+            largest = max(map(self.block_parameters, self.stage_kinds(last)))
+            found["gathered parameters"] = int(2 * ITEMSIZE * largest)
         return found
+
+    def _state(self, parameters: float, experts: float) -> dict[str, int]:
+        return model_state_bytes(
+            parameters, self.layout, experts=experts, gradient=self.gradient, optimizer=self.optimizer
+        )
+
+    def updated_in_block(self, kind: BlockKind) -> float:
+        """Parameters of one block whose optimizer runs on one rank."""
+        return self._updated(self.block_parameters(kind), self.expert_parameters(kind))
+
+    def updated_on_rank(self, last: bool) -> float:
+        """Parameters of a stage whose optimizer runs on one rank."""
+        return self._updated(self.rank_parameters(last), self.rank_experts(last))
+
+    def _updated(self, parameters: float, experts: float) -> float:
+        return self.layout.shard(parameters, experts) if self.layout.zero else parameters
 
     def blocks(self, microbatch: int, last: bool) -> list[Block]:
         """Of the first or the last pipeline stage."""
@@ -233,23 +257,22 @@ class Job:
 
     def update_seconds(self) -> tuple[float, float]:
         """(reducing gradients over dp, optimizer) of the larger stage. With ZeRO-3 the former is in `sharding_seconds`."""
-        layout = self.layout
-        parameters = max(self.rank_parameters(False), self.rank_parameters(True))
-        reducing = 0.0 if layout.zero >= 3 else 2 * self._passed_around_seconds(parameters)
-        split = layout.dp if layout.zero else 1
-        return reducing, parameters * OPTIMIZER_TRAFFIC / split / self.gpu.memory_rate
+        reducing = 0.0 if self.layout.zero >= 3 else 2 * self._passed_around_seconds
+        return reducing, max(map(self.updated_on_rank, self.ends)) * OPTIMIZER_TRAFFIC / self.gpu.memory_rate
 
     @property
     def sharding_seconds(self) -> float:
         """Of the network, for one microbatch under ZeRO-3: parameters are gathered for its forward and again for its backward,
         gradients scattered after it. Other blocks compute meanwhile."""
-        if self.layout.zero < 3:
-            return 0.0
-        parameters = max(self.rank_parameters(False), self.rank_parameters(True))
-        return 3 * self._passed_around_seconds(parameters)
+        return 3 * self._passed_around_seconds if self.layout.zero >= 3 else 0.0
 
-    def _passed_around_seconds(self, parameters: float) -> float:
-        """Of a gather over the data-parallel ranks, or of a reduction that leaves each a part."""
+    @property
+    def _passed_around_seconds(self) -> float:
+        """Of a gather over the data-parallel ranks, or of a reduction that leaves each a part, of the larger stage."""
         layout = self.layout
         rate = self.gpu.peer_rate if layout.ranks <= self.node else self.network
-        return (layout.dp - 1) / layout.dp * parameters * ITEMSIZE / (rate * LINK_EFFICIENCY)
+        passed = max(
+            self.rank_parameters(last) - layout.shard(self.rank_parameters(last), self.rank_experts(last))
+            for last in self.ends
+        )
+        return passed * ITEMSIZE / (rate * LINK_EFFICIENCY)

@@ -71,10 +71,9 @@ class Placement:
             backward: seconds of the last microbatch's backward.
         """
         job = self.job
-        split = job.layout.dp if job.layout.zero else 1
         kinds = job.stage_kinds(self.last)[0 if job.cpu_rate else self.persistent :]
-        moved = sum(job.block_parameters(kind) for kind in kinds) / split
-        stay = job.rank_parameters(self.last) / split - moved
+        moved = sum(map(job.updated_in_block, kinds))
+        stay = job.updated_on_rank(self.last) - moved
         on_device = stay * OPTIMIZER_TRAFFIC / job.gpu.memory_rate
         if job.state == "device":
             return on_device

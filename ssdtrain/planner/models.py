@@ -44,7 +44,8 @@ class Layout:
         virtual: model chunks per pipeline rank (interleaved schedule); 1: none.
         sequence_parallel: norms and residuals are split over the tp ranks too.
         zero: stage 0 to 3: optimizer state, then gradients, then parameters split over the dp ranks.
-        expert: ranks over which experts are spread; of the dp ranks.
+        expert: ranks over which experts are spread; of the dp ranks. ZeRO splits experts over the dp / expert ranks that
+            have the same ones.
     """
 
     tp: int = 1
@@ -69,6 +70,14 @@ class Layout:
     @property
     def ranks(self) -> int:
         return self.tp * self.pp * self.dp
+
+    def shard(self, parameters: float, experts: float = 0.0) -> float:
+        """Of `parameters` that a rank would hold without ZeRO, those that it has where they are split.
+
+        Args:
+            experts: of them, parameters of experts.
+        """
+        return (parameters - experts + experts * self.expert) / self.dp
 
 
 @dataclass(frozen=True)
@@ -336,6 +345,7 @@ def model_state_bytes(
     parameters: float,
     layout: Layout,
     *,
+    experts: float = 0.0,
     weight: int = 2,
     gradient: int = 2,
     optimizer: int = 12,
@@ -344,13 +354,13 @@ def model_state_bytes(
 
     Args:
         parameters: that this rank would hold without ZeRO.
+        experts: of them, parameters of experts.
         weight, gradient, optimizer: bytes per parameter; by default mixed precision with Adam (a float32 copy and two moments).
             `gradient=4` where they are accumulated in float32.
     """
-    split = {
-        "parameters": layout.dp if layout.zero >= 3 else 1,
-        "gradients": layout.dp if layout.zero >= 2 else 1,
-        "optimizer": layout.dp if layout.zero >= 1 else 1,
+    shard = layout.shard(parameters, experts)
+    return {
+        "parameters": int(weight * (shard if layout.zero >= 3 else parameters)),
+        "gradients": int(gradient * (shard if layout.zero >= 2 else parameters)),
+        "optimizer": int(optimizer * (shard if layout.zero >= 1 else parameters)),
     }
-    each = {"parameters": weight, "gradients": gradient, "optimizer": optimizer}
-    return {name: int(parameters * each[name] / split[name]) for name in each}

@@ -159,6 +159,18 @@ def test_experts_are_spread_over_data_parallel_ranks() -> None:
     assert found.block_parameters("block") == one + 8 * 4096, "one expert, and the router"
 
 
+def test_the_distributed_optimizer_does_not_split_experts_that_no_other_rank_has() -> None:
+    """18 bytes per parameter of an expert, 6 + 12/8 of the others: 105.7 GiB, not 50.6."""
+    found = job(
+        f"torchrun --nproc-per-node 8 {MIXTRAL} --expert-model-parallel-size 8 --use-distributed-optimizer"
+    )
+    experts = 32 * 3 * 4096 * 14336
+    others = found.rank_parameters(False) - experts
+    expected = 18 * experts + (6 + 12 / 8) * others
+    assert expected == pytest.approx(105.7 * GiB, rel=0.001)
+    assert sum(found.state_bytes(False).values()) == pytest.approx(expected)
+
+
 def test_t5_has_as_many_layers_in_its_decoder() -> None:
     flags = SMALL.replace("--num-layers", "--encoder-num-layers").replace("--seq", "--encoder-seq")
     found = line(f"pretrain_t5.py {flags} --decoder-num-layers 8 --decoder-seq-length 128 --bf16")

@@ -8,6 +8,7 @@ import pytest
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.cluster import best_plan, plan_job
 from ssdtrain.planner.cluster_job import Job
+from ssdtrain.planner.cluster_state import placements
 from ssdtrain.planner.hardware import find_gpu, parse_ssds
 from ssdtrain.planner.models import Layout, Transformer
 from ssdtrain.planner.plans import NoPlan
@@ -115,3 +116,26 @@ def test_a_rank_with_one_expert_has_the_parameters_of_a_dense_block() -> None:
     experts = Transformer.of("gpt", experts=8, **shape)
     job = Job(experts, Layout(dp=8, expert=8), find_gpu("h100"))
     assert job.block_parameters("block") == Transformer.of("gpt", **shape).block_parameters()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_zero_splits_experts_over_the_ranks_that_have_the_same_ones(zero: int) -> None:
+    """By hand: 8 ranks, experts spread over 4 of them, so that 2 have the same ones; all else is split over 8."""
+    model = Transformer.of("mixtral", hidden=1024, layers=2, sequence=512)
+    job = Job(model, Layout(dp=8, expert=4, zero=zero), find_gpu("h100"))
+    experts = 2 * (8 / 4) * 3 * 1024 * model.ffn
+    others = job.rank_parameters(False) - experts
+    whole, split = others + experts, others / 8 + experts / 2
+    updated = split if zero else whole
+    found = job.state_bytes(False)
+    assert found["parameters"] == int(2 * (split if zero == 3 else whole))
+    assert found["gradients"] == int(2 * (split if zero >= 2 else whole))
+    assert found["optimizer"] == int(12 * updated)
+    assert zero < 3 or found["gathered parameters"] == 2 * 2 * job.block_parameters("block")
+    reducing, updating = job.update_seconds()
+    assert updating == pytest.approx(28 * updated / job.gpu.memory_rate)
+    [place] = placements(job, False)
+    assert place.optimizer_seconds(0) == pytest.approx(updating)
+    passed = (others * 7 / 8 + experts / 2) * 2 / (0.8 * job.gpu.peer_rate)
+    assert reducing == pytest.approx(0 if zero == 3 else 2 * passed)
+    assert job.sharding_seconds == pytest.approx(3 * passed if zero == 3 else 0)
