@@ -8,6 +8,7 @@ are the words of a launcher. Nothing of Megatron is imported.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from ssdtrain.planner.hardware import Gpu
 from ssdtrain.planner.models import Layout, Transformer
 from ssdtrain_megatron.command_flags import ALL_GPUS, parser
 from ssdtrain_megatron.flags import config_from_args
-from ssdtrain_megatron.uncounted import uncounted_flags, uncounted_keys
+from ssdtrain_megatron.uncounted import is_uneven, uncounted_flags, uncounted_keys
 
 __all__ = ["CommandLine", "read", "takes"]
 
@@ -167,7 +168,6 @@ class _Reading:
 
     def _model(self) -> Transformer:
         args, kind = self.args, self._kind
-        layers = args.num_layers or args.encoder_num_layers
         hidden, heads = args.hidden_size, args.num_attention_heads
         groups = (args.num_query_groups or 1) if args.group_query_attention else heads
         if args.kv_channels is None or args.kv_channels == hidden // heads:
@@ -178,7 +178,7 @@ class _Reading:
             )
         _check_multiple(f"--num-attention-heads {heads}", heads, groups, "--num-query-groups")
         if kind == "t5":
-            self._check_decoder(layers)
+            self._check_decoder(args.num_layers or args.encoder_num_layers)
         gated = args.swiglu or args.quick_geglu
         ffn = args.ffn_hidden_size or (8 * hidden // 3 // 64 * 64 if gated else 4 * hidden)
         if args.num_experts:
@@ -194,7 +194,7 @@ class _Reading:
         model = Transformer.of(
             family,
             hidden=hidden,
-            layers=layers,
+            layers=self._layers,
             sequence=args.seq_length or args.encoder_seq_length,
             heads=heads,
             ffn=ffn,
@@ -211,6 +211,22 @@ class _Reading:
             tied=not args.untie_embeddings_and_output_weights,
             score_bytes=self._score_bytes(),
         )
+
+    @cached_property
+    def _layers(self) -> int:
+        """That are counted, of an encoder as many as of its decoder."""
+        args = self.args
+        given = int(args.num_layers or args.encoder_num_layers)
+        if not is_uneven(args):
+            return given
+        each = args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank or 1
+        unit = args.pipeline_model_parallel_size * each
+        unit //= math.gcd(unit, 2) if self._kind == "t5" else 1
+        counted = -(-given // unit) * unit
+        if counted != given:
+            flag = "--num-layers" if args.num_layers else "--encoder-num-layers"
+            self.uncounted.append(f"{flag} {given} ({counted} are counted, as many on each pipeline rank)")
+        return int(counted)
 
     def _check_decoder(self, layers: int) -> None:
         args = self.args
@@ -258,17 +274,24 @@ class _Reading:
         heads = args.num_attention_heads
         _check_multiple(f"--num-attention-heads {heads}", heads, tp, "--tensor-model-parallel-size")
         model = tp * pp * args.context_parallel_size
-        world, said = self._world() or (model * expert, "")
+        experts = (args.expert_tensor_parallel_size or tp) * pp * expert
+        world, said = self._world() or (math.lcm(model * expert, experts), "")
+        dp = world // model
         if not said:
             self.assumed.append(
-                f"{world} ranks (no --nnodes and --nproc-per-node of torchrun, and no WORLD_SIZE: data parallelism of {expert})"
+                f"{world} ranks (no --nnodes and --nproc-per-node of torchrun, and no WORLD_SIZE: data parallelism of {dp})"
             )
-        _check_multiple(f"{world} ranks ({said})", world, model, "tensor x pipeline x context parallelism")
-        dp = world // model
+        ranks = f"{world} ranks ({said})"
+        _check_multiple(ranks, world, model, "tensor x pipeline x context parallelism")
+        _check_multiple(ranks, world, experts, "expert-tensor x pipeline x --expert-model-parallel-size")
         if dp % expert:
+            others = ("tensor_model_parallel_size", "context_parallel_size", "expert_tensor_parallel_size")
+            sizes = ((f"--{name.replace('_', '-')}", getattr(args, name)) for name in others)
+            beside = ", ".join(f"{flag} {size}" for flag, size in sizes if size is not None)
             raise InvalidValue(
-                f"spreads experts by --expert-model-parallel-size {expert} over {dp} data-parallel ranks",
-                f"a divisor of {dp}, or more ranks (--nnodes, --nproc-per-node, WORLD_SIZE)",
+                f"spreads experts by --expert-model-parallel-size {expert} over more than the {dp} data-parallel ranks "
+                f"({beside}): such folding is valid in Megatron-LM and not predicted",
+                f"an --expert-model-parallel-size that divides {dp}",
             )
         return Layout(
             tp,
@@ -283,7 +306,7 @@ class _Reading:
     def _virtual(self, pp: int) -> int:
         """Model chunks of a pipeline rank."""
         args = self.args
-        layers = args.num_layers or args.encoder_num_layers
+        layers = self._layers
         what = f"--num-layers {layers}"
         if self._kind == "t5":
             layers, what = 2 * layers, f"{layers} layers of the encoder and as many of the decoder"

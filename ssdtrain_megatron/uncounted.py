@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ssdtrain.config import Config
 
-__all__ = ["add_uncounted_flags", "uncounted_flags", "uncounted_keys"]
+__all__ = ["add_uncounted_flags", "is_uneven", "uncounted_flags", "uncounted_keys"]
 
 _STAYS = "SSDTrain does not offload beside it"
 _BLOCKS = "blocks are counted as those of the other layers"
@@ -97,15 +97,25 @@ def add_uncounted_flags(parser: argparse.ArgumentParser) -> None:
 
 def uncounted_flags(args: argparse.Namespace) -> Iterator[str]:
     """Those that are given with a value that changes something, each with what is counted in its place."""
-    for flag, (why, fine) in _FLAGS.items():
-        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
-        without = flag.startswith("--moe-") and not args.num_experts
-        if value is not None and value not in fine and not without:
-            yield f"{flag} {value}".rstrip() + f" ({why})"
+    for flag, value in _given(args):
+        yield f"{flag} {value}".rstrip() + f" ({_FLAGS[flag][0]})"
     if args.context_parallel_size > 1:
         yield f"--context-parallel-size {args.context_parallel_size} (a sequence is counted whole on each rank)"
     if args.expert_tensor_parallel_size not in (None, args.tensor_model_parallel_size):
         yield f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} (experts are split as other layers are)"
+
+
+def is_uneven(args: argparse.Namespace) -> bool:
+    """Whether pipeline ranks may have different numbers of layers."""
+    return any(_FLAGS[flag][0] == _UNEVEN for flag, _ in _given(args))
+
+
+def _given(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    for flag, (_, fine) in _FLAGS.items():
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        without = flag.startswith("--moe-") and not args.num_experts
+        if value is not None and value not in fine and not without:
+            yield flag, value
 
 
 def uncounted_keys(config: Config | None) -> Iterator[str]:

@@ -139,6 +139,7 @@ def test_the_number_of_ranks_is_the_launchers_else_world_size_else_the_fewest() 
     fewest = line(flags)
     assert fewest.job.layout.dp == 1
     assert "2 ranks (no --nnodes and --nproc-per-node" in fewest.assumed[-2]
+    assert job(f"{MIXTRAL} --expert-model-parallel-size 8 --expert-tensor-parallel-size 2").layout.dp == 16
 
 
 def test_a_step_without_a_number_of_sequences_has_one_microbatch() -> None:
@@ -214,6 +215,49 @@ def test_values_that_change_nothing_are_not_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "counted", "chunks"),
+    [
+        ("--num-layers 94 --decoder-last-pipeline-num-layers 22", 96, 1),
+        (
+            "--num-layers 30 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+            32,
+            1,
+        ),
+        (
+            "--num-layers 94 --decoder-last-pipeline-num-layers 22 --num-virtual-stages-per-pipeline-rank 3",
+            96,
+            3,
+        ),
+        (
+            "--num-layers 31 --account-for-loss-in-pipeline-split --num-layers-per-virtual-pipeline-stage 4",
+            32,
+            2,
+        ),
+    ],
+)
+def test_uneven_pipelines_are_counted_as_the_even_one_with_no_fewer_layers(
+    flags: str, counted: int, chunks: int
+) -> None:
+    found = line(f"pretrain_gpt.py {SMALL} --bf16 --pipeline-model-parallel-size 4 {flags}")
+    assert (found.job.model.layers, found.job.layout.virtual) == (counted, chunks)
+    *uneven, layers = found.uncounted
+    assert uneven
+    assert all(each.endswith("(layers are counted as spread evenly)") for each in uneven)
+    assert (
+        layers == f"{flags[: len('--num-layers 94')]} ({counted} are counted, as many on each pipeline rank)"
+    )
+
+
+def test_an_uneven_pipeline_of_t5_is_counted_with_as_many_layers_in_both_halves() -> None:
+    flags = f"{SMALL} --num-layers 7 --pipeline-model-parallel-size 4 --pipeline-model-parallel-split-rank 1"
+    found = line(f"pretrain_t5.py {flags} --bf16")
+    assert len(found.job.model.block_kinds) == 16
+    even = line(f"pretrain_t5.py {flags} --num-layers 6 --bf16")
+    assert len(even.job.model.block_kinds) == 12
+    assert not any("--num-layers" in each for each in even.uncounted)
+
+
+@pytest.mark.parametrize(
     ("flags", "recomputes"),
     [
         ("", False),
@@ -266,7 +310,21 @@ def test_blocks_are_recomputed_where_megatron_or_a_plan_does_it(flags: str, reco
         ),
         (
             f"WORLD_SIZE=4 pretrain_gpt.py {SMALL} --bf16 --num-experts 8 --expert-model-parallel-size 8",
-            "--expert-model-parallel-size 8 over 4 data-parallel ranks",
+            "has 4 ranks (WORLD_SIZE), no multiple of 8 (expert-tensor x pipeline x --expert-model-parallel-size)",
+        ),
+        (
+            f"WORLD_SIZE=8 {MIXTRAL} --tensor-model-parallel-size 2 --expert-model-parallel-size 8 "
+            "--expert-tensor-parallel-size 1",
+            "--expert-model-parallel-size 8 over more than the 4 data-parallel ranks (--tensor-model-parallel-size 2, "
+            "--context-parallel-size 1, --expert-tensor-parallel-size 1): such folding is valid in Megatron-LM and not predicted",
+        ),
+        (
+            f"WORLD_SIZE=8 {MIXTRAL} --context-parallel-size 2 --expert-model-parallel-size 8",
+            "(--tensor-model-parallel-size 1, --context-parallel-size 2): such folding is valid",
+        ),
+        (
+            f"WORLD_SIZE=8 {MIXTRAL} --expert-model-parallel-size 8 --expert-tensor-parallel-size 2",
+            "has 8 ranks (WORLD_SIZE), no multiple of 16 (expert-tensor x pipeline x --expert",
         ),
         (
             f"pretrain_gpt.py {SMALL} --bf16 --num-experts 2 --moe-router-topk 3",
