@@ -34,7 +34,8 @@ _SIGNS = {
     *("--encoder-seq-length", "--micro-batch-size", "--global-batch-size"),
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
 }
-_LAUNCHERS = re.compile(r"(.*/)?(torchrun|pretrain_\w+\.py)|ssdtrain_megatron\.run")
+_SCRIPT = re.compile(r"(.*/)?pretrain_\w+\.py")
+_LAUNCHERS = re.compile(rf"(.*/)?torchrun|{_SCRIPT.pattern}|ssdtrain_megatron\.run")
 _OTHER_MODELS = {"mamba", "hybrid", "vlm", "vision", "retro", "ict", "biencoder"}
 _FACTORY = "a function that builds the model (ssdtrain estimate module:function)"
 
@@ -153,7 +154,8 @@ class _Reading:
     @cached_property
     def _kind(self) -> str:
         """ "gpt", "bert" or "t5", from the name of the script."""
-        script = next((word for word in self.others if word.endswith(".py")), "")
+        scripts = [word for word in self.others if word.endswith(".py")]
+        script = next(filter(_SCRIPT.fullmatch, scripts), scripts[0] if scripts else "")
         pieces = set(re.split(r"[\W_]+", Path(script).stem.lower()))
         other = pieces & _OTHER_MODELS
         if other:
@@ -180,7 +182,7 @@ class _Reading:
         if kind == "t5":
             self._check_decoder(args.num_layers or args.encoder_num_layers)
         gated = args.swiglu or args.quick_geglu
-        ffn = args.ffn_hidden_size or (8 * hidden // 3 // 64 * 64 if gated else 4 * hidden)
+        ffn = args.ffn_hidden_size or (8 * hidden // 3 // 64 * 64 if args.swiglu else 4 * hidden)
         if args.num_experts:
             ffn = args.moe_ffn_hidden_size or ffn
             if args.moe_router_topk > args.num_experts:
@@ -330,7 +332,7 @@ class _Reading:
             return (args.nnodes or 1) * each, "--nnodes x --nproc-per-node"
         said = [word.partition("=")[2] for word in self.others if word.startswith("WORLD_SIZE=")]
         text = said[-1] if said else self.environment.get("WORLD_SIZE")
-        if text is None:
+        if not text:
             return None
         if not text.isdecimal() or not int(text):
             raise InvalidValue(f'has WORLD_SIZE "{text}"', "the number of ranks, such as 64")

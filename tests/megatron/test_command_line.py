@@ -136,10 +136,18 @@ def test_the_number_of_ranks_is_the_launchers_else_world_size_else_the_fewest() 
     assert (found.layout.dp, found.node) == (2, 4)
     assert job(f"WORLD_SIZE=6 python {flags}", {"WORLD_SIZE": "4"}).layout.dp == 3
     assert job(flags, {"WORLD_SIZE": "4"}).layout.dp == 2
+    assert job(flags, {"WORLD_SIZE": ""}).layout.dp == 1
     fewest = line(flags)
     assert fewest.job.layout.dp == 1
     assert "2 ranks (no --nnodes and --nproc-per-node" in fewest.assumed[-2]
     assert job(f"{MIXTRAL} --expert-model-parallel-size 8 --expert-tensor-parallel-size 2").layout.dp == 16
+
+
+def test_the_kind_of_model_is_that_of_megatrons_script_whatever_starts_it() -> None:
+    found = line(f"python tools/launch.py examples/pretrain_bert.py {SMALL} --bf16")
+    assert found.job.model.family == "bert"
+    assert "a GPT" not in found.assumed
+    assert job(f"python -u my_t5.py {SMALL} --bf16").model.family == "t5"
 
 
 def test_a_step_without_a_number_of_sequences_has_one_microbatch() -> None:
@@ -150,6 +158,8 @@ def test_a_step_without_a_number_of_sequences_has_one_microbatch() -> None:
 def test_a_gated_mlp_has_megatrons_default_width_and_groups_count_where_they_are_asked_for() -> None:
     model = job(f"pretrain_gpt.py {SMALL} --bf16 --swiglu --num-query-groups 4").model
     assert (model.ffn, model.activation, model.kv_heads) == (2688, "swiglu", 16)
+    model = job(f"pretrain_gpt.py {SMALL} --bf16 --quick-geglu").model
+    assert (model.ffn, model.activation) == (4 * 1024, "swiglu"), "only --swiglu narrows it"
     assert not job(f"pretrain_gpt.py {SMALL} --bf16 --swiglu --no-bias-swiglu-fusion").model.fused
 
 
