@@ -30,6 +30,7 @@ from ssdtrain.state.transfers import Transfers
 __all__ = ["BlockHooks", "Order"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_ELEMENTS = 1000  # of one attribute that are looked at
 
 FORWARD, RECOMPUTE, BACKWARD, STEP = "forward", "recompute", "backward", "step"
 
@@ -284,16 +285,29 @@ class BlockHooks:
 
 def _left_in_attributes(chunk: Chunk) -> Iterator[torch.Tensor]:
     """Tensors of a graph that this forward has put into attributes of the block's modules, such as a loss for balance: their
-    backward may come before that of the output."""
+    backward may come before that of the output. See `_tensors_in` for what is found."""
     for module in chunk.module.modules():
         for name, value in vars(module).items():
             if name in _OF_EVERY_MODULE or not isinstance(value, torch.Tensor | list | tuple | dict):
                 continue
-            for tensor in tree_iter(value):
+            for tensor in _tensors_in(value):
                 if (
-                    isinstance(tensor, torch.Tensor)
-                    and tensor.requires_grad
+                    tensor.requires_grad
                     and tensor.grad_fn is not None
                     and tensor.grad_fn._sequence_nr() >= chunk.first_node
                 ):
                     yield tensor
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensor that `value` is, or those in it and in lists, tuples and dicts inside of it.
+
+    At most `_ELEMENTS` elements are looked at, because this is done in every forward and `value` may be a vocabulary, or contain
+    itself: a list, tuple or dict that would exceed them is passed over.
+    """
+    found = [value]
+    for one in found:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, list | tuple | dict) and len(found) + len(one) <= _ELEMENTS:
+            found.extend(one.values() if isinstance(one, dict) else one)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ssdtrain.state.chunk import Where
+from ssdtrain.state.hooks import _tensors_in
 from ssdtrain.state.stored import StoredTensor
 from tests.state.conftest import Attach
 from tests.state.training import Block, Model, Recipe, batches, loss_of, make_model, run, same
@@ -104,7 +105,8 @@ class Balanced(Block):
         found = super().forward(x)
         loss = self.down(self.up(found.detach())).square().mean()
         if self.extra is None:
-            self.losses = {"balance": [loss]}
+            self.losses: dict[str, Any] = {"balance": [loss]}
+            self.losses["self"] = self.losses
         else:
             self.extra.append(loss)
         return found
@@ -119,7 +121,8 @@ def _balanced() -> Model:
 
 @pytest.mark.parametrize("staged", [False, True], ids=["in-place", "staged"])
 def test_a_loss_that_a_block_leaves_in_an_attribute(staged: bool, attach: Attach) -> None:
-    """Its backward comes before that of the output: what is being loaded ahead then is waited for."""
+    """Its backward comes before that of the output: what is being loaded ahead then is waited for. The dict that it is in
+    contains itself."""
 
     def train(chunks: bool) -> Any:
         model = _balanced()
@@ -136,6 +139,14 @@ def test_a_loss_that_a_block_leaves_in_an_attribute(staged: bool, attach: Attach
         return losses, dict(model.state_dict())
 
     assert same(train(True), train(False))
+
+
+def test_attributes_that_contain_themselves_or_are_large() -> None:
+    loss, other = torch.ones(1), torch.zeros(1)
+    around: dict[str, Any] = {"vocabulary": dict.fromkeys(range(100_000), other), "losses": [(loss,)]}
+    around["self"] = around
+    assert {id(tensor) for tensor in _tensors_in(around)} == {id(loss)}
+    assert not list(_tensors_in([other] * 100_000))
 
 
 def test_a_loss_that_a_block_puts_elsewhere_never_meets_what_is_being_loaded(
