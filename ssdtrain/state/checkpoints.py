@@ -64,7 +64,13 @@ class StateDicts:
                     state_dict[f"{prefix}{name}"] = value.detach().to("cpu", copy=True)
             end()
 
-        def load_to_change(one: nn.Module, *_: Any) -> None:
+        def load_to_change(one: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+            replaced = {
+                parameter
+                for name, parameter in local.items()
+                if getattr(state_dict.get(f"{prefix}{name}"), "shape", None) == parameter.shape
+            }
+            self._residency.discard_writes(chunk.values, replaced)
             begin(one)
             self._residency.settle(chunk.values)
 

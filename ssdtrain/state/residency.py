@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 
@@ -137,6 +137,13 @@ class Residency:
             chunk.ahead = True
             self.metrics.prefetched_chunks += 1
         return begun
+
+    def discard_writes(self, part: Part, replaced: Container[torch.Tensor]) -> None:
+        """What was written to those of `replaced` that are away is no error: they get other values next."""
+        if part.where is not Where.HERE:
+            for tensor in part.tensors:
+                if tensor.tensor in replaced:
+                    tensor.discard_write()
 
     def write(self, part: Part) -> None:
         """Begin to store what has changed in `part`, which stays in memory."""

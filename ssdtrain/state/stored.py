@@ -154,6 +154,12 @@ class StoredTensor:
         self._nan.fill_(torch.nan)
         return RuntimeError(text)
 
+    def discard_write(self) -> None:
+        """Show NaN again, whatever was written to the tensor, or put in its place, while it is away."""
+        with torch.inference_mode(False):
+            self._nan.fill_(torch.nan)
+        self.hide()
+
     def may_be_freed(self) -> bool:
         """True if `wait_to_free` does not wait."""
         return self._store is None or self._transfers.frees_at_once or self._store.done()

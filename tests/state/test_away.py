@@ -59,6 +59,35 @@ def test_a_write_while_away_is_an_error(of: str, name: str, attach: Attach) -> N
         assert same(found["exp_avg"], expected["exp_avg"])
 
 
+def give_other_data(tensor: torch.Tensor) -> None:
+    tensor.data = torch.zeros(tensor.shape)
+
+
+@pytest.mark.parametrize("written", [*WRITES.values(), give_other_data], ids=[*WRITES, "other data"])
+def test_a_state_dict_replaces_what_was_written_while_away(written: Write, attach: Attach) -> None:
+    model = make_model()
+    optimizer = adamw(model.parameters())
+    attach(model, optimizer)
+    run(Recipe(steps=1), model, optimizer)
+    saved = dict(model.state_dict())
+
+    def write() -> None:
+        for layer in model.layers[4:]:
+            assert layer.down.weight.isnan().all()
+            for parameter in (layer.up.weight, layer.down.weight):
+                with torch.no_grad():
+                    written(parameter)
+
+    write()
+    model.load_state_dict(saved)
+    assert same(dict(model.state_dict()), saved)
+    write()
+    with pytest.raises(RuntimeError, match=r"layers\.4\.down\.weight was (written to|given other data)"):
+        model.load_state_dict({"layers.4.up.weight": saved["layers.4.up.weight"]}, strict=False)
+    model.load_state_dict(saved)
+    assert same(dict(model.state_dict()), saved)
+
+
 def test_other_data_while_its_store_is_in_flight(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     runtime = attach(model, adamw(model.parameters()))
