@@ -13,6 +13,7 @@ Note: [Which chunk is next]
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,7 @@ from ssdtrain.state.transfers import Transfers
 __all__ = ["BlockHooks", "Order"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = torch.Tensor | int | float | str | None  # outputs that hide no tensor
 _ELEMENTS = 1000  # of one attribute that are looked at
 
 FORWARD, RECOMPUTE, BACKWARD, STEP = "forward", "recompute", "backward", "step"
@@ -135,14 +137,19 @@ class BlockHooks:
         return after
 
     def _await_backward(self, chunk: Chunk, output: Any) -> None:
-        if not torch.is_grad_enabled() or output is None:  # None: the forward raised
+        if not torch.is_grad_enabled():
             return
+        leaves = list(tree_iter(output))
         found = [
-            tensor
-            for tensor in tree_iter(output)
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None
+            leaf
+            for leaf in leaves
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None
         ]
-        if not found:
+        outputs = {id(tensor) for tensor in found}
+        left = [tensor for tensor in _left_in_attributes(chunk) if id(tensor) not in outputs]
+        if not found and not (left and all(isinstance(leaf, _PLAIN) for leaf in leaves)):
+            if output is None and sys.exc_info()[0] is not None:
+                return  # the forward raised
             if not any(parameter.requires_grad for parameter in chunk.parameters):
                 return  # all were frozen since
             raise RuntimeError(
@@ -151,9 +158,7 @@ class BlockHooks:
                 "tensors, or tuples, lists or dicts of them, or leave it out by state.blocks"
             )
         begin = self._before_backward(chunk)
-        outputs = {id(tensor) for tensor in found}
-        found += [tensor for tensor in _left_in_attributes(chunk) if id(tensor) not in outputs]
-        for tensor in found:
+        for tensor in found + left:
             tensor.register_hook(begin)
 
     def _guard(self, chunk: Chunk) -> Callable[..., None]:

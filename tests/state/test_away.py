@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,50 @@ def test_a_loss_that_a_block_leaves_in_an_attribute(staged: bool, attach: Attach
         return losses, dict(model.state_dict())
 
     assert same(train(True), train(False))
+
+
+@pytest.mark.parametrize("output", [None, 1.0, "elsewhere", "raises"])
+def test_a_block_that_leaves_its_output_in_an_attribute(output: Any, attach: Attach) -> None:
+    class Leaving(Block):
+        kept: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> Any:
+            found = super().forward(x)
+            if output == "raises":
+                raise ValueError("in the forward")
+            if output != "elsewhere":
+                self.kept = found
+                return output
+            elsewhere.append(found)
+
+    class Chain(Model):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embed(tokens)
+            for layer in self.layers:
+                layer(x)
+                x = layer.kept
+            return self.head(x)
+
+    elsewhere: list[torch.Tensor] = []
+
+    def train(chunks: bool) -> Any:
+        torch.manual_seed(0)
+        model = Chain()
+        model.layers = nn.ModuleList([Leaving(32) for _ in range(24)])  # more than fit at a time
+        optimizer = adamw(model.parameters())
+        if chunks:
+            attach(model, optimizer, staged=True)
+        return run(Recipe(steps=2), model, optimizer), dict(model.state_dict())
+
+    if output == "raises":
+        with pytest.raises(ValueError, match="in the forward"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(True)
+    elif output == "elsewhere":
+        with pytest.raises(RuntimeError, match=r"layers\.0 \(Leaving\) returned NoneType"):
+            train(True)
+    else:
+        assert same(train(True), train(False))
 
 
 def test_attributes_that_contain_themselves_or_are_large() -> None:

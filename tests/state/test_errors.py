@@ -143,6 +143,7 @@ def test_an_output_that_hides_its_tensors_is_refused(attach: Attach) -> None:
 
     class Hiding(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:
+            self.loss = self.weight.square().sum()  # it is seen, the output is not
             return Hidden(super().forward(x))
 
     class Model(nn.Module):
