@@ -83,7 +83,7 @@ def find_chunks(
         ) from error
     needed = state_bytes(optimizer)
     total = sum(
-        parameter.nbytes * (2 if parameter.requires_grad else 1) + needed.get(parameter, 0)
+        parameter.nbytes + _gradient_bytes(parameter) + needed.get(parameter, 0)
         for parameter in model.parameters()
     )
     alone = set(_not_shared(model))
@@ -110,6 +110,13 @@ def find_chunks(
         remedy = "blocks with such parameters, or no section state"
         raise ConfigError([Problem("ssdtrain.state", list(blocks)[:4], found_none, remedy)])
     return chunks, prefixes, total - sum(chunk.nbytes for chunk in chunks)
+
+
+def _gradient_bytes(parameter: nn.Parameter) -> int:
+    if not parameter.requires_grad:
+        return 0
+    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # None: any
+    return parameter.nbytes // parameter.element_size() * dtype.itemsize
 
 
 def _why_it_stays(

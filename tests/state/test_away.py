@@ -254,6 +254,12 @@ def test_gradients_of_another_type(attach: Attach) -> None:
         return [parameter.grad for parameter in model.parameters()]
 
     assert same(train(True), train(False))
+    plans = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model = make_model().bfloat16()
+        model.head.weight.grad_dtype = dtype  # it stays on the device
+        plans.append(attach(model, adamw(model.parameters())).state.plan)
+    assert plans[1].fixed - plans[0].fixed == plans[1].total - plans[0].total == 2 * model.head.weight.numel()
     model = make_model().bfloat16()
     attach(model, adamw(model.parameters()))
     model.layers[5].up.weight.grad_dtype = torch.float32
