@@ -22,6 +22,9 @@ from ssdtrain.runtime import Runtime
 
 __all__ = ["AttachedForward", "attach_model"]
 
+FREED_FUNCTION = "CheckpointWithoutOutputFunctionBackward"
+"""The node of the autograd function that recomputes into outputs which it has freed after they were saved."""
+
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)  # not in torch 2.6
 
 
@@ -51,6 +54,7 @@ def attach_model(runtime: Runtime, model: nn.Module) -> None:
     if runtime.state is not None and runtime.engine is not None:
         runtime.engine.eligible.add_parameter_predicate(runtime.state.holds)
     if runtime.engine is not None:
+        runtime.engine.eligible.add_freed_function(FREED_FUNCTION)
         _keep_gathered(runtime, runtime.engine, model)
     if any(type(feature).on_forward is not Feature.on_forward for feature in runtime.features):
         runtime.call_at_close(AttachedForward(model, runtime.forward).detach)

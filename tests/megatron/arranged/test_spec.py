@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 import ssdtrain
 from ssdtrain.config import ConfigError
 from ssdtrain.integration.patching import Patches
+from ssdtrain.offload.eligible import Eligibility
 from ssdtrain_megatron import _compat, spec
 from ssdtrain_megatron.attachment import attach
 from ssdtrain_megatron.identity import read_inputs_once
@@ -156,15 +157,20 @@ def test_outputs_that_megatron_frees_stay(runtime_file: Path, row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", FREEING, ids=lambda row: row.name)
-def test_a_loop_of_ones_own_needs_no_adapter_for_them(config: dict[str, Any], row: Row) -> None:
+def test_a_loop_of_ones_own_needs_no_adapter_for_them(
+    config: dict[str, Any], row: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before 0.16 Megatron's function does not stand hooks of any kind, and is mended by hand."""
     expected = _run(_plain(row))
     patches = Patches()
     if megatron.core.__version__.split(".")[:2] < ["0", "16"]:
         read_inputs_once(patches)
     own = _plain(row)
+    kept: list[Any] = []
+    monkeypatch.setattr(Eligibility, "_exclude_storage", lambda _, storage: kept.append(storage.nbytes()))
     with ssdtrain.attach(own.chunks[0].module, config) as runtime:
         assert _same(_run(own), expected)
+        assert kept  # or a store may write what has been freed, which is seen, and an error
         assert runtime.statistics().offload.saved_bytes > 2**20  # type: ignore[union-attr]
     patches.undo()
 
