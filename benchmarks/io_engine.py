@@ -3,9 +3,15 @@
 Both sides use O_DIRECT, the same file system, the same depth, files that were written once before, and rings of buffers on
 transparent huge pages (fio gets its own from glibc by a tunable). Runs interleave; each ratio is the median over neighbours in
 time. "Unaligned" buffers lie at 64 mod 4096, as torch's CPU tensors do.
+
+`--verify` measures the checksums of all bytes instead (`offload.verify: "all"`), and needs no fio: the same transfers with and
+without them in turn, from staging buffers (behind an event, as with a GPU) and from unaligned memory of others (as CPU tensors,
+which the workers have to copy to read them safely). What a single pass over the bytes takes on one core is beside it: no checksum
+can take less.
 """
 
 import contextlib
+import ctypes
 import functools
 import shutil
 import statistics
@@ -17,8 +23,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common import finish, hardware, parser
-from ssdtrain.bench.io import DEPTH, HUGE_PAGES, PoolBench, fio_command
+from ssdtrain.bench.io import DEPTH, HUGE_PAGES, PoolBench, cpu_seconds, fio_command
 from ssdtrain.bench.io import run_fio as fio
 from ssdtrain.bench.ratios import paired_ratio
 from ssdtrain.storage import Arena
@@ -133,6 +141,47 @@ def submission(bench: Bench, nbytes: int = 2 * MiB, count: int = 200) -> dict[st
     return {"submit_us": statistics.median(spent) * 1e6}
 
 
+def verification(directory: Path, total: int, repeats: int) -> dict[str, Any]:
+    """CPU seconds per GB, and throughput, with checksums over without, at 16 MiB."""
+    nbytes = 16 * MiB
+    # isdigit(1) is 0: an event, of number 1, that has always passed.
+    passed = ctypes.cast(ctypes.CDLL(None).isdigit, ctypes.c_void_p).value or 0
+    arena = Arena(2 * DEPTH * nbytes + 2 * DEPTH * 4096)
+    staged = Bench(directory, "c", total, arena, event_query=passed)
+    staged.event = 1
+    benches = {"staged": staged, "cpu_tensors": Bench(directory, "c", total, arena, page_offset=64)}
+    words = torch.ones(total // 8, dtype=torch.int64)
+    speeds: dict[str, list[float]] = defaultdict(list)
+    cpus: dict[str, list[float]] = defaultdict(list)
+    torch.set_num_threads(1)
+    for bench in benches.values():
+        bench.prepare(nbytes)
+    for repeat in range(repeats):
+        for name, bench in benches.items():
+            for verify in (False, True)[:: 1 if repeat % 2 else -1]:
+                bench.verify = verify
+                for direction in ("write", "read"):
+                    speed, cpu = bench.run(direction, nbytes)
+                    speeds[f"{name}_{direction}_{verify}"].append(speed)
+                    cpus[f"{name}_{direction}_{verify}"].append(cpu)
+        began = cpu_seconds()
+        words.sum()
+        cpus["pass"].append((cpu_seconds() - began) / (total / 1e9))
+    for bench in benches.values():
+        bench.store.close()
+    arena.close(force=True)
+    figures: dict[str, Any] = {"one_pass_cpu_s_per_gb": statistics.median(cpus["pass"])}
+    for name in benches:
+        for direction in ("write", "read"):
+            key = f"{name}_{direction}"
+            with_checksums, without = cpus[f"{key}_True"], cpus[f"{key}_False"]
+            differences = [a - b for a, b in zip(with_checksums, without, strict=True)]
+            figures[f"{key}_checksum_cpu_s_per_gb"] = statistics.median(differences)
+            figures[f"{key}_cpu_s_per_gb"] = statistics.median(without)
+            figures[f"{key}_speed_ratio"] = paired_ratio(speeds[f"{key}_True"], speeds[f"{key}_False"])
+    return figures
+
+
 def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument(
@@ -143,7 +192,13 @@ def main() -> None:
     )
     arguments.add_argument("--size", type=int, default=512, help="MiB moved per run")
     arguments.add_argument("--repeats", type=int, default=7)
+    arguments.add_argument("--verify", action="store_true", help="measure checksums instead")
     options = arguments.parse_args()
+    if options.verify:
+        with tempfile.TemporaryDirectory(dir=options.directory) as name:
+            figures = verification(Path(name), options.size * MiB, options.repeats)
+            finish(figures | {"hardware": hardware(Path(name))}, options.json)
+        return
     if shutil.which("fio") is None:
         sys.exit(
             "benchmarks.io_engine compares with fio, which is not on the PATH: install it (apt install fio)"

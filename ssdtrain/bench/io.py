@@ -47,11 +47,18 @@ class PoolBench:
         *,
         page_offset: int = 0,
         direct: str = "on",
+        event_query: int = 0,
     ) -> None:
         self.total = total
         self.page_offset = page_offset
         self.arena = arena
-        self.store = SpillStore([directory], engine=engine, threads=DEPTH, capacity=2 * total, direct=direct)
+        self.verify = False
+        """Have a checksum of all bytes made by each write and compared by the reads after it."""
+        self.event = 0
+        """CUDA event that writes wait for, as those from staging buffers do; 0: none."""
+        self.store = SpillStore(
+            [directory], engine=engine, threads=DEPTH, capacity=2 * total, direct=direct, event_query=event_query
+        )
         self._slots: dict[int, list[Slot]] = {}
         self._buffers: dict[int, list[Lease]] = {}
 
@@ -76,9 +83,14 @@ class PoolBench:
         self.run("write", nbytes)
 
     def queue(self, direction: str, nbytes: int) -> list[Operation]:
-        call = self.store.write if direction == "write" else self.store.read
         buffers = self._buffers[nbytes]
-        return [call(slot, buffers[n % DEPTH].address) for n, slot in enumerate(self._slots[nbytes])]
+        places = [(slot, buffers[n % DEPTH].address) for n, slot in enumerate(self._slots[nbytes])]
+        if direction == "read":
+            return [self.store.read(slot, address) for slot, address in places]
+        return [
+            self.store.write(slot, address, after_event=self.event, verify=self.verify)
+            for slot, address in places
+        ]
 
     def run(self, direction: str, nbytes: int) -> tuple[float, float]:
         """(bytes per second, CPU seconds of this process per GB) of all operations, queued at once."""

@@ -348,7 +348,27 @@ static PyObject *refuse_direct_reads(PyObject *module, PyObject *argument) {
     Py_RETURN_NONE;
 }
 
+static PyObject *digest(PyObject *module, PyObject *args) {
+    (void)module;
+    unsigned long long address, nbytes, before, digest;
+    if (!PyArg_ParseTuple(args, "KKK:digest", &address, &nbytes, &before)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    digest = digest_bytes(before, (const char *)(uintptr_t)address, (size_t)nbytes);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLongLong(digest);
+}
+
+static PyObject *refuse_instruction(PyObject *module, PyObject *argument) {
+    (void)module;
+    int value = PyObject_IsTrue(argument);
+    if (value < 0) return NULL;
+    atomic_store(&by_instruction, !value && has_instruction());
+    return PyBool_FromLong(has_instruction());
+}
+
 static PyMethodDef functions[] = {
+    {"digest", digest, METH_VARARGS, "digest(address, nbytes, before): of mapped memory, after the digest of the bytes before."},
+    {"refuse_instruction", refuse_instruction, METH_O, "Tests: as if the processor had no CRC instruction, or not; whether it has."},
     {"refuse_direct_reads", refuse_direct_reads, METH_O, "Tests: as if process_vm_readv were refused, or not."},
     {"fault_hash", fault_hash, METH_VARARGS, "The hash of faults.py, for the test that both are equal."},
     {NULL, NULL, 0, NULL},
@@ -359,6 +379,7 @@ static struct PyModuleDef definition = {
 };
 
 PyMODINIT_FUNC PyInit__iopool(void) {
+    prepare_digests();
     PyObject *module = PyModule_Create(&definition);
     PyObject *errors = PyImport_ImportModule("ssdtrain.storage.errors");
     PyObject *pool_type = PyType_FromSpec(&pool_spec);

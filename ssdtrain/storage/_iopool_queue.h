@@ -172,11 +172,8 @@ static void run(Worker *w, Operation *op, Piece *piece) {
     if (!queue->active[direction]++) queue->since[direction] = begun;
     pthread_mutex_unlock(&queue->lock);
     if (!op->failed) {
-        int code = op->digesting && !direction ? digest_piece(op, piece, w->bounce) : 0;
-        if (code) failure = (Failure){code, ERRNO, piece->offset};
-        else moved = !transfer_piece(w->pool->faults, op, piece, queue->fd, queue->direct, w->bounce, &failure);
+        moved = !transfer_piece(w->pool->faults, op, piece, queue->fd, queue->direct, w->bounce, &failure);
         if (!moved) fail(op, piece, failure);
-        else if (op->digesting && direction) digest_piece(op, piece, w->bounce);
     }
     pthread_mutex_lock(&queue->lock);
     if (moved) queue->bytes[direction] += piece->end - (piece->start > op->page_offset ? piece->start : op->page_offset);

@@ -10,13 +10,13 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "_iopool_digest.h"
 #include "_iopool_faults.h"
 #include "_iopool_memory.h"
 
 #define ALIGNMENT 4096
 #define SECTOR 512 /* a short O_DIRECT transfer ends at a multiple of this */
-#define BOUNCE (1 << 20) /* bytes of a worker's bounce buffer, for reads into a differently aligned address */
-#define DIGESTED (64 << 10) /* bytes of it that a digest takes at a time */
+#define BOUNCE (1 << 20) /* bytes of a worker's bounce buffer: what is copied and digested at a time */
 
 enum { WRITE, READ, COPY_IN, COPY_OUT };
 enum { ERRNO, END_OF_FILE, NOTHING_WRITTEN, EVENT, CHANGED, CORRUPTED };
@@ -152,78 +152,97 @@ static int transfer_aligned(const Faults *f, const Operation *op, const Piece *p
     return 0;
 }
 
+/* The part of a piece in its BOUNCE bytes from image byte `at` on. */
+typedef struct {
+    uint64_t from, end;
+} Chunk;
+
+static Chunk chunk_at(const Operation *op, const Piece *p, uint64_t at) {
+    return (Chunk){at > op->page_offset ? at : op->page_offset, p->end - at < BOUNCE ? p->end : at + BOUNCE};
+}
+
+/* Pieces end in any order: their digests are added up. */
+static void add_digest(Operation *op, uint64_t digest) { atomic_fetch_add(&op->digest, digest); }
+
 /* A read to an address of a page offset other than that of the write: every chunk is copied. */
-static int read_elsewhere(const Faults *f, const Operation *op, const Piece *p, int fd, char *bounce, Failure *failure) {
+static int read_elsewhere(const Faults *f, Operation *op, const Piece *p, int fd, char *bounce, Failure *failure) {
     char *origin = (char *)(uintptr_t)(op->address - op->page_offset);
+    uint64_t digest = mix(p->start + 1);
     for (uint64_t at = p->start; at < p->end; at += BOUNCE) {
-        uint64_t end = p->end - at < BOUNCE ? p->end : at + BOUNCE;
-        uint64_t from = at > op->page_offset ? at : op->page_offset;
-        if (from >= end) continue;
-        struct iovec vector = {bounce, round_up(end - at)};
+        Chunk c = chunk_at(op, p, at);
+        if (c.from >= c.end) continue;
+        struct iovec vector = {bounce, round_up(c.end - at)};
         if (transfer(f, op, p->index, fd, &vector, 1, p->offset + (int64_t)(at - p->start), ALIGNMENT, failure)) return -1;
-        memcpy(origin + from, bounce + (from - at), end - from);
+        if (op->digesting) digest = digest_bytes(digest, bounce + (c.from - at), c.end - c.from);
+        memcpy(origin + c.from, bounce + (c.from - at), c.end - c.from);
     }
+    add_digest(op, digest);
     return 0;
 }
 
-typedef uint64_t Lanes __attribute__((vector_size(32)));
+/* Copy a piece to or from the host tier, chunk by chunk: it is digested while it is in the processor's cache. */
+static int copy_piece(Operation *op, const Piece *p, Failure *failure) {
+    uint64_t digest = mix(p->start + 1);
+    for (uint64_t at = p->start; at < p->end; at += BOUNCE) {
+        Chunk c = chunk_at(op, p, at);
+        char *mine = (char *)(uintptr_t)(op->address + c.from);
+        char *stored = (char *)(uintptr_t)p->offset + (c.from - p->start);
+        int code = 0;
+        if (op->kind == COPY_IN) code = copy_checked(stored, (uintptr_t)mine, c.end - c.from);
+        else memcpy(mine, stored, c.end - c.from);
+        if (code) {
+            *failure = (Failure){code, ERRNO, p->offset};
+            return -1;
+        }
+        if (op->digesting) digest = digest_bytes(digest, op->kind == COPY_IN ? stored : mine, c.end - c.from);
+    }
+    add_digest(op, digest);
+    return 0;
+}
 
-/* Add the bytes of a piece to the digest of its operation: what is about to be written, or what was read. 0, or an errno. The sums
- * over words and the sums of these sums find any changed bit and any words that changed places; pieces end in any order. The
+/* Add the bytes of a piece to the digest of its operation: what is about to be written, or what was read. 0, or an errno. The
  * source of a write with an event is a buffer of the arena, which is read in place; other memory may be unmapped at any moment. */
 static int digest_piece(Operation *op, const Piece *p, char *bounce) {
-    uint64_t start = p->start > op->page_offset ? p->start : op->page_offset;
-    uint64_t from = op->address + start - op->page_offset, left = p->end - start, digest = mix(start + 1);
-    Lanes sum = {0}, sums = {0}, words;
-    while (left) {
-        uint64_t count = left < DIGESTED ? left : DIGESTED, at = 0;
-        const char *bytes = (const char *)(uintptr_t)from;
-        if (!(op->kind & 1) && !op->event) {
-            int code = copy_checked(bounce, from, count);
+    const char *origin = (const char *)(uintptr_t)(op->address - op->page_offset);
+    uint64_t digest = mix(p->start + 1);
+    for (uint64_t at = p->start; at < p->end; at += BOUNCE) {
+        Chunk c = chunk_at(op, p, at);
+        if (c.from >= c.end) continue;
+        const char *bytes = origin + c.from;
+        if (op->kind == WRITE && !op->event) {
+            int code = copy_checked(bounce, (uintptr_t)bytes, c.end - c.from);
             if (code) return code;
             bytes = bounce;
         }
-        for (; at + sizeof words <= count; at += sizeof words) {
-            memcpy(&words, bytes + at, sizeof words);
-            sum += words;
-            sums += sum;
-        }
-        if (at < count) {
-            words = (Lanes){0};
-            memcpy(&words, bytes + at, count - at);
-            sum += words;
-            sums += sum;
-        }
-        from += count;
-        left -= count;
+        digest = digest_bytes(digest, bytes, c.end - c.from);
     }
-    for (int i = 0; i < 4; i++) digest = mix(mix(digest ^ sum[i]) ^ sums[i]);
-    atomic_fetch_add(&op->digest, digest);
+    add_digest(op, digest);
     return 0;
 }
 
-static int transfer_piece(const Faults *f, const Operation *op, const Piece *p, int fd, int direct, char *bounce, Failure *failure) {
+/* Transfer a piece, and add it to the digest of its operation. */
+static int transfer_piece(const Faults *f, Operation *op, const Piece *p, int fd, int direct, char *bounce, Failure *failure) {
     inject_delay(f, op->kind, op->serial, p->index);
     if (injects_failure(f, op->kind, op->serial, p->index, op->pieces)) {
         *failure = (Failure){f->error, ERRNO, p->offset};
         return -1;
     }
-    if (op->kind > READ) {
-        char *mine = (char *)(uintptr_t)(op->address + p->start), *stored = (char *)(uintptr_t)p->offset;
-        int code = 0;
-        if (op->kind == COPY_IN) code = copy_checked(stored, (uintptr_t)mine, p->end - p->start);
-        else memcpy(mine, stored, p->end - p->start);
-        if (code) *failure = (Failure){code, ERRNO, p->offset};
-        return code ? -1 : 0;
-    }
+    if (op->kind > READ) return copy_piece(op, p, failure);
     uint64_t start = p->start > op->page_offset ? p->start : op->page_offset;
     char *source = (char *)(uintptr_t)(op->address + start - op->page_offset);
-    if (!direct) {
-        struct iovec vector = {source, p->end - start};
-        return transfer(f, op, p->index, fd, &vector, 1, p->offset + (int64_t)(start - p->start), 1, failure);
+    int elsewhere = direct && ((uintptr_t)source - start) % ALIGNMENT, code = 0;
+    if (elsewhere) return read_elsewhere(f, op, p, fd, bounce, failure);
+    if (op->digesting && op->kind == WRITE && (code = digest_piece(op, p, bounce))) {
+        *failure = (Failure){code, ERRNO, p->offset};
+        return -1;
     }
-    if (((uintptr_t)source - start) % ALIGNMENT) return read_elsewhere(f, op, p, fd, bounce, failure);
-    return transfer_aligned(f, op, p, fd, bounce, failure);
+    if (direct) code = transfer_aligned(f, op, p, fd, bounce, failure);
+    else {
+        struct iovec vector = {source, p->end - start};
+        code = transfer(f, op, p->index, fd, &vector, 1, p->offset + (int64_t)(start - p->start), 1, failure);
+    }
+    if (!code && op->digesting && op->kind == READ) digest_piece(op, p, bounce);
+    return code;
 }
 
 #endif

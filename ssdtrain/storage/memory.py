@@ -5,11 +5,13 @@ children. Also checked copies from memory that its owner may free.
 import ctypes
 import errno
 import functools
+import importlib
 import logging
 import mmap
 import os
 import platform
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 from ssdtrain.storage.faults import mix
@@ -132,6 +134,29 @@ def sample(address: int, nbytes: int) -> int:
     data = view(address, nbytes)
     words = b"".join([data[word] for word in _sampled(nbytes)])
     return zlib.crc32(words) << 32 | zlib.adler32(words, nbytes & 0xFFFF) or 1
+
+
+@functools.cache
+def _native_digest() -> Callable[[int, int, int], int] | None:
+    """That of the C engine, whose processor instruction is ten times as fast as zlib; None where it was not built."""
+    try:
+        native = importlib.import_module("ssdtrain.storage._iopool")
+    except ImportError:
+        return None
+    function: Callable[[int, int, int], int] = native.digest
+    return function
+
+
+def digest(address: int, nbytes: int, before: int) -> int:
+    """A checksum of all bytes of mapped memory, after `before`, that of the bytes before them. The GIL is released.
+
+    `_iopool_digest.h` says which; zlib's CRC-32 takes its place where the C engine was not built. A store compares digests of one
+    process only.
+    """
+    native = _native_digest()
+    if native is not None:
+        return native(address, nbytes, before)
+    return mix(before ^ zlib.crc32(view(address, nbytes)) << 32 ^ nbytes)
 
 
 def fill(address: int, byte: int, nbytes: int) -> None:

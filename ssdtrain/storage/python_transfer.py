@@ -5,7 +5,6 @@ version.
 import errno
 import os
 import time
-import zlib
 from typing import TYPE_CHECKING
 
 from ssdtrain.storage import faults as fault
@@ -93,17 +92,16 @@ class Transfer:
         """Add the bytes of a piece to the digest of its operation: what is about to be written, or what was read."""
         start = max(piece.start, operation.page_offset)
         at, end = operation.address + start - operation.page_offset, piece.end - start
-        found = start
+        digest = mix(start + 1)
         for done in range(0, end, BOUNCE):
-            count = min(BOUNCE, end - done)
-            data = memory.view(at + done, count)
+            source, count = at + done, min(BOUNCE, end - done)
             if not operation.kind & 1:
-                code = memory.copy_checked(self._map.address, at + done, count)
+                code = memory.copy_checked(self._map.address, source, count)
                 if code:
                     raise TransferError(code, ERRNO, piece.offset)
-                data = self._bounce[:count]
-            found = zlib.crc32(data, found)
-        operation.add_digest(mix(found << 32 ^ start))
+                source = self._map.address
+            digest = memory.digest(source, count, digest)
+        operation.add_digest(digest)
 
     def _transfer(
         self, operation: "PythonOperation", index: int, piece: Piece, fd: int, direct: bool
