@@ -24,9 +24,15 @@ def loaded_cuda_runtime(maps: Path = Path("/proc/self/maps")) -> ctypes.CDLL:
     """The CUDA runtime that torch uses; events are not valid in another copy of it, which another package may have loaded too.
 
     Raises:
-        OSError: torch has not loaded it as a shared library.
+        OSError: torch has not loaded it as a shared library, or /proc is not mounted.
     """
-    return ctypes.CDLL(_cuda_runtime_path(maps.read_text()))
+    try:
+        text = maps.read_text()
+    except FileNotFoundError as error:
+        raise OSError(
+            f"{maps} is not there, which says where torch's CUDA runtime is: mount /proc in the container"
+        ) from error
+    return ctypes.CDLL(_cuda_runtime_path(text))
 
 
 def _cuda_runtime_path(maps: str) -> str:

@@ -95,16 +95,16 @@ class OffloadConfig(Section):
 
     gpudirect: Switch = "auto"
     """GPUDirect Storage (kvikio), between GPU and drives without host memory. Default: used if it works here and is faster than
-    host memory in a probe at start, else the log says why not; "on" makes it an error if it does not work. It takes more device
-    memory (docs/gpu.md)."""
+    host memory in a probe at start, else the log says why not; "on" makes it an error if it does not work. It needs
+    `verify: "off"`, because no thread of the host sees the bytes, and takes more device memory (docs/gpu.md)."""
 
     on_full: Literal["keep", "raise"] = "keep"
     """When every tier is full: keep the tensor on its device with one warning, or raise."""
 
-    verify: Literal["off", "sample", "all"] = "sample"
+    verify: Literal["off", "all"] = "all"
     """Compare a checksum of all bytes of a stored tensor when it comes back, so that a drive that returns wrong data is an error
-    that names tensor and directory: of no tensor, of one in 32, or of all (which costs the I/O threads 0.2 s of CPU time
-    per GB when they write and 0.1 s when they read)."""
+    that names tensor, directory and offset. It costs the I/O threads about one pass over the bytes, 0.04 s of CPU time per GB
+    in each direction, and 0.1 s when they write CPU tensors (docs/storage.md); GPUDirect Storage needs "off"."""
 
     prove_steps: Annotated[int, Field(ge=0)] = 0
     """In so many first steps keep a copy of every saved tensor in host memory, and compare what backward gets with it, to the
@@ -145,8 +145,8 @@ class OffloadConfig(Section):
                 why = "concerns drives, but directories is empty"
                 yield key, "on", why, "leaving it out, or at least one directory"
         if self.gpudirect == "on" and self.verify == "all":
-            why = 'keeps tensors out of host memory, where verify "all" compares them'
-            yield "gpudirect", "on", why, '"auto" or "off", or "verify": "sample"'
+            why = 'keeps tensors out of host memory, where verify "all" (default) compares them'
+            yield "gpudirect", "on", why, '"auto" or "off", or "verify": "off"'
         if self.device_budget is not None and self.amount.kind != "auto":
             why = f'needs amount: "auto", but amount is {self.amount}'
             yield "device_budget", exact_size(self.device_budget), why, 'leaving it out, or "amount": "auto"'

@@ -49,7 +49,7 @@ class StateConfig(Section):
 
     verify: Literal["off", "all"] = "all"
     """Compare a checksum of all bytes of a tensor when it comes back, so that a drive that returns wrong data is an error. It
-    costs the I/O threads 0.2 s of CPU time per GB when they write and 0.1 s when they read."""
+    costs what `offload.verify` does."""
 
     def conflicts(self) -> Iterator[Conflict]:
         if not self.directories and not self.host:

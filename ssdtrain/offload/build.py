@@ -21,10 +21,6 @@ from ssdtrain.storage import Faults, SpillStore, check_host_budget
 
 __all__ = ["build_engine"]
 
-SAMPLED = 32
-"""`offload.verify: "sample"`: one of so many stores has a checksum of all its bytes."""
-
-
 def build_engine(
     offload: OffloadConfig,
     device: torch.device,
@@ -95,7 +91,7 @@ def build_engine(
             staged=staged,
             by_cufile=direct,
             timeline=timeline,
-            verified={"off": 0, "sample": SAMPLED, "all": 1}[offload.verify],
+            verified=offload.verify == "all",
             rank=rank,
         )
         if offload.codec is not None:

@@ -77,11 +77,11 @@ class OffloadEngine:
         self.coding = Coding(options.codec, options.rank)
         staged = device.kind != "cpu" if options.staged is None else options.staged
         made = (GpuDirectTransfer if options.by_cufile else StagedTransfer) if staged else DirectTransfer
-        transfer: Transfer = made(store, self.buffers, self.meter.see_own, self.coding, device)
-        self._copies = transfer.copies  # off a device with streams
-        self.mover = Mover(
-            store, transfer, self.metrics, raise_when_full=options.raise_when_full, verified=options.verified
+        transfer: Transfer = made(
+            store, self.buffers, self.meter.see_own, self.coding, device, options.verified
         )
+        self._copies = transfer.copies  # off a device with streams
+        self.mover = Mover(store, transfer, self.metrics, raise_when_full=options.raise_when_full)
         self.release = self.mover.release  # of a region whose last handle is gone; see `module_tally`
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
         self._restorer = Restorer(self.mover, self.prefetcher, self.eligible.modules)

@@ -6,8 +6,9 @@ peak depends on the drive. A load fills the memory that backward gets: what is r
 of the CPU (`Prefetcher.size`). A write begins when the event of the stream that made the tensor has passed, a read when all work
 has that used its memory before (`ssdtrain.offload.targets`) and what is queued on the load stream.
 
-Regions whose bytes are to be compared (`offload.verify`) and slots of the host tier go through staging buffers. After an error of
-cuFile everything does, also what was written without: its bytes are at the same place. Whether the drive is faulty shows then.
+No thread of the host sees these bytes, so it is used with `offload.verify: "off"` only. Slots of the host tier go through staging
+buffers. After an error of cuFile everything does, also what was written without: its bytes are at the same place. Whether the
+drive is faulty shows then.
 """
 
 from __future__ import annotations
@@ -64,9 +65,7 @@ class GpuDirectTransfer(StagedTransfer):
 
     def _is_direct(self, region: Region) -> bool:
         transfer = region.transfer
-        if not self._works or transfer.slot is None or transfer.slot.tier != "ssd":
-            return False
-        return not transfer.verify or transfer.stored_bytes > self.buffers.capacity  # no buffer can hold it
+        return self._works and transfer.slot is not None and transfer.slot.tier == "ssd"
 
     def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
         transfer = region.transfer
@@ -106,10 +105,11 @@ def attach_gpudirect(offload: OffloadConfig, device: Device, store: SpillStore) 
     """
     if offload.gpudirect == "off" or not offload.directories:
         return False
-    if offload.verify == "all":
+    reason = gpudirect.unavailable()
+    if not reason and offload.verify == "all":
         reason = 'offload.verify is "all", and no thread of the host sees what it transfers'
-    else:
-        reason = gpudirect.unavailable() or _attach(offload, device, store)
+    elif not reason:
+        reason = _attach(offload, device, store)
         store.counted_from = store.pool.counters()  # not the probe
     if not reason:
         logger.info("GPUDirect Storage is used for %s", ", ".join(offload.directories))

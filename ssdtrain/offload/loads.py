@@ -102,7 +102,8 @@ class Loads:
             if isinstance(error, IOCancelled):
                 raise after_close() from error
             if isinstance(error, SourceChanged):
-                raise overwritten(region.dtype, region.nbytes) from error
+                # Where all bytes were compared, the drive returned what it was given.
+                raise overwritten(region.dtype, region.nbytes, None if operation.digest else error) from error
             if transfer.in_place:
                 self.transfer.stop_in_place(error)
                 return False

@@ -25,7 +25,6 @@ from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.policy import Action
 from ssdtrain.offload.region import Region
 from ssdtrain.offload.rests import moved_bytes
-from ssdtrain.offload.sampling import Sampling
 from ssdtrain.offload.tape import Tape
 from ssdtrain.offload.transfer import Transfer
 from ssdtrain.offload.transfer_state import State
@@ -44,7 +43,6 @@ class Mover:
         transfer: how bytes leave and enter tensors.
         metrics: counters to keep.
         raise_when_full: raise `StoreFull` when no tier has room, instead of keeping the region in memory.
-        verified: of so many stores one has a checksum of all its bytes, which is compared when they come back; 0: none has.
     """
 
     def __init__(
@@ -54,7 +52,6 @@ class Mover:
         metrics: OffloadMetrics,
         *,
         raise_when_full: bool = False,
-        verified: int = 0,
     ) -> None:
         self.store = store
         self.transfer = transfer
@@ -65,7 +62,6 @@ class Mover:
         self.defers = True  # they may
         self._deferred = 0  # bytes of stores queued since the pool was woken
         self._raise_when_full = raise_when_full
-        self._sampling = Sampling(verified)
         self.stores = StoresInFlight(self._end_store)
         self._warned_full = False
 
@@ -105,9 +101,6 @@ class Mover:
         except StoreFull as error:
             self._keep_for_want_of_room(region, error)
             return True
-        # No thread of the host sees the bytes of a pinned slot.
-        chosen = self._sampling.left == 1
-        transfer.verify = chosen and not self.store.is_pinned(transfer.slot)
         nbytes = transfer.moved_bytes
         deferred = self._deferred + nbytes
         defer = self.defers and deferred <= self.batch_bytes
@@ -116,10 +109,6 @@ class Mover:
             transfer.rest = None
             self._free_slot(region)
             return False
-        if chosen:
-            self._sampling.draw()
-        else:
-            self._sampling.left -= 1
         self._deferred = deferred if defer else 0
         encoded = transfer.payload is not None
         if encoded:

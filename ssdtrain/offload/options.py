@@ -30,7 +30,7 @@ class EngineOptions:
     staged: bool | None = None  # None: staged through pinned buffers on a GPU, in place on the CPU
     by_cufile: bool = False  # staged, but between device and drives by GPUDirect Storage
     timeline: bool = False
-    verified: int = 0  # one of so many stores has a checksum of all its bytes; 0: none
+    verified: bool = False  # stores have a checksum of all their bytes, which is compared when they come back
     codec: str | None = None  # of floating-point tensors on their way to a tier
     rank: int = 0
     clock: Callable[[], float] = time.monotonic  # by which waits of the host are measured

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ssdtrain.offload.meter import Seen
     from ssdtrain.offload.proof import Proof
     from ssdtrain.offload.tape import Tape
+    from ssdtrain.storage import SourceChanged
 
 __all__ = [
     "Handle",
@@ -319,8 +320,17 @@ def lost(dtype: torch.dtype, size: Sequence[int]) -> RuntimeError:
     )
 
 
-def overwritten(dtype: torch.dtype, nbytes: int) -> RuntimeError:
-    """The error for a saved tensor of which the tier got other bytes. See Note: [Freed under the engine]."""
+def overwritten(dtype: torch.dtype, nbytes: int, unverified: SourceChanged | None) -> RuntimeError:
+    """The error for a saved tensor of which the tier got other bytes. See Note: [Freed under the engine].
+
+    Args:
+        unverified: the error of the read, if the tier may have changed the bytes too; None: it returned what it was given.
+    """
+    if unverified is not None:
+        return RuntimeError(
+            f"a saved tensor [{dtype}, {nbytes} bytes] came back changed: {unverified}. "
+            'With offload.verify: "all" the error says which of the two it was'
+        )
     return RuntimeError(
         f"a saved tensor [{dtype}, {nbytes} bytes] was overwritten before it was offloaded, in a way that PyTorch does not see: "
         "its storage was freed and filled again (storage.resize_), or NumPy, a loader or another library wrote to its memory. "

@@ -65,8 +65,10 @@ class StagedTransfer:
         seen: Callable[[torch.UntypedStorage], None],
         coding: Coding,
         device: Device,
+        verify: bool,
     ) -> None:
         self.store = store
+        self._verify = verify
         self._seen = seen
         self._encoding = Encoding(coding, seen)
         self.rests = Rests(device, seen)
@@ -117,7 +119,7 @@ class StagedTransfer:
         handle = self.device.event_handle(event)
         transfer = region.transfer
         assert transfer.slot is not None
-        return self.store.write(transfer.slot, lease.address, after_event=handle, verify=transfer.verify)
+        return self.store.write(transfer.slot, lease.address, after_event=handle, verify=self._verify)
 
     def depart(self, region: Region) -> None:
         event = region.transfer.event

@@ -128,8 +128,10 @@ class DirectTransfer:
         seen: Callable[[torch.UntypedStorage], None],
         coding: Coding,
         device: Device,
+        verify: bool,
     ) -> None:
         self.store = store
+        self._verify = verify
         self.buffers = buffers
         self._seen = seen
         self._encoding = Encoding(coding, seen)
@@ -143,7 +145,7 @@ class DirectTransfer:
         assert slot is not None
         address = _address(region)
         return Write(
-            self.store.write(slot, address, defer=defer, verify=region.transfer.verify), address % ALIGNMENT
+            self.store.write(slot, address, defer=defer, verify=self._verify), address % ALIGNMENT
         )
 
     def depart(self, region: Region) -> None:
@@ -155,9 +157,7 @@ class DirectTransfer:
     def rewrite(self, region: Region) -> Operation:
         slot, operation = region.transfer.slot, region.transfer.operation
         assert slot is not None and operation is not None
-        return self.store.write(
-            slot, _address(region), checksum=operation.checksum, verify=region.transfer.verify
-        )
+        return self.store.write(slot, _address(region), checksum=operation.checksum, verify=self._verify)
 
     def stop_in_place(self, error: OSError) -> None:
         raise AssertionError("a tensor of the CPU is no device memory")

@@ -85,8 +85,6 @@ class TransferState:
     # Set when a write or read has begun, and not read before.
     in_place: bool
     """The operation under way reads or fills device memory itself."""
-    verify: bool
-    """All its bytes are compared, by a checksum, when they come back."""
     page_offset: int
     lease: Lease | None
     """The staging buffer of a device copy."""
@@ -120,7 +118,6 @@ class TransferState:
         "stored_bytes",
         "target",
         "tier",
-        "verify",
     )
 
     def __init__(self, nbytes: int) -> None:

@@ -184,12 +184,17 @@ static void run(Worker *w, Operation *op, Piece *piece) {
 /* Fail a read whose bytes are not those that were submitted. The digest was computed during the write: if it differs, the drive
  * returned other bytes. The sample was taken at submission: if it differs, the memory changed before a worker wrote it. */
 static void verify(Operation *op) {
-    if (op->digesting && !op->failed) {
-        if (!op->digest) op->digest = 1;
-        if ((op->kind & 1) && op->digest != op->expected) return fail(op, &op->piece[0], (Failure){EIO, CORRUPTED, op->piece[0].offset});
-    }
-    if (!(op->kind & 1) || !op->checksum || op->failed || sample(op->address, op->nbytes) == op->checksum) return;
-    fail(op, &op->piece[0], (Failure){EIO, CHANGED, op->piece[0].offset});
+    if (op->digesting && !op->digest) op->digest = 1;
+    if (!(op->kind & 1) || op->failed) return;
+    int detail = ERRNO;
+    if (op->digesting && op->digest != op->expected) detail = CORRUPTED;
+    else if (op->checksum && sample(op->address, op->nbytes) != op->checksum) detail = CHANGED;
+    if (detail == ERRNO) return;
+    Piece whole = op->piece[0];
+    for (int i = 1; i < op->pieces; i++) /* their order may be shuffled */
+        if (op->piece[i].index == 0) whole = op->piece[i];
+    whole.end = whole.start + op->nbytes;
+    fail(op, &whole, (Failure){EIO, detail, whole.offset});
 }
 
 static void *work(void *argument) {

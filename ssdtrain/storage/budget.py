@@ -1,10 +1,15 @@
 """Checks at start whether a node has the host memory that its ranks need, instead of leaving it to the OOM killer."""
 
+import functools
+import logging
+import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
 
 from ssdtrain.storage.errors import HostBudgetExceeded
+
+logger = logging.getLogger(__name__)
 
 UNLIMITED = 1 << 60
 """cgroup v1 writes a number near 2^63 where there is no limit."""
@@ -65,17 +70,35 @@ def check_host_budget(
 
 
 def _mem_available(proc: Path) -> int:
-    for line in (proc / "meminfo").read_text().splitlines():
+    try:
+        text = (proc / "meminfo").read_text()
+    except FileNotFoundError:
+        return _all_memory(proc / "meminfo")
+    for line in text.splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise OSError(f"{proc / 'meminfo'} has no MemAvailable line: a kernel of 3.14 or later is needed")
+
+
+@functools.cache
+def _all_memory(missing: Path) -> int:
+    """Bytes of memory of the machine, with one warning."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    logger.warning(
+        "%s is not there, so free host memory is unknown: what the ranks need is compared with all %d bytes of the machine; mount "
+        "/proc in the container",
+        missing,
+        total,
+    )
+    return total
 
 
 def _cgroup_room(proc: Path, sysfs: Path) -> int | None:
     """The smallest free amount under the limits of this process's memory cgroup and its ancestors, in bytes."""
     rooms = []
     membership = proc / "self/cgroup"
-    for line in membership.read_text().splitlines() if membership.exists() else []:
+    # Without /proc only the root is known, which in a container is its own group.
+    for line in membership.read_text().splitlines() if membership.exists() else ["0::/"]:
         _, controllers, path = line.split(":", 2)
         if not controllers:
             rooms += _rooms(sysfs / "fs/cgroup", path, "memory.max", "memory.current", "inactive_file")

@@ -125,7 +125,11 @@ def _mount_of(path: Path, number: int, proc: Path) -> tuple[str, str, str, str]:
     """(mount point, file system, source, upper directory of an overlay) of the innermost mount that holds `path`."""
     wanted = f"{os.major(number)}:{os.minor(number)}"
     best = ("", "", "", "")
-    for line in (proc / "self/mountinfo").read_text().splitlines():
+    try:
+        mounts = (proc / "self/mountinfo").read_text()
+    except FileNotFoundError:  # /proc is not mounted: /sys knows the disk by its number
+        return best
+    for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         fields = before.split()
         point = _unescaped(fields[4])

@@ -9,6 +9,9 @@ ADVICE = {
     codes.EDQUOT: "raise the quota of that file system, lower `capacity`, or add another directory",
     codes.EIO: "the drive or its file system failed (see dmesg and `smartctl -a`): use another directory",
     codes.EINVAL: "the file system rejected an aligned O_DIRECT transfer: set `direct` to 'off'",
+    codes.EPERM: "the system denies a call of the I/O workers: allow pwritev, preadv and process_vm_readv in the container's "
+    "seccomp profile",
+    codes.EMFILE: "too many files are open: raise `ulimit -n`",
     codes.EFAULT: "the memory was freed while it was in use: it must stay alive until the operation is done",
 }
 
@@ -93,7 +96,8 @@ class CorruptedData(IOFailure):
         return (*super().__reduce__(), {"subject": self.subject})
 
     def __str__(self) -> str:
-        return f"{super().__str__()}. It is {self.subject}" if self.subject else super().__str__()
+        text = super().__str__()
+        return f"{text}. It is {self.subject}" if self.subject else text
 
 
 class StoreFull(OSError):

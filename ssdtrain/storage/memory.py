@@ -96,8 +96,36 @@ def copy_checked(target: int, source: int, nbytes: int) -> int:
     return _copy_through_pipe(target, source, nbytes) if nbytes else 0
 
 
+def check_copies() -> None:
+    """Check that `copy_checked` and the C engine have a way to read memory.
+
+    Raises:
+        PermissionError: the system denies both; has a line for each.
+    """
+    word, copy = ctypes.create_string_buffer(1), ctypes.create_string_buffer(1)
+    vectors = _Vector(ctypes.addressof(copy), 1), _Vector(ctypes.addressof(word), 1)
+    reason = "the C library does not have it"
+    if not _Unavailable.direct_reads:
+        if _libc.process_vm_readv(os.getpid(), ctypes.byref(vectors[0]), 1, ctypes.byref(vectors[1]), 1, 0) == 1:
+            return
+        reason = os.strerror(ctypes.get_errno())
+    try:
+        ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise PermissionError(
+            errno.EPERM,
+            "the I/O workers cannot read memory that may be freed while they do: the system refuses both calls for it. Allow one of "
+            f"them in the container's seccomp profile\n  process_vm_readv: {reason}\n  pipe2: {os.strerror(error.errno or 0)}",
+        ) from error
+    for end in ends:
+        os.close(end)
+
+
 def _copy_through_pipe(target: int, source: int, nbytes: int) -> int:
-    ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        return error.errno or errno.EFAULT
     try:
         while nbytes:
             filled = os.write(ends[1], view(source, min(nbytes, PIPED)))
@@ -215,8 +243,12 @@ class Map:
             return
         code = ctypes.get_errno()
         if required:
+            text = (
+                f"madvise({name}) on {self.nbytes} bytes failed: {os.strerror(code)}; without it a forked child would have a part "
+                "in transfers: allow the call in the container's seccomp profile"
+            )
             self.close()
-            raise OSError(code, f"madvise({name}) on {self.nbytes} bytes failed: {os.strerror(code)}")
+            raise OSError(code, text)
         logger.info(
             "huge pages are not available (%s: %s): transfers need more CPU time", name, os.strerror(code)
         )

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ssdtrain.storage.drive import drive_of
 from ssdtrain.storage.errors import CorruptedData, IOCancelled, IOFailure, SourceChanged
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.pieces import WRITE
@@ -15,7 +16,10 @@ from ssdtrain.storage.python_transfer import CHANGED, CORRUPTED, END_OF_FILE, EV
 
 logger = logging.getLogger(__name__)
 
-WRONG_CHECKSUM = "the checksum of what was read differs from that of what was written"
+WRONG_CHECKSUM = "the data came back changed: its checksum differs from that of what was written"
+
+HOST_MEMORY = "host memory"
+"""In the place of a directory, in errors of the host tier."""
 
 PIECE = 8 << 20
 """Bytes per piece: a large operation is divided so that several workers serve it."""
@@ -102,6 +106,15 @@ class Pool(Protocol):
     def close(self) -> None: ...
 
 
+def drive_text(directory: str) -> str:
+    """The disk behind a directory, in words."""
+    try:
+        drive = drive_of(directory)
+    except OSError:  # the directory was removed, or there is no /proc
+        return "drive unknown"
+    return f"drive {drive.device} {drive.model}".strip() if drive.device else f"file system {drive.filesystem}"
+
+
 class ErrorMaker:
     """Creates the exception for a worker's failure. Called with (kind, queue, code, detail, offset, nbytes)."""
 
@@ -112,16 +125,17 @@ class ErrorMaker:
         self, kind: int, queue: int, code: int, detail: int, offset: int, nbytes: int
     ) -> IOFailure | SourceChanged:
         operation = "read" if kind & 1 else "write"
-        directory = self._directories[queue] if queue < len(self._directories) else "host memory"
+        directory = self._directories[queue] if queue < len(self._directories) else HOST_MEMORY
         if detail == EVENT:
             return IOFailure(errno.EIO, "a CUDA event failed", directory, operation, offset, nbytes, code)
         if detail == CHANGED:
             return SourceChanged(
-                f"the bytes read from {directory} at offset {offset} differ from those submitted for writing: their memory was"
-                " freed, reused or modified before the write had read it (or the drive is faulty: see dmesg)"
+                f"the {nbytes} bytes read from {directory} at offset {offset} differ from those submitted for writing: their"
+                " memory was freed, reused or modified before the write had read it, or the drive is faulty (see dmesg)"
             )
         if detail == CORRUPTED:
-            return CorruptedData(code, WRONG_CHECKSUM, directory, operation, offset, nbytes)
+            text = f"{WRONG_CHECKSUM} ({'host tier' if directory == HOST_MEMORY else drive_text(directory)})"
+            return CorruptedData(code, text, directory, operation, offset, nbytes)
         text = {END_OF_FILE: "the file ended early", NOTHING_WRITTEN: "the system wrote 0 bytes"}.get(
             detail, os.strerror(code)
         )

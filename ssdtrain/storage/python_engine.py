@@ -167,6 +167,7 @@ class PythonPool:
         operation = PythonOperation(self, kind, address, nbytes, page_offset, event, checksum, digest)
         pieces = list(enumerate(cut(extents, page_offset, nbytes, self._piece)))
         operation.pieces = operation._remaining = len(pieces)
+        operation.first = pieces[0][1] if pieces else None
         with self._lock:
             if self._closed:
                 raise StoreClosed("this I/O pool is closed")
@@ -368,21 +369,22 @@ class PythonPool:
         if not last:
             return
         if operation.kind & 1 and operation._error is None:
-            self._verify(operation, piece)
+            self._verify(operation)
         with self._lock:
             operation.seconds = time.perf_counter() - operation.began
             operation._finish()
 
-    def _verify(self, operation: PythonOperation, piece: Piece) -> None:
+    def _verify(self, operation: PythonOperation) -> None:
         """Fail a read whose bytes differ from those written, or else from those submitted for writing."""
         detail = 0
         if operation.digesting and operation.digest != operation.expected:
             detail = CORRUPTED
         elif operation.checksum and memory.sample(operation.address, operation.nbytes) != operation.checksum:
             detail = CHANGED
-        if detail:
+        first = operation.first
+        if detail and first is not None:
             operation._error = self._make_error(
-                operation.kind, piece.queue, errno.EIO, detail, piece.offset, operation.nbytes
+                operation.kind, first.queue, errno.EIO, detail, first.offset, operation.nbytes
             )
 
 

@@ -37,6 +37,7 @@ class PythonOperation:
         "digesting",
         "event",
         "expected",
+        "first",
         "kind",
         "nbytes",
         "page_offset",
@@ -66,6 +67,7 @@ class PythonOperation:
         self.checksum = checksum
         self.digesting, self.expected, self.digest = bool(digest), digest, 0
         self.serial = self.pieces = self._remaining = 0
+        self.first: Piece | None = None  # where its bytes begin
         self.seconds = 0.0
         self.began = 0.0
         self._pending_pieces: list[tuple[int, Piece]] = []  # pieces not queued before the event completes

@@ -24,6 +24,9 @@ GROWTH = 256 << 20
 SHARE_OF_FREE_SPACE = 0.9
 """Share of a drive's free space that the ranks of a node use when no capacity is given."""
 
+NOT_PREALLOCATED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)
+"""Errors of fallocate where the file system does not have it, or a seccomp filter denies it."""
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -216,10 +219,12 @@ class Slab:
             asked, code = max(0, self._faults.full_after - size) // ALIGNMENT * ALIGNMENT, errno.ENOSPC
         if self._preallocates and asked:
             code = preallocate(self.fd, size, asked) or code
-        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+        if code in NOT_PREALLOCATED:
             self._preallocates = False
             logger.info(
-                "%s does not support preallocation: a full drive is only detected on write", self.directory
+                "%s has no preallocation (fallocate: %s): a full drive is only detected on write",
+                self.directory,
+                os.strerror(code),
             )
             code = 0
         if not self._preallocates:

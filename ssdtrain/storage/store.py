@@ -53,7 +53,7 @@ class SpillStore:
 
     Raises:
         OSError: a directory is missing, not a directory or not writable; or O_DIRECT is unsupported and direct="on". Names
-            the path.
+            the path. PermissionError: the system denies the calls that read memory safely.
         ValueError: no tier, or an invalid size.
     """
 
@@ -87,6 +87,7 @@ class SpillStore:
                 f"invalid sizes: local_world_size={local_world_size} (at least 1), host_bytes={host_bytes} (at least 0),"
                 f" stripe={stripe} and capacity={capacity} (at least {ALIGNMENT})"
             )
+        memory.check_copies()
         self._lock = make_signal_safe_lock()
         self._freed: deque[Slot] = deque()
         self._ending: list[Slot] = []
