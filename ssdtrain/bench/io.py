@@ -57,7 +57,12 @@ class PoolBench:
         self.event = 0
         """CUDA event that writes wait for, as those from staging buffers do; 0: none."""
         self.store = SpillStore(
-            [directory], engine=engine, threads=DEPTH, capacity=2 * total, direct=direct, event_query=event_query
+            [directory],
+            engine=engine,
+            threads=DEPTH,
+            capacity=2 * total,
+            direct=direct,
+            event_query=event_query,
         )
         self._slots: dict[int, list[Slot]] = {}
         self._buffers: dict[int, list[Lease]] = {}

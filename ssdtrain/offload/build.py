@@ -21,6 +21,7 @@ from ssdtrain.storage import Faults, SpillStore, check_host_budget
 
 __all__ = ["build_engine"]
 
+
 def build_engine(
     offload: OffloadConfig,
     device: torch.device,

@@ -15,6 +15,7 @@ import torch
 from ssdtrain.codecs import Codec, Key, VariableSizeCodec, make_codec
 from ssdtrain.config import ConfigError, OffloadConfig, Problem
 from ssdtrain.config.codecs import OFFLOAD_ALLOWED
+from ssdtrain.offload.geometry import bytes_at, place_of
 from ssdtrain.offload.region import Region
 from ssdtrain.offload.sharing import Extent, no_overlap
 
@@ -89,8 +90,8 @@ class Coding:
         """The bytes of the region (uint8) from its payload."""
         codec, payload = region.transfer.codec, region.transfer.payload
         assert codec is not None and payload is not None
-        decoded = torch.empty(region.nbytes, dtype=torch.uint8, device=payload.device)
-        codec.decode(payload, _values(region, decoded, 0))
+        decoded = bytes_at(region.transfer.lead, region.nbytes, payload.device)
+        codec.decode(payload, _values(region, decoded, place_of(decoded)))
         return decoded
 
 

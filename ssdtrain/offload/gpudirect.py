@@ -75,7 +75,7 @@ class GpuDirectTransfer(StagedTransfer):
         target = transfer.target
         if target is None or target.tensor is None:  # none yet, or that of an earlier load
             try:
-                target = self.reserve_target(transfer.arriving_bytes)
+                target = self.reserve_target(region)
             except torch.OutOfMemoryError:
                 if on_demand:
                     raise

@@ -78,7 +78,7 @@ class Loads:
         if transfer.state is State.LOADING and transfer.in_place:
             return  # it is being filled
         if transfer.target is None or transfer.target.tensor is None:  # none yet, or that of an earlier load
-            transfer.target = self.transfer.reserve_target(transfer.arriving_bytes)
+            transfer.target = self.transfer.reserve_target(region)
 
     def end(self, region: Region) -> bool:
         """LOADING -> LOADED: the read has ended. False: it failed to fill device memory itself, and the region, which is STORED

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ssdtrain.offload.geometry import Geometry, densest, restride, tensor_over, view_of
+from ssdtrain.offload.geometry import Geometry, densest, lead_of, restride, tensor_over, view_of
 from ssdtrain.offload.transfer_state import TransferState
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class Region:
         "handles",
         "index",
         "last_pass",
+        "lead",
         "module",
         "nbytes",
         "operator",
@@ -119,6 +120,7 @@ class Region:
         # Where a thin view lies in its storage, whose bytes are copied together.
         self.origin: Geometry | None = None
         self.packed: tuple[int, ...] | None = None  # shape of that copy, when it was made
+        self.lead = 0  # of a packed view, its address modulo 64
         self.stays = False  # whatever a plan says: it is filtered out, or all of its tape stays
         self.handles = 1  # handles alive, with that of the tensor that makes it
         self.shared = False  # there was ever more than one
@@ -154,10 +156,10 @@ class Region:
         """
         if self.packed is not None:
             dense = base if base.dtype != torch.uint8 else base.view(geometry[0]).view(self.packed)
-            return restride(dense, geometry)
+            return restride(dense, geometry, self.lead)
         if self.origin is not None:  # a thin view that was not copied
             return view_of(base, 0, self.origin)
-        return tensor_over(base, geometry) if alone else view_of(base, start, geometry)
+        return tensor_over(base, geometry, start) if alone else view_of(base, start, geometry)
 
     @property
     def emptied(self) -> bool:
@@ -188,6 +190,8 @@ class Region:
 
     def copy_together(self) -> None:
         """Have the bytes of a thin view, which was captured, in one piece."""
+        offset = int(self.probe.storage_offset()) * self.probe.itemsize
+        self.lead = lead_of(self.pointer, offset, self.probe.device)
         self.tensor = densest(self.probe)
         self.pointer = self.tensor.untyped_storage().data_ptr()
         self.packed = tuple(self.tensor.shape)

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from ssdtrain.offload.geometry import place_of
 from ssdtrain.offload.mover import Mover
 from ssdtrain.offload.origin import origin_text
 from ssdtrain.offload.prefetch import Prefetcher
@@ -97,12 +98,13 @@ class Restorer:
         elif ref.last_pass != now:
             ref.last_pass = now
             region.pending_unpacks -= 1
-        base, start = transfer.loaded, 0
+        base = transfer.loaded
         # It can come from its tier again: then whoever was handed it owns the buffer.
         last = base is not None and region.pending_unpacks <= 0 and transfer.slot is not None
         if last:
             loads.let_go(region)
-        elif base is None:
+        if base is not None:
+            start = place_of(base)
+        else:
             base, start = region.tensor, region.start
-        assert base is not None
         return region.tensor_from(base, start, handle.geometry, alone=last and not region.shared)

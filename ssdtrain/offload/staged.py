@@ -212,7 +212,7 @@ class StagedTransfer:
         transfer = region.transfer
         target = transfer.target
         if target is None or target.tensor is None:  # none yet, or that of an earlier load
-            target = self.reserve_target(transfer.arriving_bytes)
+            target = self.reserve_target(region)
         tensor = self.targets.take(target)
         awaited = target.awaited if after is None else [*target.awaited, after]
         head = tensor if transfer.rest is None else tensor[: host.numel()]
@@ -233,8 +233,8 @@ class StagedTransfer:
             self._passing[_BUFFERLESS_TO_DEVICE].append(_Passing(event, None, rest))
         return event
 
-    def reserve_target(self, nbytes: int) -> Target:
-        target = self.targets.reserve(nbytes)
+    def reserve_target(self, region: Region) -> Target:
+        target = self.targets.reserve(region.transfer.arriving_bytes, region.transfer.arriving_lead)
         assert target.tensor is not None
         self._seen(target.tensor.untyped_storage())
         return target

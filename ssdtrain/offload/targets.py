@@ -28,6 +28,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ssdtrain.device import Device, Event
+from ssdtrain.offload.geometry import ALIGNED
 
 __all__ = ["LoadTargets", "Target"]
 
@@ -63,15 +64,16 @@ class LoadTargets:
         self._alive: dict[int, Target] = {}
         self._pending: deque[Target] = deque()  # dead, in the order of their deaths, and not out of use yet
 
-    def reserve(self, nbytes: int) -> Target:
-        """A target of `nbytes` uninitialised bytes.
+    def reserve(self, nbytes: int, lead: int = 0) -> Target:
+        """A target of `nbytes` uninitialised bytes, whose address is `lead` modulo `ALIGNED`.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for it.
         """
         self.note_deaths()
-        block, awaited = self._block(nbytes)
-        tensor = from_dlpack(to_dlpack(block[:nbytes]))
+        block, awaited = self._block(nbytes + ALIGNED if lead else nbytes)
+        start = (lead - block.data_ptr()) % ALIGNED if lead else 0
+        tensor = from_dlpack(to_dlpack(block[start : start + nbytes]))
         target = Target(tensor.untyped_storage(), self._dead.put)
         target.block = block
         target.tensor = tensor

@@ -17,6 +17,7 @@ import torch
 from ssdtrain.device import Device, Event
 from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.coding import Coding
+from ssdtrain.offload.geometry import bytes_at
 from ssdtrain.offload.region import Region
 from ssdtrain.offload.rests import Rests
 from ssdtrain.offload.targets import Target
@@ -79,7 +80,7 @@ class Transfer(Protocol):
     def end_load(self, region: Region) -> Arrival | None:
         """Order what follows on the current stream after the load. Returns the values of what came back encoded."""
 
-    def reserve_target(self, nbytes: int) -> Target:
+    def reserve_target(self, region: Region) -> Target:
         """The device memory for a region that is about to come back."""
 
     def poll(self) -> None:
@@ -144,9 +145,7 @@ class DirectTransfer:
         slot = region.transfer.slot
         assert slot is not None
         address = _address(region)
-        return Write(
-            self.store.write(slot, address, defer=defer, verify=self._verify), address % ALIGNMENT
-        )
+        return Write(self.store.write(slot, address, defer=defer, verify=self._verify), address % ALIGNMENT)
 
     def depart(self, region: Region) -> None:
         raise AssertionError("the pool reads the tensor itself, or it was emptied when it was encoded")
@@ -176,7 +175,7 @@ class DirectTransfer:
                 lease.owning_view(), dtype=torch.uint8
             )  # it goes back when the storage dies
         elif allow_unpooled or not self.buffers.used:
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            buffer = bytes_at(transfer.arriving_lead, nbytes, torch.device("cpu"))
             self._seen(buffer.untyped_storage())
         else:
             return None
@@ -195,7 +194,7 @@ class DirectTransfer:
             return None
         return Arrival(self._encoding.decode(region))
 
-    def reserve_target(self, nbytes: int) -> Target:
+    def reserve_target(self, region: Region) -> Target:
         raise AssertionError("what the pool reads lies in the arena")
 
     def poll(self) -> None:

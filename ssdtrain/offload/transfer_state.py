@@ -101,6 +101,7 @@ class TransferState:
         "forwarded",
         "in_place",
         "keep_resident",
+        "lead",
         "lease",
         "load_event",
         "loaded",
@@ -130,6 +131,7 @@ class TransferState:
             None  # a copy of the others. See Note: [Parts of a region] in `rests`.
         )
         self.stored_bytes = nbytes  # in the tier
+        self.lead = 0  # address of the region modulo 64, when it left. See Note: [Alignment] in `geometry`.
         self.slot: Slot | None = None
         self.operation: Operation | None = None
         self.load_event: Event | None = None  # the copy onto the device
@@ -146,6 +148,11 @@ class TransferState:
     def arriving_bytes(self) -> int:
         """Of the memory that a load fills: with the part that stayed, where the region left in part."""
         return self.stored_bytes if self.rest is None else self.stored_bytes + self.rest.numel()
+
+    @property
+    def arriving_lead(self) -> int:
+        """Address of that memory modulo 64: of the region, unless what arrives is still encoded."""
+        return self.lead if self.codec is None else 0
 
     def write_began(self, write: Write) -> None:
         """RESIDENT -> STORING."""

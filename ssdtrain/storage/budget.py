@@ -85,8 +85,8 @@ def _all_memory(missing: Path) -> int:
     """Bytes of memory of the machine, with one warning."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     logger.warning(
-        "%s is not there, so free host memory is unknown: what the ranks need is compared with all %d bytes of the machine; mount "
-        "/proc in the container",
+        "%s is not there, so free host memory is unknown: what the ranks need is compared with all %d bytes of the machine; "
+        "mount /proc in the container",
         missing,
         total,
     )

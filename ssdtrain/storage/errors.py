@@ -4,6 +4,9 @@ import errno as codes
 import os
 from typing import Any
 
+HOST_MEMORY = "host memory"
+"""In the place of a directory, in errors of the host tier."""
+
 ADVICE = {
     codes.ENOSPC: "free space on that drive, lower `capacity`, or add another directory",
     codes.EDQUOT: "raise the quota of that file system, lower `capacity`, or add another directory",
@@ -97,6 +100,11 @@ class CorruptedData(IOFailure):
 
     def __str__(self) -> str:
         text = super().__str__()
+        if self.filename == HOST_MEMORY:
+            text = (
+                f"{self.operation} of {self.nbytes} bytes at address {self.offset:#x} of the host tier failed: {self.strerror}; "
+                "the memory of this machine is faulty, or other code wrote there (see dmesg): use another machine"
+            )
         return f"{text}. It is {self.subject}" if self.subject else text
 
 

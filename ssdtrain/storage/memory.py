@@ -106,7 +106,10 @@ def check_copies() -> None:
     vectors = _Vector(ctypes.addressof(copy), 1), _Vector(ctypes.addressof(word), 1)
     reason = "the C library does not have it"
     if not _Unavailable.direct_reads:
-        if _libc.process_vm_readv(os.getpid(), ctypes.byref(vectors[0]), 1, ctypes.byref(vectors[1]), 1, 0) == 1:
+        if (
+            _libc.process_vm_readv(os.getpid(), ctypes.byref(vectors[0]), 1, ctypes.byref(vectors[1]), 1, 0)
+            == 1
+        ):
             return
         reason = os.strerror(ctypes.get_errno())
     try:
@@ -114,8 +117,8 @@ def check_copies() -> None:
     except OSError as error:
         raise PermissionError(
             errno.EPERM,
-            "the I/O workers cannot read memory that may be freed while they do: the system refuses both calls for it. Allow one of "
-            f"them in the container's seccomp profile\n  process_vm_readv: {reason}\n  pipe2: {os.strerror(error.errno or 0)}",
+            "the I/O workers cannot read memory that may be freed while they do: the system refuses both calls for it. Allow one "
+            f"of them in the container's seccomp profile\n  process_vm_readv: {reason}\n  pipe2: {os.strerror(error.errno or 0)}",
         ) from error
     for end in ends:
         os.close(end)
@@ -244,8 +247,8 @@ class Map:
         code = ctypes.get_errno()
         if required:
             text = (
-                f"madvise({name}) on {self.nbytes} bytes failed: {os.strerror(code)}; without it a forked child would have a part "
-                "in transfers: allow the call in the container's seccomp profile"
+                f"madvise({name}) on {self.nbytes} bytes failed: {os.strerror(code)}; without it a forked child would have a "
+                "part in transfers: allow the call in the container's seccomp profile"
             )
             self.close()
             raise OSError(code, text)

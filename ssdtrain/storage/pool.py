@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ssdtrain.storage.drive import drive_of
-from ssdtrain.storage.errors import CorruptedData, IOCancelled, IOFailure, SourceChanged
+from ssdtrain.storage.errors import HOST_MEMORY, CorruptedData, IOCancelled, IOFailure, SourceChanged
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.pieces import WRITE
 from ssdtrain.storage.python_engine import PythonPool
@@ -17,9 +17,6 @@ from ssdtrain.storage.python_transfer import CHANGED, CORRUPTED, END_OF_FILE, EV
 logger = logging.getLogger(__name__)
 
 WRONG_CHECKSUM = "the data came back changed: its checksum differs from that of what was written"
-
-HOST_MEMORY = "host memory"
-"""In the place of a directory, in errors of the host tier."""
 
 PIECE = 8 << 20
 """Bytes per piece: a large operation is divided so that several workers serve it."""
@@ -112,7 +109,9 @@ def drive_text(directory: str) -> str:
         drive = drive_of(directory)
     except OSError:  # the directory was removed, or there is no /proc
         return "drive unknown"
-    return f"drive {drive.device} {drive.model}".strip() if drive.device else f"file system {drive.filesystem}"
+    return (
+        f"drive {drive.device} {drive.model}".strip() if drive.device else f"file system {drive.filesystem}"
+    )
 
 
 class ErrorMaker:
@@ -134,7 +133,9 @@ class ErrorMaker:
                 " memory was freed, reused or modified before the write had read it, or the drive is faulty (see dmesg)"
             )
         if detail == CORRUPTED:
-            text = f"{WRONG_CHECKSUM} ({'host tier' if directory == HOST_MEMORY else drive_text(directory)})"
+            text = (
+                WRONG_CHECKSUM if directory == HOST_MEMORY else f"{WRONG_CHECKSUM} ({drive_text(directory)})"
+            )
             return CorruptedData(code, text, directory, operation, offset, nbytes)
         text = {END_OF_FILE: "the file ended early", NOTHING_WRITTEN: "the system wrote 0 bytes"}.get(
             detail, os.strerror(code)

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ssdtrain.config import ConfigError, load_config
-from ssdtrain.offload import gpudirect
 from ssdtrain.offload import engine as engine_module
+from ssdtrain.offload import gpudirect
 from ssdtrain.offload import hung as hanging
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime

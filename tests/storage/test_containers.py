@@ -65,9 +65,9 @@ def test_calls_that_there_is_no_way_without_are_an_error_at_start_with_a_line_fo
 def test_an_advice_that_the_kernel_denies_is_an_error_with_the_size_and_the_remedy(
     spawn: Spawn, tmp_path: Path, engine: str
 ) -> None:
-    script = WRITE_AND_READ.replace(
-        "    arena = Arena(32 << 20)\n    deny", "    deny"
-    ).replace('split(","))', 'split(","))\n    arena = Arena(32 << 20)')
+    script = WRITE_AND_READ.replace("    arena = Arena(32 << 20)\n    deny", "    deny").replace(
+        'split(","))', 'split(","))\n    arena = Arena(32 << 20)'
+    )
     text = outcome(spawn, tmp_path, engine, "madvise", script=script)
     assert f"madvise(MADV_DONTFORK) on {32 << 20} bytes failed: Operation not permitted" in text
     assert "seccomp" in text
