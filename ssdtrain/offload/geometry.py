@@ -60,7 +60,8 @@ def bytes_at(lead: int, nbytes: int, device: torch.device) -> torch.Tensor:
     block = torch.empty(nbytes + ALIGNED, dtype=torch.uint8, device=device)
     start = (lead - block.data_ptr()) % ALIGNED
     if device.type == "cpu":
-        return from_dlpack(to_dlpack(block[start : start + nbytes]))
+        tensor: torch.Tensor = from_dlpack(to_dlpack(block[start : start + nbytes]))
+        return tensor
     return torch.empty(0, dtype=torch.uint8, device=device).set_(
         block.untyped_storage(), start, (nbytes,), (1,)
     )
