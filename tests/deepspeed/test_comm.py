@@ -101,6 +101,29 @@ def test_residuals_are_in_the_checkpoint_and_a_resumed_run_goes_on_to_the_bit(
         assert residuals
 
 
+def files_when_named(rank: int, directory: str) -> list[str]:
+    """Files of `comm` in a checkpoint when rank 0 is about to write DeepSpeed's `latest`, which names it."""
+    engine = engine_of(2, COMM)
+    train(engine, rank, 0, 1)
+    commit, files = engine.checkpoint_engine.commit, []
+
+    def committing(info: Any) -> Any:
+        files.extend(sorted(path.name for path in Path(directory, "last").glob("ssdtrain*")))
+        return commit(info)
+
+    engine.checkpoint_engine.commit = committing
+    engine.save_checkpoint(directory, tag="last")
+    engine.destroy()
+    return files
+
+
+def test_a_checkpoint_has_the_residuals_of_all_ranks_before_deepspeed_names_it(
+    two_ranks: StandingRanks, tmp_path: Path
+) -> None:
+    expected = [f"ssdtrain_comm_rank_{rank}.pt" for rank in range(2)]
+    assert two_ranks(files_when_named, str(tmp_path)) == [expected] * 2
+
+
 def without_residuals(rank: int, directory: str) -> Any:
     import ssdtrain_ds
 

@@ -111,8 +111,9 @@ def checkpoint(directory: str) -> dict[str, Any]:
         assert attachment.runtime.comm is not None
         state = attachment.runtime.comm.state_dict()
         attachment.save(saved)
-        if dist.get_rank() == 0:
-            attachment.save(partial)
+        attachment.save(partial)
+        if dist.get_rank() == 1:
+            next(partial.rglob("rank_00001.pt")).unlink()
         dist.barrier()
     with trained(0) as (_, attachment), warnings() as said:
         comm = attachment.runtime.comm
