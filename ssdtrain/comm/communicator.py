@@ -81,7 +81,7 @@ class Communicator:
         self.router = Router(policy, agreed_hosts(policy, self.device), self.meter, self.notices, self.device)
         self.point_to_point = PointToPoint(self.router, self.key)
         self.feedback = None if policy.feedback == "off" else Feedback(policy.feedback)
-        self.references = References()
+        self.references = References(self.meter)
         self.steps = 0
         self._made = 0
         self.loss_scale: Callable[[], float] | None = None
@@ -163,7 +163,8 @@ class Communicator:
         group = world_if_none(group)
         flat, mine = out.detach().view(-1), flattened(tensor)[0]
         plain = AllGather(mine, flat, bucket.uncompressed_ranges)
-        route = self._route(plain, "zero_gather", group)
+        delta = DeltaAllGather(mine, flat, bucket.uncompressed_ranges)
+        route = self._route(delta, "zero_gather", group)
         if route is None:
             # After an uncompressed gather there is no reference to take a difference from.
             self.references.forget(bucket.name)
@@ -176,9 +177,8 @@ class Communicator:
             self.references.gathered(bucket.name, flat, start)
 
         changed = self.references.verify(group, self.steps)
-        reference = self.references.find(bucket.name, mine)
-        if reference is not None:
-            delta = DeltaAllGather(mine, flat, bucket.uncompressed_ranges, reference)
+        delta.reference = self.references.find(bucket.name, mine)
+        if delta.reference is not None:
             return self._launch(delta, "zero_gather", route, bucket, gathered)
         reason = CHANGED if bucket.name in changed else IN_FULL
         self.router.count_fallback("zero_gather", reason, plain.raw_bytes(route.topology.size))
