@@ -229,8 +229,8 @@ class DeltaAllGather(AllGather):
     """`AllGather` of what changed since the last one. See `references`.
 
     Args:
-        reference: flat [n]: what all ranks have of this rank's `values`; the new ones at the end of the call. None: not known yet,
-            and only the bytes are asked for.
+        reference: flat [n]: what all ranks have of this rank's `values`; the new ones at the end of the call. None: not known
+            yet, and only the bytes are asked for.
     """
 
     def __init__(

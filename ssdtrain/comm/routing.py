@@ -156,9 +156,10 @@ class Router:
             text = f"comm.{dimension}: some messages go uncompressed: {reason}"
             self.notices.add(f"{dimension}: {reason}", text)
 
-    def coder(self, spec: str, dtype: torch.dtype, step: int) -> Coder:
+    def coder(self, spec: str, dtype: torch.dtype, step: int, excluded_dtype: torch.dtype) -> Coder:
         """The coder of `spec` for tensors of `dtype` in this step."""
-        return Coder(None if self.policy.is_identity(spec, dtype) else self.policy.codec(spec, step), dtype)
+        codec = None if self.policy.is_identity(spec, dtype) else self.policy.codec(spec, step)
+        return Coder(codec, dtype, excluded_dtype)
 
     def with_more_bits(self, route: Route) -> Route | None:
         """The same route with int8 wherever `route` has fewer bits; None where it has none."""

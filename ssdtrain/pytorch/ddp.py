@@ -44,6 +44,9 @@ class _Hook:
         self._group = model.process_group
         self._uncompressed: set[Tensor] = {*excluded(model.module, comm.policy.exclude)}
         self._numbers: dict[Tensor, int] = {p: n for n, p in enumerate(model.module.parameters())}
+        training = [p for p in self._numbers if p.requires_grad]
+        dtypes = {dimension: p.dtype for p in training for dimension in ("dp", "dp_gather")}
+        comm.announce([(p.numel(), p in self._uncompressed) for p in training], dtypes)
         self._waiting: list[tuple[CompressedWork, Tensor, torch.futures.Future[Tensor]]] = []
 
     # DDP reads the annotations: they have to be the classes themselves.

@@ -92,7 +92,13 @@ class CommAttachment:
         ]
         # A quantised block is coded with its neighbours, which differ from one data-parallel group to another: what several
         # groups hold alike would drift apart.
-        uncompressed = excluded(engine.module, comm.policy.exclude) | _compat_comm.repeated_parameters(engine)
+        repeated = _compat_comm.repeated_parameters(engine)
+        comm.keep_excluded(repeated)
+        uncompressed = excluded(engine.module, comm.policy.exclude) | repeated
+        training = [p for p in engine.module.parameters() if p.requires_grad]
+        if _compat_comm.data_parallel_size(engine) > 1:
+            sizes = [(_compat_comm.numel(p), p in uncompressed) for p in training]
+            comm.announce(sizes, _compat_comm.dtypes_by_dimension(engine, training))
         gradients.patch_gradients(patches, engine, comm, uncompressed)
         weights.patch_gathering(self._shared)
         weights.patch_weights(patches, engine, comm, uncompressed)

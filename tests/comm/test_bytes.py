@@ -196,3 +196,67 @@ def test_a_large_vocabulary_is_sent_in_its_own_dtype(ranks: int, dtype: torch.dt
     assert all(wire <= raw + 8 * ranks and compressed == 2 for raw, wire, compressed in found)
     raw, wire = (sum(one[n] for one in found) for n in range(2))
     assert wire < (1 - saved) * raw, (wire, raw)
+
+
+def with_excluded(rank: int, how: str, kind: str) -> Any:
+    """Excluded elements after a call, and those of all ranks before; what was sent of the plain bytes; what of a float64 sum."""
+    ranks, numel = dist.get_world_size(), 4096
+    comm = make(dp="int8", dp_gather="int8", zero_gather="int8", feedback="int8", excluded=how)
+    mine = values(rank, numel)
+    mine[::7] = 0.0
+    before: list[Any] = [None] * ranks
+    dist.all_gather_object(before, mine)
+    bucket = Bucket("b", ((256, 3000),))
+    own = slice(rank * numel // ranks, (rank + 1) * numel // ranks)
+    if kind == "all_reduce":
+        work, after, expected = comm.all_reduce(mine, "dp", bucket=bucket), mine, torch.stack(before)
+    elif kind == "reduce_scatter":
+        after = torch.empty(numel // ranks)
+        work, expected = comm.reduce_scatter(after, mine, "dp", bucket=bucket), torch.stack(before)[:, own]
+    else:
+        after = torch.empty(numel)
+        work = comm.all_gather(after, mine[own].clone(), "zero_gather", bucket=bucket)
+        expected = torch.cat([part[i * numel // ranks :][: numel // ranks] for i, part in enumerate(before)])[
+            None
+        ]
+    assert work is not None
+    work.wait()
+    start = own.start if kind == "reduce_scatter" else 0
+    places = slice(max(256 - start, 0), min(3000 - start, after.numel()))
+    (metrics,) = comm.metrics().values()
+    return after[places], expected[:, places], metrics.ratio
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_excluded_gradients_are_rounded_to_bf16_only_where_the_config_says_so(kind: str) -> None:
+    raw = on_ranks(2, with_excluded, "raw", kind)
+    rounded = on_ranks(2, with_excluded, "bf16", kind)
+    for after, contributions, _ in raw:
+        assert torch.equal(after, contributions.sum(0))
+    for (after, contributions, ratio), (*_, ratio_of_raw) in zip(rounded, raw, strict=True):
+        exact = contributions.double().sum(0)
+        bound = 2**-8 * (contributions.double().abs().sum(0) * (1 + 2**-8) + exact.abs())
+        assert bool(((after.double() - exact).abs() <= bound).all())
+        assert torch.equal(after == 0, exact == 0)
+        if kind == "all_gather":  # weights
+            assert torch.equal(after.double(), exact) and ratio == ratio_of_raw
+        else:
+            assert not torch.equal(after.double(), exact) and ratio < 0.7 * ratio_of_raw
+    if kind == "all_reduce":
+        assert torch.equal(rounded[0][0], rounded[1][0])
+
+
+def with_repeated_parameters(rank: int) -> bool:
+    comm = make(dp="int8", dp_gather="int8", excluded="bf16")
+    comm.keep_excluded([torch.ones(1)])
+    mine = values(rank, 4096)
+    plain = mine.clone()
+    dist.all_reduce(plain)
+    work = comm.all_reduce(mine, "dp", bucket=Bucket("b", ((256, 3000),)))
+    assert work is not None
+    work.wait()
+    return torch.equal(mine[256:3000], plain[256:3000])
+
+
+def test_excluded_gradients_of_repeated_parameters_keep_their_dtype() -> None:
+    assert all(on_ranks(2, with_repeated_parameters))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -122,6 +123,22 @@ def test_a_checkpoint_has_the_residuals_of_all_ranks_before_deepspeed_names_it(
 ) -> None:
     expected = [f"ssdtrain_comm_rank_{rank}.pt" for rank in range(2)]
     assert two_ranks(files_when_named, str(tmp_path)) == [expected] * 2
+
+
+def told_at_start(rank: int, stage: int) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ssdtrain").addHandler(handler)
+    engine_of(stage, {"preset": "balanced"}).destroy()
+    logging.getLogger("ssdtrain").removeHandler(handler)
+    return [text for text in said if text.startswith("comm sends about")]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_of_which_little_is_compressed_is_told_at_start(stage: int, two_ranks: StandingRanks) -> None:
+    (text,), others = two_ranks(told_at_start, stage)
+    assert "100% of the plain bytes" in text and "comm.min_bytes" in text and others == []
 
 
 def without_residuals(rank: int, directory: str) -> Any:

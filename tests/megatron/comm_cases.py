@@ -129,6 +129,8 @@ def checkpoint(directory: str) -> dict[str, Any]:
             and all(torch.equal(pieces[name][0], before[name][0]) for name in pieces)
         )
         found["residual_bytes"] = residual_bytes(attachment)
+    with warnings() as at_start, trained(0, config={"comm": {"preset": "balanced"}}):
+        found["at start"] = [text for text in at_start if text.startswith("comm sends about")]
     said.clear()
     with trained(0, Row("tp2", 2, tp=2)) as (_, attachment), warnings() as said:
         attachment.load(saved)
