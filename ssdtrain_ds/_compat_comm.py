@@ -105,6 +105,31 @@ def zero_numel(parameter: Any) -> int:
     return int(parameter.ds_numel)
 
 
+def numel(parameter: Any) -> int:
+    """Elements of a parameter, under any stage of ZeRO."""
+    return zero_numel(parameter) if hasattr(parameter, "ds_numel") else int(parameter.numel())
+
+
+def data_parallel_size(engine: Any) -> int:
+    """Ranks that average their gradients."""
+    return int(getattr(engine, "dp_world_size", 1))
+
+
+def dtypes_by_dimension(engine: Any, parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.dtype]:
+    """What gradients and weights are sent in, by dimension; empty without parameters."""
+    weights = next((parameter.dtype for parameter in parameters), None)
+    if weights is None:
+        return {}
+    gradients = getattr(engine, "communication_data_type", None) or weights
+    stage = zero_stage(engine)
+    dtypes = {"dp": gradients}
+    if stage < 3:
+        dtypes["dp_gather"] = gradients
+    if stage > 0:
+        dtypes["zero_gather"] = weights
+    return dtypes
+
+
 def coordinator_of(engine: Any) -> Any:
     """What fetches the weights of ZeRO-3 for modules; None where they are whole."""
     return getattr(getattr(engine.optimizer, "parameter_offload", None), "param_coordinator", None)

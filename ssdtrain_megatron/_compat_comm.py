@@ -105,6 +105,11 @@ def layout() -> dict[str, int]:
     }
 
 
+def data_parallel_size() -> int:
+    """Ranks that sum their gradients."""
+    return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+
+
 def is_expert(parameter: torch.nn.Parameter) -> bool:
     """Whether expert parallelism splits what this parameter belongs to."""
     return not getattr(parameter, "allreduce", True)

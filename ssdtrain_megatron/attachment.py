@@ -121,13 +121,14 @@ class Attachment:
             self.runtime.compact.steps = iteration
 
     def save(self, directory: str | Path) -> None:
-        """Write what a resumed run needs of this rank beside a checkpoint: the residuals of error feedback.
+        """Write what a resumed run needs of this rank beside a checkpoint: the residuals of error feedback. All ranks call it
+        together, and it returns when all of them have written.
 
         Args:
             directory: of the checkpoint of one iteration, the same on all ranks or one for each.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: a rank cannot write; raised on all ranks, and names that rank.
         """
         if self.runtime.comm is not None:
             residuals.save(self.runtime.comm, self._residuals(directory), _compat_comm.layout())

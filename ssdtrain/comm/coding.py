@@ -60,11 +60,17 @@ class Coder:
     """A codec for the pieces of a tensor. Without a codec no element is compressed.
 
     Args:
-        dtype: of the framework's tensor: uncompressed elements are sent in it.
+        dtype: of the framework's tensor: pieces that no codec is applied to are sent in it.
+        excluded_dtype: in which excluded elements are sent beside encoded ones; None: `dtype`.
     """
 
     codec: FixedSizeCodec | None
     dtype: torch.dtype
+    excluded_dtype: torch.dtype | None = None
+
+    @property
+    def _excluded_dtype(self) -> torch.dtype:
+        return self.excluded_dtype or self.dtype
 
     def encodes(self, piece: Piece) -> bool:
         """Whether the codec is applied to a piece of this size. See Note: [No payload larger than its piece]."""
@@ -76,7 +82,9 @@ class Coder:
         raw = numel * self.dtype.itemsize
         if self.codec is None:
             return raw
-        coded = self.codec.payload_bytes(numel - kept, torch.float32) + align(kept * self.dtype.itemsize)
+        coded = self.codec.payload_bytes(numel - kept, torch.float32) + align(
+            kept * self._excluded_dtype.itemsize
+        )
         return min(raw, coded)
 
     def encode(self, piece: Piece, out: Tensor, key: Key) -> None:
@@ -92,7 +100,7 @@ class Coder:
             lossy = lossy.float()
         if ranges:
             size = self.codec.payload_bytes(lossy.numel(), torch.float32)
-            _write(out[size:], [x[a:b] for a, b in ranges], self.dtype)
+            _write(out[size:], [x[a:b] for a, b in ranges], self._excluded_dtype)
         payload = out[:size]
         # Behind an uncompressed message of any length.
         aligned = payload if payload.data_ptr() % ALIGNMENT == 0 else torch.empty_like(payload)
@@ -124,7 +132,7 @@ class Coder:
         lossy = torch.empty(values.numel() - kept, dtype=dtype, device=values.device)
         self.codec.decode(aligned, lossy)
         uncompressed = _read(
-            payload[self.codec.payload_bytes(lossy.numel(), torch.float32) :], kept, self.dtype
+            payload[self.codec.payload_bytes(lossy.numel(), torch.float32) :], kept, self._excluded_dtype
         )
         if reference is not None:
             lossy += _select(reference, ranges).float()

@@ -24,6 +24,8 @@ from ssdtrain.comm.work import Steps
 GRAIN = 256
 # Bytes of a tensor that stand for all of it where time is measured.
 SAMPLE = 32 << 20
+# What a message of a few bytes takes on a network with headers and acknowledgement (gloo over TCP: 95 bytes a packet).
+SMALL_MESSAGE = 128
 
 # Taken before anybody replaces the module's attributes.
 _all_reduce = dist.all_reduce
@@ -149,6 +151,10 @@ class Sharded(Collective):
             total = [sum(sent) for sent in zip(total, *found, strict=True)]
         return total
 
+    def agreement_bytes(self, ranks: int) -> int:
+        """What a rank sends at most so that all agree that the call can be made, and the plain one does not send."""
+        return 0
+
     @abstractmethod
     def plain(self, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
         """torch's own collective, to its end unless `async_op`."""
@@ -223,14 +229,25 @@ class DeltaAllGather(AllGather):
     """`AllGather` of what changed since the last one. See `references`.
 
     Args:
-        reference: flat [n]: what all ranks have of this rank's `values`; the new ones at the end of the call.
+        reference: flat [n]: what all ranks have of this rank's `values`; the new ones at the end of the call. None: not known
+            yet, and only the bytes are asked for.
     """
 
-    def __init__(self, values: Tensor, into: Tensor, uncompressed_ranges: Ranges, reference: Tensor) -> None:
+    def __init__(
+        self, values: Tensor, into: Tensor, uncompressed_ranges: Ranges, reference: Tensor | None = None
+    ) -> None:
         super().__init__(values, into, uncompressed_ranges)
         self.reference = reference
 
+    def agreement_bytes(self, ranks: int) -> int:
+        """Charged in full to each gather, though the gathers of a step share it."""
+        return 2 * (ranks - 1) * SMALL_MESSAGE
+
+    def sample(self, ranks: int) -> Sharded:
+        return AllGather(self.values, self.into).sample(ranks)
+
     def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
+        assert self.reference is not None
         (a, b), rank = parts[0], call.topology.rank
         outs = [out._replace(reference=out.values) for out in self._pieces(parts)]
         outs[rank] = outs[rank]._replace(reference=self.reference[a:b])

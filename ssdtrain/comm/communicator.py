@@ -17,7 +17,7 @@ Either way the call is counted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ from ssdtrain.comm.collectives import (
 )
 from ssdtrain.comm.feedback import Feedback
 from ssdtrain.comm.meter import CommMetrics, Meter
-from ssdtrain.comm.notices import FIRST_STEPS, Notices, add_inactive
+from ssdtrain.comm.notices import FIRST_STEPS, Notices, add_inactive, few_bytes_saved
 from ssdtrain.comm.point_to_point import PointToPoint
 from ssdtrain.comm.policy import Policy, codec_of
 from ssdtrain.comm.references import References
@@ -51,6 +51,11 @@ from ssdtrain.comm.topology import world_if_none
 from ssdtrain.comm.work import ChainedWork, CompressedWork, Streams, UnderWay
 
 logger = logging.getLogger("ssdtrain")
+
+NOT_ROUNDED = (
+    'comm.excluded: "bf16" is not applied: several groups of ranks reduce copies of the same parameters (tensor parallelism, '
+    "embeddings that stages share), which have to stay equal; excluded gradients go in their own dtype"
+)
 
 
 class Bucket(NamedTuple):
@@ -81,9 +86,11 @@ class Communicator:
         self.router = Router(policy, agreed_hosts(policy, self.device), self.meter, self.notices, self.device)
         self.point_to_point = PointToPoint(self.router, self.key)
         self.feedback = None if policy.feedback == "off" else Feedback(policy.feedback)
-        self.references = References()
+        self.references = References(self.meter)
         self.steps = 0
         self._made = 0
+        self.rounds_excluded = True
+        """Whether `comm.excluded` applies; see `keep_excluded`."""
         self.loss_scale: Callable[[], float] | None = None
         """The factor by which the gradients of a backward are multiplied, read once in each: of float16 training. None: 1."""
         self._scaled_at: tuple[int, int] | None = None
@@ -163,7 +170,8 @@ class Communicator:
         group = world_if_none(group)
         flat, mine = out.detach().view(-1), flattened(tensor)[0]
         plain = AllGather(mine, flat, bucket.uncompressed_ranges)
-        route = self._route(plain, "zero_gather", group)
+        delta = DeltaAllGather(mine, flat, bucket.uncompressed_ranges)
+        route = self._route(delta, "zero_gather", group)
         if route is None:
             # After an uncompressed gather there is no reference to take a difference from.
             self.references.forget(bucket.name)
@@ -176,9 +184,8 @@ class Communicator:
             self.references.gathered(bucket.name, flat, start)
 
         changed = self.references.verify(group, self.steps)
-        reference = self.references.find(bucket.name, mine)
-        if reference is not None:
-            delta = DeltaAllGather(mine, flat, bucket.uncompressed_ranges, reference)
+        delta.reference = self.references.find(bucket.name, mine)
+        if delta.reference is not None:
             return self._launch(delta, "zero_gather", route, bucket, gathered)
         reason = CHANGED if bucket.name in changed else IN_FULL
         self.router.count_fallback("zero_gather", reason, plain.raw_bytes(route.topology.size))
@@ -356,6 +363,29 @@ class Communicator:
         ):  # earlier versions did not save them
             self.bit_widths.load_state_dict(state["bit_widths"], self.device)
 
+    def keep_excluded(self, repeated: Collection[Any]) -> None:
+        """Send excluded gradients in their own dtype whatever `comm.excluded` says, if there are `repeated` parameters.
+
+        Copies that ranks reduce in different groups have to stay equal, and sums that differ in their last bit may round apart.
+        """
+        if repeated and self.policy.excluded != "raw":
+            self.rounds_excluded = False
+            self.notices.add("excluded", NOT_ROUNDED)
+
+    def announce(self, parameters: Iterable[tuple[int, bool]], dtypes: Mapping[str, torch.dtype]) -> None:
+        """Warn on rank 0 if sizes alone say that a step will send nearly as many bytes as without compression.
+
+        Args:
+            parameters: of those that train, the elements and whether they are excluded.
+            dtypes: by dimension, what gradients or weights are sent in.
+        """
+        savings = few_bytes_saved(self.policy, len(set(self.router.hosts)) > 1, list(parameters), dtypes)
+        if savings is not None and self.rank == 0:
+            share, remedy = savings
+            logger.warning(
+                "comm sends about %.0f%% of the plain bytes of gradients and weights; %s", 100 * share, remedy
+            )
+
     def forget_weights(self) -> None:
         """Gather weights in full once, and free what is kept of them. All ranks call it together. Weights that change otherwise
         than by a step (a checkpoint is loaded, code writes in place) are found without it."""
@@ -367,9 +397,13 @@ class Communicator:
         self, dimension: str, route: Route, dtype: torch.dtype, metrics: CommMetrics, bucket: Bucket | None
     ) -> Call:
         where = route.topology
-        inside, between = (self.router.coder(spec, dtype, self.steps) for spec in route.scatter)
+        excluded_dtype = dtype
+        if dimension == "dp" and self.rounds_excluded:
+            excluded_dtype = self.policy.excluded_dtype(dtype)
         last = route.gather[0] if where.between is None else route.gather[1]
-        gather = self.router.coder(last, dtype, self.steps)
+        inside, between, gather = (
+            self.router.coder(spec, dtype, self.steps, excluded_dtype) for spec in (*route.scatter, last)
+        )
         name = bucket.name if bucket is not None else f"{dimension}#{metrics.calls}"
         return Call(where, Coders(inside, between), gather, metrics, f"{dimension}|{name}", self.key())
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ssdtrain.comm.meter import CommMetrics
-from ssdtrain.comm.policy import Policy
+from ssdtrain.comm.policy import Policy, codec_of
 from ssdtrain.cuda_runtime import made_current
 
 logger = logging.getLogger("ssdtrain")
@@ -18,6 +18,8 @@ logger = logging.getLogger("ssdtrain")
 # Steps at whose end ranks exchange messages: the first ones, then one in `INTERVAL`.
 FIRST_STEPS = 3
 INTERVAL = 50
+# Share of the plain bytes from which on a job is told at start how few it saves.
+MUCH = 0.9
 
 
 class Notices:
@@ -83,6 +85,47 @@ def add_inactive(notices: Notices, policy: Policy, metrics: Mapping[str, CommMet
                 "no such parallelism, or what sends its messages is not intercepted here"
             )
             notices.add(f"{dimension} unused", unused, unanimous=True)
+
+
+def few_bytes_saved(
+    policy: Policy,
+    between_nodes: bool,
+    parameters: Sequence[tuple[int, bool]],
+    dtypes: Mapping[str, torch.dtype],
+) -> tuple[float, str] | None:
+    """What is sent of the plain bytes after warm-up, with why and what to change, if it is `MUCH` or more; headers are left out.
+
+    Args:
+        between_nodes: the job has several nodes.
+        parameters: elements of each, and whether they are excluded.
+        dtypes: by dimension, what is sent in.
+    """
+    excluded = sum(numel for numel, is_excluded in parameters if is_excluded)
+    coded = sum(numel for numel, _ in parameters) - excluded
+    raw = sent = 0.0
+    reasons: dict[str, None] = {}
+    for dimension, dtype in dtypes.items():
+        rule, plain = policy.rules[dimension], (excluded + coded) * dtype.itemsize
+        raw += plain
+        spec = rule.between if between_nodes else rule.inside
+        if policy.is_identity(spec, dtype):
+            sent += plain
+            reasons[f"comm.{dimension} is {spec}, which saves nothing here: choose a codec for it"] = None
+        elif plain < rule.min_bytes:
+            sent += plain
+            reasons["all of the model is smaller than comm.min_bytes: lower it"] = None
+        else:
+            of_gradients = dimension in ("dp", "dp_gather")
+            excluded_dtype = policy.excluded_dtype(dtype) if of_gradients else dtype
+            sent += excluded * excluded_dtype.itemsize + coded * codec_of(spec).bits_per_value / 8
+            if 2 * excluded > coded:
+                remedy = 'exclude less of it ("exclude": ["norm", "bias"] compresses embeddings)'
+                if excluded_dtype == torch.float32 and of_gradients:
+                    remedy += ', or set "excluded": "bf16"'
+                reasons[f"{excluded / (excluded + coded):.0%} of the model is excluded: {remedy}"] = None
+    if not reasons or sent < MUCH * raw:
+        return None
+    return sent / raw, "; ".join(reasons)
 
 
 def _named(ranks: list[int], count: int) -> str:

@@ -41,6 +41,8 @@ class Policy:
 
     rules: dict[str, Rule]
     exclude: tuple[str, ...]
+    excluded: str
+    """How gradients of excluded parameters are sent: "raw" or "bf16"."""
     feedback: str
     warmup_steps: int
     adapt: float | None
@@ -72,6 +74,7 @@ class Policy:
         return cls(
             rules=rules,
             exclude=tuple(name for name in config.exclude if name != "none"),
+            excluded=config.excluded,
             feedback=feedback,
             warmup_steps=config.warmup_steps,
             adapt=config.adapt,
@@ -106,6 +109,10 @@ class Policy:
             found = codec_of(WARMUP_CODEC)
         assert isinstance(found, FixedSizeCodec), spec
         return found
+
+    def excluded_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which excluded gradients of `dtype` are sent."""
+        return torch.bfloat16 if self.excluded == "bf16" and dtype == torch.float32 else dtype
 
     def is_identity(self, spec: str, dtype: torch.dtype) -> bool:
         """Whether `spec` has no fewer bits than `dtype`; sums are then left to the framework."""

@@ -25,6 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ssdtrain.comm.collectives import AllReduce
+from ssdtrain.comm.meter import Meter
+
 _COLUMNS = 4096
 
 _all_reduce = dist.all_reduce
@@ -43,9 +46,14 @@ class _Kept:
 
 
 class References:
-    """The references of one rank, by bucket: as large as its shards."""
+    """The references of one rank, by bucket: as large as its shards.
 
-    def __init__(self) -> None:
+    Args:
+        meter: counts what ranks send to agree on changes.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
         self._kept: dict[str, _Kept] = {}
         self._verified: dict[dist.ProcessGroup, int] = {}
 
@@ -62,6 +70,8 @@ class References:
             return []
         changed = torch.stack([_changed(self._kept[name]) for name in names]).int()
         _all_reduce(changed, op=dist.ReduceOp.MAX, group=group)
+        sent = AllReduce.ring_bytes(changed.nbytes, dist.get_world_size(group))
+        self._meter.of("zero_gather").wire_bytes += sent
         stale = [name for name, flag in zip(names, changed.tolist(), strict=True) if flag]
         for name in stale:
             del self._kept[name]

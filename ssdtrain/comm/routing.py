@@ -156,9 +156,10 @@ class Router:
             text = f"comm.{dimension}: some messages go uncompressed: {reason}"
             self.notices.add(f"{dimension}: {reason}", text)
 
-    def coder(self, spec: str, dtype: torch.dtype, step: int) -> Coder:
+    def coder(self, spec: str, dtype: torch.dtype, step: int, excluded_dtype: torch.dtype) -> Coder:
         """The coder of `spec` for tensors of `dtype` in this step."""
-        return Coder(None if self.policy.is_identity(spec, dtype) else self.policy.codec(spec, step), dtype)
+        codec = None if self.policy.is_identity(spec, dtype) else self.policy.codec(spec, step)
+        return Coder(codec, dtype, excluded_dtype)
 
     def with_more_bits(self, route: Route) -> Route | None:
         """The same route with int8 wherever `route` has fewer bits; None where it has none."""
@@ -170,14 +171,15 @@ class Router:
         return found if found != route else None
 
     def sends_fewer(self, collective: Sharded, call: Call, route: Route, warming_up: bool) -> bool:
-        """Whether no rank sends more than the plain collective would, and all together fewer bytes; all ranks find the same,
-        from sizes alone. Where the config says "raw", the same number of bytes is enough."""
+        """Whether no rank sends more than the plain collective would, and all together fewer bytes, agreement included; all ranks
+        find the same, from sizes alone. Where the config says "raw", the same number of bytes is enough."""
         key = (*collective.sizes, route.topology.group, route.scatter, route.gather, warming_up)
         found = self._fewer.get(key)
         if found is None:
             sent = collective.wire_bytes(call, self.policy.chunk)
             plain = collective.raw_bytes(len(sent))
-            fewer = sum(sent) < plain * len(sent) or self.is_identity(route, collective.dtype)
+            agreement = collective.agreement_bytes(len(sent))
+            fewer = sum(sent) < (plain - agreement) * len(sent) or self.is_identity(route, collective.dtype)
             found = max(sent) <= plain and fewer
             if len(self._fewer) >= MOST_SIZES:
                 self._fewer.clear()

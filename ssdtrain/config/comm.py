@@ -96,6 +96,11 @@ class CommConfig(Section):
     """Parameters whose gradients and weights are not compressed: "norm", "bias" and "embedding" stand for these kinds of
     parameters, anything else is a pattern of parameter names such as "*.router.*"; "none" excludes nothing."""
 
+    excluded: Literal["raw", "bf16"] = "raw"
+    """How excluded gradients are sent: "raw" in their own dtype, or "bf16": those in float32 are rounded to bfloat16 before
+    they are summed, and their sums before they are gathered. Each rounding has a relative error of at most 2^-8, and zeros stay
+    zeros. Weights, and gradients that the framework itself sends in 16 bits, are not changed by it."""
+
     feedback: Literal["int8", "fp32", "off"] | None = None
     """Error feedback for gradients: the compression error is added to the next step's gradients, and stored in 8 or 32 bits per
     parameter. Default: the preset's, or "off" without a preset."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ssdtrain.comm import Communicator
+from ssdtrain.cuda_runtime import made_current
 
 __all__ = ["load", "save"]
 
@@ -23,21 +24,53 @@ logger = logging.getLogger("ssdtrain")
 
 
 def save(comm: Communicator, file: Path, layout: Mapping[str, int]) -> None:
-    """Write this rank's residuals to `file`, which appears only when it is complete.
+    """Write this rank's residuals to `file`, which appears only when it is complete. All ranks of the job call it together, and
+    it returns when the files of all of them are complete.
 
     Args:
         layout: sizes of the parallel dimensions by name.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a rank cannot write its file; raised on all ranks, and names that rank.
     """
+    error = None
+    try:
+        _write({"layout": dict(layout), "comm": comm.state_dict()}, file)
+    except Exception as failure:  # noqa: BLE001 - raised below, on all ranks
+        error = failure
+    failed = _failed(_exchange(comm, None if error is None else f"{file}: {error}"))
+    if failed is not None:
+        rank, text = failed
+        raise OSError(
+            f"rank {rank} cannot write the error-feedback residuals {text}; the checkpoint is incomplete, save it again"
+        ) from error
+
+
+def _write(state: Mapping[str, Any], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".new")
-    with partial.open("wb") as stream:
-        torch.save({"layout": dict(layout), "comm": comm.state_dict()}, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, file)
+    try:
+        with partial.open("wb") as stream:
+            torch.save(state, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, file)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _exchange(comm: Communicator, value: Any) -> list[Any]:
+    """`value` of every rank. A collective call of the job."""
+    values: list[Any] = [None] * dist.get_world_size()
+    with made_current(comm.device):
+        dist.all_gather_object(values, value)
+    return values
+
+
+def _failed(texts: Sequence[str | None]) -> tuple[int, str] | None:
+    """The first rank with a text, and the text."""
+    return next(((rank, text) for rank, text in enumerate(texts) if text is not None), None)
 
 
 def load(comm: Communicator, file: Path, layout: Mapping[str, int]) -> bool:
@@ -56,12 +89,11 @@ def load(comm: Communicator, file: Path, layout: Mapping[str, int]) -> bool:
             state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as failure:  # noqa: BLE001 - raised below, on all ranks
             error = failure
-    found: list[Any] = [None] * dist.get_world_size()
     steps = None if state is None else state["comm"]["steps"]
-    dist.all_gather_object(found, (steps, None if error is None else f"{file}: {error}"))
-    failed = {rank: text for rank, (_, text) in enumerate(found) if text is not None}
-    if failed:
-        rank, text = next(iter(failed.items()))
+    found = _exchange(comm, (steps, None if error is None else f"{file}: {error}"))
+    failed = _failed([text for _, text in found])
+    if failed is not None:
+        rank, text = failed
         raise RuntimeError(
             f"rank {rank} cannot read the error-feedback residuals {text}; without that file they begin anew"
         ) from error

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ssdtrain.comm.communicator import Bucket, Communicator
-from ssdtrain.comm.exclusion import excluded, ranges_of
+from ssdtrain.comm.exclusion import excluded, ranges_in_order
 from ssdtrain.comm.work import CompressedWork
 
 _all_reduce = dist.all_reduce
@@ -42,10 +42,11 @@ class _Hook:
         self._before = before
         self._ddp = weakref.ref(model)  # which holds the hook
         self._group = model.process_group
-        self._model = model.module
-        self._uncompressed = excluded(model.module, comm.policy.exclude)
-        self._parameters = {parameter.data_ptr(): parameter for parameter in model.module.parameters()}
-        self._numbers = {id(parameter): n for n, parameter in enumerate(model.module.parameters())}
+        self._uncompressed: set[Tensor] = {*excluded(model.module, comm.policy.exclude)}
+        self._numbers: dict[Tensor, int] = {p: n for n, p in enumerate(model.module.parameters())}
+        training = [p for p in self._numbers if p.requires_grad]
+        dtypes = {dimension: p.dtype for p in training for dimension in ("dp", "dp_gather")}
+        comm.announce([(p.numel(), p in self._uncompressed) for p in training], dtypes)
         self._waiting: list[tuple[CompressedWork, Tensor, torch.futures.Future[Tensor]]] = []
 
     # DDP reads the annotations: they have to be the classes themselves.
@@ -76,23 +77,14 @@ class _Hook:
         model = self._ddp()
         return model is not None and model._join_config.enable
 
-    def _parameter(self, tensor: Tensor) -> nn.Parameter:
-        # DDP may hand out other Python objects for the same parameters, which may have been given the memory of others.
-        address = tensor.data_ptr()
-        found = self._parameters.get(address)
-        if found is None or found.data_ptr() != address:
-            self._parameters = {parameter.data_ptr(): parameter for parameter in self._model.parameters()}
-        return self._parameters[address]
-
     def _named(self, bucket: dist.GradBucket) -> Bucket:
-        """By its parameters: DDP rebuilds its buckets after the first step."""
-        places: dict[nn.Parameter, tuple[int, int]] = {}
-        at = 0
-        for parameter in map(self._parameter, bucket.parameters()):
-            places[parameter] = (at, at + parameter.numel())
-            at += parameter.numel()
-        members = repr([self._numbers[id(parameter)] for parameter in places])
-        return Bucket(f"ddp-{zlib.crc32(members.encode()):08x}", ranges_of(places, self._uncompressed))
+        """By its parameters: DDP rebuilds its buckets after the first step. They are known as objects: two may share memory, and
+        memory may be exchanged (`.data`). What has left the model after DDP was made, and still has a place in its bucket, is
+        sent uncompressed."""
+        parameters = bucket.parameters()
+        members = repr([self._numbers.get(parameter, -1) for parameter in parameters])
+        slices = [(p.numel(), p in self._uncompressed or p not in self._numbers) for p in parameters]
+        return Bucket(f"ddp-{zlib.crc32(members.encode()):08x}", ranges_in_order(slices))
 
 
 def attach(model: DistributedDataParallel, comm: Communicator, before: Callable[[], object]) -> None:

@@ -175,6 +175,9 @@ def attach(model: nn.Module, comm: Communicator, before: Callable[[], object]) -
         )
     exact = excluded(model, comm.policy.exclude)
     units = _units(model)
+    training = [p for p in model.parameters() if p.requires_grad]
+    if training:
+        comm.announce([(p.numel(), p in exact) for p in training], {"dp": training[0].dtype})
     if any(map(_has_replicas, units.values())):
         comm.notices.add("replicas", REPLICAS)
     for name, unit in units.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,8 +21,6 @@ from ssdtrain_ds import _compat, _compat_comm
 from ssdtrain_ds.comm import gradients, weights
 
 __all__ = ["CommAttachment"]
-
-logger = logging.getLogger("ssdtrain")
 
 _SENT_BY_STAGES = {
     "SendActivation": "pp_forward",
@@ -95,7 +92,13 @@ class CommAttachment:
         ]
         # A quantised block is coded with its neighbours, which differ from one data-parallel group to another: what several
         # groups hold alike would drift apart.
-        uncompressed = excluded(engine.module, comm.policy.exclude) | _compat_comm.repeated_parameters(engine)
+        repeated = _compat_comm.repeated_parameters(engine)
+        comm.keep_excluded(repeated)
+        uncompressed = excluded(engine.module, comm.policy.exclude) | repeated
+        training = [p for p in engine.module.parameters() if p.requires_grad]
+        if _compat_comm.data_parallel_size(engine) > 1:
+            sizes = [(_compat_comm.numel(p), p in uncompressed) for p in training]
+            comm.announce(sizes, _compat_comm.dtypes_by_dimension(engine, training))
         gradients.patch_gradients(patches, engine, comm, uncompressed)
         weights.patch_gathering(self._shared)
         weights.patch_weights(patches, engine, comm, uncompressed)
@@ -125,19 +128,16 @@ class CommAttachment:
     def _saving(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         # Its own signature: what stands there may be somebody's wrapper, which names no argument.
         def save_checkpoint(save_dir: Any, *args: Any, **kwargs: Any) -> Any:
-            found = plain(save_dir, *args, **kwargs)
-            self._save(save_dir, args[0] if args else kwargs.get("tag"))
-            return found
+            # First, so that the checkpoint is complete when DeepSpeed names it in `latest` and its last barrier is passed.
+            if save_dir:
+                self._save(save_dir, args[0] if args else kwargs.get("tag"))
+            return plain(save_dir, *args, **kwargs)
 
         return save_checkpoint
 
     def _save(self, save_dir: Any, tag: Any) -> None:
         name = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
-        directory = Path(save_dir, name)
-        if directory.is_dir():
-            residuals.save(self.comm, self._file(directory), {})
-        else:
-            logger.warning("comm: residuals are not saved: %s is not a directory on this node", directory)
+        residuals.save(self.comm, self._file(Path(save_dir, name)), {})
 
     def _loading(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def load_checkpoint(load_dir: Any, *args: Any, **kwargs: Any) -> Any:

@@ -49,15 +49,26 @@ class Classification:
         self._unknown = Traffic(comm, "dp", uncompressed="no whole bucket of the attached model")
         # By identity of the tensor that the bucket's collectives get, which is kept so that no other gets its identity.
         self._buckets: dict[int, tuple[Tensor, Traffic]] = {}
+        sizes: list[tuple[int, bool]] = []
+        dtypes: dict[str, torch.dtype] = {}
         for index, chunk in enumerate(chunks):
-            chosen = excluded(chunk, comm.policy.exclude) | _repeated(chunk)
+            repeated = _repeated(chunk)
+            comm.keep_excluded(repeated)
+            chosen = excluded(chunk, comm.policy.exclude) | repeated
             for name, bucket in _compat_comm.buckets(chunk):
                 known = Bucket(f"chunk{index}.{name}", ranges_of(_places(bucket), chosen))
                 self._add(bucket.grad_data, Traffic(comm, "dp", known))
+                sizes += [(parameter.numel(), parameter in chosen) for parameter in bucket.params]
+                dtypes["dp"] = bucket.grad_data.dtype
+                dtypes["dp_gather" if bucket.param_data is None else "zero_gather"] = (
+                    bucket.grad_data if bucket.param_data is None else bucket.param_data
+                ).dtype
                 if bucket.param_data is not None:
                     why = _reason_against_delta(bucket.param_data, params_are_master)
                     weights = Traffic(comm, "zero_gather", known, delta=True, uncompressed=why)
                     self._add(bucket.param_data, weights)
+        if _compat_comm.data_parallel_size() > 1:
+            comm.announce(sizes, dtypes)
 
     def _add(self, tensor: Tensor, traffic: Traffic) -> None:
         self._buckets[id(tensor)] = (tensor, traffic)

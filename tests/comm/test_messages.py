@@ -322,21 +322,50 @@ def test_uneven_inputs_are_refused_and_do_not_hang() -> None:
     assert all(text.startswith("ssdtrain.comm: ") for text in on_ranks(2, joined))
 
 
-def in_the_memory_of_another(rank: int) -> bool:
+class WithTable(nn.Module):
+    """An embedding and an output layer of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(256, 64)
+        self.head = nn.Linear(64, 256, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(ids))
+
+
+def gradients_of_shared_memory(rank: int, how: str) -> Any:
+    """By config: the gradients of two parameters in a bucket each, and the names of buckets that have residuals."""
+    comm = {"dp": "int4", "dp_gather": "int8", "feedback": "int8", "min_bytes": 0, "probe": False}
+    return [_of_shared_memory(rank, how, config) for config in (None, comm, {**comm, "exclude": "none"})]
+
+
+def _of_shared_memory(rank: int, how: str, comm: dict[str, Any] | None) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
-    from ssdtrain.pytorch.ddp import _Hook
+    model = WithTable()
+    if how == "shared":
+        model.head.weight.data = model.table.weight.data
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    runtime = None if comm is None else ssdtrain.attach(wrapped, {"comm": comm})
+    table, head = model.table.weight, model.head.weight
+    if how == "exchanged":
+        table.data, head.data = head.data, table.data
+    for _ in range(2):  # DDP makes its buckets anew after the first
+        wrapped.zero_grad()
+        wrapped(torch.arange(rank, 256, 3)).square().mean().backward()
+    names: set[str] = set()
+    if runtime is not None and runtime.comm is not None and runtime.comm.feedback is not None:
+        names = {name.split("|")[2] for name in runtime.comm.feedback.state_dict()["pieces"]}
+    return table.grad, head.grad, names
 
-    model = Small()
-    hook = _Hook(DistributedDataParallel(model), make(dp="int8"), bool)
-    first, other = model.body[0][0].weight, model.body[1][0].weight
-    first.data, other.data = other.data, first.data
-    return hook._parameter(first) is first and hook._parameter(other) is other
 
-
-def test_parameters_that_have_exchanged_their_memory_are_not_mistaken() -> None:
-    """Ranks that took one for another would send messages of different sizes."""
-    assert all(on_ranks(2, in_the_memory_of_another))
+@pytest.mark.parametrize("how", ["shared", "exchanged"])
+def test_parameters_that_share_or_exchange_memory_are_not_mistaken(how: str) -> None:
+    plain, excluded, everything = on_ranks(2, gradients_of_shared_memory, how)[0]
+    assert torch.equal(excluded[0], plain[0]) and not torch.equal(excluded[1], plain[1])
+    assert len(everything[2]) == 3  # one bucket of both, then one of each
 
 
 def abandoned(rank: int) -> str:

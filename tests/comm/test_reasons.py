@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ssdtrain.comm import Bucket
+import ssdtrain
+from ssdtrain.comm import Bucket, Policy
+from ssdtrain.comm.notices import few_bytes_saved
 from ssdtrain.config import load_config
 from ssdtrain.runtime import Runtime
 from tests.comm.test_collectives import make, values
@@ -81,3 +87,61 @@ def journalled(rank: int, path: str) -> list[Any]:
 def test_the_journal_has_the_reasons_of_what_went_uncompressed(tmp_path: Path) -> None:
     reasons = ["comm.dp: some messages go uncompressed: smaller than min_bytes"]
     assert on_ranks(2, journalled, str(tmp_path)) == [[reasons, None, None]] * 2
+
+
+def policy_of(**comm: Any) -> Policy:
+    config = load_config({"comm": comm}).comm
+    assert config is not None
+    return Policy.from_config(config)
+
+
+MIB = 2**20
+GRADIENTS = {"dp": torch.float32, "dp_gather": torch.float32}
+IN_BF16 = {"dp": torch.bfloat16, "zero_gather": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("comm", "parameters", "dtypes", "share", "remedy"),
+    [
+        ({"preset": "balanced"}, [(4 * MIB, True), (4 * MIB, False)], GRADIENTS, None, ""),
+        (
+            {"preset": "balanced"},
+            [(19 * MIB, True), (MIB, False)],
+            GRADIENTS,
+            0.96,
+            '"excluded": "bf16"',
+        ),
+        ({"preset": "balanced", "excluded": "bf16"}, [(19 * MIB, True), (MIB, False)], GRADIENTS, None, ""),
+        ({"preset": "balanced"}, [(19 * MIB, True), (MIB, False)], IN_BF16, 0.98, '"norm", "bias"'),
+        ({"preset": "balanced"}, [(1000, False)], GRADIENTS, 1.0, "min_bytes"),
+        ({"dp": "bf16"}, [(4 * MIB, False)], IN_BF16, 1.0, "comm.dp is bf16.*comm.zero_gather is off"),
+    ],
+)
+def test_a_job_that_saves_few_bytes_is_told_at_start_what_to_change(
+    comm: dict[str, Any],
+    parameters: list[tuple[int, bool]],
+    dtypes: dict[str, torch.dtype],
+    share: float | None,
+    remedy: str,
+) -> None:
+    savings = few_bytes_saved(policy_of(**comm), False, parameters, dtypes)
+    if share is None:
+        assert savings is None
+    else:
+        assert savings is not None and round(savings[0], 2) == share and re.search(remedy, savings[1])
+
+
+def with_a_large_table(rank: int) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ssdtrain").addHandler(handler)
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(16384, 64), nn.Linear(64, 8)))
+    ssdtrain.attach(model, {"comm": {"preset": "balanced"}}).close()
+    return said
+
+
+def test_a_model_that_is_mostly_a_table_is_told_at_start() -> None:
+    (text,), others = on_ranks(2, with_a_large_table)
+    assert text.startswith("comm sends about 100% of the plain bytes") and "excluded" in text
+    assert others == []

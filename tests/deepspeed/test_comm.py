@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -99,6 +100,45 @@ def test_residuals_are_in_the_checkpoint_and_a_resumed_run_goes_on_to_the_bit(
         assert again == on
         assert steps == 3
         assert residuals
+
+
+def files_when_named(rank: int, directory: str) -> list[str]:
+    """Files of `comm` in a checkpoint when rank 0 is about to write DeepSpeed's `latest`, which names it."""
+    engine = engine_of(2, COMM)
+    train(engine, rank, 0, 1)
+    commit, files = engine.checkpoint_engine.commit, []
+
+    def committing(info: Any) -> Any:
+        files.extend(sorted(path.name for path in Path(directory, "last").glob("ssdtrain*")))
+        return commit(info)
+
+    engine.checkpoint_engine.commit = committing
+    engine.save_checkpoint(directory, tag="last")
+    engine.destroy()
+    return files
+
+
+def test_a_checkpoint_has_the_residuals_of_all_ranks_before_deepspeed_names_it(
+    two_ranks: StandingRanks, tmp_path: Path
+) -> None:
+    expected = [f"ssdtrain_comm_rank_{rank}.pt" for rank in range(2)]
+    assert two_ranks(files_when_named, str(tmp_path)) == [expected] * 2
+
+
+def told_at_start(rank: int, stage: int) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ssdtrain").addHandler(handler)
+    engine_of(stage, {"preset": "balanced"}).destroy()
+    logging.getLogger("ssdtrain").removeHandler(handler)
+    return [text for text in said if text.startswith("comm sends about")]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_of_which_little_is_compressed_is_told_at_start(stage: int, two_ranks: StandingRanks) -> None:
+    (text,), others = two_ranks(told_at_start, stage)
+    assert "100% of the plain bytes" in text and "comm.min_bytes" in text and others == []
 
 
 def without_residuals(rank: int, directory: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from ssdtrain.comm import Communicator, Policy
 from ssdtrain.config import load_config
 from ssdtrain.integration import residuals
+from tests.support.ranks import on_ranks
 
 LAYOUT = {"dp": 1, "tp": 1}
 
@@ -57,8 +59,48 @@ def test_a_save_that_fails_leaves_the_file_of_before(
         patch.setattr(torch, "save", fails)
         with pytest.raises(OSError, match="no space left"):
             residuals.save(communicator(policy, steps=3), file, LAYOUT)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
     comm = communicator(policy)
     assert residuals.load(comm, file, LAYOUT) and comm.steps == 2
+
+
+def saved_by_a_slow_rank(rank: int, policy: Policy, directory: str) -> list[str]:
+    write = torch.save
+
+    def slowly(state: object, stream: object) -> None:
+        if rank == 1:
+            time.sleep(1)
+        write(state, stream)
+
+    comm = Communicator(policy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", slowly)
+        residuals.save(comm, Path(directory, f"rank_{rank}.pt"), LAYOUT)
+    return sorted(path.name for path in Path(directory).iterdir())
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_files_of_all_ranks_are_there_when_one_returns(policy: Policy, tmp_path: Path) -> None:
+    files = on_ranks(2, saved_by_a_slow_rank, policy, str(tmp_path))
+    assert files == [["rank_0.pt", "rank_1.pt"]] * 2
+
+
+def saved_where_one_rank_cannot_write(rank: int, policy: Policy, directory: str) -> str:
+    file = Path(directory, f"rank_{rank}.pt")
+    if rank == 1:
+        file.with_suffix(".new").mkdir()
+    with pytest.raises(OSError) as failure:
+        residuals.save(Communicator(policy), file, LAYOUT)
+    return str(failure.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_rank_that_cannot_write_is_named_on_all_ranks(policy: Policy, tmp_path: Path) -> None:
+    for message in on_ranks(2, saved_where_one_rank_cannot_write, policy, str(tmp_path)):
+        assert message.startswith("rank 1 cannot write the error-feedback residuals")
+        assert "rank_1.pt" in message
 
 
 def test_another_layout_keeps_the_steps_and_a_missing_file_nothing(

@@ -178,6 +178,13 @@ def test_residuals_of_some_ranks_only_are_dropped_by_all(case: str) -> None:
 
 
 @of_case("checkpoint")
+def test_a_model_of_which_little_is_compressed_is_told_at_start(case: str) -> None:
+    for rank, found in enumerate(results(case)):
+        assert len(found["at start"]) == (rank == 0)
+        assert all("comm.min_bytes" in text for text in found["at start"])
+
+
+@of_case("checkpoint")
 def test_residuals_of_another_layout_are_dropped_and_the_steps_are_kept(case: str) -> None:
     for rank, found in enumerate(results(case)):
         steps, residual_bytes, said = found["on another layout"]
