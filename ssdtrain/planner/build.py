@@ -152,7 +152,7 @@ def _check_plan(config: Config, named: PlanBlocks, policy: OffloadPolicy | None,
         raise ValueError("the config has a plan, which decides what is offloaded: leave it or the policy out")
     why = f"can recompute no block here: {named.why}"
     if config.plan.compress and not (named.blocks and named.compress):
-        reason = "only ssdtrain.attach has that in this version" if named.blocks else named.why
+        reason = named.why if named.compress else "only ssdtrain.attach has that in this version"
         allowed = "leaving it out: what compact says is compressed everywhere"
         text = f"can compress no block here: {reason}"
         raise ConfigError([Problem("ssdtrain.plan.compress", True, text, allowed)])
