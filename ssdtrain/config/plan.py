@@ -31,8 +31,8 @@ class PlanConfig(Section):
     `device_limit`, else "memory"."""
 
     max_slowdown: Slowdown | None = None
-    """Predicted step time over that of keeping everything, minus 1, at most: 0 is no slowdown, 1.0 twice the time. Default: 0.02 with the objective "memory", else no
-    limit. A larger value allows a lower peak."""
+    """Predicted step time over that of keeping everything, minus 1, at most: 0 is no slowdown, 1.0 twice the time. Default: 0.02
+    with the objective "memory", else no limit. A larger value allows a lower peak."""
 
     recompute: Switch = "auto"
     """Whether blocks may be recomputed. Default: those that have no side effects as far as can be seen, where nothing else

@@ -39,7 +39,7 @@ from ssdtrain.planner.finder import PlanFinder, why_none
 from ssdtrain.planner.measured import bound_stores, measured_machine, warn_of_no_writes
 from ssdtrain.planner.memory_plot import PlanPlot
 from ssdtrain.planner.plan_blocks import PlanBlocks
-from ssdtrain.planner.plan_metrics import PlanMetrics
+from ssdtrain.planner.plan_metrics import PeakLimit, PlanMetrics
 from ssdtrain.planner.plans import NoPlan, Plan, Problem
 from ssdtrain.planner.step import Machine, Pass
 from ssdtrain.planner.step_ends import UNENDED, OptimizerHook, warn_of_no_step_end
@@ -100,6 +100,7 @@ class AutoPlan(Feature):
         self.problem: Problem | None = None
         """That it was searched for."""
         self.metric = PlanMetrics()
+        self._limit = PeakLimit("plan.device_limit", plan.device_limit, self.metric)
         self._config, self._offload, self._policy = plan, offload, policy
         self._blocks = blocks = named.blocks
         self._agreement = agreement = Agreement(named.group, tuple(blocks), offload.engine.eligible.device)
@@ -192,6 +193,7 @@ class AutoPlan(Feature):
         self._forwards, self._step_ended = 0, True
         self._engine.drain()  # notes the end of the last backward
         self._plot.step_ended()
+        self._limit.step_ended(self._engine.meter.begin_recent().alive, planned=self.plan is not None)
         self._drift.measure(self._offload.store.metrics)
         if self._spans is not None:
             bound_stores(self._engine, self._link, self._policy.largest)
@@ -274,7 +276,8 @@ class AutoPlan(Feature):
         if event is not None:
             device.block(event)
         spans, known = self._found, self._measured
-        found, order = read_steps(self._records, spans, self._recomputed, self._kinds, known)
+        least = self._engine.options.min_bytes if self._leaves else 0
+        found, order = read_steps(self._records, spans, self._recomputed, self._kinds, known, least=least)
         self._order = order or self._order
         if not found:
             self._records.clear()  # no backward came
@@ -338,6 +341,7 @@ class AutoPlan(Feature):
         self.plan, self._started = plans[0], True
         self._arena.planned(used=self.plan.count("ssd") > 0)
         if not same:
+            self._limit.planned()
             self._actions.follow(measured, self.plan.actions, self._larger, self._agreement.recomputed)
             self._plot.planned(problem, self.plan, limit)
         chosen = [problem.actions[name] for name in self.plan.actions]

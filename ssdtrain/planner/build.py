@@ -27,6 +27,9 @@ __all__ = ["offload_features"]
 
 logger = logging.getLogger("ssdtrain")
 
+RECORDED_FROM = 4 * KiB
+"""Bytes of the smallest saved tensor that a plan by blocks knows of, whatever `offload.min_bytes` is."""
+
 
 def offload_features(
     config: Config,
@@ -59,7 +62,8 @@ def offload_features(
     idle = named.empty_stage and config.offload is None
     if plan is not None:
         _check_plan(config, named, policy, reports)
-        followed = BlockPolicy({}) if named.blocks or idle else AdaptivePolicy()
+        least = 0 if config.offload is None else config.offload.min_bytes
+        followed = BlockPolicy({}, least=least) if named.blocks or idle else AdaptivePolicy()
     elif policy is None and config.offload is not None and config.offload.amount.kind == "auto":
         followed = AdaptivePolicy()
     plot = None
@@ -77,6 +81,8 @@ def offload_features(
     )
     if followed is policy:
         return [offload]
+    if isinstance(followed, BlockPolicy):
+        offload.engine.eligible.record_from(RECORDED_FROM)
     try:
         return [offload, _planning(config, offload, followed, named, compact, plot, reports)]
     except BaseException:
@@ -87,7 +93,7 @@ def offload_features(
 def _records_only(place: Placement) -> OffloadConfig:
     """Of a plan without tiers: the engine records what is saved and when, and moves nothing."""
     buffer = None if place.device.type == "cpu" else 4 * MiB  # pinned, and made at start
-    return OffloadConfig(host=MiB, min_bytes=4 * KiB, buffer=buffer, in_flight=MiB)
+    return OffloadConfig(host=MiB, min_bytes=RECORDED_FROM, buffer=buffer, in_flight=MiB)
 
 
 def _planning(

@@ -98,7 +98,7 @@ def plan_table(
         first, last = blocks[places[0]].name, blocks[places[-1]].name
         name = first if first == last else f"{first} .. {last} ({len(places)} blocks)"
         treated = [blocks[number] for number in places]
-        size, cost = size_text(sum(block.saved for block in treated)), 0.0
+        size, cost = size_text(sum(block.saved + block.small for block in treated)), 0.0
         if action == "recompute":
             cost = sum(block.recompute for block in treated)
         elif action == "compress":
