@@ -268,7 +268,7 @@ class AutoPlan(Feature):
         self._found = {serial: self._found[serial] for serial in self._found.keys() & recorded}
         if len(self._records) < RECORDED:
             return []
-        unknown = self._leaves and not (self._drift.rates.write or self._link)
+        unknown = self._movable and not (self._drift.rates.write or self._link)
         if unknown and self._steps < WARM_UP + RECORDED + PATIENCE:
             return []
         device = self._engine.device
@@ -299,6 +299,11 @@ class AutoPlan(Feature):
         """What is saved may leave memory: there are tiers, and no forward was kept (`Forward.keep`)."""
         return self._tiers and not self._keeps
 
+    @property
+    def _movable(self) -> bool:
+        """Something was saved that may leave, and is large enough to."""
+        return self._leaves and self._engine.prefetcher.largest >= self._engine.options.min_bytes
+
     def _machine(self) -> Machine:
         if not self._leaves or not (self._drift.rates.write or self._link):
             return Machine()
@@ -320,7 +325,7 @@ class AutoPlan(Feature):
     def _make(self, measured: Sequence[MeasuredBlock]) -> None:
         """Search, and follow what is found."""
         machine = self._arena.counted(self._machine(), [[piece.block for piece in measured]])
-        if self._leaves and not machine.tiers:
+        if self._movable and not machine.tiers:
             warn_of_no_writes(self._steps)
         self.problem = problem = self._agreed_problem(measured, machine)
         if self._compact is not None and "compress" not in problem.actions:

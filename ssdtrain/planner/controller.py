@@ -231,7 +231,9 @@ class AdaptiveOffload(Feature):
             return False
         if self.chosen is None:  # nothing was saved that may move
             return self._profile is None and self._steps >= WARM_UP + PATIENCE
-        settled = not self._replan_reason and not self._outcome_due and self._planned_from >= STEPS
+        # Of forwards that vary in size no several are alike.
+        several = self._planned_from >= STEPS or self._steps >= self._planned_at + CALM_PERIOD
+        settled = several and not self._replan_reason and not self._outcome_due
         return settled and self._writes_nothing()
 
     def _rest(self) -> None:

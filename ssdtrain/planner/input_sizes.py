@@ -32,13 +32,18 @@ class InputSizes:
         self._handles: list[Any] = []
 
     def watch(self, model: nn.Module) -> None:
-        """Watch the calls of `model` too. One whose calls are compiled is not watched."""
+        """Watch the calls of `model` too, unless they are compiled: a ScriptModule takes no hooks."""
+        if isinstance(model, torch.jit.ScriptModule):
+            return
         hook = _BeforeForward(self, len(self._handles))
         self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
 
     def called(self, number: int, arguments: Any) -> None:
         """The model of this number is called."""
-        nbytes = sum(leaf.nbytes for leaf in leaves(arguments) if isinstance(leaf, torch.Tensor))
+        tensors = (leaf for leaf in leaves(arguments) if isinstance(leaf, torch.Tensor))
+        nbytes = sum(
+            tensor.numel() * tensor.element_size() for tensor in tensors
+        )  # `nbytes` raises of a sparse one
         if nbytes <= LARGER * self._known.get(number, 0):
             return
         self._known[number] = nbytes

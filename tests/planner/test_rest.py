@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import ssdtrain
+from ssdtrain.config.units import MiB
 from ssdtrain.planner.controller import PROBE_PERIOD, AdaptiveOffload
 from ssdtrain.planner.plan_metrics import PlanMetrics
 from ssdtrain.runtime import Runtime
@@ -122,6 +123,25 @@ def test_small_growth_of_inputs_adds_up(tmp_path: Path) -> None:
         assert engine.resting
         train(model, 1, rows=80)
         assert not engine.resting
+
+
+def test_the_arena_is_no_larger_than_what_has_left_memory(tmp_path: Path) -> None:
+    with attach(make_model(), tmp_path, amount="all") as runtime:
+        assert runtime.engine is not None
+        buffers = runtime.engine.buffers
+        buffers.fit(3 * MiB, away=3 * MiB)
+        assert not buffers.capacity  # it would have 4 MiB
+        buffers.fit(3 * MiB, away=4 * MiB)
+        assert buffers.capacity == 4 * MiB
+        buffers.close_unused()
+        assert buffers.capacity == 4 * MiB
+        buffers.fit(3 * MiB, away=MiB)  # of one microbatch so much had left, of another one not
+        buffers.fit(3 * MiB, away=5 * MiB)
+        buffers.close_unused()
+        assert buffers.capacity == 4 * MiB
+        buffers.fit(3 * MiB, away=MiB)
+        buffers.close_unused()
+        assert not buffers.counted_bytes
 
 
 def test_a_limit_is_watched_with_hooks(tmp_path: Path) -> None:
