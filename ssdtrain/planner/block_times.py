@@ -321,8 +321,8 @@ def read_steps(
     if not steps:
         return [], []
     steps.sort(key=_saved)
-    names, least = [piece.name for piece in steps[-1]], ALIKE * _saved(steps[-1])
-    alike = [step for step in steps if [p.name for p in step] == names and _saved(step) >= least]
+    names, enough = [piece.name for piece in steps[-1]], ALIKE * _saved(steps[-1])
+    alike = [step for step in steps if [p.name for p in step] == names and _saved(step) >= enough]
     return measured_blocks(alike, kinds, earlier), order
 
 
