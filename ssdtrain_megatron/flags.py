@@ -3,7 +3,7 @@
 import argparse
 
 from ssdtrain.config import DIMENSIONS, Config, ConfigError, Problem
-from ssdtrain.config.flags import add_flags, check_unknown_flags, config_from_namespace
+from ssdtrain.config.flags import add_flags, check_unknown_flags, config_from_namespace, from_namespace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -21,8 +21,18 @@ def config_from_args(args: argparse.Namespace) -> Config | None:
 
     Raises:
         ConfigError: keys or values are invalid, in the flags or in the file of --ssdtrain-config, a report is to be written
-            and nothing is enabled that it would be about, or keys of comm are given and nothing that compresses.
+            and nothing is enabled that it would be about, keys of comm are given and nothing that compresses, or a plan is to
+            compress inputs of linear layers.
     """
+    plan = (from_namespace(args) or {}).get("plan")
+    if isinstance(plan, dict) and plan.get("compress") is True:
+        why = (
+            "cannot work under Megatron: a plan compresses inputs of linear layers with ssdtrain.attach only"
+        )
+        allowed = (
+            "leaving it out: what --ssdtrain-compact-* says is compressed in every layer, without this key"
+        )
+        raise ConfigError([Problem("ssdtrain.plan.compress (--ssdtrain-plan-compress)", True, why, allowed)])
     config = config_from_namespace(args)
     comm = config.comm if config is not None and config.enabled else None
     if comm is not None and comm.model_fields_set.isdisjoint(("preset", *DIMENSIONS)):

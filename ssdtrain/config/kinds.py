@@ -107,6 +107,15 @@ def _positive(value: Any) -> float:
     return float(value)
 
 
+SLOWDOWN_ALLOWED = "a number from 0 (no slowdown), such as 0.02 (2% longer) or 1.0 (twice the time)"
+
+
+def _slowdown(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
+        raise InvalidValue("is not such a number", SLOWDOWN_ALLOWED)
+    return float(value)
+
+
 PATTERNS_ALLOWED = 'names or classes of modules, * for any text, such as ["*.mlp", "LayerNorm"]'
 
 
@@ -186,6 +195,7 @@ RULE = Kind("codec", codecs.RULE_ALLOWED, partial(codecs.parse_rule, framed=Fals
 FRAMED_RULE = Kind("codec", codecs.FRAMED_RULE_ALLOWED, partial(codecs.parse_rule, framed=True))
 FRACTION = Kind("fraction", FRACTION_ALLOWED, _fraction, text=float)
 POSITIVE = Kind("number above 0", POSITIVE_ALLOWED, _positive, text=float)
+SLOWDOWN = Kind("number", SLOWDOWN_ALLOWED, _slowdown, text=float)
 RATIO = Kind("ratio", RATIO_ALLOWED, _ratio_rules, _plain_ratio, text=_ratio_text)
 NAMES = Kind("names", NAMES_ALLOWED, _names, list, many=True)
 STEPS = Kind("steps", STEPS_ALLOWED, _steps, list, many=True)
@@ -208,6 +218,7 @@ CommRule = Annotated[str, BeforeValidator(RULE.parse), RULE]
 FramedRule = Annotated[str, BeforeValidator(FRAMED_RULE.parse), FRAMED_RULE]
 """Codecs of pipeline messages, which carry their size."""
 Fraction = Annotated[float, BeforeValidator(_fraction), FRACTION]
+Slowdown = Annotated[float, BeforeValidator(_slowdown), SLOWDOWN]
 Positive = Annotated[float, BeforeValidator(_positive), POSITIVE]
 RatioRules = Annotated[tuple[tuple[str, float], ...], BeforeValidator(_ratio_rules), RATIO]
 """(pattern of layers, ratio), of which the first that fits counts."""

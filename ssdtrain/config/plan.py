@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from ssdtrain.config.kinds import Fraction, Patterns, PlanMode, PositiveSize, Switch
+from ssdtrain.config.kinds import Patterns, PlanMode, PositiveSize, Slowdown, Switch
 from ssdtrain.config.section import Conflict, Section
 
 __all__ = ["PlanConfig"]
@@ -30,9 +30,9 @@ class PlanConfig(Section):
     """"time": the shortest step within `device_limit`. "memory": the lowest peak within `max_slowdown`. Default: "time" with a
     `device_limit`, else "memory"."""
 
-    max_slowdown: Fraction | None = None
-    """Predicted step time over that of keeping everything, minus 1, at most. Default: 0.02 with the objective "memory", else no
-    limit. A larger value allows a lower peak."""
+    max_slowdown: Slowdown | None = None
+    """Predicted step time over that of keeping everything, minus 1, at most: 0 is no slowdown, 1.0 twice the time. Default: 0.02
+    with the objective "memory", else no limit. A larger value allows a lower peak."""
 
     recompute: Switch = "auto"
     """Whether blocks may be recomputed. Default: those that have no side effects as far as can be seen, where nothing else

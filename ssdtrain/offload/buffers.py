@@ -46,6 +46,8 @@ class Buffers:
         """Its size follows what forwards save, in the memory that activations take."""
         self.used = True
         """False, where it is `optional`: there is none after `close_unused`, and tensors come back into memory of their own."""
+        # Of this step: an arena was smaller than what had left memory; the other way round.
+        self._paid = self._unpaid = False
         if nbytes is not None:
             self._make(nbytes)
 
@@ -80,21 +82,31 @@ class Buffers:
         if self._meter is not None:
             self._meter.adjust(nbytes)
 
-    def fit(self, wanted: int) -> None:
-        """Have at least `wanted` bytes, unless the size is fixed. Grows by a quarter at least, so that it settles."""
+    def fit(self, wanted: int, away: int | None = None) -> None:
+        """Have at least `wanted` bytes, unless the size is fixed. Grows by a quarter at least, so that it settles.
+
+        Args:
+            away: bytes that are in tiers and not in memory; None: enough. Where it is `optional`, an arena that is larger than
+                that would raise the peak above that of keeping everything: there is none, and it goes when the step is over.
+        """
         if self._outgrown:
             self.close_returned()
+        if self.optional and away is not None and away < max(_in_pages(wanted), self.capacity):
+            self._unpaid = self.capacity > 0 and not self._paid
+            return
+        self._paid, self._unpaid = True, False
         if self._fixed is not None or not self.used or wanted <= self.capacity:
             return
         if self._arena is not None:
             wanted = max(wanted, self.capacity * 5 // 4)
             self._outgrown.append(self._arena)
             self.close_returned()
-        self._make(-(-wanted // (2 * MiB)) * 2 * MiB)
+        self._make(_in_pages(wanted))
 
     def close_unused(self) -> None:
-        """Between steps: have no arena where it is not `used`."""
-        if not self.used and self._arena is not None:
+        """Between steps: have no arena where it is not `used`, or was larger than what it gave room in the step."""
+        unpaid, self._paid, self._unpaid = self._unpaid, False, False
+        if (unpaid or not self.used) and self._arena is not None:
             self._outgrown.append(self._arena)
             self._arena = None
         if self._outgrown:
@@ -118,7 +130,7 @@ class Buffers:
             free = wanted if room is None else room()
             if free <= self.capacity:
                 raise MemoryError(f"{free} bytes more are this rank's share of the node's free memory")
-            self._make(-(-min(wanted, free) // (2 * MiB)) * 2 * MiB)
+            self._make(_in_pages(min(wanted, free)))
         except (OSError, MemoryError, torch.cuda.CudaError) as error:
             self._cannot_grow = True
             logger.warning(
@@ -159,3 +171,8 @@ class Buffers:
         self._smaller.clear()
         self._arena = None
         self.close_returned()
+
+
+def _in_pages(nbytes: int) -> int:
+    """`nbytes` in whole huge pages."""
+    return -(-nbytes // (2 * MiB)) * 2 * MiB

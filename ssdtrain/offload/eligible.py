@@ -41,7 +41,7 @@ class Eligibility:
     """Decides whether a saved tensor may move, from its properties alone. Whether it should is the policy's decision.
 
     Args:
-        min_bytes: saved tensors of fewer bytes stay.
+        min_bytes: saved tensors of fewer bytes stay, and are in no region.
         device: tensors of other devices stay, also of another GPU of this process.
     """
 
@@ -63,6 +63,11 @@ class Eligibility:
         """Keep the parameters and buffers of `module`, wherever their storages move: `refresh` looks again."""
         self.modules.append(module)
         self.refresh()
+
+    def record_from(self, nbytes: int) -> None:
+        """Have saved tensors of `nbytes` and more in regions, for a policy that keeps those of less than `min_bytes` itself: a
+        plan has to know what a block saves also where that is too small to leave."""
+        self.min_bytes = min(self.min_bytes, nbytes)
 
     def add_parameter_predicate(self, predicate: Callable[[torch.Tensor], bool]) -> None:
         """Treat tensors for which `predicate` is true as parameters (classes of a framework, gathered weights)."""

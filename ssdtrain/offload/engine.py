@@ -92,12 +92,25 @@ class OffloadEngine:
         self.prover: Prover | None = None  # `offload.prove_steps`
         self.recorder = PassRecorder(self.metrics.transfers if device.kind == "cpu" else None)
         """Gets the begin and end of passes and hooks while it is active."""
+        self._resting = False
         self.forked = False  # True in a forked child: files and buffers are the parent's, and its threads may have held the lock
         forks.track(self)
 
     def after_fork(self) -> None:
         """In a forked child: do nothing any more."""
         self.forked = self._closed = True
+
+    # Rest
+
+    def rest(self, resting: bool) -> None:
+        """Have forwards run without saved-tensor hooks from the next one on, or with them again. Called between steps, or before
+        a forward."""
+        self._resting = resting
+
+    @property
+    def resting(self) -> bool:
+        """Forwards run without hooks: nothing is worth moving, and nobody records what is saved."""
+        return self._resting and not (self.recorder.active or self.meter.record or self.prover is not None)
 
     # Forward
 
@@ -368,8 +381,9 @@ class OffloadEngine:
         return metrics
 
     def reset_peak(self) -> None:
-        """Begin a new peak of activation memory, and a new timeline where one is recorded."""
-        if not self.forked:
+        """Begin a new peak of activation memory, and a new timeline where one is recorded. While the engine rests the peak stays
+        that of the latest step with hooks: nothing is counted."""
+        if not (self.forked or self.resting):
             with self._lock:
                 self._drain()
                 self.meter.reset_peak()

@@ -111,9 +111,12 @@ class ActivationOffload(Feature):
         self._announces_steps = True
         self.engine.eligible.refresh()
 
-    def on_forward(self, forward: Forward) -> AbstractContextManager[Tape]:
+    def on_forward(self, forward: Forward) -> AbstractContextManager[Tape] | None:
         defer_signals()
         self.checks.saw_forward(forward)
+        if self.engine.resting:
+            self._tapes.pop((forward.chunk, forward.microbatch), None)
+            return None
         if not self._announces_steps:
             self.engine.grow(between_steps=False)
         tape = Tape(forward.chunk, forward.microbatch, keep=forward.keep)

@@ -16,6 +16,9 @@ from ssdtrain.offload.transfer_state import State
 
 __all__ = ["Prefetcher"]
 
+MATTERS = 2 * MiB
+"""Bytes of a tape from which on an arena is compared with what has left memory: of less it is the smallest there is."""
+
 LARGE = 0.25
 """Of the limit of what is read ahead: a tensor above it is large."""
 
@@ -47,6 +50,7 @@ class Prefetcher:
         self._mover = mover
         self._buffers = buffers
         self._options = options
+        self._away: int | None = None  # bytes of the tape that had left memory when its backward began
         self._wanted = 0  # the most that a tape wanted loaded ahead so far
         self._next_bytes = 0  # of the region at which the last walk ended
 
@@ -71,13 +75,16 @@ class Prefetcher:
         """A load of `region` is about to begin: have an arena for what is ahead and what backward holds, unless the config gives
         its size. What is never loaded (the logits, last on their tape) takes no room in it."""
         self._largest_load = max(self._largest_load, region.nbytes)
-        self._buffers.fit(self.limit + 2 * self._largest_load)
+        self._buffers.fit(self.limit + 2 * self._largest_load, self._away)
 
     def begin(self, tape: Tape) -> None:
         """The backward of `tape` begins. Called with the engine's lock held, as `run`."""
         self.backwards += 1
         if not self.closed:
             self.size(tape)
+        if self._buffers.optional:
+            left = (region.nbytes for region in tape.regions if region is not None and region.emptied)
+            self._away = sum(left) if tape.nbytes >= MATTERS else None
         self._mover.keep_tail(tape)
         self.run(tape)
 

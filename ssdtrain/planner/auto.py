@@ -39,7 +39,7 @@ from ssdtrain.planner.finder import PlanFinder, why_none
 from ssdtrain.planner.measured import bound_stores, measured_machine, warn_of_no_writes
 from ssdtrain.planner.memory_plot import PlanPlot
 from ssdtrain.planner.plan_blocks import PlanBlocks
-from ssdtrain.planner.plan_metrics import PlanMetrics
+from ssdtrain.planner.plan_metrics import PeakLimit, PlanMetrics
 from ssdtrain.planner.plans import NoPlan, Plan, Problem
 from ssdtrain.planner.step import Machine, Pass
 from ssdtrain.planner.step_ends import UNENDED, OptimizerHook, warn_of_no_step_end
@@ -100,6 +100,7 @@ class AutoPlan(Feature):
         self.problem: Problem | None = None
         """That it was searched for."""
         self.metric = PlanMetrics()
+        self._limit = PeakLimit("plan.device_limit", plan.device_limit, self.metric)
         self._config, self._offload, self._policy = plan, offload, policy
         self._blocks = blocks = named.blocks
         self._agreement = agreement = Agreement(named.group, tuple(blocks), offload.engine.eligible.device)
@@ -192,6 +193,7 @@ class AutoPlan(Feature):
         self._forwards, self._step_ended = 0, True
         self._engine.drain()  # notes the end of the last backward
         self._plot.step_ended()
+        self._limit.step_ended(self._engine.meter.begin_recent().alive, planned=self.plan is not None)
         self._drift.measure(self._offload.store.metrics)
         if self._spans is not None:
             bound_stores(self._engine, self._link, self._policy.largest)
@@ -266,7 +268,7 @@ class AutoPlan(Feature):
         self._found = {serial: self._found[serial] for serial in self._found.keys() & recorded}
         if len(self._records) < RECORDED:
             return []
-        unknown = self._leaves and not (self._drift.rates.write or self._link)
+        unknown = self._movable and not (self._drift.rates.write or self._link)
         if unknown and self._steps < WARM_UP + RECORDED + PATIENCE:
             return []
         device = self._engine.device
@@ -274,7 +276,8 @@ class AutoPlan(Feature):
         if event is not None:
             device.block(event)
         spans, known = self._found, self._measured
-        found, order = read_steps(self._records, spans, self._recomputed, self._kinds, known)
+        least = self._engine.options.min_bytes if self._leaves else 0
+        found, order = read_steps(self._records, spans, self._recomputed, self._kinds, known, least=least)
         self._order = order or self._order
         if not found:
             self._records.clear()  # no backward came
@@ -295,6 +298,11 @@ class AutoPlan(Feature):
     def _leaves(self) -> bool:
         """What is saved may leave memory: there are tiers, and no forward was kept (`Forward.keep`)."""
         return self._tiers and not self._keeps
+
+    @property
+    def _movable(self) -> bool:
+        """Something was saved that may leave, and is large enough to."""
+        return self._leaves and self._engine.prefetcher.largest >= self._engine.options.min_bytes
 
     def _machine(self) -> Machine:
         if not self._leaves or not (self._drift.rates.write or self._link):
@@ -317,7 +325,7 @@ class AutoPlan(Feature):
     def _make(self, measured: Sequence[MeasuredBlock]) -> None:
         """Search, and follow what is found."""
         machine = self._arena.counted(self._machine(), [[piece.block for piece in measured]])
-        if self._leaves and not machine.tiers:
+        if self._movable and not machine.tiers:
             warn_of_no_writes(self._steps)
         self.problem = problem = self._agreed_problem(measured, machine)
         if self._compact is not None and "compress" not in problem.actions:
@@ -338,6 +346,7 @@ class AutoPlan(Feature):
         self.plan, self._started = plans[0], True
         self._arena.planned(used=self.plan.count("ssd") > 0)
         if not same:
+            self._limit.planned()
             self._actions.follow(measured, self.plan.actions, self._larger, self._agreement.recomputed)
             self._plot.planned(problem, self.plan, limit)
         chosen = [problem.actions[name] for name in self.plan.actions]

@@ -64,9 +64,10 @@ class MeasuredBlock:
 
     def saved_by(self, action: str) -> int:
         """Bytes that it saves under an action of the plan."""
-        if action == "compress" and self.block.compressed is not None:
-            return self.block.compressed.saved
-        return self.block.inputs if action == "recompute" else self.block.saved
+        block = self.block
+        if action == "compress" and block.compressed is not None:
+            block = block.compressed
+        return block.inputs if action == "recompute" else block.saved + block.small
 
 
 def kind_of(block: nn.Module) -> Hashable:
@@ -80,7 +81,7 @@ def set_parameter_shapes(block: nn.Module, shapes: Iterable[Sequence[int]]) -> N
 
 
 def pieces(
-    tape: TapeTimes, spans: Sequence[Span], recomputed: frozenset[str], outside_small: int
+    tape: TapeTimes, spans: Sequence[Span], recomputed: frozenset[str], outside_small: int, least: int = 0
 ) -> list[MeasuredBlock]:
     """The blocks of one recorded forward in order, and what is outside of them.
 
@@ -88,10 +89,14 @@ def pieces(
         spans: of this forward, with timestamps that the device has passed.
         recomputed: names of blocks that were.
         outside_small: bytes of saved storages outside of blocks that are in no region.
+        least: bytes; smaller regions never leave (`Block.small`).
     """
     found: list[MeasuredBlock] = []
     at, computed = 0, 0.0
-    held = _held(spans)
+    held = [
+        {index: until for index, until in of.items() if tape.regions[index].nbytes >= least}
+        for of in _held(spans)
+    ]
     for number, span in enumerate(spans):
         if span.begin > at or not found:
             found.append(_outside(tape.regions[at : span.begin], len(found)))
@@ -101,7 +106,8 @@ def pieces(
         storing = sum(region.storing for region in regions)
         stall = sum(region.store_stall for region in regions) + storing
         forward = max(0.0, ended - began - stall)
-        saved = sum(region.nbytes for region in regions)
+        every = sum(region.nbytes for region in regions)
+        saved = sum(region.nbytes for region in regions if region.nbytes >= least)
         again = min(forward, max(0.0, last - began - stall))
         block = Block(
             span.name,
@@ -109,13 +115,13 @@ def pieces(
             sum(region.backward for region in regions),
             saved,
             recompute=again,
-            inputs=saved if was else span.inputs,
-            small=span.small,
+            inputs=every if was else span.inputs,
+            small=span.small + every - saved,
             storing=storing,
             loading=sum(region.loading for region in regions),
             held=sum(tape.regions[index].nbytes for index in held[number]),
             held_blocks=max(held[number].values(), default=0),
-            parts=_parts(span, regions, again, forward, held[number]),
+            parts=_parts(span, regions, again, forward, held[number], least),
         )
         found.append(MeasuredBlock(span.name, block, span.pure, was))
         computed += forward
@@ -148,7 +154,12 @@ def _held(spans: Sequence[Span]) -> list[dict[int, int]]:
 
 
 def _parts(
-    span: Span, regions: Sequence[RegionTimes], again: float, forward: float, held_to: Mapping[int, int]
+    span: Span,
+    regions: Sequence[RegionTimes],
+    again: float,
+    forward: float,
+    held_to: Mapping[int, int],
+    least: int,
 ) -> tuple[Block, ...]:
     """A block's regions, some neighbours taken together, and the time after the last one.
 
@@ -156,6 +167,7 @@ def _parts(
         again: seconds to the last region.
         forward: seconds of the whole block.
         held_to: by the index of a region, how many pieces later ends the one until whose end the program has it.
+        least: see `pieces`.
     """
     if len(regions) < 2:
         return ()
@@ -163,7 +175,7 @@ def _parts(
     later = sum(region.forward for region in regions[1:])
     scale = min(1.0, again / later) if later else 1.0
     found: list[Block] = []
-    seconds, nbytes = max(0.0, again - later), 0
+    seconds, nbytes, small = max(0.0, again - later), 0, span.small
     backward = storing = loading = 0.0
     first: float | None = None
     held = held_blocks = 0
@@ -173,11 +185,14 @@ def _parts(
         backward += region.backward
         storing += region.storing
         loading += region.loading
-        nbytes += region.nbytes
+        if region.nbytes >= least:
+            nbytes += region.nbytes
+        else:
+            small += region.nbytes
         blocks = held_to.get(span.begin + number)
         if blocks is not None:
             held, held_blocks = held + region.nbytes, max(held_blocks, blocks)
-        if nbytes >= share or number + 1 == len(regions):
+        if nbytes + small >= share or number + 1 == len(regions):
             following = regions[number + 1].operator if number + 1 < len(regions) else -1
             found.append(
                 Block(
@@ -185,7 +200,7 @@ def _parts(
                     seconds,
                     backward,
                     nbytes,
-                    small=0 if found else span.small,
+                    small=small,
                     first_operator=first,
                     storing=storing,
                     loading=loading,
@@ -195,7 +210,7 @@ def _parts(
                 )
             )
             seconds = backward = storing = loading = 0.0
-            nbytes, first, held, held_blocks = 0, None, 0, 0
+            nbytes, small, first, held, held_blocks = 0, 0, None, 0, 0
     found.append(Block(span.name, forward - again, 0.0, 0))
     return tuple(found)
 
@@ -283,13 +298,15 @@ def read_steps(
     recomputed: frozenset[str],
     kinds: Mapping[str, Hashable],
     earlier: Sequence[MeasuredBlock] = (),
+    *,
+    least: int = 0,
 ) -> tuple[list[MeasuredBlock], list[Pass]]:
     """The blocks of the largest recorded forwards, and the passes of a step. Empty: no backward came.
 
     Args:
         records: that the device has passed.
         found: by serial number of the tape: spans, and small bytes outside.
-        recomputed: see `pieces`.
+        recomputed, least: see `pieces`.
         kinds, earlier: see `measured_blocks`.
     """
     steps: list[list[MeasuredBlock]] = []
@@ -299,18 +316,18 @@ def read_steps(
         if tapes:
             tape = max(tapes, key=lambda one: sum(region.nbytes for region in one.regions))
             spans, small = found[tape.serial]
-            steps.append(pieces(tape, spans, recomputed, small))
+            steps.append(pieces(tape, spans, recomputed, small, least))
             order = Profile(record).order
     if not steps:
         return [], []
     steps.sort(key=_saved)
-    names, least = [piece.name for piece in steps[-1]], ALIKE * _saved(steps[-1])
-    alike = [step for step in steps if [p.name for p in step] == names and _saved(step) >= least]
+    names, enough = [piece.name for piece in steps[-1]], ALIKE * _saved(steps[-1])
+    alike = [step for step in steps if [p.name for p in step] == names and _saved(step) >= enough]
     return measured_blocks(alike, kinds, earlier), order
 
 
 def _saved(pieces: Sequence[MeasuredBlock]) -> int:
-    return sum(piece.block.saved for piece in pieces)
+    return sum(piece.block.saved + piece.block.small for piece in pieces)
 
 
 def with_compressed(

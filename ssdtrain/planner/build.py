@@ -27,6 +27,9 @@ __all__ = ["offload_features"]
 
 logger = logging.getLogger("ssdtrain")
 
+RECORDED_FROM = 4 * KiB
+"""Bytes of the smallest saved tensor that a plan by blocks knows of, whatever `offload.min_bytes` is."""
+
 
 def offload_features(
     config: Config,
@@ -59,7 +62,8 @@ def offload_features(
     idle = named.empty_stage and config.offload is None
     if plan is not None:
         _check_plan(config, named, policy, reports)
-        followed = BlockPolicy({}) if named.blocks or idle else AdaptivePolicy()
+        least = 0 if config.offload is None else config.offload.min_bytes
+        followed = BlockPolicy({}, least=least) if named.blocks or idle else AdaptivePolicy()
     elif policy is None and config.offload is not None and config.offload.amount.kind == "auto":
         followed = AdaptivePolicy()
     plot = None
@@ -77,6 +81,8 @@ def offload_features(
     )
     if followed is policy:
         return [offload]
+    if isinstance(followed, BlockPolicy):
+        offload.engine.eligible.record_from(RECORDED_FROM)
     try:
         return [offload, _planning(config, offload, followed, named, compact, plot, reports)]
     except BaseException:
@@ -87,7 +93,7 @@ def offload_features(
 def _records_only(place: Placement) -> OffloadConfig:
     """Of a plan without tiers: the engine records what is saved and when, and moves nothing."""
     buffer = None if place.device.type == "cpu" else 4 * MiB  # pinned, and made at start
-    return OffloadConfig(host=MiB, min_bytes=4 * KiB, buffer=buffer, in_flight=MiB)
+    return OffloadConfig(host=MiB, min_bytes=RECORDED_FROM, buffer=buffer, in_flight=MiB)
 
 
 def _planning(
@@ -152,7 +158,7 @@ def _check_plan(config: Config, named: PlanBlocks, policy: OffloadPolicy | None,
         raise ValueError("the config has a plan, which decides what is offloaded: leave it or the policy out")
     why = f"can recompute no block here: {named.why}"
     if config.plan.compress and not (named.blocks and named.compress):
-        reason = "only ssdtrain.attach has that in this version" if named.blocks else named.why
+        reason = named.why if named.compress else "only ssdtrain.attach has that in this version"
         allowed = "leaving it out: what compact says is compressed everywhere"
         text = f"can compress no block here: {reason}"
         raise ConfigError([Problem("ssdtrain.plan.compress", True, text, allowed)])

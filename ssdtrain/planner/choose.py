@@ -13,6 +13,7 @@ from ssdtrain.planner.search import search
 from ssdtrain.planner.shares import coarse_blocks, with_shares
 from ssdtrain.planner.step import KEEP, Block, Choice, Machine, Pass, StepTimeline
 from ssdtrain.planner.timeline import simulate
+from ssdtrain.planner.untraced import untraced
 
 __all__ = ["Chosen", "as_plan", "choose_offloads", "no_plan"]
 
@@ -105,6 +106,7 @@ def no_plan(
     return NoPlan(plan, limits, problem.blocks)
 
 
+@untraced
 def choose_offloads(
     chunks: Sequence[Sequence[Block]],
     order: Sequence[Pass],

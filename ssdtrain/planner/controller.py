@@ -3,6 +3,12 @@ things change.
 
 Every rank plans for itself, from what it measures: what a rank offloads changes nothing that another one
 sees.
+
+Note: [Rest]
+Where nothing is worth moving, hooks on saved tensors are all cost. So when a plan keeps everything, and the config has no limit
+that is to be watched, forwards run without hooks. After `PROBE_PERIOD` steps, and twice as many each time that nothing new came
+of it, one step has them again, and a plan is made from it. Larger inputs of a model end the rest at once, before their forward,
+and everything is offloaded until there is a plan for them.
 """
 
 from __future__ import annotations
@@ -21,10 +27,11 @@ from ssdtrain.planner.arena import ArenaCost
 from ssdtrain.planner.choose import SLACK, Chosen, as_plan, choose_offloads, no_plan
 from ssdtrain.planner.decisions import Outcome, decision_table
 from ssdtrain.planner.drift import DRIFT, MOST_DRIFT, Backoff, differ
+from ssdtrain.planner.input_sizes import InputSizes
 from ssdtrain.planner.margin import STALLS, StallMargin
 from ssdtrain.planner.measured import Bandwidths, Profile, Rates, RecentRates, host_tier, measured_machine
 from ssdtrain.planner.memory_plot import PlanPlot
-from ssdtrain.planner.plan_metrics import PlanMetrics
+from ssdtrain.planner.plan_metrics import PeakLimit, PlanMetrics
 from ssdtrain.planner.plans import Limits, NoPlan
 from ssdtrain.planner.recent import STEPS, RecentSteps
 from ssdtrain.planner.room import Room
@@ -53,6 +60,18 @@ PROBE_PERIOD = 16
 """Steps after which a plan that offloads nothing lets one block go, to see whether the drive is faster
 now."""
 
+MOST_REST = 128
+"""Steps of a rest, at most. See Note: [Rest]."""
+
+PATIENCE = 8
+"""Steps after `WARM_UP` in which nothing was saved that may move, or nothing was written because backward came before every
+write: then a plan is made without bandwidths, and keeps everything."""
+
+RESTS = (
+    'offload.amount is "auto", and nothing is worth moving: forwards run without saved-tensor hooks from here on. A step in '
+    "every %d to %d has them, to see whether that changes, and so have forwards with larger inputs"
+)
+
 STAYS = "ssdtrain.plan: what is measured has changed, and the plan of before is followed because now %s"
 
 OUTGROWN = "ssdtrain.plan: forwards have become larger, and the plan nearest to the limits is followed, because now %s"
@@ -63,6 +82,7 @@ ENDLESS = (
 )
 
 DRIFTED = "the bandwidth of the tiers changed"
+FASTER = "to see whether the tiers are faster now"
 SEVERAL = "several steps are profiled now"
 
 
@@ -103,6 +123,8 @@ class AdaptiveOffload(Feature):
         self.metric, self.note = PlanMetrics(), ""  # the end of its table
         self._engine, self._store, self._policy = engine, store, policy
         self._device_budget, self._must_fit = device_budget, must_fit
+        key = "plan.device_limit" if must_fit else "offload.device_budget"
+        self._limit = PeakLimit(key, device_budget, self.metric)
         self._slack = SLACK if slack is None else slack
         self._most_slowdown, self._least_memory = most_slowdown, least_memory
         self._wear = WearLimit(endurance) if endurance is not None else None
@@ -138,9 +160,13 @@ class AdaptiveOffload(Feature):
         self._same = False  # the plan is the one before
         self._warned = self._warned_of_size = self._warned_of_no_end = False
         self._link = engine.device.link_bandwidth()
+        # See Note: [Rest].
+        self._rest_steps, self._wakes_at, self._said_rest = PROBE_PERIOD, 0, False
+        self._input_sizes = InputSizes(self._inputs_grew)
 
     def attach(self, model: nn.Module) -> None:
         self._ends.attach(model)
+        self._input_sizes.watch(model)
 
     def before_forward(self) -> None:
         self._ends.before_forward()
@@ -163,8 +189,14 @@ class AdaptiveOffload(Feature):
         if self._engine.forked:
             return
         self._steps += 1
+        if self._wakes_at:
+            self.metric.idle_steps += 1
+            if self._steps >= self._wakes_at:
+                self._wake(FASTER)
+            return
         self._plot.step_ended()
         record, peaks = self._recorder.take(), self._engine.meter.begin_recent()
+        self._limit.step_ended(peaks.alive, planned=self.chosen is not None)
         if record.order:
             self._records.append((self._steps, peaks.unoffloaded, record))
         store = self._store.metrics
@@ -180,6 +212,7 @@ class AdaptiveOffload(Feature):
         if not self._replan_reason:
             self._watch(latest, fresh, 0.0 if evaluated else seconds)
         measured = self._rates.write or self._host_rates.write or self._link
+        measured = measured or self._steps >= WARM_UP + PATIENCE
         if self._replan_reason and fresh and self._profile is not None and measured:
             self._plan(self._profile)
         elif self._outcome_due and self._steps >= self._planned_at + 2:
@@ -187,6 +220,47 @@ class AdaptiveOffload(Feature):
             self._report_outcome(seconds, peaks)
         calm = not self._replan_reason and self._steps > self._planned_at + 3
         self._recorder.request("plan", not calm or self._steps % CALM_PERIOD == 0)
+        if self._nothing_to_do():
+            self._rest()
+
+    # Rest
+
+    def _nothing_to_do(self) -> bool:
+        """See Note: [Rest]."""
+        if self._device_budget is not None or self._must_fit or self._both:
+            return False
+        if self.chosen is None:  # nothing was saved that may move
+            return self._profile is None and self._steps >= WARM_UP + PATIENCE
+        # Of forwards that vary in size no several are alike.
+        several = self._planned_from >= STEPS or self._steps >= self._planned_at + CALM_PERIOD
+        settled = several and not self._replan_reason and not self._outcome_due
+        return settled and self._writes_nothing()
+
+    def _rest(self) -> None:
+        self._wakes_at = self._steps + self._rest_steps
+        self._rest_steps = min(MOST_REST, 2 * self._rest_steps)
+        self._recorder.request("plan", False)
+        self._engine.rest(True)
+        if not self._said_rest:
+            self._said_rest = True
+            logger.warning(RESTS, PROBE_PERIOD, MOST_REST)
+
+    def _wake(self, why: str) -> None:
+        self._wakes_at = 0
+        self._engine.rest(False)
+        self._recorder.request("plan", True)
+        self._request_plan(why)
+        self._profile_since = self._steps + 1
+
+    def _inputs_grew(self) -> None:
+        """The forward that is about to begin has larger inputs than those before."""
+        if not self._wakes_at or self._engine.forked:
+            return
+        self._rest_steps, self._reshaped = PROBE_PERIOD, True
+        self._policy.follow({})  # memory must not run out before there is a plan for them
+        self._arena.planned(used=True)
+        self._engine.mover.defers = True
+        self._wake("the inputs of forwards are larger")
 
     def _resolve(self) -> bool:
         """Read the records that the device has passed. True: one of a step that the next plan may be made
@@ -213,7 +287,7 @@ class AdaptiveOffload(Feature):
             self._margin.reset()
             return self._request_plan(DRIFTED)
         if self._writes_nothing() and self._steps >= self._planned_at + PROBE_PERIOD:
-            return self._request_plan("to see whether the tiers are faster now")
+            return self._request_plan(FASTER)
         self._note_stall(fresh, seconds)
         if why := self._margin.changed(self._steps):
             return self._request_plan(why)
@@ -296,13 +370,17 @@ class AdaptiveOffload(Feature):
             self._drift = min(MOST_DRIFT, 1.5 * self._drift) if same else DRIFT
         self._policy.follow(plans)
         leaves = any(choice != KEEP for one in found.choices for choice in one)
+        if leaves:
+            self._rest_steps = PROBE_PERIOD
         self._arena.planned(used=leaves)
         self._engine.mover.defers = leaves  # nothing comes for which that one region would wait
         if not same:
+            self._limit.planned()
             self._plot.planned(
                 *as_plan(profile.blocks, profile.order, machine, found), self._device_budget, other
             )
-        self._planned_rates, self._planned_at, self._outcome_due = self._rates, self._steps, True
+        self._planned_rates, self._planned_at = self._rates, self._steps
+        self._outcome_due |= not same or self._replan_reason != FASTER
         blocks = [block for chunk in profile.blocks for block in chunk]
         every = [choice for chunk in found.choices for choice in chunk]
         self.metric.update(blocks, every, found.predicted, found.kept)
@@ -378,8 +456,8 @@ class AdaptiveOffload(Feature):
     def _report_outcome(self, seconds: float, peaks: Peaks) -> None:
         if self.chosen is None or self._planned_profile is None or self._profile is None:
             return
-        waits, budget = self._engine.snapshot().load_waits, None if self._must_fit else self._device_budget
-        outcome = Outcome(*peaks, seconds, self._profile.stall, waits, budget)
+        limited = not self._must_fit and self._device_budget is not None
+        outcome = Outcome(*peaks, seconds, self._profile.stall, self._engine.snapshot().load_waits, limited)
         self._decided = decision_table(self._planned_profile, self.chosen, outcome) + self.note
         if self._same:
             return  # it was said of this plan
@@ -397,3 +475,5 @@ class AdaptiveOffload(Feature):
 
     def detach(self) -> None:
         self._ends.close()
+        self._input_sizes.remove()
+        self._engine.rest(False)

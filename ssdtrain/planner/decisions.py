@@ -25,22 +25,16 @@ class Outcome(NamedTuple):
     """Of a step, of the device."""
     load_waits: Mapping[str, float]
     """Seconds that backward waited on the host since the start, by module."""
-    device_budget: int | None = None
-    """Bytes that the peak should stay under; None: not given."""
+    limited: bool = False
+    """The config has a limit of the peak (`PeakLimit`)."""
 
     def warnings(self) -> Iterator[str]:
         """Lines to be logged where offloading gave nothing, or costs more than it gives."""
         whole = self.unoffloaded_peak_bytes
         saved = (whole - self.peak_bytes) / whole if whole else 0.0
         waited = self.stall_seconds / self.step_seconds if self.step_seconds else 0.0
-        if self.device_budget is not None and self.peak_bytes > self.device_budget:
-            yield (
-                f"offload.device_budget: the activation peak is {size_text(self.peak_bytes)}, above the budget of "
-                f"{size_text(self.device_budget)}: of what may be offloaded no choice has a lower peak, or the forwards vary in "
-                "size; use faster drives, recomputation (the section plan) or a smaller batch"
-            )
-        elif self.device_budget is not None and saved <= 0.01:
-            return  # that much may stay
+        if self.limited and saved <= 0.01:
+            return  # that much may stay, or it was said that it is too much
         if saved <= 0.01:
             yield (
                 f"offload saved nothing: the activation peak is {size_text(self.peak_bytes)}, and {size_text(whole)} without "

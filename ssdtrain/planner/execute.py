@@ -137,6 +137,7 @@ class BlockPolicy:
     Args:
         actions: qualified name of a block to "keep", "recompute", "offload" (to the first tier with room), "host" or "ssd".
         rest: of what is saved outside of these blocks.
+        least: bytes; what is smaller stays.
 
     Raises:
         ValueError: an action is none of these.
@@ -144,7 +145,8 @@ class BlockPolicy:
 
     needs_modules = True
 
-    def __init__(self, actions: Mapping[str, str], rest: str = "keep") -> None:
+    def __init__(self, actions: Mapping[str, str], rest: str = "keep", *, least: int = 0) -> None:
+        self._least = least
         self.follow(actions, rest)
 
     def follow(self, actions: Mapping[str, str], rest: str = "keep", *, expected: int | None = None) -> None:
@@ -164,6 +166,8 @@ class BlockPolicy:
         self._latest: deque[int] = deque(maxlen=REMEMBERED)
 
     def decide(self, saved: SavedTensorInfo) -> Action:
+        if saved.nbytes < self._least:
+            return KEEP
         found = self._known.get(saved.modules)
         if found is None:
             named = (self._actions.get(module.name) for module in saved.modules)

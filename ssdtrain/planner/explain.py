@@ -41,7 +41,8 @@ def rows(stage: Stage) -> Iterator[Row]:
         first, last = blocks[places[0]].name, blocks[places[-1]].name
         stall = sum(times[n].store_stall + times[n].load_stall for n in places) / stage.simulated
         name = first if first == last else f"{first} to {last.rpartition(' ')[2]}"
-        yield Row(name, action, saved, stall, _reason(stage, blocks[places[0]], action, stall))
+        reason = _reason(stage, blocks[places[0]], action, stall, len(places))
+        yield Row(name, action, saved, stall, reason)
 
 
 def alternatives(problem: Problem, limits: Limits, objective: Objective) -> list[tuple[str, Plan | None]]:
@@ -97,7 +98,7 @@ def plan_table(
         first, last = blocks[places[0]].name, blocks[places[-1]].name
         name = first if first == last else f"{first} .. {last} ({len(places)} blocks)"
         treated = [blocks[number] for number in places]
-        size, cost = size_text(sum(block.saved for block in treated)), 0.0
+        size, cost = size_text(sum(block.saved + block.small for block in treated)), 0.0
         if action == "recompute":
             cost = sum(block.recompute for block in treated)
         elif action == "compress":
@@ -130,7 +131,8 @@ def _computing(block: Block) -> float:
     return block.forward + block.backward
 
 
-def _reason(stage: Stage, block: Block, action: str, stall: float) -> str:
+def _reason(stage: Stage, block: Block, action: str, stall: float, count: int) -> str:
+    """Why `count` blocks like this one, which make computation wait for `stall` seconds together, have an action."""
     if action == "keep":
         if block.name == "head":
             return "its backward follows at once"
@@ -151,9 +153,12 @@ def _reason(stage: Stage, block: Block, action: str, stall: float) -> str:
     tier = next((tier for tier in stage.problem.machine.tiers if tier.name == action), None)
     if tier is None:
         return "its codec takes less time than running it again"
-    moving = duration_text(block.saved / tier.write)
-    hidden = "hidden behind computation" if stall < 1e-6 else f"of which {duration_text(stall)} wait in all"
-    return f"writing it takes {moving}, {hidden}"
+    moving = duration_text(count * block.saved / tier.write)
+    writing = f"writing {'it' if count == 1 else f'these {count}'} takes {moving}"
+    if stall < 1e-6:
+        return f"{writing}, hidden behind computation"
+    # These may be waits behind transfers of other blocks, and for reads: more than the writes themselves take.
+    return f"{writing}; computation waits {duration_text(stall)} for their transfers and those before them"
 
 
 def figures(plan: ClusterPlan, largest: int | None = None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ssdtrain.planner.explain import alternatives
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem
 from ssdtrain.planner.room import Room
 from ssdtrain.planner.search import search
-from ssdtrain.planner.step import StepTimeline
+from ssdtrain.planner.step import DEVICE, StepTimeline
 from ssdtrain.planner.timeline import kept_step
 
 __all__ = ["FoundPlans", "PlanFinder", "why_none"]
@@ -62,18 +62,18 @@ class PlanFinder:
             NoPlan: none keeps to the limits of the config.
         """
         config = self.config
-        saved = sum(block.saved for block in problem.blocks)
+        saved = sum(block.saved + block.small for block in problem.blocks)
         larger = max(1.0, largest / saved) if saved else 1.0
         device = None if config.device_limit is None else int(config.device_limit / larger)
         limits = Limits(device, seconds=_most_seconds(kept, config.slowdown))
         objective = Objective(0, 1) if config.memory else Objective()
-        found = FoundPlans(search(problem, limits, objective), limits, objective)
+        found = FoundPlans(_search(problem, limits, objective), limits, objective)
         room = self._room() if config.device_limit is None else None
         if room is None or larger * found.plans[0].peak <= room:
             return found
         limits = Limits(int(room / larger), seconds=_most_seconds(kept, config.max_slowdown))
         try:
-            return FoundPlans(search(problem, limits), limits, Objective())
+            return FoundPlans(_search(problem, limits, Objective()), limits, Objective())
         except NoPlan as error:
             self._room.exceeded(room, error)
             return FoundPlans([error.nearest], replace(limits, device=None), Objective(0, 1))
@@ -101,6 +101,19 @@ class PlanFinder:
             raise error.named() from None
         chosen = zip(problem.blocks, plan.actions, strict=True)
         return [block.name for block, action in chosen if action == "recompute"]
+
+
+def _search(problem: Problem, limits: Limits, objective: Objective) -> Sequence[Plan]:
+    """The best plans of `search`, among them always the best one that moves nothing: of many blocks only some plans are tried,
+    and tiers must not make the answer worse."""
+    staying = {name: choice for name, choice in problem.actions.items() if choice.tier == DEVICE}
+    if len(staying) == len(problem.actions):
+        return search(problem, limits, objective)
+    try:
+        known = search(replace(problem, actions=staying), limits, objective, runners_up=0)[0]
+    except NoPlan as error:
+        known = error.nearest
+    return search(problem, limits, objective, known=known.actions)
 
 
 def why_none(impure: Mapping[str, str]) -> tuple[str, str]:

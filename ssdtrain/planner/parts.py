@@ -51,5 +51,6 @@ def first_operator(block: Block, choice: Choice) -> float:
 
 
 def largest_two(block: Block) -> int:
-    """Bytes: what a forward that saves nothing has of `Block.saved` at a time, the input and the output of an operator."""
-    return sum(sorted((part.saved for part in block.parts or (block,)), reverse=True)[:2])
+    """Bytes: what a forward that saves nothing has of `Block.saved` and `Block.small` at a time, the input and the output of an
+    operator."""
+    return sum(sorted((part.saved + part.small for part in block.parts or (block,)), reverse=True)[:2])

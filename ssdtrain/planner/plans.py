@@ -50,9 +50,15 @@ class Problem:
 
     @property
     def decided(self) -> list[int]:
-        """Numbers of the blocks that are decided about."""
+        """Numbers of the blocks that are decided about. What is too small to leave may still be recomputed."""
         settled = self.fixed | self.always
-        return [number for number, block in enumerate(self.blocks) if block.saved and number not in settled]
+        again = "recompute" in self.actions
+        return [
+            number
+            for number, block in enumerate(self.blocks)
+            if number not in settled
+            and (block.saved or (again and block.small and number not in self.impure))
+        ]
 
 
 @dataclass(frozen=True)

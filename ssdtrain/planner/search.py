@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem
 from ssdtrain.planner.step import DEVICE, Pass
 from ssdtrain.planner.timeline import simulate
+from ssdtrain.planner.untraced import untraced
 
 __all__ = ["search"]
 
@@ -36,6 +37,7 @@ BLOCK_PASSES = 400_000
 """Of a search, in all simulations: some seconds."""
 
 
+@untraced
 def search(
     problem: Problem,
     limits: Limits | None = None,

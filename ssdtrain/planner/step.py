@@ -39,7 +39,7 @@ class Block:
     recompute: float = 0.0
     """Seconds of running its forward again."""
     inputs: int = 0
-    """Bytes of `saved` that stay where the block is recomputed: what its forward runs again from."""
+    """Bytes of `saved` and `small` that stay where the block is recomputed: what its forward runs again from."""
     fixed: int = 0
     """Bytes alive from its forward to its backward whatever is chosen: outputs that the caller holds."""
     small: int = 0

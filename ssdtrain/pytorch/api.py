@@ -166,7 +166,7 @@ def _plan_blocks(model: nn.Module, config: Config) -> PlanBlocks | None:
         return None
     blocks = recomputable_blocks(model, config.plan) or {}
     why = register_trackers() if blocks and config.plan.recompute != "off" else ""
-    return PlanBlocks(why=why) if why else PlanBlocks(blocks, announced=False, compress=True)
+    return PlanBlocks(why=why, compress=True) if why else PlanBlocks(blocks, announced=False, compress=True)
 
 
 def _device_of(model: nn.Module | None, device: torch.device | str | None) -> torch.device:

@@ -206,6 +206,20 @@ def test_keys_of_comm_without_anything_that_compresses_are_rejected(given: str) 
         assert config_from_args(parser().parse_args([*given.split(), *more.split()])) is not None
 
 
+@pytest.mark.parametrize("more", ["", "--ssdtrain-compact-mode quant"])
+def test_a_plan_that_compresses_is_rejected_as_what_megatron_cannot_have(more: str) -> None:
+    given = ["--ssdtrain-plan", "auto", "--ssdtrain-plan-compress", *more.split()]
+    with pytest.raises(ConfigError, match=r"--ssdtrain-plan-compress.*cannot work under Megatron"):
+        config_from_args(parser().parse_args(given))
+
+
+@pytest.mark.parametrize("slowdown", ["0", "1.0", "2.5"])
+def test_a_plan_may_allow_any_slowdown(slowdown: str) -> None:
+    given = ["--ssdtrain-plan", "auto", "--ssdtrain-plan-max-slowdown", slowdown]
+    config = config_from_args(parser().parse_args(given))
+    assert config is not None and config.plan is not None and config.plan.slowdown == float(slowdown)
+
+
 def test_the_namespace_holds_only_what_a_framework_can_print_and_save() -> None:
     args = parser().parse_args(
         ["--ssdtrain-offload-directories", "/a", "--ssdtrain-offload-amount", "512MiB"]

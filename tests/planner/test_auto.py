@@ -268,11 +268,7 @@ def test_what_was_decided_is_a_table_with_reasons(tmp_path: Path) -> None:
         (Outcome(100, 100, 1.0, 0.0, {}), "saved nothing"),
         (Outcome(90, 100, 1.0, 0.5, {}), "costs more than it gives: 50% of a step is waiting, for 10%"),
         (Outcome(50, 100, 1.0, 0.01, {}), None),
-        (Outcome(100, 100, 1.0, 0.0, {}, 200), None),  # as much may stay
-        (
-            Outcome(50, 100, 1.0, 0.0, {}, 40),
-            "device_budget: the activation peak is 50 B, above the budget of 40 B",
-        ),
+        (Outcome(100, 100, 1.0, 0.0, {}, limited=True), None),  # as much may stay
     ],
 )
 def test_a_loud_line_where_offload_gives_nothing(outcome: Outcome, said: str | None) -> None:

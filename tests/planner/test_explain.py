@@ -1,0 +1,42 @@
+"""Reasons that a plan's table gives for an action."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any, cast
+
+from ssdtrain.planner.explain import rows
+from ssdtrain.planner.plans import Plan, Problem, actions_for
+from ssdtrain.planner.step import Block, Machine, Tier, one_after_the_other
+from ssdtrain.planner.timeline import simulate
+
+UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def seconds(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * UNITS[unit]
+
+
+def reason_of(count: int) -> str:
+    """The row of `count` blocks alike that a slow drive has to write."""
+    blocks = [Block(f"block {number}", 0.01, 0.02, 1000) for number in range(count)]
+    machine = Machine((Tier("ssd", 2e3, 1e3, depth=1 << 30),), in_flight=1000)
+    order = one_after_the_other()
+    problem = Problem([blocks], order, machine, actions_for(machine))
+    actions = ("ssd",) * count
+    plan = Plan(actions, simulate([blocks], problem.choices(actions), order, machine))
+    stage = SimpleNamespace(problem=problem, plan=plan, simulated=1)
+    [row] = rows(cast(Any, stage))
+    return row.reason
+
+
+def test_the_seconds_of_writes_are_those_of_all_blocks_of_the_row_and_waits_are_no_part_of_them() -> None:
+    found = re.fullmatch(
+        r"writing these 8 takes (.+); computation waits (.+) for their transfers and those before them",
+        reason_of(8),
+    )
+    assert found is not None and seconds(found[1]) == 8 * 1000 / 2e3
+    assert seconds(found[2]) > 0
+    assert reason_of(1).startswith("writing it takes 500 ms")
