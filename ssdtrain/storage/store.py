@@ -23,7 +23,11 @@ from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.metrics import StoreMetrics, transfers_since
 from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, DEVICE_READ, DEVICE_WRITE, READ, WRITE
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
-from ssdtrain.storage.signal_safe_lock import holds_signal_safe_lock, make_signal_safe_lock
+from ssdtrain.storage.signal_safe_lock import (
+    holds_signal_safe_lock,
+    make_signal_safe_lock,
+    signals_deferred,
+)
 from ssdtrain.storage.slab import Slab, default_capacity, no_room
 from ssdtrain.storage.slot import Slot
 from ssdtrain.storage.striping import StripedDrives
@@ -305,10 +309,11 @@ class SpillStore:
             page_offset = address % ALIGNMENT if kind == WRITE and slot._lease is None else 0
         if slot._lease is not None:
             kind = COPY_OUT if kind == READ else COPY_IN
-        operation = self.pool.submit(
-            kind, address, slot.nbytes, page_offset, slot._extents, event, defer, checksum, digest
-        )
-        slot.record(operation, None if kind & 1 else page_offset)
+        with signals_deferred():  # else the space of a transfer that the slot does not know is used again during it
+            operation = self.pool.submit(
+                kind, address, slot.nbytes, page_offset, slot._extents, event, defer, checksum, digest
+            )
+            slot.record(operation, None if kind & 1 else page_offset)
         return operation
 
     def use_pool(self, pool: Pool) -> None:
