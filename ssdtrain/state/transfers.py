@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from ssdtrain.device import UNPIN_TIMEOUT, Device, Event
+from ssdtrain.patience import Patience
 from ssdtrain.storage import Arena, Lease, Operation, Slot, SpillStore, signals_deferred
 
 __all__ = ["InPlace", "Staged", "Transfer", "Transfers"]
@@ -178,14 +179,18 @@ class Staged:
     def close(self) -> None:
         """Give the buffers back, so that the arena can be closed, once their transfers have ended. The store is closed. Those of
         a transfer that never ends (behind a collective whose peer is gone) are kept."""
-        until = time.monotonic() + UNPIN_TIMEOUT
+        patience = Patience(UNPIN_TIMEOUT, self._device.progress)
+        hung = False
         while self._busy:
-            operation, event, buffer = self._busy.popleft()
+            operation, event, buffer = self._busy[0]
             ended = operation is None or operation.done()
-            if ended and event is not None:
-                ended = self._device.block(event, max(0.0, until - time.monotonic()))
-            if ended:
-                buffer.release()
+            if ended and event is not None and not event.query():
+                hung = hung or not patience.wait(partial(self._device.block, event))
+                ended = not hung
+            with signals_deferred():
+                self._busy.popleft()
+                if ended:
+                    buffer.release()
 
     def _reclaim(self, *, block: bool) -> None:
         """Release buffers whose transfers have ended; with `block`, wait for the oldest. The waiter gets the failure."""

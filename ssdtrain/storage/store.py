@@ -309,7 +309,9 @@ class SpillStore:
             page_offset = address % ALIGNMENT if kind == WRITE and slot._lease is None else 0
         if slot._lease is not None:
             kind = COPY_OUT if kind == READ else COPY_IN
-        with signals_deferred():  # else the space of a transfer that the slot does not know is used again during it
+        with (
+            signals_deferred()
+        ):  # else the space of a transfer that the slot does not know is used again during it
             operation = self.pool.submit(
                 kind, address, slot.nbytes, page_offset, slot._extents, event, defer, checksum, digest
             )
