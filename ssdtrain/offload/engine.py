@@ -327,7 +327,8 @@ class OffloadEngine:
             with self._lock:
                 self._drain_released()
                 if between_steps or not self.metrics.live_regions:
-                    self._starter.limits.grow()
+                    self._starter.limits.between_steps()
+            self._starter.limits.grow(self._lock)
 
     def _drain(self) -> None:
         if self.device.capturing():
