@@ -84,7 +84,7 @@ class InPlace:
 
     def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
         storage.resize_(slot.nbytes)
-        return _Direct(self._store.read(slot, storage.data_ptr()), storage)
+        return _Direct(self._store.read(slot, storage.data_ptr(), memory=storage), storage)
 
     def store(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
         return _Direct(self._store.write(slot, storage.data_ptr(), verify=self._verify), storage)
@@ -144,7 +144,7 @@ class Staged:
     def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
         buffer = _Buffer(self._arena.acquire(slot.nbytes), slot.nbytes)
         try:
-            operation = self._store.read(slot, buffer.tensor.data_ptr())
+            operation = self._store.read(slot, buffer.tensor.data_ptr(), memory=buffer)
         except Exception:
             buffer.release()
             raise

@@ -102,6 +102,7 @@ class SpillStore:
         self._pinned = register is not None
         self._copied = [0, 0]  # bytes into and out of the host tier that others have moved
         self._pattern: memory.Map | None = None
+        self._filled: deque[tuple[Operation, object]] = deque()  # reads, and what they fill
         try:
             for index, directory in enumerate(Path(d) for d in directories):
                 room = capacity if capacity is not None else default_capacity(directory, local_world_size)
@@ -134,7 +135,7 @@ class SpillStore:
         self._drives = StripedDrives(self._slabs, stripe, self._pattern)
         forks.track(self)
         self._shutdown = weakref.finalize(
-            self, _close_parts, self.pool, self._slabs, self._host, self._pattern
+            self, _close_parts, self.pool, self._slabs, self._host, self._pattern, self._filled
         )
 
     def reserve(self, nbytes: int, tier: str | None = None) -> Slot:
@@ -194,7 +195,7 @@ class SpillStore:
         """
         return self._submit(slot, WRITE, address, after_event, defer, checksum, int(verify))
 
-    def read(self, slot: Slot, address: int, *, defer: bool = False) -> Operation:
+    def read(self, slot: Slot, address: int, *, defer: bool = False, memory: object = None) -> Operation:
         """Queue a read of a slot, whose write must have succeeded, into `address`.
 
         Any alignment is allowed; no copy is needed if `address % 4096` equals that of the write
@@ -202,11 +203,19 @@ class SpillStore:
 
         Args:
             defer: as in `write`.
+            memory: the owner of what is read into. It is kept until the read has ended, also where its user is collected as
+                garbage meanwhile, and this store with it; None: the caller keeps it.
 
         Raises:
             ValueError: the slot has no content: no write has succeeded, it has not ended, or the slot was freed.
         """
-        return self._submit(slot, READ, address, 0, defer, 0, 0)
+        with signals_deferred():
+            operation = self._submit(slot, READ, address, 0, defer, 0, 0)
+            if memory is not None:
+                while self._filled and self._filled[0][0].done():
+                    self._filled.popleft()
+                self._filled.append((operation, memory))
+        return operation
 
     def transfer_device(self, slot: Slot, address: int, *, into: bool, after_event: int = 0) -> Operation:
         """Queue a transfer of device memory into a slot of a drive or out of it: see `ssdtrain.storage.gpudirect`."""
@@ -322,7 +331,9 @@ class SpillStore:
         """Use `pool`, which closes the one before when it is closed."""
         self.pool = pool
         self._shutdown.detach()
-        self._shutdown = weakref.finalize(self, _close_parts, pool, self._slabs, self._host, self._pattern)
+        self._shutdown = weakref.finalize(
+            self, _close_parts, pool, self._slabs, self._host, self._pattern, self._filled
+        )
 
     def is_pinned(self, slot: Slot) -> bool:
         """Whether a device copies to and from the memory of this slot itself: see `copied`."""
@@ -367,11 +378,17 @@ class SpillStore:
             self._live_bytes -= slot.nbytes
 
 
-def _close_parts(pool: Pool, slabs: list[Slab], host: Arena | None, pattern: memory.Map | None) -> None:
+def _close_parts(
+    pool: Pool,
+    slabs: list[Slab],
+    host: Arena | None,
+    pattern: memory.Map | None,
+    filled: deque[tuple[Operation, object]],
+) -> None:
     """Release the parts of a store: on close, garbage collection or interpreter exit. Collected by a worker, or by a thread that
     holds a lock, neither of which may wait for the pool, it is released by a thread of its own."""
     if holds_signal_safe_lock():
-        arguments = pool, slabs, host, pattern
+        arguments = pool, slabs, host, pattern, filled
         threading.Thread(target=_close_parts, args=arguments, name="ssdtrain-close").start()
         return
     with ExitStack() as closing:  # all are closed, the last first, whatever one of them raises
@@ -381,4 +398,5 @@ def _close_parts(pool: Pool, slabs: list[Slab], host: Arena | None, pattern: mem
             closing.callback(host.close, force=True)
         for slab in slabs:
             closing.callback(slab.close)
+        closing.callback(filled.clear)
         closing.callback(pool.close)

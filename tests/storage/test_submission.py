@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import signal
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,3 +78,32 @@ def test_ctrl_c_at_any_bytecode_leaves_no_transfer_whose_space_is_used_again(
         assert number > 20
         lease.release()
         arena.close()
+
+
+@pytest.mark.parametrize("engine", ["c", "python"])
+def test_memory_is_kept_until_its_read_has_ended_though_its_user_and_the_store_are_garbage(
+    engine: str, tmp_path: Path
+) -> None:
+    """A loop may end with reads ahead, and drop the model and its runtime without closing it."""
+
+    class Memory:
+        def __init__(self) -> None:
+            self.bytes = bytearray(NBYTES)
+            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
+
+    store = SpillStore([tmp_path], capacity=2 * NBYTES, engine=engine)
+    slot, source = store.reserve(NBYTES), Memory()
+    source.bytes[:] = b"x" * NBYTES
+    store.write(slot, source.address).wait()
+    store.pool.hold(begun=True)
+    target = Memory()
+    operation = store.read(slot, target.address, memory=target)
+    whole: list[bool] = []
+    weakref.finalize(target, lambda: whole.append(operation.done()))
+    assert eventually(operation.begun)
+    late = threading.Timer(0.2, store.pool.release)
+    late.start()
+    del target, store
+    gc.collect()
+    late.join()
+    assert eventually(lambda: whole == [True])
