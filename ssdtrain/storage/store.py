@@ -92,6 +92,7 @@ class SpillStore:
                 f" stripe={stripe} and capacity={capacity} (at least {ALIGNMENT})"
             )
         self._lock = make_signal_safe_lock()
+        self._submitting = make_signal_safe_lock()
         self._freed: deque[Slot] = deque()
         self._ending: list[Slot] = []
         self._live_slots = self._live_bytes = 0
@@ -209,12 +210,13 @@ class SpillStore:
         Raises:
             ValueError: the slot has no content: no write has succeeded, it has not ended, or the slot was freed.
         """
+        if memory is None:
+            return self._submit(slot, READ, address, 0, defer, 0, 0)
         with signals_deferred():
             operation = self._submit(slot, READ, address, 0, defer, 0, 0)
-            if memory is not None:
-                while self._filled and self._filled[0][0].done():
-                    self._filled.popleft()
-                self._filled.append((operation, memory))
+            while self._filled and self._filled[0][0].done():
+                self._filled.popleft()
+            self._filled.append((operation, memory))
         return operation
 
     def transfer_device(self, slot: Slot, address: int, *, into: bool, after_event: int = 0) -> Operation:
@@ -318,9 +320,8 @@ class SpillStore:
             page_offset = address % ALIGNMENT if kind == WRITE and slot._lease is None else 0
         if slot._lease is not None:
             kind = COPY_OUT if kind == READ else COPY_IN
-        with (
-            signals_deferred()
-        ):  # else the space of a transfer that the slot does not know is used again during it
+        # Else the space of a transfer that the slot does not know is used again during it.
+        with self._submitting:
             operation = self.pool.submit(
                 kind, address, slot.nbytes, page_offset, slot._extents, event, defer, checksum, digest
             )
