@@ -17,6 +17,7 @@ import ctypes
 import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ import torch
 
 from ssdtrain.bandwidth import copy_bandwidths, host_copy_bandwidth
 from ssdtrain.cuda_runtime import address_of, check_cuda, loaded_cuda_runtime, numa_node_of
+from ssdtrain.patience import Patience
 from ssdtrain.timestamps import ORIGIN_PERIOD, CudaTimestamp, HostTimestamp, Origin, Timestamp
 
 __all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "HostTimestamp", "Timestamp", "device_for"]
@@ -33,7 +35,9 @@ logger = logging.getLogger("ssdtrain")
 
 EVENT_POLL = 50e-6  # seconds between two looks at an event that is waited for with a timeout
 
-UNPIN_TIMEOUT = 30.0  # seconds that unpinning host memory waits for the device
+UNPIN_TIMEOUT = 30.0  # seconds in which nothing of the device ends, after which host memory stays pinned
+
+RECENT = 1024  # events recorded last that show whether the device makes progress
 
 NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it
 
@@ -114,6 +118,9 @@ class Device(Protocol):
             False: `timeout` seconds have passed before it.
         """
 
+    def progress(self) -> int:
+        """Another number than before if some work of the device has ended since."""
+
     def current_stream(self) -> Any | None:
         """The current stream; None without streams."""
 
@@ -185,6 +192,9 @@ class CpuDevice:
     def block(self, event: Event, timeout: float | None = None) -> bool:
         return True
 
+    def progress(self) -> int:
+        return 0
+
     def current_stream(self) -> None:
         return None
 
@@ -224,6 +234,7 @@ class CudaDevice:
         self._origin: Origin | None = None  # of timestamps
         self._link: tuple[float, float] | None = None
         self._copies: float | None = None
+        self._recent: deque[torch.cuda.Event] = deque(maxlen=RECENT)
 
     def timestamp(self) -> Timestamp:
         stream = torch.cuda.current_stream(self.device)
@@ -291,6 +302,7 @@ class CudaDevice:
     def _recorded(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)  # a worker that waits for it sleeps instead of spinning
         event.record(stream)
+        self._recent.append(event)
         return event
 
     def event_handle(self, event: Event | None) -> int:
@@ -309,6 +321,9 @@ class CudaDevice:
                 return False
             time.sleep(EVENT_POLL)
         return True
+
+    def progress(self) -> int:
+        return sum(event.query() for event in [*self._recent])
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
@@ -345,13 +360,13 @@ class CudaDevice:
         cudaHostUnregister, would wait for ever.
 
         Raises:
-            TimeoutError: they have not ended in `UNPIN_TIMEOUT` seconds.
+            TimeoutError: nothing has ended for `UNPIN_TIMEOUT` seconds.
         """
-        until = time.monotonic() + UNPIN_TIMEOUT
+        patience = Patience(UNPIN_TIMEOUT, self.progress)
         for stream in (torch.cuda.current_stream(self.device), self._store_stream, self._load_stream):
-            if not self.block(self._recorded(stream), max(0.0, until - time.monotonic())):
+            if not patience.wait(functools.partial(self.block, self._recorded(stream))):
                 raise TimeoutError(
-                    f"work of {self.device} has not ended in {UNPIN_TIMEOUT:g} s (a collective whose peer is gone?)"
+                    f"no work of {self.device} has ended for {UNPIN_TIMEOUT:g} s (a collective whose peer is gone?)"
                 )
 
     def numa_node(self) -> int | None:

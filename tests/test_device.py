@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +180,7 @@ def test_memory_that_the_device_may_still_use_stays_pinned(monkeypatch: pytest.M
     layer = object.__new__(device.CudaDevice)
     layer.device = torch.device("cuda", 0)
     layer._store_stream = layer._load_stream = Stream()  # type: ignore[assignment]
+    layer._recent = deque()
     unregister = layer.host_register()(4096, 4096)
     with pytest.raises(TimeoutError, match="a collective whose peer is gone"):
         unregister()

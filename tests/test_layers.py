@@ -21,6 +21,7 @@ FLOOR = {
     "cuda_runtime": 0,
     "bandwidth": 0,
     "ranks": 0,
+    "patience": 0,
     "optimizer_hooks": 0,
     "telemetry.text": 1,
     "telemetry.registry": 2,

@@ -290,6 +290,9 @@ class SimulatedDevice:
         self.blocked_seconds += self.timeline.now - began
         return passed
 
+    def progress(self) -> int:
+        return 0
+
     def capturing(self) -> bool:
         return self._capturing
 

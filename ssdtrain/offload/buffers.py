@@ -112,34 +112,43 @@ class Buffers:
         if self._outgrown:
             self.close_returned()
 
-    def grow(self, wanted: int, limit: int, room: Callable[[], int] | None = None) -> None:
-        """Have a pinned arena of `wanted` bytes, but no more than `limit` bytes in all. Doubles at least, so that it settles.
+    def missing(self, wanted: int, limit: int) -> int:
+        """Bytes of the arena to `pin`, so that there is one of `wanted` bytes, but no more than `limit` bytes in all. 0: none.
+        Doubles at least, so that it settles."""
+        wanted = min(max(wanted, 2 * self.capacity), limit - sum(arena.capacity for arena in self._arenas()))
+        return 0 if wanted <= self.capacity or self._cannot_grow else wanted
 
-        The one before stays in use: to unpin memory waits for the device, where a collective may wait for another rank. Where the
-        host has no memory to pin, there is no new one, with a warning.
+    def pin(self, nbytes: int, room: Callable[[], int] | None = None) -> Arena | None:
+        """A pinned arena of `nbytes` for `adopt`. Called without the engine's lock: to pin memory takes seconds, and may wait for
+        the device. Where the host has no memory to pin, there is none, with a warning.
 
         Args:
-            room: returns how many bytes more may be pinned now; None: up to `limit`. The kernel ends a process that pins more
-                than its cgroup may have, without an error.
+            room: returns how many bytes more may be pinned now; None: `nbytes`. The kernel ends a process that pins more than
+                its cgroup may have, without an error.
         """
-        wanted = min(max(wanted, 2 * self.capacity), limit - sum(arena.capacity for arena in self._arenas()))
-        if wanted <= self.capacity or self._cannot_grow:
-            return
-        smaller = self._arena
         try:
-            free = wanted if room is None else room()
+            free = nbytes if room is None else room()
             if free <= self.capacity:
                 raise MemoryError(f"{free} bytes more are this rank's share of the node's free memory")
-            self._make(_in_pages(min(wanted, free)))
+            return Arena(_in_pages(min(nbytes, free)), register=self._register, node=self._node)
         except (OSError, MemoryError, torch.cuda.CudaError) as error:
             self._cannot_grow = True
             logger.warning(
                 "the arena stays at %d bytes: %d could not be pinned (%s); fewer ranks on this node, or offload.buffer, help",
-                self.capacity, wanted, str(error),
+                self.capacity, nbytes, str(error),
             )  # fmt: skip
+            return None
+
+    def adopt(self, arena: Arena) -> None:
+        """Use `arena` from now on, unless these buffers were closed meanwhile. The one before stays in use: to unpin memory waits
+        for the device, where a collective may wait for another rank."""
+        if self._cannot_grow:
+            arena.close()
             return
-        if smaller is not None:
-            self._smaller.append(smaller)
+        if self._arena is not None:
+            self._smaller.append(self._arena)
+        self._arena = arena
+        self._count(arena.capacity)
 
     def acquire(self, nbytes: int, lead: int = 0) -> Lease | None:
         """A buffer of `nbytes` whose address is `lead` modulo the I/O alignment, or None: full, or none made yet."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ssdtrain.device import Device, Event
 from ssdtrain.offload.hung import keep_for_ever
 from ssdtrain.offload.region import Region, Releases
 from ssdtrain.offload.transfer_state import State
 from ssdtrain.offload.waiting import wait_quietly
+from ssdtrain.patience import Patience
 from ssdtrain.storage import Operation, SignalSafeLock, forks
 
 __all__ = ["Busy", "busy_regions", "drain_at_deaths", "wait_for_all", "wait_for_copies"]
@@ -48,7 +50,7 @@ def wait_for_all(
 
 def wait_for_ends(busy: Sequence[Busy], deadline: float, patience: float) -> int:
     """Wait `deadline` seconds for stores, and for loads as long as they take, with a warning each `patience` seconds. For those
-    of device memory itself `patience` seconds.
+    of device memory itself until none has ended for `patience` seconds.
 
     Returns:
         Bytes of transfers of device memory itself that are still under way.
@@ -57,11 +59,11 @@ def wait_for_ends(busy: Sequence[Busy], deadline: float, patience: float) -> int
     for _, operation, loading, _ in busy:
         if not loading:
             wait_quietly(operation, max(0.0, began + deadline - time.monotonic()))
+    direct = [operation for _, operation, _, in_place in busy if in_place]
+    limit = Patience(patience, lambda: sum(operation.done() for operation in direct))
+    all(limit.wait(partial(wait_quietly, operation)) for operation in direct)  # until one does not end
     for _, operation, loading, in_place in busy:
-        if in_place:
-            wait_quietly(operation, max(0.0, began + patience - time.monotonic()))
-            continue
-        while loading and not wait_quietly(operation, patience):
+        while loading and not in_place and not wait_quietly(operation, patience):
             logger.warning("close has waited %g s for %d bytes to come back", patience, operation.nbytes)
     hung = [region for region, operation, _, in_place in busy if in_place and not operation.done()]
     keep_for_ever(*hung)
@@ -69,7 +71,7 @@ def wait_for_ends(busy: Sequence[Busy], deadline: float, patience: float) -> int
 
 
 def wait_for_copies(next_copy: Callable[[], Event | None], device: Device, patience: float) -> bool:
-    """Wait for the copies that use host memory, `patience` seconds in all.
+    """Wait for the copies that use host memory, until nothing of the device has ended for `patience` seconds.
 
     Args:
         next_copy: the end of the next one; None: all have ended.
@@ -77,9 +79,9 @@ def wait_for_copies(next_copy: Callable[[], Event | None], device: Device, patie
     Returns:
         False: one has not ended.
     """
-    until = time.monotonic() + patience
+    limit = Patience(patience, device.progress)
     while (event := next_copy()) is not None:
-        if not device.block(event, max(0.0, until - time.monotonic())):
+        if not limit.wait(partial(device.block, event)):
             return False
     return True
 
@@ -92,13 +94,13 @@ def check_ended(hung_bytes: int, copies_ended: bool, patience: float) -> None:
     """
     if hung_bytes:
         raise TimeoutError(
-            f"GPUDirect transfers of {hung_bytes} bytes have not ended in {patience:g} s: their memory stays until the process "
-            'ends; see dmesg, and set offload.gpudirect to "off"'
+            f"GPUDirect transfers of {hung_bytes} bytes do not end, and none has for {patience:g} s: their memory stays until "
+            'the process ends; see dmesg, and set offload.gpudirect to "off"'
         )
     if not copies_ended:
         raise TimeoutError(
-            f"copies between the device and host memory have not ended in {patience:g} s: pinned memory stays until the process "
-            "ends. Is a collective before them waiting for a rank that is gone?"
+            f"copies between the device and host memory do not end, and none has for {patience:g} s: pinned memory stays "
+            "until the process ends. Is a collective before them waiting for a rank that is gone?"
         )
 
 

@@ -340,7 +340,8 @@ class OffloadEngine:
             with self._lock:
                 self._drain_released()
                 if between_steps or not self.metrics.live_regions:
-                    self._starter.limits.grow()
+                    self._starter.limits.between_steps()
+            self._starter.limits.grow(self._lock)
 
     def _drain(self) -> None:
         if self.device.capturing():
@@ -396,7 +397,8 @@ class OffloadEngine:
         Handles still alive become inert: what is in memory can be unpacked, what is in a tier raises.
 
         Raises:
-            TimeoutError: GPUDirect transfers, or copies of the device, have not ended in a minute. Everything else is closed.
+            TimeoutError: GPUDirect transfers, or copies of the device, do not end, and none has for a minute. Everything else is
+                closed.
         """
         if self.forked:
             return

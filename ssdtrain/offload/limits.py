@@ -12,17 +12,21 @@ the logits of a large vocabulary, passes through and does not pin four times its
 
 To pin memory takes seconds and may wait for the device, where a collective or a send may wait for another rank of a pipeline. So
 the arena grows between steps, when no forward or backward is under way; in a forward only for a tensor larger than all of it,
-which would stay on the device otherwise.
+which would stay on the device otherwise. The engine's lock is not held meanwhile: other threads go on.
 
 On the CPU, and with GPUDirect Storage, tensors are written from their own memory: the limit is then a part of the peak.
 """
 
 from __future__ import annotations
 
+import threading
+from contextlib import AbstractContextManager
+
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.mover import Mover
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.tape import Tape
+from ssdtrain.storage import signals_deferred
 
 __all__ = ["TransferLimits"]
 
@@ -34,7 +38,7 @@ IN_PLACE = 256 * MiB
 
 
 class TransferLimits:
-    """Sets the limits of a mover, and the size of its arena. Called with the engine's lock held.
+    """Sets the limits of a mover, and the size of its arena. Called with the engine's lock held, `grow` without it.
 
     Args:
         mover: whose limits are set. See Note: [Two budgets].
@@ -49,6 +53,8 @@ class TransferLimits:
         self._usual_operator = 0  # the largest that is the second largest of its forward
         self._largest_tape = 0
         self._wanted = 0  # bytes that the arena should have
+        self._missing = 0  # bytes that it is to have now: see `grow`
+        self._growing = threading.Lock()  # one thread at a time makes an arena
         self._set_in_flight()
 
     def saw(self, tape: Tape, operator_bytes: int, largest: int) -> None:
@@ -65,18 +71,32 @@ class TransferLimits:
         self._usual_operator = max(self._usual_operator, tape.second_operator)
         self._wanted = max(4 * self._usual_operator, largest)
         if largest > self._buffers.capacity:
-            self._grow(largest)
+            self._missing = max(self._missing, largest)
         self._set_in_flight()
 
-    def grow(self) -> None:
-        """No forward or backward is under way: have the arena that those so far needed."""
+    def between_steps(self) -> None:
+        """No forward or backward is under way: `grow` makes the arena that those so far needed."""
         self._buffers.close_unused()
-        self._grow(self._wanted)
+        if self._wanted > self._buffers.capacity:
+            self._missing = max(self._missing, self._wanted)
 
-    def _grow(self, wanted: int) -> None:
-        if wanted > self._buffers.capacity and self._options.buffer_limit is not None:
-            self._buffers.grow(wanted, self._options.buffer_limit, self._options.buffer_room)
-            self._set_in_flight()
+    def grow(self, lock: AbstractContextManager[object]) -> None:
+        """Make a larger arena where one is needed now. Called without the engine's lock, which is `lock`."""
+        if not self._missing:
+            return
+        with self._growing:
+            with lock:
+                wanted, self._missing = self._missing, 0
+                limit = self._options.buffer_limit or 0  # a fixed size does not grow
+                nbytes = self._buffers.missing(wanted, limit) if wanted > self._buffers.capacity else 0
+            if not nbytes:
+                return
+            with signals_deferred():  # else nobody has an arena that was made
+                arena = self._buffers.pin(nbytes, self._options.buffer_room)
+                if arena is not None:
+                    with lock:
+                        self._buffers.adopt(arena)
+                        self._set_in_flight()
 
     def _set_in_flight(self) -> None:
         if self._options.in_flight is not None:

@@ -135,6 +135,7 @@ class StoreStarter:
     def wait(self, region: Region, lock: AbstractContextManager[object]) -> None:
         """Begin the store of `region` as soon as the stores in flight leave room, or keep it past
         the deadline; `lock` is the engine's."""
+        self.limits.grow(lock)
         deadline: float | None = None
         full = False  # no staging buffer: one store at least has to end first
         while True:

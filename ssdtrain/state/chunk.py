@@ -10,7 +10,7 @@ from torch import nn
 
 from ssdtrain.state.stored import GradientInTier, StoredTensor
 from ssdtrain.state.transfers import Transfers
-from ssdtrain.storage import Slot
+from ssdtrain.storage import Slot, signals_deferred
 
 __all__ = ["Chunk", "Part", "StoredGradient", "Where"]
 
@@ -76,33 +76,42 @@ class StoredGradient(StoredTensor):
         return self.parameter.grad is not (self.tensor if self._standing is None else self._standing)
 
     def hide(self) -> None:
-        super().hide()
-        self._standing = GradientInTier.standing_for(self)
-        self.parameter.grad = self._standing
-
-    def begin_load(self) -> int:
-        self._applied = 0
-        return super().begin_load()
+        with signals_deferred():
+            super().hide()
+            self._standing = GradientInTier.standing_for(self)
+            self.parameter.grad = self._standing
 
     def show(self) -> None:
-        self._note_changes()
-        super().show()
-        self._standing = None
-        self.parameter.grad = self.tensor
-        if len(self.scales) > self._applied:
-            self.wait_for_store()
-            with torch.no_grad():
-                for scale in self.scales[self._applied :]:
-                    self.tensor.mul_(scale)
-            self._applied = len(self.scales)
-            self._version = self.tensor._version  # nothing to store: the slot and `scales` say the same
+        with signals_deferred():
+            super().show()
+            self._standing = None
+            self.parameter.grad = self.tensor
 
-    def begin_store(self, changed_unseen: bool = False) -> int:
-        stored = super().begin_store(changed_unseen)
-        if stored:
-            self.scales.clear()
+    def free(self) -> None:
+        with signals_deferred():
+            super().free()
             self._applied = 0
-        return stored
+
+    def apply_scales(self) -> None:
+        """Multiply what is shown by the factors that came while it was away.
+
+        Raises:
+            IOFailure: the store of these bytes failed.
+        """
+        if len(self.scales) == self._applied:
+            return
+        self.wait_for_store()
+        self._note_changes()
+        for scale in self.scales[self._applied :]:
+            with signals_deferred(), torch.no_grad():
+                self.tensor.mul_(scale)
+                self._applied += 1
+                self._version = self.tensor._version  # nothing to store: the slot and `scales` say the same
+
+    def _write(self) -> None:
+        super()._write()
+        self.scales.clear()
+        self._applied = 0
 
 
 class Chunk:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ssdtrain.config import ConfigError, Problem, StateConfig, exact_size
 from ssdtrain.device import device_for, warn_of_untested_torch
-from ssdtrain.features import Feature, Placement
+from ssdtrain.features import Feature, Forward, Placement
 from ssdtrain.state.checkpoints import StateDicts
 from ssdtrain.state.chunk import Chunk
 from ssdtrain.state.clip import clip_grad_norm
@@ -24,7 +24,7 @@ from ssdtrain.state.plan import StatePlan, plan_state
 from ssdtrain.state.residency import Residency
 from ssdtrain.state.stored import StoredTensor
 from ssdtrain.state.transfers import InPlace, Staged, Transfers
-from ssdtrain.storage import Arena, Faults, SpillStore, check_host_budget
+from ssdtrain.storage import Arena, Faults, SpillStore, check_host_budget, defer_signals
 from ssdtrain.storage.pieces import image_bytes
 from ssdtrain.telemetry.registry import MetricSet
 from ssdtrain.telemetry.text import size_text
@@ -115,6 +115,7 @@ class ModelState(Feature):
                     )
                 ]
             )
+        defer_signals()
         optimizer = check(model, self.optimizer)
         device = self._place.device
         if device.type == "cuda" and device.index is None:
@@ -133,6 +134,9 @@ class ModelState(Feature):
         for chunk in moving:
             self._take(chunk, transfers)
         self._residency.reset_peak()
+
+    def on_forward(self, forward: Forward) -> None:
+        defer_signals()  # handlers come and go
 
     def _take(self, chunk: Chunk, transfers: Transfers) -> None:
         """Let what there is of `chunk` come and go, and leave."""
@@ -231,13 +235,19 @@ class ModelState(Feature):
             raise failed
 
     def close(self) -> None:
+        failed: Exception | None = None
+        try:
+            self.detach()  # after an interrupt the tiers stay open, and a second `close` brings the rest back
+        except Exception as error:  # noqa: BLE001 - all is closed first
+            failed = error
         with ExitStack() as closing:  # all are called, the last first, whatever one of them raises
             if self._arena is not None:
                 closing.callback(self._arena.close)
             if self._staged is not None:
                 closing.callback(self._staged.close)
             closing.callback(self._store.close)
-            closing.callback(self.detach)
+            if failed is not None:
+                raise failed
 
     # Reports
 

@@ -196,11 +196,11 @@ class BlockHooks:
         self._expect(BACKWARD, chunk)
         self._residency.load(chunk, chunk.values, chunk.gradients)
         self._residency.settle(chunk.gradients)
-        chunk.graph_task = task
-        chunk.missing = set(chunk.parameters)
         if task not in self._tasks:
-            self._tasks.add(task)
+            self._tasks.add(task)  # first: an interrupt from here on is a backward that raised
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._task_is_over(task))
+        chunk.missing = set(chunk.parameters)
+        chunk.graph_task = task
         self.prefetch()
 
     def _accumulated(self, chunk: Chunk) -> Callable[[torch.Tensor], None]:

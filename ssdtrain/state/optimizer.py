@@ -31,7 +31,7 @@ from ssdtrain.state.residency import Residency
 from ssdtrain.state.sizes import plain_step
 from ssdtrain.state.stored import MOVABLE, StoredTensor, is_movable
 from ssdtrain.state.transfers import Transfers
-from ssdtrain.storage import SpillStore
+from ssdtrain.storage import SpillStore, signals_deferred
 from ssdtrain.telemetry.text import size_text
 
 __all__ = ["ChunkedOptimizer"]
@@ -186,9 +186,10 @@ class ChunkedOptimizer:
             self.optimizer.param_groups = [group for group in groups if group["params"]]
             yield
         finally:
-            self.optimizer.param_groups = groups
-            for group, params in zip(groups, full, strict=True):
-                group["params"] = params
+            with signals_deferred():
+                self.optimizer.param_groups = groups
+                for group, params in zip(groups, full, strict=True):
+                    group["params"] = params
 
     # State
 
@@ -223,17 +224,23 @@ class ChunkedOptimizer:
                             f"the optimizer's {key} of {name} has the memory of {other}, and both could not leave it (config "
                             "section state): use an optimizer whose state has memory of its own"
                         )
-                    slot = self._store.reserve(value.nbytes)
-                    stored = StoredTensor(f"the optimizer's {key} of {name}", value, slot, self._transfers)
+                    with signals_deferred():
+                        slot = self._store.reserve(value.nbytes)
+                        stored = StoredTensor(
+                            f"the optimizer's {key} of {name}", value, slot, self._transfers
+                        )
+                        chunk.state.tensors.append(stored)
                 if stored is not None:
                     kept.append(stored)
         for gone in known.values():
             gone.wait_for_store()
-            self._store.free(gone.slot)
-        chunk.state.tensors = kept
-        self._residency.resize(chunk.state, sum(stored.nbytes for stored in kept))
-        self._residency.count_fixed(fixed - self._fixed.get(chunk, 0))
-        self._fixed[chunk] = fixed
+        with signals_deferred():
+            chunk.state.tensors = kept
+            for gone in known.values():
+                self._store.free(gone.slot)
+            self._residency.resize(chunk.state, sum(stored.nbytes for stored in kept))
+            self._residency.count_fixed(fixed - self._fixed.get(chunk, 0))
+            self._fixed[chunk] = fixed
 
     def _stays(self, key: str, value: Any, parameter: nn.Parameter) -> int:
         """Bytes on the device of what cannot leave it."""
@@ -261,10 +268,11 @@ class ChunkedOptimizer:
             for parameter in chunk.parameters
             for value in self.optimizer.state.get(parameter, {}).values()
         }
-        for stored in chunk.state.tensors:
-            if id(stored.tensor) not in held:
-                self._store.free(stored.slot)
-        chunk.state.tensors = [stored for stored in chunk.state.tensors if id(stored.tensor) in held]
+        with signals_deferred():
+            for stored in chunk.state.tensors:
+                if id(stored.tensor) not in held:
+                    self._store.free(stored.slot)
+            chunk.state.tensors = [stored for stored in chunk.state.tensors if id(stored.tensor) in held]
 
     # State dicts
 
@@ -371,9 +379,10 @@ class ChunkedOptimizer:
         part: Part = chunk.state
         self._residency.release(part)
         self._residency.wait()
-        for stored in part.tensors:
-            self._store.free(stored.slot)
-        part.tensors = []
+        with signals_deferred():
+            for stored in part.tensors:
+                self._store.free(stored.slot)
+            part.tensors = []
 
 
 def _is_a_loaded_one(value: torch.Tensor) -> bool:

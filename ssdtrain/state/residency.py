@@ -7,18 +7,24 @@ Note: [Room]
     load that is needed makes room: it frees what has left, evicts the chunk that was used longest ago, and waits for stores.
     A prefetch only takes what is free without waiting. If chunks in use leave no room (their backward has not given all
     gradients), the limit is exceeded, with one warning: training goes on.
+
+Note: [Parts after an interrupt]
+    See Note: [Interrupts] in `stored`. `Part.where` changes with the tensors while signals are deferred, and what must be waited
+    for is waited for before. A part whose load was interrupted is still loading: the next call begins what had not begun.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Container, Sequence
 
 import torch
 
 from ssdtrain.state.chunk import Chunk, Part, StoredGradient, Where
 from ssdtrain.state.metrics import StateMetrics
+from ssdtrain.storage import IOFailure, signals_deferred
 from ssdtrain.telemetry.text import size_text
 
 __all__ = ["Residency"]
@@ -39,7 +45,7 @@ class Residency:
         self.chunks = chunks
         self.metrics = metrics
         self._limit = limit
-        self._recent = dict.fromkeys(chunks)  # the one used longest ago first
+        self._recent = OrderedDict.fromkeys(chunks)  # the one used longest ago first
         self._leaving: list[Part] = []
         self._warned = False
         metrics.limit_bytes = limit
@@ -64,26 +70,25 @@ class Residency:
         if part.where is not Where.LOADING:
             self._refuse(self._lost_writes(part))
         if part.where is Where.LEAVING:
-            self._leaving.remove(part)
-            part.where = Where.HERE
-            for tensor in part.tensors:
-                tensor.show()
-        if part.where is not Where.AWAY:
+            with signals_deferred():
+                for tensor in part.tensors:
+                    tensor.show()
+                self._leaving.remove(part)
+                part.where = Where.HERE
+        if part.where is Where.HERE:
+            self._apply_scales(part)
             return True
-        if not self._make_room(part.nbytes, chunk, required, patient):
-            return False
-        self._count(part.nbytes)
-        part.where = Where.LOADING
-        begun = []
+        if part.where is Where.AWAY:
+            if not self._make_room(part.nbytes, chunk, required, patient):
+                return False
+            with signals_deferred():
+                self._count(part.nbytes)
+                part.where = Where.LOADING
         try:
             for tensor in part.tensors:
                 self.metrics.loaded_bytes += tensor.begin_load()
-                begun.append(tensor)
-        except BaseException:
-            for tensor in begun:
-                tensor.abandon()
-            part.where = Where.AWAY
-            self._count(-part.nbytes)
+        except Exception:
+            self._give_up(part)
             raise
         return True
 
@@ -95,33 +100,55 @@ class Residency:
             RuntimeError: see `begin`.
         """
         self._forget_dropped(part)
+        if part.where is Where.HERE:
+            self._apply_scales(part)
         if part.where is not Where.LOADING:
             return
-        lost = self._lost_writes(part)
         began = time.perf_counter()
-        failed: BaseException | None = None
+        failed: Exception | None = None
         for tensor in part.tensors:
             try:
-                tensor.finish_load()
-            except Exception as error:  # noqa: BLE001 - the others are in flight, too
-                failed = failed or error
+                self.metrics.loaded_bytes += tensor.begin_load()
+                tensor.wait_for_load()
+            except Exception as error:
+                if tensor.loading:
+                    raise  # a signal handler did
+                failed = failed or error  # the others are in flight, too
         self.metrics.load_wait_seconds += time.perf_counter() - began
-        part.where = Where.HERE
-        if failed is None:
-            self._refuse(lost)  # all is in memory; what was written is not
-            return
+        if failed is not None:
+            self._give_up(part)
+            if isinstance(failed, IOFailure):
+                logger.error("%s could not be loaded: resume from the last checkpoint", part.name)
+            raise failed
+        with signals_deferred():
+            lost = self._lost_writes(part)
+            for tensor in part.tensors:
+                tensor.show()
+            part.where = Where.HERE
+        self._apply_scales(part)
+        self._refuse(lost)  # all is in memory; what was written is not
+
+    def _give_up(self, part: Part) -> None:
+        """`part` cannot be loaded: it is away again."""
         for tensor in part.tensors:
-            if tensor.in_memory:
-                tensor.hide()
-                tensor.free()
-        part.where = Where.AWAY
-        self._count(-part.nbytes)
-        logger.error("%s could not be loaded: resume from the last checkpoint", part.name)
-        raise failed
+            tensor.abandon()
+        with signals_deferred():
+            for tensor in part.tensors:
+                if tensor.in_memory:
+                    tensor.hide()
+                    tensor.free()
+            part.where = Where.AWAY
+            self._count(-part.nbytes)
+
+    @staticmethod
+    def _apply_scales(part: Part) -> None:
+        for tensor in part.tensors:
+            if isinstance(tensor, StoredGradient):
+                tensor.apply_scales()
 
     def load(self, chunk: Chunk, *parts: Part) -> None:
         """Have `parts` of `chunk` in memory; it is the chunk used last."""
-        self._recent[chunk] = self._recent.pop(chunk)
+        self._recent.move_to_end(chunk)
         chunk.ahead = False
         for part in parts:
             self.begin(part, chunk)
@@ -130,7 +157,7 @@ class Residency:
 
     def prefetch(self, chunk: Chunk, *parts: Part, patient: bool = False) -> bool:
         """Begin to load `parts` as far as there is room. Returns whether all have begun."""
-        self._recent[chunk] = self._recent.pop(chunk)
+        self._recent.move_to_end(chunk)
         away = [part for part in parts if part.where is Where.AWAY]
         begun = all(self.begin(part, chunk, required=False, patient=patient) for part in parts)
         if not chunk.ahead and any(part.tensors and part.where is Where.LOADING for part in away):
@@ -160,10 +187,11 @@ class Residency:
         if part.where is not Where.HERE:
             return
         self.write(part)
-        for tensor in part.tensors:
-            tensor.hide()
-        part.where = Where.LEAVING
-        self._leaving.append(part)
+        with signals_deferred():
+            for tensor in part.tensors:
+                tensor.hide()
+            part.where = Where.LEAVING
+            self._leaving.append(part)
         self._free_what_has_left()
 
     def settle(self, part: Part) -> None:
@@ -175,14 +203,15 @@ class Residency:
         """Multiply the gradients of `chunk`: those in memory now, the others when they are loaded."""
         for gradient in chunk.stored_gradients():
             gradient.scales.append(factor.to(gradient.tensor.device))
-            if chunk.gradients.where is Where.HERE:
-                gradient.show()
+        if chunk.gradients.where is Where.HERE:
+            self._apply_scales(chunk.gradients)
 
     def resize(self, part: Part, nbytes: int) -> None:
         """`part` takes `nbytes` from now on."""
-        if part.counts:
-            self._count(nbytes - part.nbytes)
-        part.nbytes = nbytes
+        with signals_deferred():
+            if part.counts:
+                self._count(nbytes - part.nbytes)
+            part.nbytes = nbytes
 
     def restore(self, part: Part, chunk: Chunk) -> None:
         """Have `part` in memory for good, beyond the limit: training is over.
@@ -270,11 +299,12 @@ class Residency:
         except Exception:
             part.failed = True
             raise
-        for tensor in part.tensors:  # all or none: a part whose store failed can be shown again
-            tensor.free()
-        self._leaving.remove(part)
-        part.where = Where.AWAY
-        self._count(-part.nbytes)
+        with signals_deferred():
+            for tensor in part.tensors:  # all or none: a part whose store failed can be shown again
+                tensor.free()
+            self._leaving.remove(part)
+            part.where = Where.AWAY
+            self._count(-part.nbytes)
 
     def _forget_dropped(self, part: Part) -> None:
         """Gradients that the training loop has dropped do not come back; others may use their slots."""

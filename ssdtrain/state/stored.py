@@ -8,7 +8,7 @@ import torch
 
 from ssdtrain.state.checksum import checksum
 from ssdtrain.state.transfers import Transfer, Transfers
-from ssdtrain.storage import Slot
+from ssdtrain.storage import Slot, signals_deferred
 
 __all__ = ["MOVABLE", "GradientInTier", "StoredTensor", "is_movable", "users"]
 
@@ -46,6 +46,11 @@ def _count(tensor: torch.Tensor) -> int:
 class StoredTensor:
     """A tensor that comes and goes. While it is away, it has its shape, and every element reads as NaN.
 
+    Note: [Interrupts]
+        A signal handler may raise (Ctrl-C) at any moment, and the state of a tensor is then what it was or what it is to be: what
+        changes together is changed while signals are deferred, and no wait is among it. So a transfer is kept where it is begun,
+        and memory is freed after its transfer has ended. Each method may be called again after an interrupt, and goes on.
+
     Args:
         name: for errors.
         tensor: in memory, see `is_movable`. It stays the same object, and so does its storage.
@@ -55,6 +60,7 @@ class StoredTensor:
             taken to be those of the slot.
 
     Attributes:
+        away: the tensor shows NaN.
         in_slot: the slot has the bytes of the tensor, or a store of them is in flight.
     """
 
@@ -69,6 +75,7 @@ class StoredTensor:
         "_transfers",
         "_version",
         "_watched",
+        "away",
         "in_slot",
         "name",
         "nbytes",
@@ -82,6 +89,7 @@ class StoredTensor:
         self.name = name
         self.tensor = tensor
         self.slot = slot
+        self.away = False
         self.in_slot = False
         self._storage = tensor.untyped_storage()
         self.nbytes = self._storage.nbytes()
@@ -100,6 +108,11 @@ class StoredTensor:
         """True if the storage is allocated: it has the bytes, or they are on their way."""
         return self._storage.nbytes() > 0
 
+    @property
+    def loading(self) -> bool:
+        """True if a load has begun whose end was not waited for."""
+        return self._load is not None
+
     # Out
 
     def begin_store(self, changed_unseen: bool = False) -> int:
@@ -114,29 +127,38 @@ class StoredTensor:
         Raises:
             RuntimeError: the tensor was given other data while it was in memory.
         """
-        if not self._is_hidden() and self.tensor.data_ptr() != self._storage.data_ptr():
+        if not self.away and self.tensor.data_ptr() != self._storage.data_ptr():
             raise self._other_data()
         self._note_changes()
         if self.in_slot and not changed_unseen:
             return 0
         self.wait_for_store()
+        self._transfers.make_room(self.nbytes)
+        with signals_deferred():
+            self._write()
+        return self.nbytes
+
+    def _write(self) -> None:
         if self._watched:
             with torch.inference_mode(False):
                 self._sum = checksum(self._storage)
         self._store = self._transfers.store(self.slot, self._storage)
         self.in_slot = True
-        return self.nbytes
 
     def hide(self) -> None:
         """Show NaN. The memory stays until `free`."""
-        with torch.inference_mode(False):  # else the parameter would become an inference tensor
-            self.tensor.data = self._hidden
-        self._version = self.tensor._version
+        with signals_deferred():
+            with torch.inference_mode(False):  # else the parameter would become an inference tensor
+                self.tensor.data = self._hidden
+            self._version = self.tensor._version
+            self.away = True
 
     def lost_write(self) -> RuntimeError | None:
         """The error of a write to the tensor while it is away, which has changed nothing but what is shown (`zero_` of one
         element that stands for all is no error of torch). It is found once."""
-        if not self._is_hidden():
+        if not self.away:
+            return None
+        if self.tensor.data_ptr() != self._hidden.data_ptr():
             return self._other_data()
         written = self.tensor._version != self._version
         self._version = self.tensor._version
@@ -155,10 +177,11 @@ class StoredTensor:
         return RuntimeError(text)
 
     def discard_write(self) -> None:
-        """Show NaN again, whatever was written to the tensor, or put in its place, while it is away."""
-        with torch.inference_mode(False):
-            self._nan.fill_(torch.nan)
-        self.hide()
+        """Show NaN again, whatever was written to the tensor, or put in its place, if it is away."""
+        if self.away:
+            with torch.inference_mode(False):
+                self._nan.fill_(torch.nan)
+            self.hide()
 
     def may_be_freed(self) -> bool:
         """True if `wait_to_free` does not wait."""
@@ -174,9 +197,10 @@ class StoredTensor:
             self.wait_for_store()
 
     def free(self) -> None:
-        """Free the memory; `wait_to_free` has returned."""
-        self._storage.resize_(0)
-        self._sum = None
+        """Free the memory of a tensor that is hidden; `wait_to_free` has returned."""
+        with signals_deferred():
+            self._storage.resize_(0)
+            self._sum = None
 
     def wait_for_store(self) -> None:
         """Raises IOFailure: the store failed."""
@@ -187,7 +211,7 @@ class StoredTensor:
     # In
 
     def begin_load(self) -> int:
-        """Begin to read the slot into memory.
+        """Begin to read the slot into memory, unless the bytes are there or on their way.
 
         Returns:
             Bytes that are read.
@@ -195,74 +219,87 @@ class StoredTensor:
         Raises:
             IOFailure: the store of these bytes failed.
         """
+        if self.loading or self.in_memory:
+            return 0
         self.wait_for_store()
-        try:
-            self._load = self._transfers.load(self.slot, self._storage)
-        except BaseException:
-            self._storage.resize_(0)
-            raise
+        self._transfers.make_room(self.nbytes)
+        with signals_deferred():
+            try:
+                self._load = self._transfers.load(self.slot, self._storage)
+            except Exception:
+                self._storage.resize_(0)  # no read has begun
+                raise
         return self.nbytes
 
-    def finish_load(self) -> None:
-        """Wait for the bytes and show them.
+    def wait_for_load(self) -> None:
+        """Wait for the bytes.
 
         Raises:
-            IOFailure: they could not be read; the tensor goes on to show NaN.
+            IOFailure: they could not be read, and the memory is free again.
         """
-        if self._load is not None:
-            try:
-                self._load.wait()
-            except Exception:
-                self._load = None
-                self._storage.resize_(0)
-                raise
-            self._load = None
-        self.show()
+        load = self._load
+        if load is None:
+            return
+        try:
+            load.wait()
+        except Exception:
+            if load.done():  # else a signal handler raised, and the read goes on
+                self._drop(load)
+            raise
+        self._load = None
 
     def abandon(self) -> None:
-        """Wait for a load whose bytes nobody needs, and free them.
+        """Wait for a load whose bytes nobody needs, however it ends, and free them."""
+        load = self._load
+        if load is None:
+            return
+        try:
+            load.wait()
+        except Exception:
+            if not load.done():
+                raise
+        self._drop(load)
 
-        Raises:
-            IOFailure: they could not be read.
-        """
-        if self._load is not None:
-            self._load.wait()
+    def _drop(self, load: Transfer) -> None:
+        """Free the memory of a load that has ended."""
+        with signals_deferred():
+            load.discard()
             self._load = None
             self._storage.resize_(0)
 
     def show(self) -> None:
         """Show the bytes, which are in memory."""
         assert self.in_memory, self.name
-        with torch.inference_mode(False):  # what is evaluated now is trained later
+        if not self.away:
+            return
+        with signals_deferred(), torch.inference_mode(False):  # what is evaluated now is trained later
+            if self._watched and self._sum is None:
+                self._sum = checksum(self._storage)
             shown = torch.empty(0, dtype=self._hidden.dtype, device=self._hidden.device)
             self.tensor.data = shown.set_(self._storage, 0, *self._geometry)
             self._version = self.tensor._version
-            if self._watched and self._sum is None:
-                self._sum = checksum(self._storage)
+            self.away = False
 
     def differs(self) -> torch.Tensor | None:
         """A flag on the device: the bytes are others than those of the slot, though no version counter has moved. None: a counter
         has, or they are not watched."""
         self._note_changes()
-        if not self.in_slot or self._sum is None or self._is_hidden():
+        if not self.in_slot or self._sum is None or self.away:
             return None
         with torch.inference_mode(False):
             return checksum(self._storage) != self._sum
 
     def _note_changes(self) -> None:
         if self.tensor._version != self._version:
-            self._version = self.tensor._version
-            if not self._is_hidden():
+            if not self.away:
                 self.in_slot = False  # changed in place since it was loaded
+            self._version = self.tensor._version
 
     def _other_data(self) -> RuntimeError:
         return RuntimeError(
             f"{self.name} was given other data (`.data`, or another tensor in its place; config section state): change "
             "parameters in the forward of their block in place, by the optimizer, by load_state_dict, or after close()"
         )
-
-    def _is_hidden(self) -> bool:
-        return self.tensor.data_ptr() == self._hidden.data_ptr()
 
 
 _METADATA = frozenset(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from ssdtrain.device import UNPIN_TIMEOUT, Device, Event
-from ssdtrain.storage import Arena, Lease, Operation, Slot, SpillStore
+from ssdtrain.patience import Patience
+from ssdtrain.storage import Arena, Lease, Operation, Slot, SpillStore, signals_deferred
 
 __all__ = ["InPlace", "Staged", "Transfer", "Transfers"]
 
@@ -27,12 +28,19 @@ class Transfer(Protocol):
             IOFailure: it failed. After a load the storage must not be used.
         """
 
+    def discard(self) -> None:
+        """Release what the bytes passed through. It has ended, or failed."""
+
 
 class Transfers(Protocol):
-    """Starts transfers between slots and storages of one device."""
+    """Starts transfers between slots and storages of one device. Only `make_room` waits: the others are called while signals are
+    deferred."""
 
     frees_at_once: bool
     """True if the memory of a storage may be freed when its store has begun; False: when it has ended."""
+
+    def make_room(self, nbytes: int) -> None:
+        """Wait, where a transfer of `nbytes` needs host memory, until there is some or all transfers have ended."""
 
     def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
         """Into an empty storage, which is allocated when `wait` has returned, or before."""
@@ -53,6 +61,9 @@ class _Direct:
     def wait(self) -> None:
         self._operation.wait()
 
+    def discard(self) -> None:
+        return None
+
 
 class InPlace:
     """Transfers of host memory itself.
@@ -68,9 +79,12 @@ class InPlace:
         self._store = store
         self._verify = verify
 
+    def make_room(self, nbytes: int) -> None:
+        return None
+
     def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
         storage.resize_(slot.nbytes)
-        return _Direct(self._store.read(slot, storage.data_ptr()), storage)
+        return _Direct(self._store.read(slot, storage.data_ptr(), memory=storage), storage)
 
     def store(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
         return _Direct(self._store.write(slot, storage.data_ptr(), verify=self._verify), storage)
@@ -115,24 +129,42 @@ class Staged:
         self._verify = verify
         self._busy: deque[tuple[Operation | None, Event | None, _Buffer]] = deque()
 
+    def make_room(self, nbytes: int) -> None:
+        self._reclaim(block=False)
+        while self._busy and not self._has_room(nbytes):
+            self._reclaim(block=True)
+
+    def _has_room(self, nbytes: int) -> bool:
+        with signals_deferred():
+            lease = self._arena.acquire(nbytes)
+            if lease is not None:
+                lease.release()
+        return lease is not None
+
     def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
-        buffer = self._acquire(slot.nbytes)
-        return _StagedLoad(
-            self, self._store.read(slot, buffer.tensor.data_ptr()), storage, buffer, slot.nbytes
-        )
+        buffer = _Buffer(self._arena.acquire(slot.nbytes), slot.nbytes)
+        try:
+            operation = self._store.read(slot, buffer.tensor.data_ptr(), memory=buffer)
+        except Exception:
+            buffer.release()
+            raise
+        return _StagedLoad(self, operation, storage, buffer, slot.nbytes)
 
     def store(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
-        buffer = self._acquire(slot.nbytes)
+        buffer = _Buffer(self._arena.acquire(slot.nbytes), slot.nbytes)
         copied = self._device.copy_to_host(_bytes_of(storage), buffer.tensor)
         if copied is not None:
             self._device.wait(copied)
-        operation = self._store.write(
-            slot,
-            buffer.tensor.data_ptr(),
-            after_event=self._device.event_handle(copied),
-            verify=self._verify,
-        )
-        self._busy.append((operation, copied, buffer))
+        operation = None
+        try:
+            operation = self._store.write(
+                slot,
+                buffer.tensor.data_ptr(),
+                after_event=self._device.event_handle(copied),
+                verify=self._verify,
+            )
+        finally:
+            self._busy.append((operation, copied, buffer))
         return _Direct(operation, storage)
 
     def copy_in(self, buffer: _Buffer, storage: torch.UntypedStorage) -> None:
@@ -147,23 +179,18 @@ class Staged:
     def close(self) -> None:
         """Give the buffers back, so that the arena can be closed, once their transfers have ended. The store is closed. Those of
         a transfer that never ends (behind a collective whose peer is gone) are kept."""
-        until = time.monotonic() + UNPIN_TIMEOUT
+        patience = Patience(UNPIN_TIMEOUT, self._device.progress)
+        hung = False
         while self._busy:
-            operation, event, buffer = self._busy.popleft()
+            operation, event, buffer = self._busy[0]
             ended = operation is None or operation.done()
-            if ended and event is not None:
-                ended = self._device.block(event, max(0.0, until - time.monotonic()))
-            if ended:
-                buffer.release()
-
-    def _acquire(self, nbytes: int) -> _Buffer:
-        """A buffer; waits for transfers in flight, and is not pinned where that does not give room."""
-        self._reclaim(block=False)
-        lease = self._arena.acquire(nbytes)
-        while lease is None and self._busy:
-            self._reclaim(block=True)
-            lease = self._arena.acquire(nbytes)
-        return _Buffer(lease, nbytes)
+            if ended and event is not None and not event.query():
+                hung = hung or not patience.wait(partial(self._device.block, event))
+                ended = not hung
+            with signals_deferred():
+                self._busy.popleft()
+                if ended:
+                    buffer.release()
 
     def _reclaim(self, *, block: bool) -> None:
         """Release buffers whose transfers have ended; with `block`, wait for the oldest. The waiter gets the failure."""
@@ -178,8 +205,9 @@ class Staged:
                 event is not None and not event.query()
             ):
                 return
-            self._busy.popleft()
-            buffer.release()
+            with signals_deferred():
+                self._busy.popleft()
+                buffer.release()
             block = False
 
     @staticmethod
@@ -214,17 +242,18 @@ class _StagedLoad:
         return self._operation.done()
 
     def wait(self) -> None:
-        buffer, self._buffer = self._buffer, None
-        if buffer is None:
+        if self._buffer is None:
             return
-        try:
-            self._operation.wait()
+        self._operation.wait()
+        with signals_deferred():
             self._storage.resize_(self._nbytes)
-        except BaseException:
-            if self._operation.done():
-                buffer.release()
-            raise
-        self._transfers.copy_in(buffer, self._storage)
+            buffer, self._buffer = self._buffer, None
+            self._transfers.copy_in(buffer, self._storage)
+
+    def discard(self) -> None:
+        if self._buffer is not None:
+            self._buffer.release()
+            self._buffer = None
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

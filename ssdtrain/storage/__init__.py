@@ -29,6 +29,7 @@ from ssdtrain.storage.signal_safe_lock import (
     defer_signals,
     holds_signal_safe_lock,
     make_signal_safe_lock,
+    signals_deferred,
 )
 from ssdtrain.storage.slot import Slot
 from ssdtrain.storage.store import SpillStore
@@ -66,4 +67,5 @@ __all__ = [
     "make_signal_safe_lock",
     "projected_life",
     "rated_bytes",
+    "signals_deferred",
 ]

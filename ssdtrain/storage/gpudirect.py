@@ -45,7 +45,7 @@ PIECE = 32 << 20
 """Bytes that one worker transfers at a time: each call costs the workers the GIL."""
 
 CLOSE_TIMEOUT = 30.0
-"""Seconds that close waits for transfers under way, which may hang in a driver."""
+"""Seconds in which no transfer ends, after which close gives up: they may hang in a driver."""
 
 CUFILE_CONFIG = Path("/etc/cufile.json")
 
@@ -189,8 +189,8 @@ class GpuDirectPool:
         """Close the pool of device memory and the files of kvikio. Idempotent; does nothing in a forked child.
 
         Raises:
-            TimeoutError: a transfer, or the query of an event, has not ended in `CLOSE_TIMEOUT` seconds; the pool and its
-                files stay open.
+            TimeoutError: a transfer, or the query of an event, has not ended, and nothing has for `CLOSE_TIMEOUT` seconds; the
+                pool and its files stay open.
         """
         if self in _HUNG:
             return
@@ -198,7 +198,7 @@ class GpuDirectPool:
             _HUNG.append(self)
             directories = ", ".join(str(slab.directory) for slab in self._slabs)
             raise TimeoutError(
-                f"a transfer of cuFile to {directories}, or the query of a CUDA event before one, has not ended in "
+                f"a transfer of cuFile to {directories}, or the query of a CUDA event before one, does not end, and none has for "
                 f"{CLOSE_TIMEOUT:g} s: its threads stay until the process "
                 'ends; see dmesg and cufile.log, and set offload.gpudirect to "off"'
             )

@@ -11,8 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
+from ssdtrain.patience import Patience
 from ssdtrain.storage import faults as fault
 from ssdtrain.storage import forks, memory
 from ssdtrain.storage.errors import IOFailure, SourceChanged, StoreClosed
@@ -113,6 +115,7 @@ class PythonPool:
         ]
         self._cancelled: deque[tuple[int, int]] = deque()
         self._cancelled_bytes = 0
+        self._pieces_ended = 0
         self._serials = [0, 0, 0, 0]
         self.digests = threading.Lock()  # of operations; workers add to them
         self._held = [False, False]
@@ -254,14 +257,10 @@ class PythonPool:
         self.close_within(None)
 
     def close_within(self, timeout: float | None) -> bool:
-        """`close`, but wait at most `timeout` seconds. False: a thread is still in a transfer or queries an event."""
+        """`close`, but give up when no piece has ended for `timeout` seconds. False: a thread is still in a transfer or queries
+        an event."""
         if self._generation != forks.generation():
             return True
-        until = None if timeout is None else time.monotonic() + timeout
-
-        def left() -> float | None:
-            return None if until is None else max(0.0, until - time.monotonic())
-
         with self._lock:
             self._closed = True
             for queue in self._queues:
@@ -273,10 +272,13 @@ class PythonPool:
                 queue.ready.notify_all()
         for waiter in self._events:
             waiter.close()
-        queried = [not waiter.join(left()) for waiter in self._events]
-        for thread in self._threads:
-            thread.join(left())
-        return not any(queried) and not any(thread.is_alive() for thread in self._threads)
+        threads = [*(waiter.thread for waiter in self._events), *self._threads]
+        if timeout is None:
+            for thread in threads:
+                thread.join()
+            return True
+        patience = Patience(timeout, lambda: self._pieces_ended)
+        return all(patience.wait(partial(_joined, thread)) for thread in threads)
 
     def _release(self) -> None:
         self._held[:] = self._held_begun[:] = [False, False]
@@ -361,6 +363,7 @@ class PythonPool:
     ) -> None:
         with self._lock:
             queue.working[operation.kind & 1] -= 1
+            self._pieces_ended += 1
             moved = 0 if skip or error is not None else piece.end - max(piece.start, operation.page_offset)
             queue.end(operation.kind & 1, moved)
             operation._error = operation._error or error
@@ -386,6 +389,12 @@ class PythonPool:
             operation._error = self._make_error(
                 operation.kind, first.queue, errno.EIO, detail, first.offset, operation.nbytes
             )
+
+
+def _joined(thread: threading.Thread, timeout: float) -> bool:
+    """Wait for the end of `thread`. False: it has not ended."""
+    thread.join(timeout)
+    return not thread.is_alive()
 
 
 assert (WRITE & 1, READ & 1, COPY_IN & 1) == (0, 1, 0) and ERRNO == 0

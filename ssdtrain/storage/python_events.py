@@ -67,8 +67,8 @@ class EventWaiter:
         self._ready = threading.Condition()
         self._queried: PythonOperation | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name="ssdtrain-event", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._work, name="ssdtrain-event", daemon=True)
+        self.thread.start()
 
     def submit(self, operation: "PythonOperation") -> None:
         with self._ready:
@@ -77,21 +77,16 @@ class EventWaiter:
 
     def wait_for_query(self, operation: "PythonOperation") -> None:
         """Block until the event of a cancelled operation is no longer queried, so that it may be destroyed."""
-        while self._queried is operation and threading.get_ident() != self._thread.ident:
+        while self._queried is operation and threading.get_ident() != self.thread.ident:
             time.sleep(SHORTEST)
 
     def close(self) -> None:
-        """Cancel all waiting operations and let the thread end. Idempotent."""
+        """Cancel all waiting operations and let `thread` end. Idempotent."""
         with self._ready:
             self._closed = True
             for operation in self._waiting:
                 operation.cancel()
             self._ready.notify()
-
-    def join(self, timeout: float | None) -> bool:
-        """Wait for the thread after `close`, at most `timeout` seconds. Returns False if a query has not returned."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
 
     def _next(self) -> "PythonOperation | None":
         with self._ready:

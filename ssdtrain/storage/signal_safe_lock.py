@@ -4,6 +4,9 @@ Python runs signal handlers between two bytecodes of the main thread, and most o
 after a scheduler's notice. Raised in the middle of an update of regions, slots or free ranges, such an exception would leak
 space or hand it out twice. While a `SignalSafeLock` is held, signals are noted, and their handlers run when it is released.
 
+`signals_deferred` is the same for what one thread changes alone: the submission of a transfer and the change that keeps its
+memory are one step.
+
 This applies to every signal that has a Python handler when `defer_signals` is called. The delay is microseconds, because
 no code waits for I/O while it holds such a lock. Without the C extension it is an ordinary lock; a training loop that catches
 such an exception must then create a new runtime.
@@ -20,6 +23,7 @@ __all__ = [
     "holds_signal_safe_lock",
     "make_signal_safe_lock",
     "mark_worker",
+    "signals_deferred",
 ]
 
 
@@ -72,6 +76,11 @@ _SIGNALS = sorted(signal.valid_signals())
 def make_signal_safe_lock() -> SignalSafeLock:
     """Create a lock: the C version if it was built."""
     return cast(SignalSafeLock, _native.SignalSafeLock() if _native is not None else _PlainLock())
+
+
+def signals_deferred() -> SignalSafeLock:
+    """Create the lock of one section, which defers signals and excludes no thread. Sections may be nested."""
+    return make_signal_safe_lock()
 
 
 def holds_signal_safe_lock() -> bool:

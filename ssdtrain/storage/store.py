@@ -23,7 +23,11 @@ from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.metrics import StoreMetrics, transfers_since
 from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, DEVICE_READ, DEVICE_WRITE, READ, WRITE
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
-from ssdtrain.storage.signal_safe_lock import holds_signal_safe_lock, make_signal_safe_lock
+from ssdtrain.storage.signal_safe_lock import (
+    holds_signal_safe_lock,
+    make_signal_safe_lock,
+    signals_deferred,
+)
 from ssdtrain.storage.slab import Slab, default_capacity, no_room
 from ssdtrain.storage.slot import Slot
 from ssdtrain.storage.striping import StripedDrives
@@ -89,6 +93,7 @@ class SpillStore:
             )
         memory.check_copies()
         self._lock = make_signal_safe_lock()
+        self._submitting = make_signal_safe_lock()
         self._freed: deque[Slot] = deque()
         self._ending: list[Slot] = []
         self._live_slots = self._live_bytes = 0
@@ -99,6 +104,7 @@ class SpillStore:
         self._pinned = register is not None
         self._copied = [0, 0]  # bytes into and out of the host tier that others have moved
         self._pattern: memory.Map | None = None
+        self._filled: deque[tuple[Operation, object]] = deque()  # reads, and what they fill
         try:
             for index, directory in enumerate(Path(d) for d in directories):
                 room = capacity if capacity is not None else default_capacity(directory, local_world_size)
@@ -131,7 +137,7 @@ class SpillStore:
         self._drives = StripedDrives(self._slabs, stripe, self._pattern)
         forks.track(self)
         self._shutdown = weakref.finalize(
-            self, _close_parts, self.pool, self._slabs, self._host, self._pattern
+            self, _close_parts, self.pool, self._slabs, self._host, self._pattern, self._filled
         )
 
     def reserve(self, nbytes: int, tier: str | None = None) -> Slot:
@@ -191,7 +197,7 @@ class SpillStore:
         """
         return self._submit(slot, WRITE, address, after_event, defer, checksum, int(verify))
 
-    def read(self, slot: Slot, address: int, *, defer: bool = False) -> Operation:
+    def read(self, slot: Slot, address: int, *, defer: bool = False, memory: object = None) -> Operation:
         """Queue a read of a slot, whose write must have succeeded, into `address`.
 
         Any alignment is allowed; no copy is needed if `address % 4096` equals that of the write
@@ -199,11 +205,20 @@ class SpillStore:
 
         Args:
             defer: as in `write`.
+            memory: the owner of what is read into. It is kept until the read has ended, also where its user is collected as
+                garbage meanwhile, and this store with it; None: the caller keeps it.
 
         Raises:
             ValueError: the slot has no content: no write has succeeded, it has not ended, or the slot was freed.
         """
-        return self._submit(slot, READ, address, 0, defer, 0, 0)
+        if memory is None:
+            return self._submit(slot, READ, address, 0, defer, 0, 0)
+        with signals_deferred():
+            operation = self._submit(slot, READ, address, 0, defer, 0, 0)
+            while self._filled and self._filled[0][0].done():
+                self._filled.popleft()
+            self._filled.append((operation, memory))
+        return operation
 
     def transfer_device(self, slot: Slot, address: int, *, into: bool, after_event: int = 0) -> Operation:
         """Queue a transfer of device memory into a slot of a drive or out of it: see `ssdtrain.storage.gpudirect`."""
@@ -306,17 +321,21 @@ class SpillStore:
             page_offset = address % ALIGNMENT if kind == WRITE and slot._lease is None else 0
         if slot._lease is not None:
             kind = COPY_OUT if kind == READ else COPY_IN
-        operation = self.pool.submit(
-            kind, address, slot.nbytes, page_offset, slot._extents, event, defer, checksum, digest
-        )
-        slot.record(operation, None if kind & 1 else page_offset)
+        # Else the space of a transfer that the slot does not know is used again during it.
+        with self._submitting:
+            operation = self.pool.submit(
+                kind, address, slot.nbytes, page_offset, slot._extents, event, defer, checksum, digest
+            )
+            slot.record(operation, None if kind & 1 else page_offset)
         return operation
 
     def use_pool(self, pool: Pool) -> None:
         """Use `pool`, which closes the one before when it is closed."""
         self.pool = pool
         self._shutdown.detach()
-        self._shutdown = weakref.finalize(self, _close_parts, pool, self._slabs, self._host, self._pattern)
+        self._shutdown = weakref.finalize(
+            self, _close_parts, pool, self._slabs, self._host, self._pattern, self._filled
+        )
 
     def is_pinned(self, slot: Slot) -> bool:
         """Whether a device copies to and from the memory of this slot itself: see `copied`."""
@@ -361,11 +380,17 @@ class SpillStore:
             self._live_bytes -= slot.nbytes
 
 
-def _close_parts(pool: Pool, slabs: list[Slab], host: Arena | None, pattern: memory.Map | None) -> None:
+def _close_parts(
+    pool: Pool,
+    slabs: list[Slab],
+    host: Arena | None,
+    pattern: memory.Map | None,
+    filled: deque[tuple[Operation, object]],
+) -> None:
     """Release the parts of a store: on close, garbage collection or interpreter exit. Collected by a worker, or by a thread that
     holds a lock, neither of which may wait for the pool, it is released by a thread of its own."""
     if holds_signal_safe_lock():
-        arguments = pool, slabs, host, pattern
+        arguments = pool, slabs, host, pattern, filled
         threading.Thread(target=_close_parts, args=arguments, name="ssdtrain-close").start()
         return
     with ExitStack() as closing:  # all are closed, the last first, whatever one of them raises
@@ -375,4 +400,5 @@ def _close_parts(pool: Pool, slabs: list[Slab], host: Arena | None, pattern: mem
             closing.callback(host.close, force=True)
         for slab in slabs:
             closing.callback(slab.close)
+        closing.callback(filled.clear)
         closing.callback(pool.close)

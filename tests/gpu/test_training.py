@@ -94,7 +94,9 @@ def test_losses_and_gradients_have_the_bits_of_a_run_without(
     model = model_of(kind, device, dtype)
     with offloading(model, way, tmp_path) as (around, runtime):
         found = trained(model, around, runtime.step_end)
-        assert runtime.statistics().store.bytes_written + runtime.statistics().offload.forwarded_bytes > 0
+        counted = runtime.statistics().offload
+        # Of a device that is behind its host nothing may be written yet, and a store that backward overtakes never is.
+        assert counted.offloaded_bytes + counted.avoided_write_bytes > 0
     for (loss, gradients), (other, others) in zip(expected, found, strict=True):
         assert torch.equal(loss, other)
         assert all(torch.equal(a, b) for a, b in zip(gradients, others, strict=True))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ from benchmarks.simulation.training import (
 from ssdtrain.config import load_config
 from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.build import build_engine
+from ssdtrain.offload.hooks import SavedTensorRecorder
 from ssdtrain.offload.limits import TransferLimits
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.tape import Tape
@@ -180,6 +183,52 @@ def test_an_arena_grows_where_drives_are_written_through_it_and_its_size_is_not_
         store.close()
 
 
+def grow(buffers: Buffers, wanted: int, limit: int, room: Callable[[], int] | None = None) -> None:
+    nbytes = buffers.missing(wanted, limit)
+    arena = buffers.pin(nbytes, room) if nbytes else None
+    if arena is not None:
+        buffers.adopt(arena)
+
+
+@pytest.mark.parametrize("forward", [False, True], ids=["between-steps", "in-a-forward"])
+def test_other_threads_go_on_while_an_arena_is_pinned(
+    forward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinning takes seconds and may wait for the device: whoever needs the engine's lock does not wait for it."""
+    config = load_config({"offload": {"directories": str(tmp_path), "amount": "all", "min_bytes": 1}}).offload
+    assert config is not None
+    engine, store = build_engine(config, torch.device("cpu"), [tmp_path], staged=True)
+    free: list[bool] = []
+
+    def register(address: int, nbytes: int) -> Callable[[], None]:
+        def take() -> None:
+            free.append(engine._lock.acquire(blocking=False))
+            if free[-1]:
+                engine._lock.release()
+
+        other = threading.Thread(target=take)
+        other.start()
+        other.join()
+        return lambda: None
+
+    try:
+        engine.buffers.close()
+        monkeypatch.setattr(engine.buffers, "_cannot_grow", False)
+        monkeypatch.setattr(engine.buffers, "_register", register)
+        x = torch.randn(1024, 1024, requires_grad=True)
+        with SavedTensorRecorder(engine, Tape()):
+            loss = (x * 2).sin().sum()
+        if not forward:
+            engine.grow(between_steps=True)
+        assert free == [True] and engine.buffers.capacity >= 4 * MiB
+        assert engine.metrics.kept_late_bytes == 0, "a tensor found no room"
+        loss.backward()
+        assert x.grad is not None and torch.equal(x.grad, (x * 2).cos() * 2)
+    finally:
+        engine.close()
+        store.close()
+
+
 @pytest.mark.parametrize("kind", [OSError, MemoryError, torch.cuda.CudaError])
 def test_without_memory_to_pin_the_arena_stays_with_a_warning(
     kind: type[Exception], caplog: pytest.LogCaptureFixture
@@ -196,7 +245,7 @@ def test_without_memory_to_pin_the_arena_stays_with_a_warning(
     buffers = Buffers(4 * MiB, register, None)
     with caplog.at_level(logging.WARNING, logger="ssdtrain"):
         for _ in range(2):
-            buffers.grow(8 * MiB, 64 * MiB)
+            grow(buffers, 8 * MiB, 64 * MiB)
     assert buffers.capacity == 4 * MiB
     (record,) = caplog.records
     assert "offload.buffer" in record.getMessage() and str(8 * MiB) in record.getMessage()
@@ -210,7 +259,7 @@ def test_an_arena_grows_by_the_memory_that_is_free_when_it_grows(
     """Since the engine was built, optimizer and loaders have taken theirs; to pin more than a cgroup allows ends the process."""
     buffers = Buffers(4 * MiB, lambda address, nbytes: lambda: None, None)
     with caplog.at_level(logging.WARNING, logger="ssdtrain"):
-        buffers.grow(16 * MiB, 128 * MiB, lambda: room * MiB)
+        grow(buffers, 16 * MiB, 128 * MiB, lambda: room * MiB)
     assert buffers.capacity == capacity * MiB
     assert len(caplog.records) == (capacity == 4)
     buffers.close()
@@ -221,7 +270,7 @@ def test_the_arena_before_stays_in_use() -> None:
     unpinned: list[int] = []
     buffers = Buffers(2 * MiB, lambda address, nbytes: lambda: unpinned.append(nbytes), None)
     held = buffers.acquire(MiB)
-    buffers.grow(4 * MiB, 64 * MiB)
+    grow(buffers, 4 * MiB, 64 * MiB)
     assert buffers.capacity == 4 * MiB and buffers.acquire(4 * MiB) is not None
     again = buffers.acquire(MiB)
     assert held is not None and again is not None and buffers.allocated == 6 * MiB

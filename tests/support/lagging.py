@@ -143,6 +143,9 @@ class LaggingDevice:
         event.synchronize()
         return True
 
+    def progress(self) -> int:
+        return 0
+
     def current_stream(self) -> str:
         return "the host"
 
