@@ -20,6 +20,7 @@ FLOOR = {
     "timestamps": 0,
     "cuda_runtime": 0,
     "bandwidth": 0,
+    "output_files": 0,
     "ranks": 0,
     "optimizer_hooks": 0,
     "telemetry.text": 1,

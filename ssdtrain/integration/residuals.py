@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ssdtrain.comm import Communicator
+from ssdtrain.output_files import replace_file
 
 __all__ = ["load", "save"]
 
@@ -32,12 +33,10 @@ def save(comm: Communicator, file: Path, layout: Mapping[str, int]) -> None:
         OSError: it cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".new")
-    with partial.open("wb") as stream:
+    with replace_file(file, 0o666) as stream:  # as the files of the framework beside it
         torch.save({"layout": dict(layout), "comm": comm.state_dict()}, stream)
         stream.flush()
         os.fsync(stream.fileno())
-    os.replace(partial, file)
 
 
 def load(comm: Communicator, file: Path, layout: Mapping[str, int]) -> bool:

@@ -121,9 +121,7 @@ RUN_BY = {
     ("docs/trace.md", "ssdtrain report"): Ran(f"{BLOCKS}::test_trace"),
     ("docs/trace.md", "runtime = ssdtrain.attach"): Ran(f"{BLOCKS}::test_trace"),
     ("docs/watch.md", '"ssdtrain"'): IS_A_CONFIG,
-    ("docs/watch.md", "ssdtrain report"): Ran(
-        f"{PAGE_TESTS}::test_the_commands_that_watch_a_run_work", "--serve: tests/cli/test_report.py"
-    ),
+    ("docs/watch.md", "ssdtrain report"): Ran(f"{PAGE_TESTS}::test_the_commands_that_watch_a_run_work"),
 }
 """(page, how the block begins) -> what runs it."""
 
