@@ -381,12 +381,14 @@ def device_for(device: torch.device) -> Device:
     """The device layer for `device`.
 
     Raises:
-        ValueError: neither a CPU nor a CUDA device.
+        ValueError: neither a CPU nor a CUDA device, or torch was built for ROCm, whose devices it calls "cuda" too.
     """
     if device.type == "cpu":
         return CpuDevice()
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.version.hip is None:
         return CudaDevice(device)
+    name = f"{device} (ROCm {torch.version.hip})" if device.type == "cuda" else str(device)
     raise ValueError(
-        f"device {device} is not supported: SSDTrain offloads tensors of 'cpu' and 'cuda' devices"
+        f"device {name} is not supported yet: SSDTrain offloads from CUDA devices and the CPU. Leave out the sections offload, "
+        "plan and state on this machine"
     )
