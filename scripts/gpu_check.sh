@@ -63,7 +63,7 @@ install() {
 print(torch.__version__, triton.__version__, torch.cuda.get_device_name(0))"
 }
 
-doctor() { "$python" -m ssdtrain.cli doctor ${DIRECTORY:+"$DIRECTORY"}; }
+doctor() { "$python" -m ssdtrain doctor ${DIRECTORY:+"$DIRECTORY"}; }
 
 tests() { SSDTRAIN_POISON=1 "$python" -m pytest -q -m gpu -p no:cacheprovider --timeout="${TEST_LIMIT:-120}" "$@"; }
 streams() { tests tests/gpu/test_streams.py tests/test_device.py; }

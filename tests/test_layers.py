@@ -44,6 +44,7 @@ FLOOR = {
     "__init__": 10,
     "bench": 10,
     "cli": 11,
+    "__main__": 12,
 }
 FRAMEWORKS = {"deepspeed", "megatron", "transformers", "accelerate"}
 

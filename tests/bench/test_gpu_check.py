@@ -323,7 +323,7 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], di
     "words",
     [
         "-m pytest -q -m gpu --collect-only -p no:cacheprovider tests/gpu tests/test_device.py tests/codecs/test_kernels.py",
-        "-m ssdtrain.cli doctor",
+        "-m ssdtrain doctor",
         "-m benchmarks.gpu --help",
     ],
     ids=lambda words: words.split()[1],

@@ -77,7 +77,7 @@ RUN_BY = {
         f"{BLOCKS}::test_bench", "collective: test_bench_between_processes"
     ),
     ("docs/bench.md", "import torch"): Ran(f"{BLOCKS}::test_bench"),
-    ("docs/clusters.md", "torchrun --nproc-per-node 2 -m ssdtrain.cli doctor"): Ran(
+    ("docs/clusters.md", "torchrun --nproc-per-node 2 -m ssdtrain doctor"): Ran(
         f"{BLOCKS}::test_the_doctor_in_ranks"
     ),
     ("docs/codecs.md", "from ssdtrain.codecs"): Ran(f"{BLOCKS}::test_codecs"),
