@@ -37,7 +37,7 @@ UNPIN_TIMEOUT = 30.0  # seconds that unpinning host memory waits for the device
 
 NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it
 
-TESTED_TORCH = ("2.13.0",)
+TESTED_TORCH = ("2.13.0", "2.15.0")
 
 
 @functools.cache
