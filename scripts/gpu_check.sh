@@ -20,7 +20,7 @@
 # The machine needs Python 3.10 or newer with torch (CUDA build) and triton. Wheels (pip download -d DIR PACKAGE... on a machine with
 # the same Python and platform), under 40 MiB together:
 #   pydantic, pydantic-core, annotated-types, typing-inspection, typing-extensions, PyYAML, rich, markdown-it-py, mdurl, pygments,
-#   psutil, numpy, pytest, pytest-timeout, iniconfig, packaging, pluggy, setuptools
+#   psutil, numpy, pytest, pytest-timeout, iniconfig, packaging, pluggy, sortedcontainers, hypothesis, setuptools
 # The C extensions are built unless they are here (ssdtrain/*/*.abi3.so of any Python from 3.10 on x86 Linux serve); without them and
 # without a C compiler the Python engine runs, and its figures are lower.
 set -uo pipefail
@@ -45,7 +45,7 @@ fi
 needed="typing_extensions:typing-extensions annotated_types:annotated-types pydantic_core:pydantic-core \
 typing_inspection:typing-inspection pydantic:pydantic yaml:PyYAML mdurl:mdurl markdown_it:markdown-it-py pygments:pygments rich:rich \
 psutil:psutil numpy:numpy iniconfig:iniconfig packaging:packaging pluggy:pluggy pytest:pytest pytest_timeout:pytest-timeout \
-setuptools:setuptools"
+sortedcontainers:sortedcontainers hypothesis:hypothesis setuptools:setuptools"
 
 install() {
   local bytes missing=()
@@ -63,7 +63,7 @@ install() {
 print(torch.__version__, triton.__version__, torch.cuda.get_device_name(0))"
 }
 
-doctor() { "$python" -m ssdtrain.cli doctor ${DIRECTORY:+"$DIRECTORY"}; }
+doctor() { "$python" -m ssdtrain doctor ${DIRECTORY:+"$DIRECTORY"}; }
 
 tests() { SSDTRAIN_POISON=1 "$python" -m pytest -q -m gpu -p no:cacheprovider --timeout="${TEST_LIMIT:-120}" "$@"; }
 streams() { tests tests/gpu/test_streams.py tests/test_device.py; }

@@ -41,7 +41,7 @@ RECENT = 1024  # events recorded last that show whether the device makes progres
 
 NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it
 
-TESTED_TORCH = ("2.13.0",)
+TESTED_TORCH = ("2.13.0", "2.15.0")
 
 
 @functools.cache
@@ -396,12 +396,14 @@ def device_for(device: torch.device) -> Device:
     """The device layer for `device`.
 
     Raises:
-        ValueError: neither a CPU nor a CUDA device.
+        ValueError: neither a CPU nor a CUDA device, or torch was built for ROCm, whose devices it calls "cuda" too.
     """
     if device.type == "cpu":
         return CpuDevice()
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.version.hip is None:
         return CudaDevice(device)
+    name = f"{device} (ROCm {torch.version.hip})" if device.type == "cuda" else str(device)
     raise ValueError(
-        f"device {device} is not supported: SSDTrain offloads tensors of 'cpu' and 'cuda' devices"
+        f"device {name} is not supported yet: SSDTrain offloads from CUDA devices and the CPU. Leave out the sections offload, "
+        "plan and state on this machine"
     )

@@ -14,6 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdtrain import cuda_runtime, device
+from ssdtrain.config import load_config
+from ssdtrain.runtime import Runtime
 
 
 def test_an_untested_torch_is_said_once(
@@ -30,9 +32,23 @@ def test_an_untested_torch_is_said_once(
     device.warn_of_untested_torch.cache_clear()
 
 
-def test_other_devices_are_rejected_by_name() -> None:
-    with pytest.raises(ValueError, match="'cpu' and 'cuda'"):
-        device.device_for(torch.device("meta"))
+@pytest.mark.parametrize("name", ["xpu:1", "hpu", "mtia:0", "meta"])
+def test_other_devices_are_rejected_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"device {name} is not supported yet: .* Leave out the sections"):
+        device.device_for(torch.device(name))
+
+
+def test_rocm_is_rejected_by_name_although_torch_calls_its_devices_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.1.2")
+    with pytest.raises(ValueError, match=r"device cuda:0 \(ROCm 7\.1\.2\) is not supported yet"):
+        device.device_for(torch.device("cuda", 0))
+
+
+def test_a_runtime_for_such_a_device_is_an_error_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="device xpu:0 is not supported yet"):
+        Runtime(load_config({"offload": {"directories": str(tmp_path)}}), device=torch.device("xpu", 0))
 
 
 def test_load_targets_are_not_filled_where_algorithms_are_deterministic() -> None:

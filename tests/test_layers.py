@@ -20,6 +20,7 @@ FLOOR = {
     "timestamps": 0,
     "cuda_runtime": 0,
     "bandwidth": 0,
+    "output_files": 0,
     "ranks": 0,
     "patience": 0,
     "optimizer_hooks": 0,
@@ -44,6 +45,7 @@ FLOOR = {
     "__init__": 10,
     "bench": 10,
     "cli": 11,
+    "__main__": 12,
 }
 FRAMEWORKS = {"deepspeed", "megatron", "transformers", "accelerate"}
 

@@ -3,9 +3,9 @@
 GPT, BERT and T5 of (hidden, layers) = (8192, 4), (12288, 3), (16384, 2) (arXiv 2408.10013), and GPTs of 32 layers of 4096 at
 4k and 16k tokens, in bf16. Each is trained in every way of `measure.WAYS` in this process, with the same seed: activation peak
 and step time against keeping everything, equality of the losses, and the largest microbatch that fits with its throughput.
-Rows that do not fit, that failed, or that `--seconds` left no time for, are named as such. With `--rows` what was measured is
-kept in a file: a further call on the same device with the same sources goes on with what is missing; status 75 says that
-something is.
+Rows that do not fit, that failed, that the drive (measured first) is too slow for, or that `--seconds` left no time for, are
+named as such. With `--rows` what was measured is kept in a file: a further call on the same device with the same sources goes
+on with what is missing; status 75 says that something is.
 
 `--device cpu --dry-run` runs the same code with tiny models and no memory figures: it shows that the script works, nothing else.
 """
@@ -25,10 +25,11 @@ from typing import Any
 import torch
 
 from benchmarks.common import parser
-from benchmarks.gpu.attempts import AttemptFailed, Attempts, TimeIsOver
+from benchmarks.gpu.attempts import AttemptFailed, Attempts, DriveTooSlow, TimeIsOver
 from benchmarks.gpu.measure import WAYS, Geometry, be_deterministic
 from benchmarks.gpu.models import KINDS
 from benchmarks.gpu.sources import MEASURED, digest
+from ssdtrain.cli.bandwidth import measure as measure_drive
 from ssdtrain.telemetry.text import size_text
 
 GiB = 1 << 30
@@ -39,6 +40,8 @@ STEPS, FEW_STEPS = 6, 3
 """Of a row, and of each microbatch that is tried."""
 SOURCES = digest(MEASURED)
 """Read before anything is measured."""
+DRIVE_SAMPLE = 256 << 20
+"""Bytes that the drive is measured with before anything is begun."""
 MORE = 75
 """Exit status: call it again."""
 
@@ -57,13 +60,17 @@ def geometries(dry: bool) -> Iterator[Geometry]:
 
 
 def row_of(attempts: Attempts, geometry: Geometry, **options: Any) -> dict[str, Any]:
-    """All ways of one geometry, relative to keeping. "fits" is false where one does not fit, and null where it failed."""
+    """All ways of one geometry, relative to keeping. "fits" is false where one does not fit, and null where it failed, or where
+    "too_slow" says that the drive is."""
     ways: dict[str, dict[str, Any]] = {}
     for way in WAYS:
         try:
             found = attempts.measure(geometry, way, steps=STEPS, **options)
         except AttemptFailed as error:
             ways[way] = {"fits": None, "error": str(error)}
+            continue
+        except DriveTooSlow as error:
+            ways[way] = {"fits": None, "too_slow": str(error)}
             continue
         ways[way] = {"fits": False} if found is None else {"fits": True, **dataclasses.asdict(found)}
     keep = ways["keep"]
@@ -74,6 +81,7 @@ def row_of(attempts: Attempts, geometry: Geometry, **options: Any) -> dict[str, 
             found_way["step_time_ratio"] = found_way["step_seconds"] / keep["step_seconds"]
             if keep["peak_bytes"]:
                 found_way["peak_ratio"] = found_way["peak_bytes"] / keep["peak_bytes"]
+                found_way["reserved_ratio"] = found_way["reserved_bytes"] / keep["reserved_bytes"]
     return {"geometry": geometry.name, "ways": ways}
 
 
@@ -81,7 +89,7 @@ def largest_microbatch(
     attempts: Attempts, geometry: Geometry, way: str, limit: int, **options: Any
 ) -> dict[str, Any]:
     """The largest of 1, 2, 4, ... that fits, and its tokens per second; "error" alone where one failed instead. "at_least": none
-    was too large, up to `limit`."""
+    was too large, up to `limit` or to what the drive is fast enough for."""
     best: dict[str, Any] = {"microbatch": 0, "tokens_per_second": 0.0, "at_least": False}
     microbatch = 1
     while microbatch <= limit:
@@ -90,6 +98,8 @@ def largest_microbatch(
             found = attempts.measure(tried, way, **options, steps=FEW_STEPS)
         except AttemptFailed as error:
             return {"error": f"{tried.name}: {error}"}
+        except DriveTooSlow:
+            return best | {"at_least": True}
         if found is None:
             break
         best = {
@@ -109,30 +119,33 @@ def markdown(result: dict[str, Any]) -> str:
         f"{result['date']}, {result['hardware']}, torch {result['torch']}: `python -m benchmarks.gpu`.",
         f"Digest of the sources: {result['sources']}.",
         "",
-        "Activation peak (highest allocation beyond parameters and gradients) and step time relative to keeping everything in",
-        "the same run; bf16. A dash: it does not fit, or the device does not say.",
+        "Activation peak (highest allocation beyond parameters and gradients), the same of what the allocator had reserved, and",
+        "step time, each relative to keeping everything in the same run; bf16. A dash: it does not fit, or the device does not",
+        "say.",
         "",
     ]
     if result["dry_run"]:
         lines += ["**A dry run on tiny models: its figures mean nothing.**", ""]
     lines += [
-        "| model | way | peak | of keep | step | of keep | loss equal |", "|---|---|---|---|---|---|---|",
+        "| model | way | peak | of keep | reserved | of keep | step | of keep | loss equal |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in result["rows"]:
         for way, found in row["ways"].items():
             cells = [row["geometry"], way]
             if found["fits"]:
-                peak, ratio = found["peak_bytes"], found.get("peak_ratio")
                 times = found.get("step_time_ratio")
+                for kind in ("peak", "reserved"):
+                    nbytes, ratio = found[f"{kind}_bytes"], found.get(f"{kind}_ratio")
+                    cells += [size_text(nbytes) if nbytes else "-", f"x{ratio:.2f}" if ratio else "-"]
                 cells += [
-                    size_text(peak) if peak else "-",
-                    f"x{ratio:.2f}" if ratio else "-",
                     f"{found['step_seconds'] * 1e3:.1f} ms",
                     f"x{times:.2f}" if times else "-",
                     {True: "yes", False: "NO", None: "-"}[found.get("loss_equal")],
                 ]
             else:
-                cells += ["failed" if found["fits"] is None else "-", *["-"] * 4]
+                failed = "drive too slow" if "too_slow" in found else "failed"
+                cells += [failed if found["fits"] is None else "-", *["-"] * 6]
             lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "Largest microbatch of powers of two, and its throughput:", ""]
     lines += ["| model | way | microbatch | tokens/s |", "|---|---|---|---|"]
@@ -145,6 +158,8 @@ def markdown(result: dict[str, Any]) -> str:
             lines.append("| " + " | ".join([row["geometry"], way, *cells]) + " |")
     if result["left_out"]:
         lines += ["", f"Not run, the time was over: {', '.join(result['left_out'])}."]
+    if result["too_slow"]:
+        lines += ["", "Not run, the drive is too slow:", "", *(f"- {why}" for why in result["too_slow"])]
     if result["errors"]:
         lines += ["", "**Failed**:", "", *(f"- {error}" for error in result["errors"])]
     return "\n".join(lines) + "\n"
@@ -168,7 +183,7 @@ def run(
             continue
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     first = next(geometries(dry))
-    ways = ("keep", "recompute", "host", "ssd")
+    ways = ("keep", "recompute", "host", "ssd", "ssd_auto")
     limit = 2 if dry else LARGEST_TRIED
     try:
         found = {way: largest_microbatch(attempts, first, way, limit, **options) for way in ways}
@@ -184,6 +199,7 @@ def run(
         "rows": rows,
         "largest": largest,
         "left_out": left_out,
+        "too_slow": attempts.too_slow,
         "errors": attempts.errors,
     }
 
@@ -211,8 +227,11 @@ def main() -> int:
     torch_version = f"torch {torch.__version__}"
     setting = (hardware_of(device), torch_version, SOURCES, str(chosen.directory), str(host_bytes))
     with tempfile.TemporaryDirectory(prefix="ssdtrain-gpu-", dir=chosen.directory) as directory:
-        attempts = Attempts(chosen.rows, chosen.seconds, setting)
+        written, read = measure_drive(Path(directory), DRIVE_SAMPLE)
+        print(f"the drive writes {size_text(written)}/s and reads {size_text(read)}/s", file=sys.stderr)
+        attempts = Attempts(chosen.rows, chosen.seconds, setting, (written, read))
         result = run(device, chosen.dry_run, directory, host_bytes, attempts)
+        result |= {"drive_write_bytes_per_second": written, "drive_read_bytes_per_second": read}
     text = markdown(result)
     print(text)
     if chosen.write is not None:

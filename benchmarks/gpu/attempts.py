@@ -13,11 +13,16 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.measure import Geometry, Measured, measure
+from ssdtrain.telemetry.text import size_text
 
-__all__ = ["RESERVE", "AttemptFailed", "Attempts", "TimeIsOver"]
+__all__ = ["RESERVE", "AttemptFailed", "Attempts", "DriveTooSlow", "TimeIsOver"]
 
 RESERVE = 90.0
 """Seconds that one attempt may take: none is begun later than so long before the end."""
+
+
+LEAST_STEPS = 3
+"""Steps of the shortest attempt."""
 
 
 class TimeIsOver(Exception):
@@ -26,6 +31,10 @@ class TimeIsOver(Exception):
 
 class AttemptFailed(Exception):
     """It ended with an error other than for lack of device memory, or never ended. Says nothing about what fits."""
+
+
+class DriveTooSlow(Exception):
+    """It was not begun: three steps would take longer than an attempt may. One that is cut off would count as one that hung."""
 
 
 class Attempts:
@@ -39,10 +48,22 @@ class Attempts:
         file: is appended to; None: nothing is kept.
         seconds: of this process, from now on.
         setting: what else figures depend on, and is the same for all attempts of this process: device, sources, directory.
+        drive: bytes per second that the drive writes, and that it reads, as measured now; None: not to be asked.
+
+    Attributes:
+        too_slow: attempts that the drive is too slow for, and why.
     """
 
-    def __init__(self, file: Path | None, seconds: float, setting: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        file: Path | None,
+        seconds: float,
+        setting: tuple[str, ...],
+        drive: tuple[float, float] | None = None,
+    ) -> None:
         self._file = file
+        self._drive = drive
+        self.too_slow: list[str] = []
         self._setting = setting
         self._ends = time.monotonic() + seconds
         self._found: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -68,10 +89,13 @@ class Attempts:
 
         Raises:
             AttemptFailed: it has failed, now or when it was begun.
+            DriveTooSlow: it is not begun.
             TimeIsOver: it was not begun; or it broke the CUDA context.
         """
         key = (geometry.name, way, steps, *self._setting)
         if key not in self._found:
+            if way.startswith("ssd") and self._drive is not None:
+                self._check_drive(geometry, way)
             if time.monotonic() > self._ends - RESERVE:
                 raise TimeIsOver
             self._write({"key": key})
@@ -83,6 +107,20 @@ class Attempts:
             raise AttemptFailed(self._found[key]["error"].splitlines()[-1])
         found = self._found[key]["found"]
         return None if found is None else Measured(**found)
+
+    def _check_drive(self, geometry: Geometry, way: str) -> None:
+        """Half of the time of an attempt is for its start and its computation."""
+        assert self._drive is not None
+        written, read = self._drive
+        seconds = LEAST_STEPS * geometry.saved_bytes * (1 / written + 1 / read)
+        if seconds > RESERVE / 2:
+            why = (
+                f"{geometry.name}, {way}: {LEAST_STEPS} steps would move {size_text(geometry.saved_bytes)} each in "
+                f"{seconds:.0f} s (the drive writes {size_text(written)}/s and reads {size_text(read)}/s)"
+            )
+            if why not in self.too_slow:
+                self.too_slow.append(why)
+            raise DriveTooSlow(why)
 
     def _attempt(self, geometry: Geometry, way: str, **options: Any) -> dict[str, Any]:
         try:

@@ -18,9 +18,12 @@ from benchmarks.gpu.models import Model
 
 __all__ = ["CUBLAS", "WAYS", "Geometry", "Measured", "be_deterministic", "measure"]
 
-WAYS = ("keep", "recompute", "save_on_cpu", "host", "ssd")
-"""Keep activations; recompute every layer; torch.autograd.graph.save_on_cpu; SSDTrain to host memory; SSDTrain to the drive."""
+WAYS = ("keep", "recompute", "save_on_cpu", "host", "ssd", "host_auto", "ssd_auto")
+"""Keep activations; recompute every layer; torch.autograd.graph.save_on_cpu; SSDTrain with everything to host memory, and to the
+drive; the same with the default amount, which is as much as transfers can be hidden for."""
 
+SETTLING = 8
+"""Steps until the default amount is chosen and followed. They count for the peak and the losses alone."""
 
 LONGEST = 40.0
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -63,6 +66,8 @@ class Measured:
     """Median over the steps after the first two."""
     peak_bytes: int | None
     """Highest allocation beyond parameters and gradients; None where the device does not say (CPU)."""
+    reserved_bytes: int | None
+    """The same of what the allocator has reserved, in use or not: what the device must have."""
     losses: list[float]
     """Of each step: the same bits for every way."""
     offloaded_bytes: int = 0
@@ -79,7 +84,8 @@ def measure(
 
     Args:
         host_bytes: size of the host tier for "host" at most; it has what the model saves, for pinning takes time.
-        steps: at least 3; the first two are left out of the time. No further one after `LONGEST` seconds.
+        steps: at least 3; the first two are left out of the time. No further one after `LONGEST` seconds. Where the amount is
+            chosen while training, `SETTLING` more come before them.
 
     Raises:
         torch.OutOfMemoryError: it does not fit.
@@ -96,7 +102,7 @@ def measure(
     tokens = torch.randint(geometry.vocabulary, (geometry.microbatch, geometry.sequence), device=device)
     runtime = _runtime(model, way, device, directory, min(host_bytes, geometry.saved_bytes))
     try:
-        return _train(model, tokens, way, runtime, device, steps)
+        return _train(model, tokens, way, runtime, device, steps, SETTLING if way.endswith("_auto") else 0)
     finally:
         if runtime is not None:
             runtime.close()
@@ -107,17 +113,25 @@ def measure(
 
 
 def _runtime(model: Model, way: str, device: torch.device, directory: str, host_bytes: int) -> Any:
-    if way not in ("host", "ssd"):
+    kind, _, amount = way.partition("_")
+    if kind not in ("host", "ssd"):
         return None
-    tier: dict[str, Any] = {"host": host_bytes} if way == "host" else {"directories": directory}
-    tier["amount"] = "all"
+    tier: dict[str, Any] = {"host": host_bytes} if kind == "host" else {"directories": directory}
+    if amount != "auto":
+        tier["amount"] = "all"
     if device.type == "cpu":
         tier["min_bytes"] = 1024  # of the dry run, whose tensors are tiny
     return ssdtrain.attach(model, {"offload": tier, "report": {"interval": 0}})
 
 
 def _train(
-    model: Model, tokens: torch.Tensor, way: str, runtime: Any, device: torch.device, steps: int
+    model: Model,
+    tokens: torch.Tensor,
+    way: str,
+    runtime: Any,
+    device: torch.device,
+    steps: int,
+    settling: int,
 ) -> Measured:
     saved: Callable[[], AbstractContextManager[Any]] = nullcontext
     if way == "save_on_cpu":
@@ -127,11 +141,14 @@ def _train(
             return torch.autograd.graph.save_on_cpu(pin_memory=pinned)
 
     seconds: list[float] = []
-    peak = 0
+    peak = reserved = 0
     losses: list[float] = []
+    before: Any = None  # statistics at the end of the settling steps
     started = time.perf_counter()
-    for step in range(max(3, steps)):
-        if step >= 3 and time.perf_counter() - started > LONGEST:
+    for step in range(settling + max(3, steps)):
+        if step == settling and runtime is not None:
+            before = runtime.statistics()
+        if step >= settling + 3 and time.perf_counter() - started > LONGEST:
             break
         base = _begin(device)
         began = time.perf_counter()
@@ -150,12 +167,15 @@ def _train(
         losses.append(float(loss.detach()))
         if device.type == "cuda":
             peak = max(peak, torch.cuda.max_memory_allocated(device) - base)
-    found = Measured(way, statistics.median(seconds[2:]), peak if device.type == "cuda" else None, losses)
+            reserved = max(reserved, torch.cuda.max_memory_reserved(device) - base)
+    memory = (peak, reserved) if device.type == "cuda" else (None, None)
+    found = Measured(way, statistics.median(seconds[settling + 2 :]), *memory, losses)
     if runtime is not None:
-        metrics = runtime.statistics()
-        found.offloaded_bytes = metrics.store.bytes_written // len(seconds)
-        found.store_wait_seconds = metrics.offload.store_wait_seconds / len(seconds)
-        found.load_wait_seconds = metrics.offload.load_wait_seconds / len(seconds)
+        metrics, counted = runtime.statistics(), len(seconds) - settling
+        found.offloaded_bytes = (metrics.store.bytes_written - before.store.bytes_written) // counted
+        waits, waited = metrics.offload, before.offload
+        found.store_wait_seconds = (waits.store_wait_seconds - waited.store_wait_seconds) / counted
+        found.load_wait_seconds = (waits.load_wait_seconds - waited.load_wait_seconds) / counted
     return found
 
 

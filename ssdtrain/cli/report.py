@@ -4,20 +4,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from ssdtrain.cli.options import given
 from ssdtrain.cli.progress import progress
-from ssdtrain.config.errors import InvalidValue
+from ssdtrain.output_files import replace_file
 from ssdtrain.report.page import page
 from ssdtrain.report.prometheus import write_prometheus
 from ssdtrain.report.run import Run
-from ssdtrain.report.serve import Server
 from ssdtrain.report.trace import merge_traces
 
-HIGHEST_PORT = 65535
 EXAMPLES = """examples:
   ssdtrain report out/report                            writes out/report/report.html
   ssdtrain report out/report --against out/baseline     two runs side by side
-  ssdtrain report out/report --serve                    while training: http://127.0.0.1:8765/, and /metrics for Prometheus
   ssdtrain report out/report --trace                    steps of report.trace, all ranks, for ui.perfetto.dev
   ssdtrain report out/report --prometheus /var/lib/node_exporter/ssdtrain.prom
 """
@@ -27,13 +23,13 @@ def run(arguments: list[str]) -> int:
     """Returns the exit status: 0; 1 if there is nothing to report or a file cannot be written."""
     made = parser()
     chosen = made.parse_args(arguments)
-    other = next((name for name in ("serve", "prometheus", "trace") if getattr(chosen, name) is not None), "")
+    other = next((name for name in ("prometheus", "trace") if getattr(chosen, name) is not None), "")
     if other and chosen.output is not None:
         made.error(f"--output is the file of the page, which --{other} does not write")
-    if other in ("prometheus", "trace") and chosen.against is not None:
+    if other and chosen.against is not None:
         made.error(f"--against is for the page, which --{other} does not write")
     try:
-        return _serve(chosen) if chosen.serve is not None else _write(chosen)
+        return _write(chosen)
     except PermissionError as error:
         print(f"ssdtrain report: {error}: give a file that this user can write (--help)", file=sys.stderr)
         return 1
@@ -78,19 +74,6 @@ def parser() -> argparse.ArgumentParser:
         help="put the traces of all ranks (report.trace) into one file for ui.perfetto.dev, and write no page; by default "
         "trace.json in DIR",
     )
-    way.add_argument(
-        "--serve",
-        type=given(_port),
-        nargs="?",
-        const=8765,
-        metavar="PORT",
-        help="serve the page and keep it up to date until Ctrl-C; by default on port 8765",
-    )
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to serve on; everyone who can reach it can read the report",
-    )
     return parser
 
 
@@ -116,29 +99,7 @@ def _write(chosen: argparse.Namespace) -> int:
     output = chosen.output or chosen.directory / "report.html"
     with progress(f"writing {output}"):
         against = Run.read(chosen.against) if chosen.against is not None else None
-        output.write_text(page(found, against))
+        with replace_file(output) as stream:
+            stream.write(page(found, against).encode(errors="backslashreplace"))
     print(output)
-    return 0
-
-
-def _port(text: str) -> int:
-    allowed = f"a port from 0 (any that is free) to {HIGHEST_PORT}"
-    if not text.isdecimal() or int(text) > HIGHEST_PORT:
-        raise InvalidValue("is not a port", allowed)
-    return int(text)
-
-
-def _serve(chosen: argparse.Namespace) -> int:
-    try:
-        server = Server(chosen.directory, chosen.against, chosen.host, chosen.serve)
-    except OSError as error:
-        raise OSError(
-            f"--host {chosen.host} --serve {chosen.serve}: {error.strerror}; give another port, or an address of this machine"
-        ) from error
-    with server:
-        print(f"{server.address} (Ctrl-C ends it)", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            return 0
     return 0

@@ -95,11 +95,13 @@ def find_layers(
         required: False: there may be none.
 
     Raises:
-        ConfigError: none is found, or one has a width that the projection does not fit.
+        ConfigError: none is found, one has a width that the projection does not fit, or trains a weight of a class that computes
+            in its own way (quantised weights).
     """
     stacks: dict[str, tuple[Running, ...]] = {}
     found: list[Found] = []
     linear = 0
+    wrapped: dict[str, str] = {}  # name of a layer -> class of its weight
     projections = Projections(config.projection, config.seed)
     for path, module in model.named_modules():
         name = _plain_name(path if rename is None else rename(path, module))
@@ -110,6 +112,9 @@ def find_layers(
             continue
         linear += 1
         if (config.include and not matches(stack, config.include)) or matches(stack, config.exclude):
+            continue
+        if _computes_in_its_own_way(module.weight):
+            wrapped[name] = type(module.weight).__name__
             continue
         if config.mode == "quant":
             found.append(Found(name, module, kind, None))
@@ -127,12 +132,29 @@ def find_layers(
                 [Problem("ssdtrain.compact.projection", config.projection, why, allowed)]
             ) from None
         found.append(Found(name, module, kind, layout))
+    if wrapped:
+        kinds, names = ", ".join(sorted(set(wrapped.values()))), ", ".join(list(wrapped)[:4])
+        why = f"has {len(wrapped)} layers whose weights, which are trained, are of the class {kinds}: {names}"
+        allowed = "an exclude that has them, or freezing them"
+        raise ConfigError([Problem("ssdtrain.compact.exclude", list(config.exclude), why, allowed)])
     if required and not found:
         key, value = _that_leaves_nothing(config)
         why = f"leaves no layer to compress: of {type(model).__name__}, {linear} modules are linear layers that are known"
         allowed = "patterns of their names or classes (torch.nn.Linear, Conv1D, and those of an adapter)"
         raise ConfigError([Problem(f"ssdtrain.compact.{key}", value, why, allowed)])
     return found
+
+
+def _computes_in_its_own_way(weight: object) -> bool:
+    """Whether a trained weight is of a wrapper class, such as quantised ones: a product with it is what its class makes of
+    `linear`. A DTensor is a plain weight where it is gathered for the forward. With a frozen weight the layer's own forward runs.
+    """
+    return (
+        isinstance(weight, Tensor)
+        and weight.requires_grad
+        and type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        and not hasattr(weight, "device_mesh")
+    )
 
 
 def _that_leaves_nothing(config: CompactConfig) -> tuple[str, object]:

@@ -6,6 +6,9 @@ from typing import Any
 
 _SHOWN = 120  # characters of a value
 _SHOWN_KEY = 60  # of a key
+_SHOWN_PATH = 200  # of a full key, or of a file's name
+_SHOWN_WHY, _SHOWN_ALLOWED = 400, 600  # of a reason, which may quote a value, and of what is allowed
+_LISTED = 21  # errors of one config: its unknown keys, and how many more there are
 _SHOWN_BITS = 10_000  # of an integer; Python writes up to 4300 digits, which is about 14,000 bits
 
 
@@ -34,9 +37,7 @@ class ConflictingValues(ValueError):
         self.found = list(found)
 
     def __str__(self) -> str:
-        return "\n".join(
-            f"{key}: {shown(value)} {why}; allowed: {allowed}" for key, value, why, allowed in self.found
-        )
+        return "\n".join(str(Problem(*conflict)) for conflict in self.found)
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,12 @@ class Problem:
     """Allowed values."""
 
     def __str__(self) -> str:
-        return f"{self.path}: {shown(self.value)} {self.why}; allowed: {self.allowed}"
+        path, why = shortened(self.path, _SHOWN_PATH), shortened(self.why, _SHOWN_WHY)
+        return f"{path}: {shown(self.value)} {why}; allowed: {shortened(self.allowed, _SHOWN_ALLOWED)}"
 
 
 class ConfigError(ValueError):
-    """A config is invalid. The message lists every error.
+    """A config is invalid. The message lists the first 21 errors, and says how many there are.
 
     Attributes:
         problems: one `Problem` per error.
@@ -71,8 +73,16 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         count = "1 error" if len(self.problems) == 1 else f"{len(self.problems)} errors"
-        origin = f" in {printable(self.source)}" if self.source else ""
-        return "\n  ".join([f"invalid SSDTrain config{origin} ({count}):", *map(str, self.problems)])
+        origin = f" in {shortened(printable(self.source), _SHOWN_PATH)}" if self.source else ""
+        lines = [f"invalid SSDTrain config{origin} ({count}):", *map(str, self.problems[:_LISTED])]
+        if len(self.problems) > _LISTED:
+            lines.append(f"and {len(self.problems) - _LISTED} more, shown once these are right")
+        return "\n  ".join(lines)
+
+
+def shortened(text: str, most: int) -> str:
+    """`text` in at most so many characters: its beginning and its end."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[5 - most // 3 :]}"
 
 
 def shown(value: Any) -> str:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ssdtrain.comm import Communicator
 from ssdtrain.cuda_runtime import made_current
+from ssdtrain.output_files import replace_file
 
 __all__ = ["load", "save"]
 
@@ -48,16 +49,10 @@ def save(comm: Communicator, file: Path, layout: Mapping[str, int]) -> None:
 
 def _write(state: Mapping[str, Any], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".new")
-    try:
-        with partial.open("wb") as stream:
-            torch.save(state, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, file)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with replace_file(file, 0o666) as stream:  # as the files of the framework beside it
+        torch.save(state, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _exchange(comm: Communicator, value: Any) -> list[Any]:

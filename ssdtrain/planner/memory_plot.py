@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.meter import ActivationMeter
+from ssdtrain.output_files import replace_file
 from ssdtrain.planner.plans import Plan, Problem
 from ssdtrain.planner.timeline import simulate
 from ssdtrain.telemetry.text import duration_text, size_text
@@ -84,7 +85,8 @@ def draw_memory(panels: Sequence[MemoryPanel], file: Path) -> None:
     for axes in every:
         axes.axis("off")
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=110)
+    with replace_file(file) as stream:
+        figure.savefig(stream, dpi=110, format="png")
 
 
 class PlanPlot:

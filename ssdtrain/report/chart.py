@@ -150,7 +150,7 @@ def _scale(unit: Unit, most: float) -> tuple[float, str]:
 
 def _ticks(low: float, high: float) -> list[float]:
     """Four to seven round numbers that enclose `low` and `high`."""
-    if high <= low:
+    if high - low < 1e-300:  # of what is less, a quarter may be 0
         high = low + (abs(low) or 1.0)
     rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))

@@ -164,7 +164,7 @@ def traffic_rows(run: Run) -> tuple[list[str], list[list[str]]]:
             [
                 name,
                 *map(size_text, means),
-                f"x{sent / raw:.3f}",
+                f"x{sent / raw:.3f}" if raw else "",
                 f"{compressed / calls:.0%}" if calls else "",
                 *waits,
             ]

@@ -20,15 +20,13 @@ MOST_RANKS = 8  # drawn one by one; more are drawn as their highest, median and 
 MOST_MODULES = 14
 
 
-def page(run: Run, against: Run | None = None, *, refresh: int | None = None) -> str:
+def page(run: Run, against: Run | None = None) -> str:
     """The HTML.
 
     Args:
         against: a second run: its values stand beside those of `run`.
-        refresh: seconds after which a browser reads the page again; None: never.
     """
     title = f"{run.name} against {against.name}" if against else run.name
-    reload = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
     cards = [
         _comparison(run, against) if against else "",
         _memory(run, against),
@@ -45,7 +43,7 @@ def page(run: Run, against: Run | None = None, *, refresh: int | None = None) ->
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width,initial-scale=1">{reload}'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>SSDTrain report: {escape(title)}</title><style>{CSS}</style></head><body><main>"
         f"<header><h1>{escape(title)}</h1><p>{escape(_scope(run))}</p></header>"
         f'<section class="tiles">{"".join(_tile(tile, run, against) for tile in TILES)}</section>'

@@ -13,9 +13,14 @@ import ssdtrain.telemetry.totals  # noqa: F401 - and with it every feature's met
 from ssdtrain.telemetry.lines import read_lines
 from ssdtrain.telemetry.registry import Metric, MetricSet, Reduce, Unit
 
-__all__ = ["ModuleUse", "NoJournals", "RankJournal", "Run", "metric_named"]
+__all__ = ["ModuleUse", "NoJournals", "RankJournal", "Run", "declared_metric", "metric_named"]
 
-_FILE = re.compile(r"rank-(\d+)(?:\.(\d+))?\.jsonl")
+_FILE = re.compile(r"rank-(\d{1,9})(?:\.(\d{1,9}))?\.jsonl")
+_LARGEST = 1e200
+"""Largest size of a value: means and axes of larger ones do not fit into a float."""
+_DECLARED = re.compile(r"(?:(?P<prefix>comm/\w+|(?!comm/)[a-z]+)/)?(?P<own>\w+)", re.ASCII)
+"""Names that metrics of SSDTrain can have."""
+_TRAFFIC = re.compile(r"comm/(?P<dimension>[^/]+)/raw_bytes")
 _REDUCE: dict[Reduce, Callable[[Iterable[float]], float]] = {
     Reduce.SUM: sum,
     Reduce.MAX: max,
@@ -84,27 +89,26 @@ class RankJournal:
 
     def add(self, record: dict[str, Any]) -> None:
         """One line of the journal."""
-        values = {
-            name: value
-            for name, value in record.items()
-            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
-        }
-        self.by_step[int(record["step"])] = values
+        step = record["step"]
+        if not isinstance(step, int) or not 0 <= step < 1 << 63:
+            raise ValueError(f"the step {str(step)[:40]} is no number of a step")
+        values = {name: value for name, value in record.items() if name != "step" and _is_value(value)}
+        self.by_step[step] = values
         self.lines += 1
         for name, value in values.items():
             self.totals[name] = self.totals.get(name, 0) + value
         if record.get("decisions"):
-            self.decisions.append((int(record["step"]), "\n".join(map(str, record["decisions"]))))
+            self.decisions.append((step, "\n".join(map(str, record["decisions"]))))
         for wait in record.get("load_waits", ()):
             name = str(wait["module"])
-            self.waits[name] = self.waits.get(name, 0.0) + float(wait["seconds"])
+            self.waits[name] = self.waits.get(name, 0.0) + _value(wait["seconds"])
         if "modules" in record:
-            self.modules_step = int(record["step"])
+            self.modules_step = step
             self.modules = {
                 str(used["module"]): ModuleUse(
-                    float(used["offloaded_bytes"]),
-                    float(used["kept_bytes"]),
-                    float(used["load_wait_seconds"]),
+                    _value(used["offloaded_bytes"]),
+                    _value(used["kept_bytes"]),
+                    _value(used["load_wait_seconds"]),
                 )
                 for used in record["modules"]
             }
@@ -192,28 +196,37 @@ class Run:
 
     def dimensions(self) -> list[str]:
         """Parallel dimensions that sent anything."""
-        return [
-            name.split("/")[1]
-            for name in self.names
-            if name.startswith("comm/") and name.endswith("/raw_bytes") and self.has(name)
-        ]
+        matches = map(_TRAFFIC.fullmatch, self.names)
+        return [match["dimension"] for match in matches if match and self.has(match[0])]
+
+
+def _is_value(value: Any) -> bool:
+    """Whether it is a number that can be counted with. NaN is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def _value(value: Any) -> float:
+    if not _is_value(value):
+        raise ValueError(f"{str(value)[:40]} is no finite number")
+    return float(value)
 
 
 def _numbers_as_such(name: str) -> list[tuple[int, str]]:
-    """A key that puts "layers.10" behind "layers.9"."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+    """Return a key that puts "layers.10" behind "layers.9"."""
+    return [(len(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _fill(journal: RankJournal, path: Path) -> None:
-    text = path.read_text(errors="replace")
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file: remove it, or give another directory")
+    text = path.read_text(encoding="utf-8", errors="replace")
     complete = text[: text.rfind("\n") + 1]
     try:
-        for record in read_lines(complete.splitlines()):
-            journal.add(record)
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path}, line {journal.lines + 1}: not a line of a journal ({error!r}): remove the file, or give another directory"
-        ) from error
+        for number, record in enumerate(read_lines(complete.split("\n")), start=1):
+            try:
+                journal.add(record)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"line {number} is not one of a journal ({error!r})") from error
     except ValueError as error:
         raise ValueError(f"{path}, {error}: remove the line, or give another directory") from error
 
@@ -222,12 +235,20 @@ def _fill(journal: RankJournal, path: Path) -> None:
 def metric_named(name: str) -> Metric:
     """How `name` was declared, with or without a prefix such as "comm/dp". What no set of SSDTrain declares has its unit by its
     ending, and is a gauge."""
-    prefix, _, own = name.rpartition("/")
-    for found in _declared():
-        if own == found.name:
-            return found.under(prefix)
+    metric = declared_metric(name)
+    if metric is not None:
+        return metric
     unit = next((unit for unit in (Unit.BYTES, Unit.SECONDS) if name.endswith(unit.value)), Unit.COUNT)
     return Metric(name, unit, cumulative=False, ranks=Reduce.MAX, label="")
+
+
+def declared_metric(name: str) -> Metric | None:
+    """The metric of SSDTrain with this name; None: a value of the training script, or of somebody else's feature."""
+    match = _DECLARED.fullmatch(name)
+    if match is None:
+        return None
+    metrics = (metric for metric in _declared() if metric.name == match["own"])
+    return next((metric.under(match["prefix"] or "") for metric in metrics), None)
 
 
 def _declared() -> Iterator[Metric]:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ssdtrain.output_files import replace_file
+
 __all__ = ["merge_traces"]
 
 
@@ -33,17 +35,22 @@ def merge_traces(directory: Path, output: Path) -> list[int]:
         for event in trace["traceEvents"]:
             events.append({**event, "ts": event["ts"] + shift} if "ts" in event else event)
     about = [trace["otherData"] for trace in found]
-    output.write_text(
-        json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"ranks": about}})
-    )
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"ranks": about}})
+    with replace_file(output) as stream:
+        stream.write(text.encode())
     return sorted({int(one["rank"]) for one in about})
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        trace = json.loads(path.read_text())
-        trace["traceEvents"], trace["otherData"]["unix_microseconds"], trace["otherData"]["rank"]
-    except (ValueError, KeyError, TypeError) as error:
+        if not path.is_file():
+            raise ValueError("no regular file")
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        about = trace["otherData"]
+        about["rank"], about["unix_microseconds"] = int(about["rank"]), int(about["unix_microseconds"])
+        for event in trace["traceEvents"]:
+            float(event.get("ts", 0)), dict(event)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a trace ({error!r}): remove it, or give another directory"
         ) from error

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import torch
 
 from ssdtrain.offload.module_tally import ModuleTally
+from ssdtrain.output_files import open_to_append
 from ssdtrain.telemetry.lines import write_line
 from ssdtrain.telemetry.messages import report
 from ssdtrain.telemetry.module_bytes import ModuleBytes
@@ -50,7 +51,7 @@ class Journal:
         reserved: names that values of the training script cannot have.
 
     Raises:
-        OSError: the file cannot be created.
+        OSError: the file cannot be created, or something else is in its place (`ssdtrain.output_files`).
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Journal:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             file = _free_file(directory.resolve(), rank)
-            self._stream = file.open("a")
+            self._stream = open_to_append(file)
             self.file = file
             _journals.add(self)
         self._step, self._logged = Interval(), Interval()

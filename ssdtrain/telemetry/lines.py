@@ -27,7 +27,10 @@ def read_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # also a number of too many digits, and brackets in brackets
             raise ValueError(f"line {number} is not JSON ({error}): {line.strip()[:80]!r}") from error
         if not isinstance(record, dict):
             raise ValueError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ssdtrain.comm import Communicator
-from ssdtrain.config import ReportConfig
+from ssdtrain.config import ConfigError, Problem, ReportConfig
 from ssdtrain.features import Feature, Placement
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.telemetry.journal import Journal
@@ -22,7 +24,8 @@ def open_journal(report: ReportConfig, place: Placement, *, logs: bool) -> Journ
         logs: write log lines every `report.interval` steps.
 
     Raises:
-        ConfigError, OSError: a file cannot be created.
+        ConfigError: the journal cannot be created, or something else is in its place.
+        OSError: files of TensorBoard cannot be created.
     """
     path = report.expand(rank=place.rank, local_rank=place.local_rank)
     board_path = report.expand_tensorboard(rank=place.rank, local_rank=place.local_rank)
@@ -30,7 +33,14 @@ def open_journal(report: ReportConfig, place: Placement, *, logs: bool) -> Journ
     if not interval and path is None and board_path is None:
         return None
     board = None if board_path is None else TensorBoard(board_path, report.interval)
-    return Journal(path, interval, place.rank, board)
+    try:
+        return Journal(path, interval, place.rank, board)
+    except OSError as error:
+        if board is not None:
+            board.close()
+        why = f"cannot be written ({Path(error.filename or str(path)).name} {error.strerror})"
+        allowed = "a directory of this user's own"
+        raise ConfigError([Problem("ssdtrain.report.path", str(path), why, allowed)]) from error
 
 
 def recorders(

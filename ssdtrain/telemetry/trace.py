@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import socket
 import threading
 import time
@@ -20,6 +18,7 @@ from ssdtrain.comm import Communicator
 from ssdtrain.device import Timestamp
 from ssdtrain.features import UNNAMED, Feature, Forward, Microbatch, Placement, Step
 from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.output_files import replace_file
 from ssdtrain.profile.modules import ModuleNames
 from ssdtrain.profile.passes import StepRecord
 from ssdtrain.profile.time_spans import Spans
@@ -141,15 +140,12 @@ class StepTrace(Feature):
             if record is not None and not step.passes:
                 step.passes = record.passes()
         text = trace_of([step for step, _ in self._ended[:passed]], self._place.rank, socket.gethostname())
-        partial = self._file.with_suffix(".partial")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(text)
-            os.replace(partial, self._file)
+            with replace_file(self._file) as stream:
+                stream.write(text.encode())
         except OSError as error:
             logger.warning("report.trace: %s cannot be written (%s); training continues", self._file, error)
-            with contextlib.suppress(OSError):
-                partial.unlink()
 
     def detach(self) -> None:
         self._end(self._next)  # training stops in the middle of it, or steps were never announced

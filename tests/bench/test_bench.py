@@ -238,7 +238,7 @@ def test_the_pairing_is_of_neighbours() -> None:
 @pytest.mark.long
 @pytest.mark.distributed
 def test_collectives_between_processes_of_this_machine() -> None:
-    command = [sys.executable, "-m", "ssdtrain.cli", "bench", "collective", "--ranks", "2", "--repeats", "2"]
+    command = [sys.executable, "-m", "ssdtrain", "bench", "collective", "--ranks", "2", "--repeats", "2"]
     done = subprocess.run(
         [*command, "--size", "256KiB", "--preset", "safe", "--json"],
         capture_output=True,

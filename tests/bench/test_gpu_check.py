@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
+import sys
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from benchmarks.gpu import attempts as module
 from benchmarks.gpu.__main__ import WAYS, largest_microbatch, markdown, row_of
-from benchmarks.gpu.attempts import RESERVE, AttemptFailed, Attempts, TimeIsOver
-from benchmarks.gpu.measure import CUBLAS, Geometry, Measured, be_deterministic
+from benchmarks.gpu.attempts import RESERVE, AttemptFailed, Attempts, DriveTooSlow, TimeIsOver
+from benchmarks.gpu.measure import CUBLAS, SETTLING, Geometry, Measured, be_deterministic, measure
 from benchmarks.gpu.sources import digest
 
 ROOT = Path(__file__).parents[2]
@@ -136,7 +142,7 @@ def test_the_digest_of_sources_changes_with_their_content_and_names(tmp_path: Pa
 
 
 def measured(loss: float) -> Measured:
-    return Measured("keep", 1.0, None, [loss])
+    return Measured("keep", 1.0, None, None, [loss])
 
 
 HERE = ("this GPU", "these sources")
@@ -188,13 +194,13 @@ def test_what_failed_is_not_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -
     assert "the drive is full" in row["ways"]["ssd"]["error"]
     found = {way: largest_microbatch(attempts, SMALL, way, 8) for way in ("keep", "host", "ssd")}
     assert [found[way].get("microbatch") for way in found] == [8, 2, None]
-    result = dict.fromkeys(("date", "hardware", "torch", "sources", "dry_run", "left_out"), "")
+    result = dict.fromkeys(("date", "hardware", "torch", "sources", "dry_run", "left_out", "too_slow"), "")
     table = markdown(
         {**result, "rows": [row], "largest": [{"geometry": "gpt", "ways": found}], "errors": attempts.errors}
     )
     assert "| gpt | keep | at least 8 | 256 |" in table, "none was too large"
     assert "| gpt | host | 2 | 64 |" in table and "| gpt | ssd | failed | - |" in table
-    assert f"| {SMALL.name} | ssd | failed | - | - | - | - |" in table
+    assert f"| {SMALL.name} | ssd | failed | - | - | - | - | - | - |" in table
 
 
 def test_what_hung_or_broke_the_device_is_not_begun_again(
@@ -219,3 +225,118 @@ def test_what_hung_or_broke_the_device_is_not_begun_again(
     assert len(attempts.errors) == 2
     with pytest.raises(TimeIsOver):
         attempts.measure(SMALL, "host", steps=3)
+
+
+def test_a_drive_that_is_too_slow_is_said_and_not_taken_for_a_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk of 100 MB/s takes minutes for a step of the large models: the call would be cut off in it, and the next one would
+    say that it never ended."""
+    file, begun = tmp_path / "rows.jsonl", []
+
+    def measure(geometry: Geometry, way: str, **options: Any) -> Measured:
+        begun.append((geometry.microbatch, way))
+        return measured(1.0)
+
+    monkeypatch.setattr(module, "measure", measure)
+    large = Geometry("gpt", 8192, 4, 1024, 16)
+    slow = Attempts(file, 1000, HERE, drive=(100e6, 100e6))
+    row = row_of(slow, large)
+    assert [way for _, way in begun] == ["keep", "recompute", "save_on_cpu", "host", "host_auto"]
+    assert not slow.errors and len(slow.too_slow) == 2 and "writes 95.4 MiB/s" in slow.too_slow[0]
+    with pytest.raises(DriveTooSlow):
+        slow.measure(large, "ssd", steps=3)
+    assert largest_microbatch(slow, large, "ssd", 8) == {
+        "microbatch": 0,
+        "tokens_per_second": 0.0,
+        "at_least": True,
+    }
+    result = dict.fromkeys(("date", "hardware", "torch", "sources", "dry_run", "left_out"), "")
+    table = markdown({**result, "rows": [row], "largest": [], "errors": [], "too_slow": slow.too_slow})
+    assert f"| {large.name} | ssd_auto | drive too slow |" in table and f"- {slow.too_slow[1]}" in table
+    fast = Attempts(file, 1000, HERE, drive=(6e9, 6e9))
+    assert fast.measure(large, "ssd", steps=3) == measured(1.0), "a better drive is tried"
+
+
+@pytest.mark.slow
+def test_the_default_amount_is_measured_once_it_is_chosen_and_reserved_memory_beside_allocated(
+    tmp_path: Path,
+) -> None:
+    cpu = {"device": torch.device("cpu"), "directory": str(tmp_path), "host_bytes": 64 << 20}
+    keep = measure(SMALL, "keep", steps=3, **cpu)
+    auto = measure(SMALL, "ssd_auto", steps=3, **cpu)
+    assert auto.losses[:3] == keep.losses and len(auto.losses) == len(keep.losses) + SETTLING
+    assert (keep.peak_bytes, keep.reserved_bytes) == (None, None), "a CPU does not say"
+    row = {"geometry": "gpt", "ways": {"keep": {"fits": True, **dataclasses.asdict(keep)}}}
+    row["ways"]["keep"] |= {"peak_bytes": 1 << 30, "reserved_bytes": 3 << 30, "reserved_ratio": 1.0}
+    result = dict.fromkeys(("date", "hardware", "torch", "sources", "dry_run", "left_out"), "")
+    table = markdown({**result, "rows": [row], "largest": [], "errors": [], "too_slow": []})
+    assert "| gpt | keep | 1.00 GiB | - | 3.00 GiB | x1.00 |" in table
+
+
+# What runs on a machine that has torch and triton for CUDA, and what the script names.
+THERE = ("torch", "triton")
+
+
+def needed_packages() -> list[tuple[str, str]]:
+    """(what is imported, package) of the list in the script."""
+    text = (ROOT / "scripts" / "gpu_check.sh").read_text().replace("\\\n", "")
+    (line,) = [line for line in text.splitlines() if line.startswith("needed=")]
+    pairs = [pair.partition(":") for pair in line.partition("=")[2].strip('"').split()]
+    return [(module_name, package) for module_name, _, package in pairs]
+
+
+def with_requirements(packages: Iterable[str]) -> set[str]:
+    found: set[str] = set()
+    waiting = list(packages)
+    while waiting:
+        package = canonicalize_name(waiting.pop())
+        if package in found:
+            continue
+        try:
+            lines = requires(package) or []
+        except PackageNotFoundError:  # a package of CUDA builds
+            continue
+        found.add(package)
+        named = [Requirement(line) for line in lines]
+        waiting += [each.name for each in named if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, str]]:
+    """A Python, and its environment, with torch, triton and what the script names: nothing else of this one is there."""
+    site = tmp_path_factory.mktemp("site")
+    for package in {canonicalize_name(name) for _, name in needed_packages()} | with_requirements(THERE):
+        distributed = distribution(package)
+        for top in {file.parts[0] for file in distributed.files or []} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(distributed.locate_file(top))))
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))
+    }
+    return [sys.executable, "-S"], {**environment, "PYTHONPATH": f"{ROOT}:{site}"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-m pytest -q -m gpu --collect-only -p no:cacheprovider tests/gpu tests/test_device.py tests/codecs/test_kernels.py",
+        "-m ssdtrain doctor",
+        "-m benchmarks.gpu --help",
+    ],
+    ids=lambda words: words.split()[1],
+)
+def test_the_packages_that_the_script_names_are_all_that_its_steps_need(
+    words: str, bare_python: tuple[list[str], dict[str, str]]
+) -> None:
+    python, environment = bare_python
+    without = [*python, "-c", "import zstandard"]
+    assert subprocess.run(without, env=environment, capture_output=True, check=False).returncode == 1, (
+        "it is bare"
+    )
+    done = subprocess.run(
+        [*python, *words.split()], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -168,7 +168,7 @@ def test_an_output_that_ends_early_or_is_full_is_no_traceback(
     output: str, errors: str, tmp_path: Path
 ) -> None:
     words = f"report {write(tmp_path / 'run')} --prometheus {tmp_path / 'x'}"
-    program = f"{sys.executable} -m ssdtrain.cli {words}"
+    program = f"{sys.executable} -m ssdtrain {words}"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {program} {output}"], capture_output=True, text=True, check=False
     )
@@ -181,3 +181,11 @@ def test_estimate_without_a_word_says_what_is_missing(capsys: pytest.CaptureFixt
         main(["estimate"])
     assert ended.value.code == 2
     assert "the following arguments are required: model, --gpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["ssdtrain", "ssdtrain.cli"])
+def test_the_package_is_the_command(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, ssdtrain.__version__), done.stderr

@@ -145,7 +145,7 @@ def test_two_nodes_are_one_table_from_rank_0(tmp_path: Path) -> None:
             [
                 sys.executable,
                 "-m",
-                "ssdtrain.cli",
+                "ssdtrain",
                 "doctor",
                 "--ranks",
                 "--json",

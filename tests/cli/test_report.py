@@ -1,19 +1,14 @@
-"""`ssdtrain report` writes the page, the text file, or serves both on loopback."""
+"""`ssdtrain report` writes the page or the text file, whatever the journals hold and whatever lies in their directory."""
 
 from __future__ import annotations
 
-import threading
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from pathlib import Path
 
 import pytest
 
 from ssdtrain.cli import main
-from ssdtrain.report.serve import Server
-from tests.support.journals import write
+from tests.support.journals import NAMES, write
 
 
 def test_it_writes_the_page_beside_the_journals_or_where_it_is_told(
@@ -55,55 +50,10 @@ def test_what_cannot_be_reported_is_one_line_and_status_1(
         assert why in error and error.count("\n") == 1
 
 
-@contextmanager
-def serving(directory: Path) -> Iterator[str]:
-    with Server(directory, None) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield server.address
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def get(address: str) -> tuple[str, str]:
-    with urllib.request.urlopen(address, timeout=20) as answer:
-        return answer.headers["Content-Type"], answer.read().decode()
-
-
-def test_it_serves_the_run_as_it_is_now_on_loopback(tmp_path: Path) -> None:
-    with serving(tmp_path) as address:
-        assert address.startswith("http://127.0.0.1:")
-        kind, text = get(address)  # nothing yet
-        assert kind.startswith("text/html") and "first step" in text and "refresh" in text
-        assert get(address + "metrics")[1] == ""
-        write(tmp_path, steps=2)
-        assert "steps 1 to 2" in get(address)[1]
-        write(tmp_path, steps=3)
-        assert "steps 1 to 3" in get(address)[1]
-        kind, text = get(address + "metrics")
-        assert kind.startswith("text/plain") and "ssdtrain_steps_total" in text
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            get(address + "../etc/passwd")
-
-
-def test_a_journal_that_cannot_be_read_is_an_error_of_that_request(tmp_path: Path) -> None:
-    (tmp_path / "rank-0.jsonl").write_text("no json\n")
-    with serving(tmp_path) as address:
-        with pytest.raises(urllib.error.HTTPError, match="500"):
-            get(address)
-        (tmp_path / "rank-0.jsonl").unlink()
-        write(tmp_path)
-        assert "steps 1 to 5" in get(address)[1]
-
-
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--serve 99999", '--serve: "99999" is not a port; allowed: a port from 0'),
-        ("--serve -1", "--serve"),
-        ("--serve 0 --trace", "not allowed with argument"),
+        ("--prometheus x --trace", "not allowed with argument"),
         ("--trace -o x", "--output is the file of the page, which --trace does not write"),
         ("--prometheus x --against y", "--against is for the page, which --prometheus does not write"),
     ],
@@ -117,11 +67,74 @@ def test_options_that_would_have_no_effect_are_errors_of_usage(
     assert why in capsys.readouterr().err
 
 
-def test_an_address_that_cannot_be_served_on_is_named(
+NUMBERS = {
+    **{"big": 1e308, "small": -1e308, "bytes": 10**250, "tiny_seconds": 5e-324, "infinite": float("inf")},
+    **{"loss": float("nan"), "saved_bytes": 10**300, "step_seconds": 1e308, "many": 10**4000},
+}
+
+
+@pytest.mark.parametrize("values", [NAMES, NUMBERS], ids=["names", "numbers"])
+def test_whatever_a_script_calls_its_values_the_reports_are_written(
+    values: dict[str, float], tmp_path: Path
+) -> None:
+    run = write(tmp_path / "run", **values)
+    assert main(["report", str(run), "--against", str(run)]) == 0
+    assert main(["report", str(run), "--prometheus", str(tmp_path / "x")]) == 0
+    assert "<h2>Step time</h2>" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"step": ' + "[" * 100_000,
+        '{"step": 1' + "0" * 5000 + "}",
+        '{"step": 1e400}',
+        '{"step": NaN}',
+        '{"step": -1}',
+        '{"step": 1, "load_waits": [{"module": "x", "seconds": 1' + "0" * 400 + "}]}",
+        '{"step": 1, "load_waits": 7}',
+        '{"step": 1, "modules": [3]}',
+    ],
+    ids=lambda text: text[:24],
+)
+def test_a_line_that_no_journal_has_is_one_line_and_status_1(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank-0.jsonl").write_text(text + "\n")
+    assert main(["report", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "rank-0.jsonl, line 1" in error and error.count("\n") == 1 and len(error) < 500
+
+
+def test_a_fifo_in_place_of_a_journal_or_trace_does_not_block(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Server(tmp_path, None) as taken:
-        port = taken.server_address[1]
-        assert main(["report", str(tmp_path), "--serve", str(port)]) == 1
-    error = capsys.readouterr().err
-    assert f"--host 127.0.0.1 --serve {port}: Address already in use; give another port" in error
+    for name, arguments in (("rank-0.jsonl", []), ("trace-rank-0.json", ["--trace"])):
+        os.mkfifo(tmp_path / name)
+        assert main(["report", str(tmp_path), *arguments]) == 1
+        assert "no regular file" in capsys.readouterr().err
+
+
+def test_no_file_that_it_writes_goes_through_a_link_that_somebody_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, victim = write(tmp_path / "run"), tmp_path / "victim"
+    victim.write_text("precious")
+    for name, arguments in (("report.html", []), ("x.prom", ["--prometheus", str(run / "x.prom")])):
+        (run / name).symlink_to(victim)
+        assert main(["report", str(run), *arguments]) == 1
+        assert f"{name}" in capsys.readouterr().err and victim.read_text() == "precious"
+        (run / name).unlink()
+        assert main(["report", str(run), *arguments]) == 0
+
+
+def test_the_page_is_for_this_user_alone_unless_it_was_shared(tmp_path: Path) -> None:
+    run = write(tmp_path / "run")
+    page, text = run / "report.html", run / "x.prom"
+    main(["report", str(run)])
+    assert page.stat().st_mode & 0o777 == 0o600
+    page.chmod(0o640)
+    main(["report", str(run)])
+    assert page.stat().st_mode & 0o777 == 0o640
+    main(["report", str(run), "--prometheus", str(text)])
+    assert text.stat().st_mode & 0o400 and not text.stat().st_mode & 0o022

@@ -13,7 +13,8 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from ssdtrain.config import Config, ConfigError, load_config
+from ssdtrain.config import Config, ConfigError, Problem, load_config
+from ssdtrain.config.errors import ConflictingValues
 from ssdtrain.config.files import LARGEST_FILE, read_block
 from ssdtrain.config.flags import flags
 
@@ -322,3 +323,35 @@ def test_memory_stays_small(tmp_path: Path) -> None:
         finally:
             tracemalloc.stop()
         assert peak < BYTES
+
+
+LONG = "x" * 20_000
+
+
+@pytest.mark.parametrize(
+    ("block", "key"),
+    [
+        ({"compact": {"ratio": {LONG: "bad"}}}, "ssdtrain.compact.ratio"),
+        ({"offload": {"directories": ["/a/" + "b/" * 1900] * 2}}, "ssdtrain.offload.directories"),
+        ({"offload": {LONG: 1}}, "ssdtrain.offload.'xxx"),
+        ({"comm": {f"{number}{LONG}": LONG for number in range(99)}}, "ssdtrain.comm.'0xxx"),
+        ({f"{section}{LONG}": {} for section in range(99)}, "ssdtrain.'0xxx"),
+    ],
+    ids=["pattern", "directory", "key", "dimensions", "sections"],
+)
+def test_long_values_are_shortened_and_key_start_and_remedy_stay(block: dict[str, Any], key: str) -> None:
+    text = message(block)
+    assert len(text) < 10_000 and max(map(len, text.splitlines())) < 1300
+    assert key in text and "; allowed: " in text
+
+
+def test_of_many_errors_the_first_are_listed_with_how_many_there_are() -> None:
+    problems = [Problem(f"ssdtrain.offload.directories[{i}]", LONG, f"is {LONG}", LONG) for i in range(500)]
+    text = str(ConfigError(problems, source=f"/{LONG}.json"))
+    assert (
+        "(500 errors)" in text
+        and "directories[20]" in text
+        and text.endswith("and 479 more, shown once these are right")
+    )
+    assert len(text) < 30_000
+    assert len(str(ConflictingValues([("offload.codec", LONG, LONG, "none")]))) < 1000

@@ -77,7 +77,7 @@ RUN_BY = {
         f"{BLOCKS}::test_bench", "collective: test_bench_between_processes"
     ),
     ("docs/bench.md", "import torch"): Ran(f"{BLOCKS}::test_bench"),
-    ("docs/clusters.md", "torchrun --nproc-per-node 2 -m ssdtrain.cli doctor"): Ran(
+    ("docs/clusters.md", "torchrun --nproc-per-node 2 -m ssdtrain doctor"): Ran(
         f"{BLOCKS}::test_the_doctor_in_ranks"
     ),
     ("docs/codecs.md", "from ssdtrain.codecs"): Ran(f"{BLOCKS}::test_codecs"),
@@ -121,9 +121,7 @@ RUN_BY = {
     ("docs/trace.md", "ssdtrain report"): Ran(f"{BLOCKS}::test_trace"),
     ("docs/trace.md", "runtime = ssdtrain.attach"): Ran(f"{BLOCKS}::test_trace"),
     ("docs/watch.md", '"ssdtrain"'): IS_A_CONFIG,
-    ("docs/watch.md", "ssdtrain report"): Ran(
-        f"{PAGE_TESTS}::test_the_commands_that_watch_a_run_work", "--serve: tests/cli/test_report.py"
-    ),
+    ("docs/watch.md", "ssdtrain report"): Ran(f"{PAGE_TESTS}::test_the_commands_that_watch_a_run_work"),
 }
 """(page, how the block begins) -> what runs it."""
 

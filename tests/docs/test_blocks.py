@@ -285,7 +285,7 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.distributed
 def test_bench_between_processes() -> None:
     (words,) = [words for words in commands("docs/bench.md", "ssdtrain") if words[2] == "collective"]
-    told = pasted(["-m", "ssdtrain.cli", *words[1:]], Path.cwd())
+    told = pasted(["-m", "ssdtrain", *words[1:]], Path.cwd())
     assert "all-reduce of float32 by 2 ranks" in told and "balanced" in told
 
 

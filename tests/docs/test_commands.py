@@ -68,7 +68,7 @@ def check_module(module: str, words: list[str]) -> None:
         return
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, module
-    if module == "ssdtrain.cli":
+    if module == "ssdtrain":
         check_ssdtrain(words)
     elif module.startswith(("benchmarks.", "examples.")):
         # The options are where the module is, or in what its folder shares.

@@ -9,7 +9,7 @@ import pytest
 
 from ssdtrain.report.prometheus import prometheus, write_prometheus
 from ssdtrain.report.run import Run
-from tests.support.journals import MiB, write
+from tests.support.journals import NAMES, MiB, write
 
 SAMPLE = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*\{([a-z]+="(?:[^"\\\n]|\\.)*",?)+\} [0-9.e+-]+')
 
@@ -26,15 +26,25 @@ def test_counters_are_totals_and_gauges_the_last_value(tmp_path: Path) -> None:
 
 def test_every_line_is_a_sample_or_a_type_and_types_stand_together(tmp_path: Path) -> None:
     name = 'a "run"\\'
-    text = prometheus(Run.read(write(tmp_path / name, **{"comm/tp/raw_bytes": 1, "odd name/x": 2})))
-    families = []
+    text = prometheus(Run.read(write(tmp_path / name, **{"comm/tp/raw_bytes": 1, "odd name/x": 2, **NAMES})))
+    families, samples = [], []
     for line in text.splitlines():
         if line.startswith("# TYPE "):
             families.append(line.split()[2])
         else:
             assert SAMPLE.fullmatch(line), line
             assert line.startswith(families[-1] + "{")
-    assert len(families) == len(set(families))
+            samples.append(line.rpartition(" ")[0])
+    assert len(families) == len(set(families)) and len(samples) == len(set(samples))
+
+
+def test_values_of_a_script_are_told_apart_by_the_name_that_it_gave(tmp_path: Path) -> None:
+    lines = prometheus(Run.read(write(tmp_path / "run", ranks=1, **NAMES))).splitlines()
+    label = 'run="run",rank="0",engine="0",name='
+    for name, value in NAMES.items():
+        written = name.encode(errors="backslashreplace").decode().replace("\\", "\\\\")
+        written = written.replace('"', '\\"').replace("\n", "\\n")
+        assert f'ssdtrain_logged{{{label}"{written}"}} {value}' in lines
 
 
 def test_the_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

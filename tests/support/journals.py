@@ -19,6 +19,28 @@ MODULES = [
 ]
 
 
+NAMES = {
+    **{
+        "val/loss": 1.0,
+        "val loss": 2.0,
+        "val_loss": 3.0,
+        "9\u00e9\u2603": 4.0,
+        'q"\n}\\': 5.0,
+        "": 6.0,
+        "\ud800": 7.0,
+    },
+    **{
+        "comm/raw_bytes": 1,
+        "comm/": 2,
+        "comm/a/b/raw_bytes": 3,
+        "val/x/saved_bytes": 4,
+        "steps_total": 5,
+        "a\u00b2": 6,
+    },
+}
+"""Values as a training script may call them; no metric of SSDTrain is among them."""
+
+
 def line(step: int, rank: int = 0, **more: Any) -> dict[str, Any]:
     """One step: memory grows with the rank, so that the largest rank is the last."""
     return {

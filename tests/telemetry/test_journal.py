@@ -6,13 +6,17 @@ import errno
 import io
 import json
 import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
 
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.runtime import Runtime
+from ssdtrain.telemetry import journal
 from ssdtrain.telemetry.journal import Journal
 
 SIZE = 128
@@ -71,30 +75,85 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def full_file(_: Path) -> TextIO:
+    return Path("/dev/full").open("a")
+
+
 def test_a_full_disk_ends_the_report_and_not_the_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = tmp_path / "report"
-    report.mkdir()
     file = report / "rank-0.jsonl"
-    file.symlink_to("/dev/full")
-    run(tmp_path, {"path": str(report), "interval": 0})
+    with monkeypatch.context() as full:
+        full.setattr(journal, "open_to_append", full_file)
+        run(tmp_path, {"path": str(report), "interval": 0})
     (warning,) = warnings_of(caplog)
     assert (
         "report.path" in warning and "No space left on device" in warning and "another directory" in warning
     )
-    file.unlink()
     run(tmp_path, {"path": str(report), "interval": 0})  # the name is free again
     assert len(file.read_text().splitlines()) == 6
 
 
-def test_a_report_that_cannot_be_written_leaves_the_users_exception_alone(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_leaves_the_users_exception_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report = tmp_path / "report"
-    report.mkdir()
-    (report / "rank-0.jsonl").symlink_to("/dev/full")
+    monkeypatch.setattr(journal, "open_to_append", full_file)
     config = {"offload": {"directories": str(tmp_path / "slabs")}, "report": {"path": str(report)}}
     with Runtime(load_config(config)) as runtime, pytest.raises(ZeroDivisionError), runtime.step():
         raise ZeroDivisionError
+
+
+def link_to_another_file(file: Path) -> None:
+    (file.parent / "victim").write_text("precious")
+    file.symlink_to(file.parent / "victim")
+
+
+def second_name_of_another_file(file: Path) -> None:
+    (file.parent / "victim").write_text("precious")
+    os.link(file.parent / "victim", file)
+
+
+@pytest.mark.parametrize(
+    "prepare", [link_to_another_file, second_name_of_another_file, os.mkfifo, Path.mkdir]
+)
+def test_what_somebody_left_in_place_of_the_journal_is_an_error_at_start(
+    prepare: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """A FIFO would block who opens it for writing."""
+    report = tmp_path / "report"
+    report.mkdir()
+    prepare(report / "rank-0.jsonl")
+    with pytest.raises(
+        ConfigError, match=r"ssdtrain\.report\.path: .*rank-0\.jsonl is a link, no regular file"
+    ):
+        run(tmp_path, {"path": str(report)})
+    if (report / "victim").exists():
+        assert (report / "victim").read_text() == "precious"
+
+
+def test_a_journal_of_another_user_is_an_error_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory's owner may have it: a network file system gives the files of root to somebody else."""
+    report, fstat = {"path": str(tmp_path / "report"), "interval": 0}, os.fstat
+    run(tmp_path, report)
+    with monkeypatch.context() as squashed:
+        squashed.setattr("os.geteuid", lambda: os.getuid() + 1)
+        run(tmp_path, report)
+    with monkeypatch.context() as foreign:
+        foreign.setattr(
+            "os.fstat", lambda fd: os.stat_result((*fstat(fd)[:4], os.getuid() + 1, *fstat(fd)[5:]))
+        )
+        with pytest.raises(ConfigError, match="another user's"):
+            run(tmp_path, report)
+
+
+def test_files_of_a_run_can_be_read_by_this_user_alone(tmp_path: Path) -> None:
+    run(tmp_path, {"path": str(tmp_path / "report"), "interval": 0, "trace": [2]})
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "report").iterdir()}
+    assert modes == {"rank-0.jsonl": 0o600, "trace-rank-0.json": 0o600}
 
 
 class NoEnd(io.StringIO):
@@ -105,12 +164,12 @@ class NoEnd(io.StringIO):
 
 
 def test_a_file_that_cannot_be_closed_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal = Journal(tmp_path, 0, 0)
-    assert journal._stream is not None
-    journal._stream.close()
-    journal._stream = NoEnd()
-    journal.close()
-    journal.close()
+    closing = Journal(tmp_path, 0, 0)
+    assert closing._stream is not None
+    closing._stream.close()
+    closing._stream = NoEnd()
+    closing.close()
+    closing.close()
     (warning,) = warnings_of(caplog)
     assert "rank-0.jsonl could not be closed" in warning and "Input/output error" in warning
 

@@ -1,0 +1,7 @@
+"""`python -m ssdtrain` is the command `ssdtrain`, for a launcher: `torchrun -m ssdtrain ...`."""
+
+import sys
+
+from ssdtrain.cli.main import main
+
+sys.exit(main())
