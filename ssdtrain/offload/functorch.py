@@ -140,7 +140,9 @@ def top_hooks() -> Any:
 
 
 @contextmanager
-def replaced_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+def replaced_hooks(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> Iterator[None]:
     """Have autograd call these hooks, which step aside like a recorder's, in the place of `top_hooks`."""
     replaced = top_hooks()
     torch._C._autograd._pop_saved_tensors_default_hooks()

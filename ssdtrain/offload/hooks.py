@@ -14,6 +14,7 @@ from ssdtrain.offload.tape import Tape
 
 __all__ = ["SavedTensorRecorder"]
 
+
 def _without_dynamo(hook: Any) -> Any:
     """`hook`, which Dynamo leaves alone; it is also called in functions that a compiled one calls as they are."""
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook

@@ -36,7 +36,7 @@ logger = logging.getLogger("ssdtrain")
 COMPARED_FIRST = 2
 """Number of first steps in which every recomputation is compared: while steps are profiled, those that are not measured."""
 
-COMPARED_EVERY = 61
+COMPARED_EVERY = 31
 """One step in so many is compared later. A prime: no period of a loop falls on these steps alone."""
 
 _ROW = 1024
@@ -99,11 +99,17 @@ class Recomputations:
     def error(self, name: str, what: str) -> RuntimeError:
         """Note a block whose gradients would be wrong. Returns the error to raise."""
         self.differing.setdefault(name, f"it computed other values when it ran again ({what})")
+        late = self._steps >= COMPARED_FIRST
+        since = (
+            f" (and those of up to {COMPARED_EVERY - 1} steps before, which were not compared)"
+            if late
+            else ""
+        )
         return RuntimeError(
             f"ssdtrain.plan: the block {name!r} computed other values when backward ran it again ({what}), and gradients of this "
-            "step would be wrong: something that its forward reads was changed in between (a global, a flag of a shared object, "
-            "a context around the forward). Keep that until backward, leave the block out of plan.blocks, or set plan.recompute "
-            'to "off"'
+            f"step{since} would be wrong: something that its forward reads was changed in between (a global, a flag of a shared "
+            "object, a context around the forward). Keep that until backward, leave the block out of plan.blocks, or set "
+            'plan.recompute to "off"'
         )
 
 
@@ -285,7 +291,11 @@ def _fingerprints(tensor: torch.Tensor) -> list[_Fingerprint]:
             return [one for name in names for one in _fingerprints(getattr(tensor, name))]
         base = tensor if isinstance(tensor, nn.Parameter) else tensor._base
         strided = tensor.layout is torch.strided and not tensor.is_nested
-        like = tensor.dtype, tuple(tensor.shape) if not tensor.is_nested else (), tensor.stride() if strided else ()
+        like = (
+            tensor.dtype,
+            tuple(tensor.shape) if not tensor.is_nested else (),
+            tensor.stride() if strided else (),
+        )
         if isinstance(base, nn.Parameter):
             return [_Fingerprint(like, base)]
         if not strided or tensor.is_quantized or tensor.device.type == "meta":
