@@ -1,8 +1,9 @@
 """Lets a program disable saved-tensor hooks inside of an offloaded forward, as torch.func.grad, vjp, jacrev and hessian do.
 
-`torch.autograd.graph.disable_saved_tensors_hooks` raises where hooks are installed. Hooks that offload or recompute change nothing
-of what is computed, so they are taken off meanwhile, and what is saved then stays in memory. Other hooks are left to torch. While no forward is recorded, torch's own function is in its place. Where
-torch does not tell whose hooks are installed (2.6), nothing is replaced, and torch refuses these transforms by its own error.
+`torch.autograd.graph.disable_saved_tensors_hooks` raises where hooks are installed. Hooks that offload or recompute change
+nothing of what is computed, so they are taken off meanwhile, and what is saved then stays in memory. Other hooks are left to
+torch. While no forward is recorded, torch's own function is in its place. Where torch does not tell whose hooks are installed
+(2.6), nothing is replaced, and torch refuses these transforms by its own error.
 
 Note: [Transforms in a compiled function]
 Taking hooks off is a graph break. Dynamo would compile the functions that the transform then calls one by one, torch's own and
@@ -77,8 +78,8 @@ def warn_once(reason: str) -> None:
         reason: what whoever disabled saved-tensor hooks says of it.
     """
     logger.warning(
-        "saved-tensor hooks are disabled in a part of the forward (torch.autograd.graph.disable_saved_tensors_hooks; torch.func.grad, "
-        "vjp, jacrev and hessian call it): what is saved there stays in memory, and is not recomputed (%s)",
+        "saved-tensor hooks are disabled in a part of the forward (torch.autograd.graph.disable_saved_tensors_hooks; "
+        "torch.func.grad, vjp, jacrev and hessian call it): what is saved there stays in memory, and is not recomputed (%s)",
         reason,
     )
 
@@ -135,7 +136,7 @@ def _disable_without_ours(error_message: str) -> Iterator[None]:
 
 
 def top_hooks() -> Any:
-    """Return the pair of saved-tensor hooks that autograd calls on this thread; None: there is none, or this torch does not tell."""
+    """Return the saved-tensor hooks that autograd calls on this thread; None: there are none, or this torch does not tell."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) if CAN_STEP_ASIDE else None
 
 

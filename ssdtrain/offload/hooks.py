@@ -24,8 +24,8 @@ class SavedTensorRecorder:
     """A context manager: what is saved for backward inside goes to `tape`.
 
     Hooks are installed for the thread that enters. Hooks that others install inside take precedence, as in autograd: only the
-    innermost pair is called. Where they are disabled (also inside of torch.func.grad, vjp, jacrev, hessian) none are installed, and
-    the tape stays empty; where one of these begins inside, the hooks step aside for as long as it runs.
+    innermost pair is called. Where they are disabled (also by torch.func.grad, vjp, jacrev, hessian) none are installed, and the
+    tape stays empty; where they become disabled inside, they step aside for as long.
     """
 
     def __init__(self, engine: OffloadEngine, tape: Tape) -> None:

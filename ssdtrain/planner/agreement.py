@@ -1,12 +1,12 @@
 """Ranks whose blocks communicate with each other recompute the same blocks, or they would wait for each other for ever.
 
 Note: [When ranks agree]
-At the end of each profiled step all ranks of the group exchange what they know: so they begin and end profiling together. When
-each has measured enough, the one whose forwards save most decides which blocks are recomputed, and the others take that over. It
-holds as long as the model is attached: what a rank plans later, for itself, is keep and offload. Only a block that computed other
-values when it ran again on one of them is recomputed by none any more: they exchange that at the end of each step that compares. A
-limit that no plan meets is one error on all of them, also for a program that catches it; later, where forwards have become
-larger, it is a warning.
+At the end of each profiled step all ranks of the group exchange what they know: so they begin and end profiling together.
+When each has measured enough, the one whose forwards save most decides which blocks are recomputed, and the others take that
+over. It holds as long as the model is attached: what a rank plans later, for itself, is keep and offload. Only a block that
+computed other values when it ran again on one of them is recomputed by none any more: they exchange that at the end of each
+step that compares. A limit that no plan meets is one error on all of them, also for a program that catches it; later, where
+forwards have become larger, it is a warning.
 
 Note: [Objects]
 A block that is called with an object (a cache) is not recomputed, and it is seen in profiled steps which ones are. Until they
@@ -164,8 +164,8 @@ class Agreement:
         return any(state.again for state in states), min(sizes) >= 0
 
     def exclude(self, differing: Mapping[str, str]) -> dict[str, str]:
-        """Have no rank recompute these blocks any more, once they have decided; until then `exchange` does that. Called at the end
-        of each step in which recomputations are compared.
+        """Have no rank recompute these blocks any more, once they have decided; until then `exchange` does that. Called at the
+        end of each step in which recomputations are compared.
 
         Args:
             differing: names of blocks that computed other values when they ran again on this rank, and what differed.

@@ -61,8 +61,8 @@ RECORDED = 3
 """Steps that a plan is made from."""
 
 EXCLUDED = (
-    "ssdtrain.plan: without recomputing the blocks that computed other values when they ran again, the limits are not kept to, and "
-    "the nearest plan is followed: %s"
+    "ssdtrain.plan: without recomputing the blocks that computed other values when they ran again, the limits are not kept to, "
+    "and the nearest plan is followed: %s"
 )
 
 PATIENCE = 8

@@ -1,15 +1,21 @@
 """Proves that a block which backward runs again computes what it computed in forward, to the bit.
 
 Note: [What is compared]
-Backward of a recomputed block uses the graph of its forward, and takes nothing from the second run but the saved tensors. So in some
-steps both runs take a fingerprint of each tensor when it is saved, and of each output, and the second run raises before backward
-gets a tensor that differs. A parameter is compared by identity: backward reads it as it is, also without recomputation. An integer
-tensor alone proves nothing, since kernels leave some unwritten (the state of a generator where nothing is dropped): it counts where
-an output differs too. Where only outputs differ, the gradients are right, and the block is not recomputed any more.
+Backward of a recomputed block uses the graph of its forward, and takes nothing from the second run but the saved tensors. So in
+some steps both runs take a fingerprint of each tensor when it is saved, and of each output, and the second run raises before
+backward gets a tensor that differs. A parameter is compared by identity: backward reads it as it is, also without recomputation.
+An integer tensor alone proves nothing, since kernels leave some unwritten (the state of a generator where nothing is dropped): it
+counts where an output differs too. Where only outputs differ, the gradients are right, and the block is not recomputed any more.
 
 Note: [Trials]
-A block that is not recomputed yet is tried while steps are profiled: what it saves goes where it went, backward uses that, and the
-second run is only compared. So a difference is found at no harm, at the cost of one more forward and of the memory of one block.
+A block that is not recomputed yet is tried while steps are profiled: what it saves goes where it went, backward uses that, and
+the second run is only compared. So a difference is found at no harm, at the cost of one more forward and of the memory of one
+block.
+
+Note: [Ranks]
+Compared second runs do not end early, so ranks whose blocks communicate have to compare in the same steps: these are counted from
+the end of the step in which the blocks were chosen, which is the same for all of a group. A trial may end by an error on one rank
+while others communicate, so where there is a group nothing is tried.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from torch.utils.checkpoint import CheckpointError
 from ssdtrain.offload.functorch import disabled_because, replaced_hooks, top_hooks, without_modes
 from ssdtrain.profile.containers import leaves
 
-__all__ = ["COMPARED_FIRST", "COMPARED_EVERY", "Proven", "Recomputations"]
+__all__ = ["COMPARED_EVERY", "COMPARED_FIRST", "Proven", "Recomputations"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -106,9 +112,9 @@ class Recomputations:
             else ""
         )
         return RuntimeError(
-            f"ssdtrain.plan: the block {name!r} computed other values when backward ran it again ({what}), and gradients of this "
-            f"step{since} would be wrong: something that its forward reads was changed in between (a global, a flag of a shared "
-            "object, a context around the forward). Keep that until backward, leave the block out of plan.blocks, or set "
+            f"ssdtrain.plan: the block {name!r} computed other values when backward ran it again ({what}), and gradients of "
+            f"this step{since} would be wrong: something that its forward reads was changed in between (a global, a flag of a "
+            "shared object, a context around the forward). Keep that until backward, leave the block out of plan.blocks, or set "
             'plan.recompute to "off"'
         )
 
@@ -120,8 +126,8 @@ class Proven:
         name: of the block, for errors.
         function: its forward.
         compared: whether this call is compared.
-        beside: saved-tensor hooks that take what is saved; backward then uses that, and differences are noted only. None: backward
-            uses what the second run saves.
+        beside: saved-tensor hooks that take what is saved; backward then uses that, and differences are noted only. None:
+            backward uses what the second run saves.
     """
 
     def __init__(
@@ -203,7 +209,7 @@ class _Fingerprint(NamedTuple):
     parameter: nn.Parameter | None = None
     """The parameter that it is, or is a view of."""
     digest: torch.Tensor | None = None
-    """A sum of all bytes, weighted by their places, on the device of the tensor. None: it is a parameter, or has no bytes to read."""
+    """A sum of all bytes, weighted by their places, on the device of the tensor; None: it is a parameter, or has no bytes."""
 
 
 _NONE = _Fingerprint((None, ()))

@@ -1,6 +1,6 @@
 """What a block's forward reads of its modules: plain attributes (a mask that is set before each microbatch, a state that the
-forward replaces, a list that it appends to, what counts runs), the modules below them, their parameters and which of these require
-gradients, their forward hooks and classes."""
+forward replaces, a list that it appends to, what counts runs), the modules below them, their parameters and which of these
+require gradients, their forward hooks and classes."""
 
 from __future__ import annotations
 
