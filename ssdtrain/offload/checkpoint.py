@@ -5,7 +5,7 @@ Inside an offload context they therefore go to the tape and come back ahead of t
 What this adds: keyword tensors and those in containers are saved the same way, so that they leave memory, and a change in place
 after the block is an error as for any saved tensor; a recomputation is called with the containers as they were, whatever was
 written into a dict or list since; and random generators that torch does not know (of frameworks, which register them) are
-restored for the recomputation, and so is what else a function reads of the process (`surroundings`).
+restored for the recomputation, and so is what else a function reads of the process (`ambient_state`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from ssdtrain.config import CheckpointConfig
-from ssdtrain.offload.surroundings import State, Surroundings
+from ssdtrain.offload.ambient_state import AmbientState, State
 from ssdtrain.profile.containers import copy_containers
 
 __all__ = ["Checkpoint", "checkpoint", "detach_leaves"]
@@ -216,7 +216,7 @@ class _Replay:
         self._saved = saved
         self._reentrant = given is None
         self._first: list[Any] | None = None
-        self._surroundings: Surroundings | None = None
+        self._ambient: AmbientState | None = None
 
     def __call__(self, *args: Any) -> Any:
         kwargs: dict[str, Any] = {}
@@ -225,17 +225,17 @@ class _Replay:
         elif not self._reentrant:
             restored = lambda one, flat=args: flat[one.index] if type(one) is _Place else one  # noqa: E731
             args, kwargs = copy_containers(self._saved, restored)
-        if self._first is None or self._surroundings is None:
+        if self._first is None or self._ambient is None:
             self._first = [state.read() for state in self._states]
-            self._surroundings = Surroundings(generators=self._preserve)
+            self._ambient = AmbientState(generators=self._preserve)
             outputs = self._function(*args, **kwargs)
-            self._surroundings.ran()
+            self._ambient.ran()
             return detach_leaves(outputs) if self._reentrant else outputs
         current = [state.read() for state in self._states]
         try:
             for state, value in zip(self._states, self._first, strict=True):
                 state.write(value)
-            with self._surroundings.restored():
+            with self._ambient.restored():
                 return self._function(*args, **kwargs)
         finally:
             # torch ends a recomputation early by an exception.

@@ -1,9 +1,9 @@
-"""Lets torch.func.grad, vjp, jacrev and hessian run inside of an offloaded forward.
+"""Lets a program disable saved-tensor hooks inside of an offloaded forward, as torch.func.grad, vjp, jacrev and hessian do.
 
-They raise where saved-tensor hooks are installed (`torch.autograd.graph.disable_saved_tensors_hooks` raises). Hooks
-that offload change nothing of what is computed, so they are taken off while such a transform runs, and what it saves stays in
-memory. Other hooks are left to torch. While no forward is recorded, torch's own function is in its place. Where
-torch does not tell whose hooks are installed (2.6), nothing is replaced, and torch refuses these transforms by its own error.
+`torch.autograd.graph.disable_saved_tensors_hooks` raises where hooks are installed. Hooks that offload or recompute change
+nothing of what is computed, so they are taken off meanwhile, and what is saved then stays in memory. Other hooks are left to
+torch. While no forward is recorded, torch's own function is in its place. Where torch does not tell whose hooks are installed
+(2.6), nothing is replaced, and torch refuses these transforms by its own error.
 
 Note: [Transforms in a compiled function]
 Taking hooks off is a graph break. Dynamo would compile the functions that the transform then calls one by one, torch's own and
@@ -15,16 +15,26 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from ssdtrain.storage import make_signal_safe_lock
 
-__all__ = ["PackHook", "StepAside", "modes", "tracing", "warn_once", "without_modes"]
+__all__ = [
+    "PackHook",
+    "StepAside",
+    "disabled_because",
+    "modes",
+    "replaced_hooks",
+    "top_hooks",
+    "tracing",
+    "warn_once",
+    "without_modes",
+]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -32,6 +42,11 @@ modes = torch._C._len_torch_dispatch_stack
 """How many dispatch modes are active on this thread."""
 without_modes = torch._C._DisableTorchDispatch
 """A context manager: what is called inside passes by them."""
+
+disabled_because: Callable[[], str | None] = (
+    torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+)
+"""Returns what whoever disabled saved-tensor hooks on this thread says of it; None: they may be installed."""
 
 CAN_STEP_ASIDE = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 """This torch tells whose saved-tensor hooks are installed."""
@@ -55,12 +70,17 @@ class PackHook(partial[Any]):
     """The pack hook of a recorder, distinguishable from all others."""
 
 
-@cache
-def warn_once() -> None:
-    """Log that a part of a forward is not offloaded."""
+@lru_cache(maxsize=8)
+def warn_once(reason: str) -> None:
+    """Log that a part of a forward is not offloaded.
+
+    Args:
+        reason: what whoever disabled saved-tensor hooks says of it.
+    """
     logger.warning(
-        "torch.func.grad, vjp, jacrev and hessian allow no saved-tensor hooks: what they save inside of an offloaded forward, "
-        "and what a forward inside of them saves, stays in memory (torch.autograd.grad(..., create_graph=True) is offloaded)"
+        "saved-tensor hooks are disabled in a part of the forward (torch.autograd.graph.disable_saved_tensors_hooks; "
+        "torch.func.grad, vjp, jacrev and hessian call it): what is saved there stays in memory, and is not recomputed (%s)",
+        reason,
     )
 
 
@@ -99,11 +119,11 @@ class StepAside:
 @contextmanager
 def _disable_without_ours(error_message: str) -> Iterator[None]:
     taken = []
-    while (hooks := _top()) is not None and isinstance(hooks[0], PackHook):
+    while (hooks := top_hooks()) is not None and isinstance(hooks[0], PackHook):
         taken.append(hooks)
         torch._C._autograd._pop_saved_tensors_default_hooks()
     if taken:
-        warn_once()
+        warn_once(error_message)
     compiler = _set_compiler(None) if taken else None  # see Note: [Transforms in a compiled function]
     try:
         with _torchs(error_message):
@@ -115,5 +135,22 @@ def _disable_without_ours(error_message: str) -> Iterator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def _top() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+def top_hooks() -> Any:
+    """Return the saved-tensor hooks that autograd calls on this thread; None: there are none, or this torch does not tell."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) if CAN_STEP_ASIDE else None
+
+
+@contextmanager
+def replaced_hooks(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> Iterator[None]:
+    """Have autograd call these hooks, which step aside like a recorder's, in the place of `top_hooks`."""
+    replaced = top_hooks()
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    torch._C._autograd._push_saved_tensors_default_hooks(PackHook(pack), unpack)
+    try:
+        with StepAside():
+            yield
+    finally:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch._C._autograd._push_saved_tensors_default_hooks(*replaced)

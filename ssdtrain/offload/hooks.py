@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.functorch import PackHook, StepAside, warn_once
+from ssdtrain.offload.functorch import PackHook, StepAside, disabled_because, warn_once
 from ssdtrain.offload.tape import Tape
 
 __all__ = ["SavedTensorRecorder"]
-
-_disabled_because = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
 
 def _without_dynamo(hook: Any) -> Any:
@@ -26,8 +24,8 @@ class SavedTensorRecorder:
     """A context manager: what is saved for backward inside goes to `tape`.
 
     Hooks are installed for the thread that enters. Hooks that others install inside take precedence, as in autograd: only the
-    innermost pair is called. Where torch allows none (inside of torch.func.grad, vjp, jacrev, hessian) none are installed, and
-    the tape stays empty; where one of these begins inside, the hooks step aside for as long as it runs.
+    innermost pair is called. Where they are disabled (also by torch.func.grad, vjp, jacrev, hessian) none are installed, and the
+    tape stays empty; where they become disabled inside, they step aside for as long.
     """
 
     def __init__(self, engine: OffloadEngine, tape: Tape) -> None:
@@ -39,12 +37,13 @@ class SavedTensorRecorder:
         self._installed = False
 
     def __enter__(self) -> Tape:
-        if _disabled_because() is None:
+        reason = disabled_because()
+        if reason is None:
             self._aside.__enter__()
             self._hooks.__enter__()
             self._installed = True
         else:
-            warn_once()
+            warn_once(reason)
         self.engine.begin_forward(self.tape)
         return self.tape
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from torch import nn
@@ -10,6 +11,7 @@ from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.planner.block_times import MeasuredBlock, kind_of
 from ssdtrain.planner.execute import BlockPolicy, recompute_modules
+from ssdtrain.planner.recomputations import Recomputations
 
 __all__ = ["BlockActions", "recomputed_meanwhile"]
 
@@ -38,7 +40,10 @@ class BlockActions:
         policy: of the engine that offloads.
         checkpoint: by which blocks are recomputed.
         compact: compresses inputs of linear layers; None: no plan does.
-        strict: see `recompute_modules`.
+        strict, recomputations: see `recompute_modules`.
+
+    Attributes:
+        recomputed: names of the blocks that are recomputed.
     """
 
     def __init__(
@@ -48,10 +53,12 @@ class BlockActions:
         checkpoint: Checkpoint,
         compact: CompactLinear | None,
         strict: Callable[[], bool],
+        recomputations: Recomputations,
     ) -> None:
         self._blocks, self._policy, self._strict = blocks, policy, strict
+        self._recomputations, self.recomputed = recomputations, frozenset[str]()
         self._checkpoint, self._compact = checkpoint, compact
-        self._undo: Callable[[], None] = lambda: None
+        self._undo: Callable[[], object] = lambda: None
 
     def follow(
         self,
@@ -77,10 +84,14 @@ class BlockActions:
         expected = sum(piece.saved_by(action) for piece, action in pairs)
         self._policy.follow(dict.fromkeys(offloaded, "offload"), expected=max(expected, at_most))
 
-    def profile(self, recomputed: Iterable[str], *, offload: bool) -> None:
-        """While steps are profiled: recompute these blocks, and offload or keep all that is saved."""
+    def profile(self, recomputed: Iterable[str], *, offload: bool, tried: Iterable[str] = ()) -> None:
+        """While steps are profiled: recompute these blocks, and offload or keep all that is saved.
+
+        Args:
+            tried: names of other blocks, whose recomputation is only tried.
+        """
         self.compress(())
-        self._recompute(recomputed)
+        self._recompute(recomputed, tried)
         self._policy.follow({}, rest="offload" if offload else "keep")
 
     def compress(self, names: Iterable[str]) -> None:
@@ -88,10 +99,22 @@ class BlockActions:
         if self._compact is not None:
             self._compact.compress_in(self._blocks[name] for name in names)
 
-    def _recompute(self, names: Iterable[str]) -> None:
+    def _recompute(self, names: Iterable[str], tried: Iterable[str] = ()) -> None:
         self.release()
-        blocks = {name: self._blocks[name] for name in names}
-        self._undo = recompute_modules(blocks, self._checkpoint, owner=self, strict=self._strict)
+        recomputed = frozenset(names)
+        if not recomputed <= self.recomputed:
+            self._recomputations.begin_again()
+        self.recomputed = recomputed
+        run = functools.partial(
+            recompute_modules,
+            checkpoint=self._checkpoint,
+            owner=self,
+            strict=self._strict,
+            recomputations=self._recomputations,
+        )
+        undo = run({name: self._blocks[name] for name in recomputed})
+        undo_tried = run({name: self._blocks[name] for name in tried}, tried=True)
+        self._undo = lambda: (undo(), undo_tried())
 
     def release(self) -> None:
         """Recompute no block. Idempotent."""

@@ -1,11 +1,12 @@
 """Ranks whose blocks communicate with each other recompute the same blocks, or they would wait for each other for ever.
 
 Note: [When ranks agree]
-At the end of each profiled step, and of no other, all ranks of the group exchange what they know: so they begin and end profiling
-together. When each has measured enough, the one whose forwards save most decides which blocks are recomputed, and the others
-take that over. It holds as long as the model is attached: what a rank plans later, for itself, is keep and offload. A limit
-that no plan meets is one error on all of them, also for a program that catches it; later, where forwards have become larger, it
-is a warning.
+At the end of each profiled step all ranks of the group exchange what they know: so they begin and end profiling together.
+When each has measured enough, the one whose forwards save most decides which blocks are recomputed, and the others take that
+over. It holds as long as the model is attached: what a rank plans later, for itself, is keep and offload. Only a block that
+computed other values when it ran again on one of them is recomputed by none any more: they exchange that at the end of each
+step that compares. A limit that no plan meets is one error on all of them, also for a program that catches it; later, where
+forwards have become larger, it is a warning.
 
 Note: [Objects]
 A block that is called with an object (a cache) is not recomputed, and it is seen in profiled steps which ones are. Until they
@@ -19,7 +20,7 @@ A block that communicates with ranks that are not in the group is never recomput
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,11 @@ class Agreement:
         self._ranks = [] if group is None else dist.get_process_group_ranks(group)
         self._decides = 0  # the rank within the group
         self._warned: set[bool] = set()
+
+    @property
+    def several(self) -> bool:
+        """There are other ranks that have to recompute the same blocks."""
+        return self._group is not None
 
     @property
     def leaves_out(self) -> bool:
@@ -156,6 +162,27 @@ class Agreement:
         sizes = [-1 if state.saved is None else state.saved for state in states]
         self._decides = sizes.index(max(sizes))
         return any(state.again for state in states), min(sizes) >= 0
+
+    def exclude(self, differing: Mapping[str, str]) -> dict[str, str]:
+        """Have no rank recompute these blocks any more, once they have decided; until then `exchange` does that. Called at the
+        end of each step in which recomputations are compared.
+
+        Args:
+            differing: names of blocks that computed other values when they ran again on this rank, and what differed.
+
+        Returns:
+            Those of all ranks.
+        """
+        if self._group is None or self.recomputed is None:
+            return dict(differing)
+        every: list[Any] = [None] * len(self._ranks)
+        with made_current(self._device):
+            dist.all_gather_object(every, dict(differing), group=self._group)
+        merged: dict[str, str] = {}
+        for names in every:
+            merged.update(names)
+        self.recomputed -= merged.keys()
+        return merged
 
     def decide(self, choose: Callable[[], Iterable[str]]) -> None:
         """Set `recomputed` to what `choose` returns on the rank that decides, after an exchange. Without a group: nothing.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from ssdtrain.planner.memory_plot import PlanPlot
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plan_metrics import PeakLimit, PlanMetrics
 from ssdtrain.planner.plans import NoPlan, Plan, Problem
+from ssdtrain.planner.recomputations import Recomputations
 from ssdtrain.planner.step import Machine, Pass
 from ssdtrain.planner.step_ends import UNENDED, OptimizerHook, warn_of_no_step_end
 from ssdtrain.planner.timeline import kept_step
@@ -58,6 +59,11 @@ WARM_UP = 2
 
 RECORDED = 3
 """Steps that a plan is made from."""
+
+EXCLUDED = (
+    "ssdtrain.plan: without recomputing the blocks that computed other values when they ran again, the limits are not kept to, "
+    "and the nearest plan is followed: %s"
+)
 
 PATIENCE = 8
 """Steps after which tiers that nothing was written to (backward came before every write) are left out of the plan."""
@@ -105,7 +111,10 @@ class AutoPlan(Feature):
         self._blocks = blocks = named.blocks
         self._agreement = agreement = Agreement(named.group, tuple(blocks), offload.engine.eligible.device)
         self._tiers, self._reports, self._compact = tiers, reports, compact
-        self._actions = BlockActions(blocks, policy, checkpoint, compact, lambda: agreement.decided)
+        self._recomputations = Recomputations(agreed=agreement.several)
+        self._actions = BlockActions(
+            blocks, policy, checkpoint, compact, lambda: agreement.decided, self._recomputations
+        )
         self._decided = self._note = ""
         self._uncompressed: list[MeasuredBlock] | None = None  # while blocks are measured with compression
         self._engine = offload.engine
@@ -122,6 +131,7 @@ class AutoPlan(Feature):
         # Why these blocks must not run again; for good.
         off = dict.fromkeys(blocks, "plan.recompute is off")
         self._impure = off if plan.recompute == "off" else own_generators(blocks)
+        self._excludes = False  # the plan is made again without blocks that differed
         self._warned = self._warned_of_size = self._warned_of_no_end = False
         self._warned_impure = plan.recompute == "off"
         self._larger = self._forwards = 0  # bytes of a forward larger than planned for; forwards of this step
@@ -184,6 +194,8 @@ class AutoPlan(Feature):
             self._ended()
         elif self._spans is not None:
             self._forwards = 0
+            if not self._agreement.several:
+                self._exclude(self._recomputations.differing)
             self._profile_again()
 
     def _ended(self) -> None:
@@ -195,15 +207,31 @@ class AutoPlan(Feature):
         self._plot.step_ended()
         self._limit.step_ended(self._engine.meter.begin_recent().alive, planned=self.plan is not None)
         self._drift.measure(self._offload.store.metrics)
+        differing = self._recomputations.differing
+        if self._recomputations.compares:
+            differing = self._agreement.exclude(differing)
+        self._recomputations.step_ended()
+        excluded = self._exclude(differing)
         if self._spans is not None:
             bound_stores(self._engine, self._link, self._policy.largest)
             self._profiled(self._spans)
+        elif excluded:
+            self.plan, self._excludes = None, True
+            self._make(self._measured)
+            self._excludes = False
         elif self._policy.shape_changed():
             logger.info("the size of what forwards save changed: profiling again")
             self._larger = max(self._larger, self._policy.largest)
             self._profile_again()
         elif self.plan is not None and self.plan.count("ssd") and self._drift.drifted():
             self._make(self._measured)
+
+    def _exclude(self, differing: Mapping[str, str]) -> bool:
+        """Blocks that differed must not run again. Returns whether one of them does so far."""
+        new = {name: why for name, why in differing.items() if name not in self._impure}
+        self._impure.update(new)
+        self._ran_impure |= not self._recomputed.isdisjoint(new)
+        return not self._actions.recomputed.isdisjoint(new)
 
     # Profiling
 
@@ -259,6 +287,12 @@ class AutoPlan(Feature):
     def _measure(self) -> list[MeasuredBlock]:
         """A step was profiled. Returns its blocks, or nothing where more steps are needed."""
         self._steps += 1
+        if self._steps <= WARM_UP and self._uncompressed is None and not self._agreement.several:
+            # In the last of these, when it is known which blocks must not run again.
+            tried = self._blocks.keys() - self._recomputed - self._impure.keys()
+            self._actions.profile(
+                self._recomputed, offload=self._tiers, tried=tried if self._steps == WARM_UP - 1 else ()
+            )
         record = self._recorder.take()
         self._recorder.request("plan", self._steps >= WARM_UP)
         if self._steps > WARM_UP:
@@ -362,7 +396,9 @@ class AutoPlan(Feature):
         if not self._started and not agreed:
             raise error.named()
         if self.plan is None:
-            if agreed:
+            if self._excludes:
+                logger.warning(EXCLUDED, error)
+            elif agreed:
                 self._agreement.warn(error, larger=self._started)
             elif not self._warned_of_size:
                 self._warned_of_size = True

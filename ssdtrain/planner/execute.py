@@ -24,9 +24,11 @@ from torch import nn
 from ssdtrain.config import PlanConfig
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.checkpoint import checkpoint as default_checkpoint
+from ssdtrain.offload.functorch import top_hooks
 from ssdtrain.offload.policy import KEEP, OFFLOAD, REMEMBERED, Action, ForwardProfile, SavedTensorInfo
 from ssdtrain.planner.plan_blocks import check_patterns
 from ssdtrain.planner.plans import Limits, Problem, actions_for
+from ssdtrain.planner.recomputations import Proven, Recomputations
 from ssdtrain.planner.same_attributes import SameAttributes
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import Block, Machine, one_after_the_other
@@ -215,6 +217,8 @@ def recompute_modules(
     *,
     owner: object = None,
     strict: Callable[[], bool] = lambda: False,
+    recomputations: Recomputations | None = None,
+    tried: bool = False,
 ) -> Callable[[], None]:
     """Run these blocks under the checkpoint function.
 
@@ -227,6 +231,8 @@ def recompute_modules(
         checkpoint: default: as `ssdtrain.checkpoint`.
         owner: for whom the blocks are recomputed: until it is gone, also where nobody undoes it. None: until it is undone.
         strict: whether a call with such an object raises RuntimeError, since other ranks recompute the block.
+        recomputations: says in which steps second runs are compared; None: each block has its own, and a call is a step.
+        tried: backward uses what the forward saved, and the second run is only compared.
     """
     run, made = checkpoint or default_checkpoint, list[_Recomputed]()
     for name, block in blocks.items():
@@ -235,7 +241,7 @@ def recompute_modules(
             if below.ended:
                 below.undo()
             below = below.forward
-        block.forward = _Recomputed(run, name, block, owner, strict)
+        block.forward = _Recomputed(run, name, block, owner, strict, recomputations, tried)
         made.append(block.forward)
 
     def restore() -> None:
@@ -249,9 +255,18 @@ class _Recomputed:
     """Stands as the forward of a block; a copy of the block has the forward that was there before."""
 
     def __init__(
-        self, checkpoint: Checkpoint, name: str, block: nn.Module, owner: object, strict: Callable[[], bool]
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        block: nn.Module,
+        owner: object,
+        strict: Callable[[], bool],
+        recomputations: Recomputations | None,
+        tried: bool,
     ) -> None:
         self.checkpoint, self.name, self.block, self.strict = checkpoint, name, block, strict
+        self.tried, self.counts = tried, recomputations is None
+        self.recomputations = Recomputations() if recomputations is None else recomputations
         self.forward, self.own = block.forward, "forward" in block.__dict__
         self._owner = None if owner is None else weakref.ref(owner)
         self._undone = False
@@ -265,6 +280,9 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.ended or not torch.is_grad_enabled() or transformed() or has_other_parameters(self.block):
             return self.forward(*args, **kwargs)
+        recomputations, beside = self.recomputations, top_hooks() if self.tried else None
+        if recomputations.skips(self.name) or (self.tried and beside is None):
+            return self.forward(*args, **kwargs)
         if not may_run_again((args, kwargs)):
             if self.strict():
                 raise RuntimeError(_object_text(self.name, args, kwargs))
@@ -274,9 +292,16 @@ class _Recomputed:
             plain = plain.forward
         # Of before: the block may replace what is in a dict or list.
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        before = versions(tensors)
-        outputs = self.checkpoint(SameAttributes(self.name, self.block, plain), *args, **kwargs)
-        if versions(tensors) != before:
+        before, compared = versions(tensors), self.tried or recomputations.compares
+        proven = Proven(self.name, plain, recomputations, compared=compared, beside=beside)
+        if compared:  # outputs too, which come after the last saved tensor
+            kwargs["early_stop"] = False
+        outputs = self.checkpoint(SameAttributes(self.name, self.block, proven), *args, **kwargs)
+        if self.counts:
+            recomputations.step_ended()
+        if versions(tensors) != before and self.tried:
+            recomputations.note(self.name, "it changes its input in place")
+        elif versions(tensors) != before:
             raise RuntimeError(
                 f"ssdtrain.plan: the block {self.name!r} changes its input in place, and cannot run again from it in backward: "
                 'use an operation that is not in place, leave the block out of plan.blocks, or set plan.recompute to "off"'

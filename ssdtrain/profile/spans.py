@@ -71,7 +71,7 @@ class Span:
     """One block in one forward. Regions [begin, end) of the tape are those that it saved first.
 
     Attributes:
-        inputs: bytes of these that it is called with.
+        inputs: bytes that it is called with, and that its recomputation saves.
         small: bytes of the storages that it saved and that are not in these regions.
         plain: it is called with plain arguments and its own parameters: see `may_run_again`, `has_other_parameters`.
         why: it must not run again; "": it may.
@@ -147,8 +147,8 @@ class _Running(NamedTuple):
     """A block whose forward runs."""
 
     span: Span
-    storages: frozenset[int]
-    """Of the storages that it is called with."""
+    storages: dict[int, int]
+    """By id, the storages that it is called with: bytes of each that a second run would save."""
     tensors: list[Tensor]
     """That it is called with, and its buffers."""
     versions: list[int]
@@ -215,7 +215,11 @@ class BlockSpans:
         ):
             return
         tensors = [t for t in leaves(arguments) if isinstance(t, Tensor) and t.layout is torch.strided]
-        storages = frozenset(id(t.untyped_storage()) for t in tensors)  # by which the meter knows them
+        eligible, storages = self._engine.eligible, dict[int, int]()
+        for tensor in tensors:
+            movable = tensor.nbytes >= eligible.min_bytes and eligible.may_move(tensor)
+            key = id(tensor.untyped_storage())  # by which the meter knows it
+            storages[key] = max(storages.get(key, 0), tensor.nbytes if movable else 0)
         why = "" if may_run_again(arguments) else OBJECT
         why = why or (OTHER_PARAMETERS if has_other_parameters(block) else "")
         span = Span(name, len(tape.regions), plain=not why, why=why)
@@ -249,6 +253,9 @@ class BlockSpans:
         span.end = len(tape.regions)
         saved = [region for region in tape.regions[span.begin :] if region is not None]
         span.inputs = sum(region.nbytes for region in saved if region.seen.key in running.storages)
+        # What no forward saved (the block has frozen weights, or computes from a copy of another type) its recomputation saves.
+        known = {region.seen.key for region in tape.regions if region is not None}
+        span.inputs += sum(nbytes for key, nbytes in running.storages.items() if key not in known)
         grown = self._engine.meter.unoffloaded_bytes - running.unoffloaded
         span.small = max(0, grown - sum(region.nbytes for region in saved))
         replaced = running.buffers != _identities(block.buffers())  # self.average = 0.9 * self.average + ...

@@ -47,7 +47,7 @@ def handler() -> Iterator[None]:
     # A signal in `StepAside` leaves a recorder entered, as one in torch's own context manager does.
     functorch._recorders = recorders
     torch.autograd.graph.disable_saved_tensors_hooks = replaced
-    while functorch.CAN_STEP_ASIDE and functorch._top() is not None:  # and one in a recorder its hooks
+    while functorch.CAN_STEP_ASIDE and functorch.top_hooks() is not None:  # and one in a recorder its hooks
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 

@@ -1,0 +1,340 @@
+"""Proves that a block which backward runs again computes what it computed in forward, to the bit.
+
+Note: [What is compared]
+Backward of a recomputed block uses the graph of its forward, and takes nothing from the second run but the saved tensors. So in
+some steps both runs take a fingerprint of each tensor when it is saved, and of each output, and the second run raises before
+backward gets a tensor that differs. A parameter is compared by identity: backward reads it as it is, also without recomputation.
+An integer tensor alone proves nothing, since kernels leave some unwritten (the state of a generator where nothing is dropped): it
+counts where an output differs too. Where only outputs differ, the gradients are right, and the block is not recomputed any more.
+
+Note: [Trials]
+A block that is not recomputed yet is tried while steps are profiled: what it saves goes where it went, backward uses that, and
+the second run is only compared. So a difference is found at no harm, at the cost of one more forward and of the memory of one
+block.
+
+Note: [Ranks]
+Compared second runs do not end early, so ranks whose blocks communicate have to compare in the same steps: these are counted from
+the end of the step in which the blocks were chosen, which is the same for all of a group. A trial may end by an error on one rank
+while others communicate, so where there is a group nothing is tried.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import CheckpointError
+
+from ssdtrain.offload.functorch import disabled_because, replaced_hooks, top_hooks, without_modes
+from ssdtrain.profile.containers import leaves
+
+__all__ = ["COMPARED_EVERY", "COMPARED_FIRST", "Proven", "Recomputations"]
+
+logger = logging.getLogger("ssdtrain")
+
+COMPARED_FIRST = 2
+"""Number of first steps in which every recomputation is compared: while steps are profiled, those that are not measured."""
+
+COMPARED_EVERY = 31
+"""One step in so many is compared later. A prime: no period of a loop falls on these steps alone."""
+
+_ROW = 1024
+"""Words of 8 bytes in a row of the matrix that a fingerprint sums up."""
+
+_ODD = (-7046029254386353131, -4658895280553007687)
+"""Two odd numbers of 64 bits (those of the splitmix64 generator, as signed integers)."""
+
+
+class Recomputations:
+    """What is compared, and which blocks differed.
+
+    Args:
+        agreed: ranks recompute the same blocks, so that one which differs is recomputed until they have agreed not to.
+    """
+
+    def __init__(self, *, agreed: bool = False) -> None:
+        self.differing: dict[str, str] = {}
+        """Names of blocks that computed other values when they ran again, with what differed."""
+        self._agreed, self._steps = agreed, 0
+        self._warned = False
+
+    @property
+    def compares(self) -> bool:
+        """Whether this step is one in which recomputations are compared."""
+        return self._steps < COMPARED_FIRST or self._steps % COMPARED_EVERY == 0
+
+    def step_ended(self) -> None:
+        self._steps += 1
+
+    def begin_again(self) -> None:
+        """Other blocks are recomputed from now on: compare the first steps."""
+        self._steps = 0
+
+    def skips(self, name: str) -> bool:
+        """Whether a call of the block must run plainly: it differed, or this thread may have no saved-tensor hooks, which is said
+        once."""
+        if name in self.differing and not self._agreed:
+            return True
+        reason = disabled_because()
+        if reason is not None and not self._warned:
+            self._warned = True
+            logger.warning(
+                "ssdtrain.plan: the block %r is not recomputed where saved-tensor hooks are disabled (%s)",
+                name,
+                reason,
+            )
+        return reason is not None
+
+    def note(self, name: str, what: str) -> None:
+        """A block differed, without harm."""
+        if name not in self.differing:
+            self.differing[name] = f"it computed other values when it ran again ({what})"
+            logger.warning(
+                "ssdtrain.plan: the block %r computed other values when it ran again: it is not recomputed (%s)",
+                name,
+                what,
+            )
+
+    def error(self, name: str, what: str) -> RuntimeError:
+        """Note a block whose gradients would be wrong. Returns the error to raise."""
+        self.differing.setdefault(name, f"it computed other values when it ran again ({what})")
+        late = self._steps >= COMPARED_FIRST
+        since = (
+            f" (and those of up to {COMPARED_EVERY - 1} steps before, which were not compared)"
+            if late
+            else ""
+        )
+        return RuntimeError(
+            f"ssdtrain.plan: the block {name!r} computed other values when backward ran it again ({what}), and gradients of "
+            f"this step{since} would be wrong: something that its forward reads was changed in between (a global, a flag of a "
+            "shared object, a context around the forward). Keep that until backward, leave the block out of plan.blocks, or set "
+            'plan.recompute to "off"'
+        )
+
+
+class Proven:
+    """A block's forward under torch's checkpoint, whose second run is named in errors, and compared in steps that compare.
+
+    Args:
+        name: of the block, for errors.
+        function: its forward.
+        compared: whether this call is compared.
+        beside: saved-tensor hooks that take what is saved; backward then uses that, and differences are noted only. None:
+            backward uses what the second run saves.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        recomputations: Recomputations,
+        *,
+        compared: bool,
+        beside: Any = None,
+    ) -> None:
+        self.name, self.recomputations, self.beside = name, recomputations, beside
+        self.tried = False
+        self._function, self._compared = function, compared
+        self._began = False
+        self._first: _Run | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        again, self._began = self._began, True
+        hooks = top_hooks()
+        if hooks is None:
+            return self._function(*args, **kwargs)
+        pack, unpack = hooks
+        run: _Run | None = None
+        # Backward may run inside of the forward (gradients of gradients), when it is not known what the forward will save.
+        if self._compared and (not again or self._first is not None):
+            most = None if self._first is None else len(self._first.saved)
+            run = _Run(most)
+            pack = partial(_without_dynamo("torch._dynamo" in sys.modules), self, run, pack)
+        if not again:
+            unpack = partial(_unpack, self, unpack)
+        with replaced_hooks(pack, unpack):
+            outputs = self._function(*args, **kwargs)
+        if run is not None:
+            run.returned = [
+                _fingerprints(output) for output in leaves(outputs) if isinstance(output, torch.Tensor)
+            ]
+            if self._first is None:
+                self._first = run
+            else:
+                self._check(self._first, run)
+        return outputs
+
+    def _check(self, first: _Run, run: _Run) -> None:
+        if len(first.saved) != len(run.saved):
+            self.differs(_count_text(len(first.saved), len(run.saved)), wrong=True)
+            return
+        saved, integers = _difference(first.saved, run.saved, "saved tensor")
+        returned, _ = _difference(first.returned, run.returned, "output")
+        if saved:
+            self.differs(saved, wrong=True)
+        elif returned:
+            self.differs(returned, wrong=integers)
+
+    def differs(self, what: str, *, wrong: bool) -> None:
+        if wrong and self.beside is None:
+            raise self.recomputations.error(self.name, what)
+        self.recomputations.note(self.name, what)
+
+
+class _Run:
+    """What one run saved and returned: a list of fingerprints for each tensor.
+
+    Args:
+        most: number of tensors that the run may save; None: any.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self.saved: list[list[_Fingerprint]] = []
+        self.returned: list[list[_Fingerprint]] = []
+        self.most = most
+
+
+class _Fingerprint(NamedTuple):
+    """A tensor as it was at one moment."""
+
+    like: tuple[Any, ...]
+    """Dtype, sizes and strides."""
+    parameter: nn.Parameter | None = None
+    """The parameter that it is, or is a view of."""
+    digest: torch.Tensor | None = None
+    """A sum of all bytes, weighted by their places, on the device of the tensor; None: it is a parameter, or has no bytes."""
+
+
+_NONE = _Fingerprint((None, ()))
+
+
+def _pack(proven: Proven, run: _Run, pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    run.saved.append(_fingerprints(tensor))
+    if run.most is not None and len(run.saved) > run.most:
+        raise proven.recomputations.error(proven.name, f"it saved {run.most} tensors, then more")
+    if proven.beside is None or run.most is not None:
+        return pack(tensor)
+    return proven.beside[0](tensor), pack(tensor)
+
+
+def _unpack(proven: Proven, unpack: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
+    if proven.beside is None:
+        try:
+            return unpack(packed)
+        except CheckpointError as error:
+            what = str(error).removeprefix("torch.utils.checkpoint: ").split("\n")[0].rstrip(".")
+            raise proven.recomputations.error(proven.name, what) from error
+    beside, holder = packed
+    if not proven.tried:
+        proven.tried = True
+        try:
+            unpack(holder)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the block cannot run again
+            proven.differs(f"{type(error).__name__}: {error}", wrong=False)
+    return proven.beside[1](beside)  # type: ignore[no-any-return]
+
+
+@cache
+def _without_dynamo(imported: bool) -> Callable[..., Any]:
+    return torch.compiler.disable(_pack) if imported else _pack  # type: ignore[no-any-return]
+
+
+def _count_text(first: int, second: int) -> str:
+    return f"it saved {first} tensors, then {second}"
+
+
+def _difference(
+    first: Sequence[list[_Fingerprint]], second: Sequence[list[_Fingerprint]], kind: str
+) -> tuple[str, bool]:
+    """Compare two runs. The device is waited for once.
+
+    Returns:
+        (what differs, "": nothing that proves it; whether an integer tensor differs).
+    """
+    if len(first) != len(second):
+        return f"it returned {len(first)} tensors, then {len(second)}", False
+    by_device: dict[torch.device, list[tuple[int, _Fingerprint, torch.Tensor]]] = {}
+    for number, (ones, others) in enumerate(zip(first, second, strict=True), 1):
+        for one, other in zip_longest(ones, others, fillvalue=_NONE):
+            if one.like != other.like or one.parameter is not other.parameter:
+                return f"{kind} {number} of {len(first)} was {_text(one)}, then {_text(other)}", False
+            if one.digest is not None and other.digest is not None:
+                by_device.setdefault(one.digest.device, []).append((number, one, one.digest != other.digest))
+    integers = False
+    for compared in by_device.values():
+        with without_modes():
+            answers = torch.stack([differs for _, _, differs in compared]).tolist()
+        for (number, one, _), differs in zip(compared, answers, strict=True):
+            if differs and (_is_conclusive(one.like[0]) or kind == "output"):
+                return f"{kind} {number} of {len(first)} differs: {_text(one)}", integers
+            integers |= differs
+    return "", integers
+
+
+def _is_conclusive(dtype: torch.dtype) -> bool:
+    """See Note: [What is compared]."""
+    return dtype.is_floating_point or dtype.is_complex or dtype is torch.bool
+
+
+def _text(one: _Fingerprint) -> str:
+    dtype, sizes, *_ = one.like
+    what = "" if one.parameter is None else "a parameter, "
+    return f"{what}{str(dtype).removeprefix('torch.')} {list(sizes)}"
+
+
+def _fingerprints(tensor: torch.Tensor) -> list[_Fingerprint]:
+    """Return one of a tensor, or those of the plain tensors that a wrapper around some is made of."""
+    with without_modes(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            return [one for name in names for one in _fingerprints(getattr(tensor, name))]
+        base = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+        strided = tensor.layout is torch.strided and not tensor.is_nested
+        like = (
+            tensor.dtype,
+            tuple(tensor.shape) if not tensor.is_nested else (),
+            tensor.stride() if strided else (),
+        )
+        if isinstance(base, nn.Parameter):
+            return [_Fingerprint(like, base)]
+        if not strided or tensor.is_quantized or tensor.device.type == "meta":
+            return [_Fingerprint(like)]
+        return [_Fingerprint(like, digest=_digest(tensor.detach()))]
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum up all bytes of a tensor on its device, as words of 8 bytes.
+
+    A matrix of these is read twice, for the sums of its rows and of its columns, and no copy of it is made. A word counts by a
+    number of its row plus one of its column, so that no two places are alike.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    if not dense or tensor.storage_offset() * tensor.itemsize % 8:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    length = flat.numel() // 8
+    words, rest = flat[: 8 * length].view(torch.int64), flat[8 * length :].to(torch.int64)
+    rows = length // _ROW
+    matrix = words[: rows * _ROW].view(rows, _ROW)
+    parts = [words[rows * _ROW :], rest]
+    if rows:
+        parts += [matrix.sum(0), matrix.sum(1)]
+    line = torch.cat(parts)
+    return (line * _weights(line.numel(), line.device)).sum()
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Return odd numbers of 64 bits without a pattern, drawn from no generator."""
+    weights = torch.arange(1, count + 1, device=device) * _ODD[0]
+    weights ^= weights >> 29
+    weights *= _ODD[1]
+    return weights ^ (weights >> 32) | 1

@@ -1,0 +1,537 @@
+"""A block that backward runs again computes what its forward computed, or is an error by name, or is not recomputed any more."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import gc
+import logging
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ssdtrain
+from ssdtrain.planner import recomputations
+from ssdtrain.planner.execute import recompute_blocks
+from ssdtrain.planner.recomputations import COMPARED_EVERY, COMPARED_FIRST
+from tests.planner.test_plan_auto import auto_of, equal
+from tests.planner.test_plan_safety import LEAST
+
+WIDTH, BLOCKS = 48, 6
+WARM = 7
+"""Steps after which a plan is followed and was compared."""
+
+GAIN = [1.0]
+LOCAL = threading.local()
+VARIABLE = contextvars.ContextVar("gain", default=1.0)
+
+
+class Block(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.config = config
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gain = self.config.gain * GAIN[0] * getattr(LOCAL, "gain", 1.0) * VARIABLE.get()
+        return x + self.down(torch.tanh(self.up(x) * gain))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = types.SimpleNamespace(gain=1.0)
+        self.blocks = nn.ModuleList(Block(self.config) for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+Around = Callable[[Net], "contextlib.AbstractContextManager[None]"]
+"""What a loop does around a forward; backward comes after it."""
+
+
+@contextlib.contextmanager
+def hooks_of_the_forward(net: Net) -> Iterator[None]:
+    """As PEFT's Activated LoRA."""
+    with contextlib.ExitStack() as stack:
+        for block in net.blocks:
+            double = lambda module, args: tuple(2 * one for one in args)  # noqa: E731
+            halve = lambda module, args, output: output / 2  # noqa: E731
+            stack.callback(block.up.register_forward_pre_hook(double).remove)  # type: ignore[union-attr, operator]
+            stack.callback(block.down.register_forward_hook(halve).remove)  # type: ignore[union-attr, operator]
+        yield
+
+
+@contextlib.contextmanager
+def submodules_exchanged(net: Net) -> Iterator[None]:
+    before = [block.down for block in net.blocks]
+    for block in net.blocks:
+        other = nn.Linear(2 * WIDTH, WIDTH)
+        nn.init.constant_(other.weight, 0.01)
+        nn.init.zeros_(other.bias)
+        block.down = other
+    yield
+    for block, down in zip(net.blocks, before, strict=True):
+        block.down = down
+
+
+@contextlib.contextmanager
+def frozen(net: Net) -> Iterator[None]:
+    """As a discriminator while the generator's loss is computed."""
+    for block in net.blocks:
+        block.up.requires_grad_(False)  # type: ignore[union-attr, operator]
+    yield
+    net.requires_grad_(True)
+
+
+@contextlib.contextmanager
+def frozen_afterwards(net: Net) -> Iterator[None]:
+    net.requires_grad_(True)
+    yield
+    for block in net.blocks:
+        block.down.requires_grad_(False)  # type: ignore[union-attr, operator]
+
+
+@contextlib.contextmanager
+def a_class_exchanged(net: Net) -> Iterator[None]:
+    """As torch.nn.utils.parametrize."""
+
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(2 * x)
+
+    for block in net.blocks:
+        block.up.__class__ = Doubled
+    yield
+    for block in net.blocks:
+        block.up.__class__ = nn.Linear
+
+
+@contextlib.contextmanager
+def a_context_variable(net: Net) -> Iterator[None]:
+    token = VARIABLE.set(3.0)
+    yield
+    VARIABLE.reset(token)
+
+
+@contextlib.contextmanager
+def another_precision(net: Net) -> Iterator[None]:
+    before = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    torch.use_deterministic_algorithms(True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision(before[1])
+
+
+PUT_BACK: list[Around] = [
+    *(hooks_of_the_forward, submodules_exchanged, frozen, frozen_afterwards, a_class_exchanged),
+    *(a_context_variable, another_precision),
+]
+
+
+@contextlib.contextmanager
+def a_global(net: Net) -> Iterator[None]:
+    GAIN[0] = 3.0
+    yield
+    GAIN[0] = 1.0
+
+
+@contextlib.contextmanager
+def a_shared_flag(net: Net) -> Iterator[None]:
+    net.config.gain = 2.0
+    yield
+    net.config.gain = 1.0
+
+
+@contextlib.contextmanager
+def a_thread_local(net: Net) -> Iterator[None]:
+    """As the contexts of some libraries around a forward."""
+    LOCAL.gain = 2.0
+    yield
+    del LOCAL.gain
+
+
+NOT_KNOWN: list[Around] = [a_global, a_shared_flag, a_thread_local]
+
+
+class Loop:
+    """A training loop that catches errors of backward, and then steps all the same."""
+
+    def __init__(self, net: Net) -> None:
+        self.net = net
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        self.errors: list[str] = []
+        torch.manual_seed(1)
+
+    def step(self, around: Around | None = None) -> list[torch.Tensor]:
+        """Gradients, and their step; nothing where backward raised."""
+        with contextlib.nullcontext() if around is None else around(self.net):
+            loss = self.net(torch.randn(64, WIDTH))
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            self.errors.append(str(error))
+            self.optimizer.zero_grad()
+            return []
+        gradients = [
+            parameter.grad.clone() for parameter in self.net.parameters() if parameter.grad is not None
+        ]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return gradients
+
+
+def with_tiers(config: dict[str, Any], tiers: bool, directory: Path) -> dict[str, Any]:
+    return (
+        {**config, "offload": {"directories": str(directory), "min_bytes": "1KiB"}} if tiers else dict(config)
+    )
+
+
+@pytest.mark.parametrize("around", PUT_BACK)
+@pytest.mark.parametrize("tiers", [False, True], ids=["recompute", "offload and recompute"])
+def test_what_a_loop_changes_around_its_forwards_is_put_back_for_the_second_run(
+    around: Around, tiers: bool, tmp_path: Path
+) -> None:
+    plain = Loop(Net())
+    expected = [plain.step(around) for _ in range(WARM)]
+    planned = Loop(Net())
+    with ssdtrain.attach(planned.net, with_tiers(LEAST, tiers, tmp_path)) as runtime:
+        for gradients in expected:
+            assert equal(gradients, planned.step(around))
+        plan = auto_of(runtime).plan
+    assert plan is not None and plan.count("recompute")
+    assert not planned.errors
+    assert all(mine.requires_grad == theirs.requires_grad for mine, theirs in zip(
+        planned.net.parameters(), plain.net.parameters(), strict=True
+    ))  # fmt: skip
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in planned.net.modules())
+
+
+@pytest.mark.parametrize("around", NOT_KNOWN)
+def test_what_cannot_be_put_back_is_an_error_by_name_before_the_optimizer_moves(around: Around) -> None:
+    planned = Loop(Net())
+    before = [parameter.detach().clone() for parameter in planned.net.parameters()]
+    with ssdtrain.attach(planned.net, LEAST):
+        assert planned.step(around) == []
+        assert equal(before, list(planned.net.parameters()))
+        [error] = planned.errors
+        assert "the block 'blocks.4' computed other values when backward ran it again" in error
+        assert "saved tensor 3 of 5 differs: float32 [64, 96]" in error
+
+
+@pytest.mark.parametrize("around", NOT_KNOWN)
+def test_a_block_that_differed_is_not_recomputed_any_more(around: Around) -> None:
+    """Also where a loop catches the error and goes on: each error takes a block out."""
+    planned = Loop(Net())
+    with ssdtrain.attach(planned.net, LEAST) as runtime:
+        for _ in range(WARM + BLOCKS):
+            planned.step(around)
+        assert len(planned.errors) == BLOCKS - 1  # the last one is kept while steps are profiled, and tried
+        plain = Loop(Net())
+        plain.net.load_state_dict(planned.net.state_dict())
+        torch.manual_seed(2)
+        expected = [plain.step(around) for _ in range(2)]
+        torch.manual_seed(2)
+        for gradients in expected:
+            assert equal(gradients, planned.step(around))
+        plan = auto_of(runtime).plan
+    assert plan is not None and not plan.count("recompute")
+
+
+@pytest.mark.parametrize("around", NOT_KNOWN)
+def test_where_saved_tensors_leave_memory_a_difference_is_found_without_an_error(
+    around: Around, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, planned = Loop(Net()), Loop(Net())
+    torch.manual_seed(1)
+    expected = [plain.step(around) for _ in range(WARM)]
+    torch.manual_seed(1)
+    with ssdtrain.attach(planned.net, with_tiers(LEAST, True, tmp_path)) as runtime:
+        for gradients in expected:
+            assert equal(gradients, planned.step(around))
+        plan = auto_of(runtime).plan
+    assert not planned.errors
+    assert plan is not None and not plan.count("recompute")
+    assert "the block 'blocks.5' computed other values when it ran again: it is not recomputed" in caplog.text
+
+
+def test_a_difference_that_begins_late_is_found_by_the_steps_that_are_compared_now_and_then() -> None:
+    planned = Loop(Net())
+    with ssdtrain.attach(planned.net, LEAST) as runtime:
+        for _ in range(WARM + COMPARED_FIRST):
+            planned.step()
+        plan = auto_of(runtime).plan
+        assert plan is not None and plan.count("recompute")
+        for _ in range(COMPARED_EVERY):
+            if not planned.step(a_global):
+                break
+    [error] = planned.errors
+    assert "computed other values when backward ran it again" in error
+    assert f"those of up to {COMPARED_EVERY - 1} steps before, which were not compared" in error
+
+
+def test_steps_that_are_not_compared_take_no_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.Tensor] = []
+    plain = recomputations._fingerprints
+    monkeypatch.setattr(
+        recomputations, "_fingerprints", lambda tensor: (taken.append(tensor), plain(tensor))[1]
+    )
+    planned, by_step = Loop(Net()), list[int]()
+    with ssdtrain.attach(planned.net, LEAST) as runtime:
+        for _ in range(WARM + COMPARED_EVERY):
+            planned.step()
+            by_step.append(len(taken))
+            taken.clear()
+        plan = auto_of(runtime).plan
+    assert plan is not None and plan.count("recompute")
+    profiled = 5
+    assert all(by_step[:COMPARED_FIRST]) and not any(by_step[COMPARED_FIRST:profiled])
+    followed = by_step[profiled:]
+    assert all(followed[:COMPARED_FIRST]) and followed[COMPARED_EVERY]
+    assert sum(map(bool, followed)) == COMPARED_FIRST + 1
+
+
+def recomputed(block: nn.Module) -> nn.Module:
+    model = nn.Module()
+    model.block = block
+    recompute_blocks(model, {"block": "recompute"})
+    return block
+
+
+def test_a_block_of_which_only_the_output_differs_has_right_gradients_and_is_not_recomputed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Shifts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.runs = nn.Linear(8, 8), [0]
+            self.box = types.SimpleNamespace(runs=0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.box.runs += 1
+            return self.linear(x).tanh() + self.box.runs
+
+    block = recomputed(Shifts())
+    x = torch.randn(4, 8, requires_grad=True)
+    block(x).sum().backward()
+    assert "output 1 of 1 differs: float32 [4, 8]" in caplog.text
+    assert block.box.runs == 2
+    again = x.detach().requires_grad_()
+    block(again).sum().backward()
+    assert block.box.runs == 3
+    assert x.grad is not None and again.grad is not None and torch.equal(x.grad, again.grad)
+
+
+def test_an_integer_tensor_that_no_kernel_wrote_is_no_difference(caplog: pytest.LogCaptureFixture) -> None:
+    """As the state of a generator that attention saves where nothing is dropped."""
+    numbers = iter(range(100))
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(torch.tensor([next(numbers)]))
+            return x.detach() * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            assert ctx.saved_tensors
+            return gradient * 2
+
+    class Doubles(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Double.apply(x).tanh()
+
+    block = recomputed(Doubles())
+    for _ in range(2):
+        x = torch.randn(4, 8, requires_grad=True)
+        block(x).sum().backward()
+    assert next(numbers) == 4 and not caplog.text
+
+
+def test_an_index_that_changes_is_an_error() -> None:
+    index = [1]
+
+    class Picks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[torch.tensor(index)]
+
+    block, x = recomputed(Picks()), torch.randn(4, 8, requires_grad=True)
+    y = block(x)
+    index[0] = 2
+    with pytest.raises(RuntimeError, match=r"the block 'block' computed other values.*output 1 of 1 differs"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
+@pytest.mark.parametrize("size", [1, 7, 1023, 40_001])
+def test_a_fingerprint_tells_any_change_of_bits_or_order(dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(0)
+
+    def value(tensor: torch.Tensor) -> int:
+        [fingerprint] = recomputations._fingerprints(tensor)
+        assert fingerprint.digest is not None
+        return int(fingerprint.digest)
+
+    tensor = (torch.rand(size) > 0.5) if dtype is torch.bool else torch.randn(size, dtype=dtype)
+    same = value(tensor)
+    assert same == value(tensor.clone())
+    padded = torch.zeros(size + 1, dtype=dtype)
+    padded[1:] = tensor
+    assert same == value(padded[1:])  # another alignment
+    for place in {0, size // 2, size - 1}:
+        other = tensor.clone().view(torch.uint8)
+        other[place * tensor.itemsize] ^= 1
+        assert same != value(other.view(dtype))
+    if size > 1 and dtype is not torch.bool:
+        assert same != value(tensor.flip(0)) and same != value(tensor.roll(1))
+        assert same != value(tensor[torch.randperm(size)])
+        square = torch.randn(size, 3, dtype=dtype)
+        assert value(square.T) == value(square.clone().T)
+        assert value(square[:, ::2]) == value(square.clone()[:, ::2])
+
+
+def test_a_block_runs_plainly_where_saved_tensor_hooks_are_disabled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def disabled(net: Net) -> Any:
+        return torch.autograd.graph.disable_saved_tensors_hooks("no hooks here, says the user")
+
+    for tiers in (False, True):
+        caplog.clear()
+        plain, planned = Loop(Net()), Loop(Net())
+        torch.manual_seed(1)
+        expected = [plain.step(disabled) for _ in range(3)]
+        torch.manual_seed(1)
+        with ssdtrain.attach(planned.net, with_tiers(LEAST, tiers, tmp_path)):
+            for gradients in expected:
+                assert equal(gradients, planned.step(disabled))
+        assert not planned.errors
+        text = "the block 'blocks.0' is not recomputed where saved-tensor hooks are disabled (no hooks here"
+        assert caplog.text.count(text) == 1
+
+
+def test_a_block_that_disables_saved_tensor_hooks_inside_has_its_gradients(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Disables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x).tanh()
+            with torch.autograd.graph.disable_saved_tensors_hooks("says the user"):
+                y = y.exp().sin()
+            slope = torch.func.grad(lambda one: one.sin().sum())(x.detach())
+            return (y + slope).tanh()
+
+    def gradients(block: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        for _ in range(COMPARED_FIRST + 1):
+            block(torch.randn(4, 8)).sum().backward()
+        return [parameter.grad for parameter in block.parameters() if parameter.grad is not None]
+
+    assert equal(gradients(Disables()), gradients(recomputed(Disables())))
+    assert "(says the user)" in caplog.text
+
+
+@pytest.mark.parametrize("tiers", [False, True], ids=["recompute", "offload and recompute"])
+def test_an_error_of_a_second_run_leaves_nothing_in_memory(tiers: bool, tmp_path: Path) -> None:
+    """Also torch's own, in a step that is not compared."""
+
+    class Fewer(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.up(x).tanh()
+            return self.down(x) if GAIN[0] == 1.0 else self.down(x.tanh().exp()).tanh()
+
+    planned = Loop(Net())
+    for block in planned.net.blocks:
+        block.__class__ = Fewer
+    with ssdtrain.attach(planned.net, with_tiers(LEAST, tiers, tmp_path)) as runtime:
+        for _ in range(WARM + COMPARED_FIRST):
+            planned.step()
+        plan = auto_of(runtime).plan
+        assert plan is not None and plan.count("recompute")
+        assert planned.step(a_global) == []
+        gc.collect()
+        statistics = runtime.statistics()
+        assert statistics is not None and statistics.offload.live_regions == 0
+    [error] = planned.errors
+    assert "the block 'blocks." in error and "different number of tensors" in error
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["twice", "inside of the forward"])
+def test_gradients_of_gradients_are_compared_too(nested: bool) -> None:
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x).tanh()
+            if nested:
+                [slope] = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+                y = y + slope
+            return self.second(y).tanh()
+
+    def gradients(block: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        x = torch.randn(4, 8, requires_grad=True)
+        loss = block(x).square().sum()
+        if not nested:
+            [slope] = torch.autograd.grad(loss, x, create_graph=True)
+            loss = slope.square().sum()
+            loss.backward(retain_graph=True)
+        loss.backward()
+        return [parameter.grad for parameter in block.parameters() if parameter.grad is not None]
+
+    assert equal(gradients(Penalised()), gradients(recomputed(Penalised())))
+
+
+@pytest.fixture(autouse=True)
+def _logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "ssdtrain")
+
+
+@pytest.mark.slow
+def test_adapters_that_are_set_between_two_forwards_and_one_backward_have_their_gradients() -> None:
+    peft: Any = pytest.importorskip("peft")
+
+    def train(config: dict[str, Any] | None) -> list[torch.Tensor]:
+        net = Net()
+        lora = lambda: peft.LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False)  # noqa: E731
+        torch.manual_seed(0)
+        model = peft.get_peft_model(net, lora(), adapter_name="a")
+        model.add_adapter("b", lora())
+        optimizer = torch.optim.SGD([one for name, one in model.named_parameters() if "lora" in name], lr=0.1)
+        gradients: list[torch.Tensor] = []
+        with contextlib.nullcontext() if config is None else ssdtrain.attach(model, config) as runtime:
+            for _ in range(WARM):
+                losses = []
+                for adapter in "ab":
+                    model.set_adapter(adapter)
+                    losses.append(model(torch.randn(64, WIDTH)))
+                torch.stack(losses).sum().backward()
+                gradients += [one.grad.clone() for one in model.parameters() if one.grad is not None]
+                optimizer.step()
+                optimizer.zero_grad()
+            if runtime is not None:
+                plan = auto_of(runtime).plan
+                assert plan is not None and plan.count("recompute")
+        return gradients
+
+    assert equal(train(None), train(LEAST))
