@@ -185,7 +185,10 @@ class _Calls:
 
 
 _calls: dict[int, _Calls] = {}
-"""Of the attached modules, by their `id`."""
+"""Calls of the attached modules, by their `id`."""
+
+_compiled_class: Any = ()
+"""The class of what `torch.compile` makes of a module, once Dynamo is imported."""
 
 
 def _forget(number: int, _: object = None) -> None:
@@ -204,9 +207,8 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return _call_eagerly(self, args, kwargs)
         return _plain(self, *args, **kwargs)
     calls = _calls.get(id(self))
-    if calls is None:
-        compiled = self.__dict__.get("_modules", _calls).get("_orig_mod")
-        calls = None if compiled is None else _calls.get(id(compiled))
+    if calls is None and isinstance(self, _compiled_class):
+        calls = _calls.get(id(self._orig_mod))
     if calls is not None and torch.is_grad_enabled():
         for known in calls.attached:
             attached = known()
@@ -249,9 +251,10 @@ def _call_recorded(
 def _prepare_dynamo() -> None:
     """Let Dynamo compile no frame of the functions above: with torch's own `__call__` it does the same. `_call` is still traced
     where compiled code calls a module. Not done when this file is imported, since importing Dynamo takes a second."""
-    global _call_eagerly, _call_recorded
-    from torch._dynamo.eval_frame import skip_code
+    global _call_eagerly, _call_recorded, _compiled_class
+    from torch._dynamo.eval_frame import OptimizedModule, skip_code
 
+    _compiled_class = OptimizedModule
     skip_code(_call.__code__)
     _call_eagerly = torch.compiler.disable(_call_eagerly, recursive=False)
     _call_recorded = torch.compiler.disable(_call_recorded, recursive=False)
