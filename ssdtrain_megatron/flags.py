@@ -38,13 +38,14 @@ class UnusedFlags:
         """Take the flags in a command line for unused ones, if they enable anything.
 
         Raises:
-            SystemExit: a flag is misspelled or lacks its value.
+            SystemExit: a flag is misspelled, or its value is invalid.
             ConfigError: as `config_from_args`.
         """
         self._flags = given_flags(arguments)
         if self._flags:
-            parser = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-            config = _config_of(parser.parse_known_args(list(arguments))[0])
+            usage = "SCRIPT [its arguments and --ssdtrain-* flags]"
+            parser = argparse.ArgumentParser(usage=usage, add_help=False, allow_abbrev=False)
+            config = _config_of(add_arguments(parser).parse_known_args(list(arguments))[0])
             if config is None or not config.active:
                 self._flags.clear()
 

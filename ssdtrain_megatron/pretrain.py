@@ -43,9 +43,9 @@ def install_pretrain() -> None:
     Call it before `pretrain(...)`, in the script itself or from `python -m ssdtrain_megatron.run`.
 
     Raises:
-        ConfigError: flags of the command line have invalid values. In a schedule: nothing was attached as they ask for.
+        ConfigError: flags of the command line contradict each other. In a schedule: nothing was attached as they ask for.
         ImportError: megatron.training is not on the path, or lacks a name that is needed.
-        SystemExit: a flag of ours is misspelled.
+        SystemExit: a flag of ours is misspelled, or its value is invalid.
     """
     if _patches.active:
         return

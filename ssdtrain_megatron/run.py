@@ -22,8 +22,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the script that `arguments` (by default the command line) begins with; the rest is its own.
 
     Raises:
-        SystemExit: no script is named, or it does not exist.
-        ConfigError: flags of ours have invalid values, or the script ended well and attached nothing.
+        SystemExit: no script is named, or it does not exist; or a flag of ours is misspelled or has an invalid value.
+        ConfigError: the script ended well and left flags of ours unused.
         ImportError: see `install_pretrain`.
     """
     given = sys.argv[1:] if arguments is None else arguments

@@ -280,14 +280,19 @@ def test_an_error_of_the_script_is_its_own(loop: Loop, command_line: list[str], 
 
 
 def test_bad_values_are_found_before_a_script_begins(
-    loop: Loop, command_line: list[str], tmp_path: Path
+    loop: Loop, command_line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "own.py"
     script.write_text("raise AssertionError('it began')")
-    with pytest.raises(ConfigError, match="999x"):
-        run.main([str(script), *command_line, "--ssdtrain-offload-amount", "999x"])
-    with pytest.raises(SystemExit):
-        run.main([str(script), "--ssdtrain-ofload-amount", "all"])
+    for flags, said in (
+        ("--ssdtrain-offload-amount 999x", "'999x' has the unknown unit"),
+        ("--ssdtrain-ofload-amount all", "did you"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            run.main([str(script), *command_line, *flags.split()])
+        assert said in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="would get no report"):
+        run.main([str(script), "--ssdtrain-report-path", str(tmp_path)])
 
 
 def test_flags_that_a_loop_of_its_own_leaves_unused_are_an_error_in_the_schedule(
@@ -304,6 +309,7 @@ def test_flags_that_are_used_are_no_error(way: str, loop: Loop, command_line: li
     if way == "the loop's":
         loop.pretrain(*command_line[:2])
     else:
+        command_line += ["--ssdtrain-offload-min-bytes", "1024", "--ssdtrain-offload-amount", "all"]
         parser = loop.arguments.add_megatron_arguments(argparse.ArgumentParser())
         config = ssdtrain_megatron.config_from_args(parser.parse_known_args(command_line)[0])
         with ssdtrain_megatron.attach(loop.trainer.chunks, config) as attachment:
