@@ -284,12 +284,12 @@ def test_bad_values_are_found_before_a_script_begins(
 ) -> None:
     script = tmp_path / "own.py"
     script.write_text("raise AssertionError('it began')")
-    for flags, said in (
+    for words, said in (
         ("--ssdtrain-offload-amount 999x", "'999x' has the unknown unit"),
         ("--ssdtrain-ofload-amount all", "did you"),
     ):
         with pytest.raises(SystemExit, match="2"):
-            run.main([str(script), *command_line, *flags.split()])
+            run.main([str(script), *command_line, *words.split()])
         assert said in capsys.readouterr().err
     with pytest.raises(ConfigError, match="would get no report"):
         run.main([str(script), "--ssdtrain-report-path", str(tmp_path)])
