@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 from ssdtrain.config import Config, ConfigError, Problem
 from ssdtrain.integration.patching import Patches, call_after
 from ssdtrain.preflight import check_start
-from ssdtrain_megatron.flags import add_arguments, config_from_args, keys_without_effect
+from ssdtrain_megatron.flags import (
+    add_arguments,
+    config_from_args,
+    given_flags,
+    keys_without_effect,
+    unused_flags,
+)
 
 if TYPE_CHECKING:
     from ssdtrain_megatron.attachment import Attachment
@@ -37,13 +43,17 @@ def install_pretrain() -> None:
     Call it before `pretrain(...)`, in the script itself or from `python -m ssdtrain_megatron.run`.
 
     Raises:
+        ConfigError: flags of the command line contradict each other. In a schedule: nothing was attached as they ask for.
         ImportError: megatron.training is not on the path, or lacks a name that is needed.
+        SystemExit: a flag of ours is misspelled, or its value is invalid.
     """
     if _patches.active:
         return
+    unused_flags.expect(sys.argv[1:])
     from ssdtrain_megatron import _compat
 
     arguments, training = _compat.check_training()
+    unused_flags.watch(_compat.replaceable()["forward_step"])
     _patches.replace(arguments, "add_megatron_arguments", call_after(lambda parser, _: add_arguments(parser)))
     _patches.replace(training, "setup_model_and_optimizer", functools.partial(_attaching, training))
 
@@ -92,6 +102,7 @@ def attaches_for_spec() -> bool:
 def uninstall_pretrain() -> None:
     """Put the training loop's functions back, and end what was attached. Idempotent."""
     _detach()
+    unused_flags.used()
     _patches.undo()
     _of_spec.undo()
 
@@ -140,9 +151,7 @@ def _check_command_line(args: Any) -> None:
         ConfigError: names them.
     """
     file = getattr(args, "yaml_cfg", None)
-    dropped = [
-        argument for argument in sys.argv[1:] if argument.startswith(("--ssdtrain-", "--no-ssdtrain-"))
-    ]
+    dropped = given_flags(sys.argv[1:])
     if file and dropped:
         why = f"is read in place of the command line, and {', '.join(dropped)} would be without effect"
         allowed = "the keys in that file instead (ssdtrain_config: FILE), or no --yaml-cfg"

@@ -12,6 +12,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from ssdtrain_megatron.flags import unused_flags
 from ssdtrain_megatron.pretrain import install_pretrain
 
 __all__ = ["main"]
@@ -21,7 +22,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the script that `arguments` (by default the command line) begins with; the rest is its own.
 
     Raises:
-        SystemExit: no script is named, or it does not exist.
+        SystemExit: no script is named, or it does not exist; or a flag of ours is misspelled or has an invalid value.
+        ConfigError: the script ended well and left flags of ours unused.
         ImportError: see `install_pretrain`.
     """
     given = sys.argv[1:] if arguments is None else arguments
@@ -38,7 +40,14 @@ def main(arguments: list[str] | None = None) -> None:
     sys.path.insert(0, str(script.parent))
     sys.argv = list(given)
     install_pretrain()
-    runpy.run_path(str(script), run_name="__main__")
+    why = "the script has ended, and nothing was attached to a model"
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        if not end.code:
+            unused_flags.check(why)
+        raise
+    unused_flags.check(why)
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def attach(
     """Offload what every call of `model` saves for backward, until `close` of the runtime that is returned.
 
     Args:
-        model: called as before; nothing about it changes but its `forward`, which is wrapped.
+        model: called as before, as a whole or by its parts; whatever stands as its `forward`, also later.
         config: a `Config`, a dict of its sections, or a YAML or JSON file.
         device: of the activations; by default the model's.
         rank, local_rank, local_world_size: of this process, for directories and shared drives; by default torch.distributed's,

@@ -1,10 +1,24 @@
-"""A runtime attached to a model: what stands as `model.forward` meanwhile."""
+"""A runtime attached to a model: how it learns that a forward begins.
+
+Note: [Calls of modules]
+Every call of a module goes through `torch.nn.Module.__call__`, which stands there replaced while anything is attached, and looks
+up whether the module is one of those attached: the model or any module inside of it. So it does not matter what stands as a
+module's `forward`, who replaces that later, and whether a loop calls the model or parts of it: the outermost attached module that
+runs is one forward. On the modules themselves there is one entry in the `__dict__` of the model. Copies, pickles and replicas are
+other objects, and so are not recorded; `torch.jit.script` and `torch.export` find the model's own forward. The call is made
+inside of a `with`, which ends by any exception: hooks of modules are not called after an interrupt.
+
+Note: [Compiled calls]
+Dynamo takes the function that replaces `__call__` into its graphs, where it does nothing, except that the call of an attached
+model is left out of the graph of whatever calls it. What is compiled is then recorded as a whole. A graph that was compiled
+before has no such break; the module that `torch.compile` made of an attached one is therefore taken for it.
+"""
 
 from __future__ import annotations
 
-import copy
 import functools
-import operator
+import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,23 +31,28 @@ from ssdtrain.integration.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.pytorch.models import check_lowrank, check_unwrapped, compress_gradients, reduces_on_all_ranks
 from ssdtrain.pytorch.sharded import watch_sharded
-from ssdtrain.pytorch.steps import end_unannounced_steps
+from ssdtrain.pytorch.steps import BypassedModel, end_unannounced_steps
 from ssdtrain.runtime import Runtime
 
-__all__ = ["AttachedForward", "attach_model"]
+__all__ = ["AttachedModules", "attach_model"]
 
 FREED_FUNCTION = "CheckpointWithoutOutputFunctionBackward"
 """The node of the autograd function that recomputes into outputs which it has freed after they were saved."""
 
+OWNED = "_ssdtrain_attached"
+"""Key in the `__dict__` of an attached model whose value keeps what is attached alive as long as the model."""
+
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)  # not in torch 2.6
+_is_traced = torch.compiler.is_dynamo_compiling
+_graph_task = torch._C._current_graph_task_id
 
 
 def attach_model(runtime: Runtime, model: nn.Module) -> None:
-    """Let the features of `runtime` serve every call of `model`, until it closes. Each call with gradients is one forward.
+    """Let the features of `runtime` serve every call of `model`, until it closes. Each call with gradients is one forward, and so
+    is that of a module inside of it which is called alone.
 
-    `model.forward` is wrapped on the instance, outside of what `torch.compile` compiles; deep copies of the model and what
-    is written of it by pickle are not offloaded. With `comm`, the gradients of DistributedDataParallel and FSDP2 are
-    compressed from now on.
+    Deep copies of the model and what is written of it by pickle are not recorded. With `comm`, the gradients of
+    DistributedDataParallel and FSDP2 are compressed from now on.
 
     Raises:
         ConfigError: compact.mode "lowrank" or state meets a model that a wrapper reduces or shards.
@@ -50,14 +69,17 @@ def attach_model(runtime: Runtime, model: nn.Module) -> None:
         compress_gradients(model, runtime.comm, ends)
     if runtime.state is not None:
         check_unwrapped(model)
+    records = any(type(feature).on_forward is not Feature.on_forward for feature in runtime.features)
+    if records:
+        runtime.features.append(BypassedModel())
     runtime.register(model)
     if runtime.state is not None and runtime.engine is not None:
         runtime.engine.eligible.add_parameter_predicate(runtime.state.holds)
     if runtime.engine is not None:
         runtime.engine.eligible.add_freed_function(FREED_FUNCTION)
         _keep_gathered(runtime, runtime.engine, model)
-    if any(type(feature).on_forward is not Feature.on_forward for feature in runtime.features):
-        runtime.call_at_close(AttachedForward(model, runtime.forward).detach)
+    if records:
+        runtime.call_at_close(AttachedModules(model, runtime.forward).detach)
 
 
 def _keep_gathered(runtime: Runtime, engine: OffloadEngine, model: nn.Module) -> None:
@@ -68,71 +90,204 @@ def _keep_gathered(runtime: Runtime, engine: OffloadEngine, model: nn.Module) ->
         engine.eligible.add_parameter_predicate(gathered.__contains__)
 
 
-class AttachedForward:
-    """The forward of `model`, where every call with gradients is inside of a context that `record` makes.
+class _Recording(threading.local):
+    """Whether a forward is being recorded on this thread."""
 
-    Note: [Copies compute with their own weights]
-    It stands in the model's `__dict__`, and so in what a copy of the model is made from. There it gives way to the forward
-    that the model had before: a deep copy (an EMA of the weights) and what pickle or torch.save wrote call that, bound to
-    themselves, and nothing of a copy is recorded. A shallow copy shares what is in `__dict__`, and so this object.
+    active = False
+
+
+class AttachedModules:
+    """Runs the outermost call, with gradients, of `model` or of a module inside of it in a context that `record` makes.
+
+    A call inside of a backward is no forward: it recomputes. See Note: [Calls of modules].
 
     Note: [Attached twice]
-    Runtimes may be closed in any order: one that is not the outermost takes itself out of the chain. Where another
-    function stands in front of it, it stays and only calls what is behind.
+    A module may be attached several times, as a whole or as a part, and runtimes may be closed in any order. The context of
+    what was attached first is the innermost one.
+
+    Attributes:
+        record: None after `detach`.
+        recording: the state of each thread.
     """
 
     def __init__(self, model: nn.Module, record: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._model = model
-        self._record: Callable[[], AbstractContextManager[Any]] | None = record
-        own = "forward" in model.__dict__
-        functools.update_wrapper(self, model.forward, updated=())
-        self._stand_before(model.forward, own)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            record = self._record
-            if record is None or not torch.is_grad_enabled():
-                return self._plain(*args, **kwargs)
-            with record():
-                return self._plain(*args, **kwargs)
-
-        # Outside of what torch.compile compiles, which goes on inside.
-        self._forward = torch.compiler.disable(forward, recursive=False)
-        model.forward = self
-
-    def _stand_before(self, plain: Callable[..., Any], own: bool) -> None:
-        self._plain = plain
-        self._own = own  # it stood in the model's __dict__, not in its class
-        self.__wrapped__ = plain
-
-    @property
-    def __code__(self) -> Any:
-        return self._plain.__code__  # `torch.export` asks a model's forward where it is written
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _is_exporting():  # which takes the whole forward as one graph
-            return self._plain(*args, **kwargs)
-        return self._forward(*args, **kwargs)
+        self.recording = _Recording()
+        self.record: Callable[[], AbstractContextManager[Any]] | None = record
+        self._model = weakref.ref(model)
+        # Before `nn.Module.__call__` is replaced: Dynamo takes what it finds there when it is imported for torch's own.
+        _prepare_dynamo()
+        itself = weakref.ref(self)
+        self._calls = [_Calls.of(module) for module in model.modules()]
+        for calls in self._calls:
+            calls.attached += (itself,)
+        owned = model.__dict__.get(OWNED)
+        if not isinstance(owned, _Owned):  # also of what a copy has
+            owned = model.__dict__[OWNED] = _Owned()
+        owned.attached.append(self)
+        # Also where the model is dropped and nothing is closed.
+        self._end = weakref.finalize(self, _replacement.remove, id(self))
+        self._end.atexit = False
+        _replacement.add(id(self))
 
     def detach(self) -> None:
-        """Record no more, and put back the forward that was there. See Note: [Attached twice]."""
-        self._record = None
-        found = self._model.__dict__.get("forward")
-        if found is self:
-            if self._own:
-                self._model.forward = self._plain
-            else:
-                del self._model.forward
-        while isinstance(found, AttachedForward):
-            if found._plain is self:
-                found._stand_before(self._plain, self._own)
-            found = found._plain
+        """Record no more, and leave the model as it was. Idempotent."""
+        self.record = None
+        for calls in self._calls:
+            calls.remove(self)
+        self._calls.clear()
+        model = self._model()
+        owned = None if model is None else model.__dict__.get(OWNED)
+        if model is not None and isinstance(owned, _Owned) and self in owned.attached:
+            owned.attached.remove(self)
+            if not owned.attached:
+                del model.__dict__[OWNED]
+        self._end()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A bound method is copied bound to the copy of its model.
-        return copy.deepcopy(self._plain, memo)
+
+class _Owned:
+    """Keeps what is attached to a model alive. A copy or pickle of it is None, for which a reader needs no ssdtrain."""
+
+    def __init__(self) -> None:
+        self.attached: list[AttachedModules] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._own:
-            return operator.getitem, ([self._plain], 0)
-        # The reader needs no ssdtrain, and makes the model before it gives it what was in its __dict__.
-        return getattr, (self._model, "forward")
+        return type(None), ()
+
+
+class _Calls:
+    """What the calls of one module are recorded for.
+
+    Attributes:
+        attached: in the order in which it was attached.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.attached: tuple[weakref.ref[AttachedModules], ...] = ()
+        self._number = id(module)
+        # Another module may get the number of one that is gone.
+        self._module = weakref.ref(module, functools.partial(_forget, self._number))
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Calls:
+        """Returns the one of `module`."""
+        calls = _calls.get(id(module))
+        if calls is None:
+            calls = _calls[id(module)] = cls(module)
+        return calls
+
+    def remove(self, attached: AttachedModules) -> None:
+        self.attached = tuple(known for known in self.attached if known() not in (None, attached))
+        if not self.attached and _calls.get(self._number) is self:
+            _forget(self._number)
+
+
+_calls: dict[int, _Calls] = {}
+"""Calls of the attached modules, by their `id`."""
+
+_compiled_class: Any = ()
+"""The class of what `torch.compile` makes of a module, once Dynamo is imported."""
+
+
+def _forget(number: int, _: object = None) -> None:
+    _calls.pop(number, None)
+
+
+def _plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stands for what was `torch.nn.Module.__call__` before."""
+    raise NotImplementedError
+
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stands as `torch.nn.Module.__call__`. See Note: [Calls of modules] and Note: [Compiled calls]."""
+    if _is_traced():
+        if self.__dict__.get(OWNED) is not None and not _is_exporting():
+            return _call_eagerly(self, args, kwargs)
+        return _plain(self, *args, **kwargs)
+    calls = _calls.get(id(self))
+    if calls is None and isinstance(self, _compiled_class):
+        calls = _calls.get(id(self._orig_mod))
+    if calls is not None and torch.is_grad_enabled():
+        for known in calls.attached:
+            attached = known()
+            if attached is not None and not attached.recording.active:
+                return _call_recorded(calls.attached, self, args, kwargs)
+    return _plain(self, *args, **kwargs)
+
+
+def _call_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls an attached model from compiled code, outside of its graph. Compilation goes on inside."""
+    calls = _calls.get(id(module))
+    if calls is None or not torch.is_grad_enabled():
+        return _plain(module, *args, **kwargs)
+    return _call_recorded(calls.attached, module, args, kwargs)
+
+
+def _call_recorded(
+    attached: tuple[weakref.ref[AttachedModules], ...],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a module in the contexts of what is attached to it, the last one outermost."""
+    if not attached or _graph_task() != -1 or _is_exporting():  # which takes the whole forward as one graph
+        return _plain(module, *args, **kwargs)
+    *inner, outermost = attached
+    found = outermost()
+    record = None if found is None or found.recording.active else found.record
+    if found is None or record is None:
+        return _call_recorded(tuple(inner), module, args, kwargs)
+    try:
+        found.recording.active = True
+        with record():
+            return _call_recorded(tuple(inner), module, args, kwargs)
+    finally:
+        found.recording.active = False
+
+
+@functools.cache
+def _prepare_dynamo() -> None:
+    """Let Dynamo compile no frame of the functions above: with torch's own `__call__` it does the same. `_call` is still traced
+    where compiled code calls a module. Not done when this file is imported, since importing Dynamo takes a second."""
+    global _call_eagerly, _call_recorded, _compiled_class
+    from torch._dynamo.eval_frame import OptimizedModule, skip_code
+
+    _compiled_class = OptimizedModule
+    skip_code(_call.__code__)
+    _call_eagerly = torch.compiler.disable(_call_eagerly, recursive=False)
+    _call_recorded = torch.compiler.disable(_call_recorded, recursive=False)
+
+
+class _Replacement:
+    """Replaces `torch.nn.Module.__call__` while anything is attached."""
+
+    def __init__(self) -> None:
+        self._users: set[int] = set()
+        self._placed = False
+        self._lock = threading.RLock()  # finalizers remove users, too
+
+    def add(self, user: int) -> None:
+        self._users.add(user)
+        self._follow()
+
+    def remove(self, user: int) -> None:
+        self._users.discard(user)
+        self._follow()
+
+    def _follow(self) -> None:
+        global _plain
+        with self._lock:
+            stands = nn.Module.__call__
+            if self._users and not self._placed:
+                _plain = stands
+                nn.Module.__call__ = _call  # type: ignore[method-assign]
+                self._placed = True
+            elif not self._users and stands is _call:
+                # Where others have replaced it since, it stays behind theirs, and only passes calls on.
+                nn.Module.__call__ = _plain  # type: ignore[method-assign]
+                self._placed = False
+
+
+_replacement = _Replacement()

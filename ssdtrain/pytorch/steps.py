@@ -15,19 +15,21 @@ them alone.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from ssdtrain.comm import Communicator
-from ssdtrain.features import Feature, Forward, Step
+from ssdtrain.features import FIRST_STEPS, Feature, Forward, Step
 from ssdtrain.integration.inner_hooks import InnerHooks
-from ssdtrain.optimizer_hooks import call_after_steps
+from ssdtrain.optimizer_hooks import call_after_steps, call_before_steps
 from ssdtrain.planner.step_ends import OptimizerHook
 from ssdtrain.runtime import Runtime
 
-__all__ = ["UnannouncedSteps", "end_unannounced_steps", "record_unannounced_steps"]
+__all__ = ["BypassedModel", "UnannouncedSteps", "end_unannounced_steps", "record_unannounced_steps"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -129,4 +131,57 @@ class UnannouncedSteps(Feature):
 
     def close(self) -> None:
         self._stepped = False
+        self._hook.remove()
+
+
+class BypassedModel(Feature):
+    """Warns once where an optimizer of the attached model makes steps, and no forward of the model is recorded between them."""
+
+    def __init__(self) -> None:
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        itself = weakref.ref(self)
+
+        def hook(optimizer: Optimizer, *_: object) -> None:
+            bypassed = None if torch.compiler.is_compiling() else itself()
+            if bypassed is not None:
+                bypassed._optimizer_steps(optimizer)
+
+        self._hook = call_before_steps(hook)
+        weakref.finalize(self, self._hook.remove)
+
+    def attach(self, model: nn.Module) -> None:
+        self._models.append(weakref.ref(model))
+
+    def on_forward(self, forward: Forward) -> None:
+        self._steps.clear()
+
+    def _optimizer_steps(self, optimizer: Optimizer) -> None:
+        # One optimizer for each parameter makes many steps after one forward.
+        self._steps[optimizer] = steps = self._steps.get(optimizer, 0) + 1
+        if steps < FIRST_STEPS:
+            return
+        model = next((model for known in self._models if (model := known()) is not None), None)
+        if model is None or not self._trains(optimizer, model):
+            self._steps.clear()
+            return
+        self.close()
+        logger.warning(
+            "ssdtrain.attach: an optimizer made %d steps, and no forward with gradients of the attached %s or of a module inside "
+            "of it was seen: nothing is done for them. Attach to the module that the loop calls, as it is when training begins, "
+            "or run each forward inside of `with runtime.forward():`",
+            FIRST_STEPS,
+            type(model).__name__,
+        )
+
+    @staticmethod
+    def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
+        """Whether these are steps of the model: the optimizer has its parameters, or copies of them, and they have gradients."""
+        own = {id(parameter): parameter for parameter in model.parameters()}
+        groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return any(id(parameter) in own for parameter in groups) or any(
+            parameter.grad is not None for parameter in own.values()
+        )
+
+    def close(self) -> None:
         self._hook.remove()

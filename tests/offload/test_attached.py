@@ -39,7 +39,7 @@ def doubled(model: Scaled, x: torch.Tensor) -> torch.Tensor:
 
 def by_pickle(model: nn.Module) -> nn.Module:
     written = pickle.dumps(model)
-    assert b"ssdtrain" not in written, "whoever reads it has to have ssdtrain"
+    assert b"ssdtrain." not in written, "whoever reads it has to have ssdtrain"
     copied: nn.Module = pickle.loads(written)
     return copied
 

@@ -15,10 +15,11 @@ import pytest
 
 import ssdtrain_megatron
 from ssdtrain.config import ConfigError
-from ssdtrain_megatron import pretrain
+from ssdtrain_megatron import flags, pretrain, run
 from ssdtrain_megatron.attachment import Attachment
 from tests.megatron.rows import Row
 from tests.megatron.training import Trainer
+from tests.offload.test_equality import asked_for
 
 
 class Writer:
@@ -250,3 +251,68 @@ def test_without_a_checkout_it_says_what_is_missing() -> None:
         pytest.skip("megatron.training is on the path")
     with pytest.raises(ImportError, match="part of a Megatron-LM checkout"):
         ssdtrain_megatron.install_pretrain()
+
+
+@pytest.fixture
+def command_line(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The words of a run of the launcher, whose script is to be written."""
+    flags = ["--ssdtrain-offload-directories", config["offload"]["directories"], "--num-layers", "2"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return flags
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit", "import sys; sys.exit(0)"])
+def test_flags_that_a_script_leaves_unused_are_an_error_at_its_end(
+    end: str, loop: Loop, command_line: list[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(f"print('trained')\n{end}\n")
+    with pytest.raises(ConfigError, match=r"--ssdtrain-offload-directories.*nothing was attached.*attach\("):
+        run.main([str(script), *command_line])
+
+
+def test_an_error_of_the_script_is_its_own(loop: Loop, command_line: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text("import sys; sys.exit(3)")
+    with pytest.raises(SystemExit, match="3"):
+        run.main([str(script), *command_line])
+
+
+def test_bad_values_are_found_before_a_script_begins(
+    loop: Loop, command_line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "own.py"
+    script.write_text("raise AssertionError('it began')")
+    for words, said in (
+        ("--ssdtrain-offload-amount 999x", "'999x' has the unknown unit"),
+        ("--ssdtrain-ofload-amount all", "did you"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            run.main([str(script), *command_line, *words.split()])
+        assert said in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="would get no report"):
+        run.main([str(script), "--ssdtrain-report-path", str(tmp_path)])
+
+
+def test_flags_that_a_loop_of_its_own_leaves_unused_are_an_error_in_the_schedule(
+    loop: Loop, command_line: list[str]
+) -> None:
+    ssdtrain_megatron.install_pretrain()
+    with pytest.raises(ConfigError, match=r"--ssdtrain-offload-directories.*Megatron's schedules"):
+        loop.trainer.step(1)
+
+
+@pytest.mark.parametrize("way", ["the loop's", "its own"])
+def test_flags_that_are_used_are_no_error(way: str, loop: Loop, command_line: list[str]) -> None:
+    ssdtrain_megatron.install_pretrain()
+    if way == "the loop's":
+        loop.pretrain(*command_line[:2])
+    else:
+        command_line += ["--ssdtrain-offload-min-bytes", "1024", "--ssdtrain-offload-amount", "all"]
+        parser = loop.arguments.add_megatron_arguments(argparse.ArgumentParser())
+        config = ssdtrain_megatron.config_from_args(parser.parse_known_args(command_line)[0])
+        with ssdtrain_megatron.attach(loop.trainer.chunks, config) as attachment:
+            loop.trainer.step(1)
+            assert asked_for(attachment.runtime) > 0
+    flags.unused_flags.check("")

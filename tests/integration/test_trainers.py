@@ -1,0 +1,270 @@
+"""Trainers of other projects, with an attached model: bits as without, and something is offloaded.
+
+Models and tokenizers are made here, and written to a directory from which a trainer reads its reference model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ssdtrain
+from ssdtrain.runtime import Runtime
+
+pytestmark = pytest.mark.slow
+
+WORDS = [f"w{number}" for number in range(60)]
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "ACCELERATE_USE_CPU": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator() -> None:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@contextmanager
+def attached(model: nn.Module, directory: Path) -> Iterator[Runtime]:
+    config = {"offload": {"directories": str(directory), "min_bytes": 1, "amount": "all"}}
+    with ssdtrain.attach(model, config | {"report": {"interval": 0}}) as runtime:
+        yield runtime
+
+
+def offloaded(runtime: Runtime) -> int:
+    """Bytes that were written, or would have been if backward had come later."""
+    metrics = runtime.statistics()
+    assert metrics is not None and metrics.offload is not None
+    return metrics.offload.offloaded_bytes + metrics.offload.avoided_write_bytes
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    pad, begin, end, unknown = SPECIAL
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token=pad, bos_token=begin, eos_token=end, unk_token=unknown
+    )
+
+
+def text(seed: int, words: int) -> str:
+    return " ".join(WORDS[(7 * seed + 3 * number) % len(WORDS)] for number in range(words))
+
+
+def sft(options: dict[str, Any], **given: Any) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [{"text": text(number, 24)} for number in range(12)]
+    return SFTTrainer(
+        args=SFTConfig(max_length=32, **options), train_dataset=Dataset.from_list(rows), **given
+    )
+
+
+def dpo(options: dict[str, Any], **given: Any) -> Any:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    rows = [
+        {"prompt": text(number, 8), "chosen": text(number + 1, 8), "rejected": text(number + 2, 8)}
+        for number in range(12)
+    ]
+    return DPOTrainer(
+        args=DPOConfig(max_length=32, **options), train_dataset=Dataset.from_list(rows), **given
+    )
+
+
+def grpo(options: dict[str, Any], **given: Any) -> Any:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(set(completion.split()))) for completion in completions]
+
+    rows = [{"prompt": text(number, 8)} for number in range(12)]
+    arguments = GRPOConfig(num_generations=2, max_completion_length=8, beta=0.1, **options)
+    return GRPOTrainer(reward_funcs=reward, args=arguments, train_dataset=Dataset.from_list(rows), **given)
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole model", "peft_config"])
+@pytest.mark.parametrize("make", [sft, dpo, grpo])
+def test_trl(make: Callable[..., Any], adapter: bool, tmp_path: Path) -> None:
+    from peft import LoraConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=128, **shape)).save_pretrained(
+        tmp_path / "model"
+    )
+
+    def trained(attach: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+        options = {
+            "output_dir": str(tmp_path / "out"),
+            "max_steps": 3,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-2,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "report_to": [],
+            "save_strategy": "no",
+            "disable_tqdm": True,
+        }
+        peft = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, task_type="CAUSAL_LM")
+        given = {"model": model, "processing_class": tokenizer(), "peft_config": peft if adapter else None}
+        if not attach:
+            trainer = make(options, **given)
+            trainer.train()
+            return weights(trainer.model)
+        with attached(model, tmp_path / "spill") as runtime:
+            trainer = make(options, **given)
+            trainer.train()
+            assert offloaded(runtime) > 0
+        return weights(trainer.model)
+
+    assert same(trained(True), trained(False))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.body(x))
+        return found
+
+
+def batch() -> torch.Tensor:
+    return torch.linspace(-1, 1, 32 * 64).reshape(32, 64).sin()
+
+
+@pytest.mark.parametrize("when", ["before prepare", "after prepare"])
+def test_accelerate(when: str, tmp_path: Path) -> None:
+    """Also `unwrap_model`, which takes the forward that prepare had wrapped for the model's own."""
+    from accelerate import Accelerator
+
+    net = Net()
+
+    def trained(attach: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        accelerator, mine = Accelerator(cpu=True, mixed_precision="bf16"), copy.deepcopy(net)
+        optimizer = torch.optim.SGD(mine.parameters(), 0.1)
+        with ExitStack() as closing:
+            runtimes = []
+            if attach and when == "before prepare":
+                runtimes.append(closing.enter_context(attached(mine, tmp_path)))
+            mine, optimizer = accelerator.prepare(mine, optimizer)
+            if attach and when == "after prepare":
+                runtimes.append(closing.enter_context(attached(mine, tmp_path)))
+            for _ in range(3):
+                optimizer.zero_grad()
+                accelerator.backward(mine(batch()).square().mean())
+                optimizer.step()
+            unwrapped = accelerator.unwrap_model(mine, keep_fp32_wrapper=False)
+            unwrapped(batch()).square().mean().backward()
+            assert all(offloaded(runtime) > 0 for runtime in runtimes)
+        return weights(mine), unwrapped(batch()).detach()
+
+    (one, output), (other, expected) = trained(True), trained(False)
+    assert same(one, other) and torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("when", ["before setup", "after setup"])
+def test_fabric(when: str, tmp_path: Path) -> None:
+    from lightning import Fabric
+
+    net = Net()
+
+    def trained(attach: bool) -> dict[str, torch.Tensor]:
+        fabric, mine = Fabric(accelerator="cpu", devices=1), copy.deepcopy(net)
+        model, optimizer = fabric.setup(mine, torch.optim.SGD(mine.parameters(), 0.1))
+
+        def train() -> None:
+            for _ in range(3):
+                optimizer.zero_grad()
+                fabric.backward(model(batch()).square().mean())
+                optimizer.step()
+
+        if not attach:
+            train()
+        else:
+            with attached(mine if when == "before setup" else model, tmp_path) as runtime:
+                train()
+                assert offloaded(runtime) > 0
+        model(batch())
+        return weights(mine)
+
+    assert same(trained(True), trained(False))
+
+
+def test_lightning_with_a_step_that_calls_parts(tmp_path: Path) -> None:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self, net: Net) -> None:
+            super().__init__()
+            self.body, self.head = net.body, net.head
+
+        def training_step(self, rows: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.head(self.body(rows)).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    net = Net()
+
+    def trained(attach: bool) -> dict[str, torch.Tensor]:
+        module = Module(copy.deepcopy(net))
+        trainer = lightning.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=str(tmp_path),
+        )
+        loader = torch.utils.data.DataLoader(batch(), batch_size=16)
+        if not attach:
+            trainer.fit(module, loader)
+        else:
+            with attached(module, tmp_path / "spill") as runtime:
+                trainer.fit(module, loader)
+                assert offloaded(runtime) > 0
+        return weights(module)
+
+    assert same(trained(True), trained(False))
