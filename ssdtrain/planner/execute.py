@@ -294,8 +294,6 @@ class _Recomputed:
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         before, compared = versions(tensors), self.tried or recomputations.compares
         proven = Proven(self.name, plain, recomputations, compared=compared, beside=beside)
-        if compared:  # outputs too, which come after the last saved tensor
-            kwargs["early_stop"] = False
         outputs = self.checkpoint(SameAttributes(self.name, self.block, proven), *args, **kwargs)
         if self.counts:
             recomputations.step_ended()

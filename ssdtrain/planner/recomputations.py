@@ -2,10 +2,11 @@
 
 Note: [What is compared]
 Backward of a recomputed block uses the graph of its forward, and takes nothing from the second run but the saved tensors. So in
-some steps both runs take a fingerprint of each tensor when it is saved, and of each output, and the second run raises before
-backward gets a tensor that differs. A parameter is compared by identity: backward reads it as it is, also without recomputation.
-An integer tensor alone proves nothing, since kernels leave some unwritten (the state of a generator where nothing is dropped): it
-counts where an output differs too. Where only outputs differ, the gradients are right, and the block is not recomputed any more.
+some steps both runs take a fingerprint of each tensor when it is saved, and the second run raises before backward gets a tensor
+that differs. Outputs are not compared: a difference that no saved tensor has reaches no gradient, and the second run ends at its
+last saved tensor in these steps too, since what comes after may free what backward has gathered (hooks of sharded parameters). A
+parameter is compared by identity: backward reads it as it is, also without recomputation. One or two integers on a GPU prove
+nothing: attention kernels leave the state of a generator unwritten where nothing is dropped.
 
 Note: [Trials]
 A block that is not recomputed yet is tried while steps are profiled: what it saves goes where it went, backward uses that, and
@@ -13,14 +14,15 @@ the second run is only compared. So a difference is found at no harm, at the cos
 block.
 
 Note: [Ranks]
-Compared second runs do not end early, so ranks whose blocks communicate have to compare in the same steps: these are counted from
-the end of the step in which the blocks were chosen, which is the same for all of a group. A trial may end by an error on one rank
-while others communicate, so where there is a group nothing is tried.
+Ranks agree on the blocks that differed at the end of compared steps, so they have to compare in the same ones: these are counted
+from the end of the step in which the blocks were chosen, which is the same for all of a group. A trial may end by an error on one
+rank while others communicate, so where there is a group nothing is tried.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -33,7 +35,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointError
 
 from ssdtrain.offload.functorch import disabled_because, replaced_hooks, top_hooks, without_modes
-from ssdtrain.profile.containers import leaves
 
 __all__ = ["COMPARED_EVERY", "COMPARED_FIRST", "Proven", "Recomputations"]
 
@@ -161,35 +162,32 @@ class Proven:
             unpack = partial(_unpack, self, unpack)
         with replaced_hooks(pack, unpack):
             outputs = self._function(*args, **kwargs)
-        if run is not None:
-            run.returned = [
-                _fingerprints(output) for output in leaves(outputs) if isinstance(output, torch.Tensor)
-            ]
-            if self._first is None:
-                self._first = run
-            else:
-                self._check(self._first, run)
+        if run is not None and self._first is None:
+            self._first = run
+        elif run is not None and self._first is not None and len(run.saved) < len(self._first.saved):
+            self.differs(f"it saved {len(self._first.saved)} tensors, then {len(run.saved)}")
         return outputs
 
-    def _check(self, first: _Run, run: _Run) -> None:
-        if len(first.saved) != len(run.saved):
-            self.differs(_count_text(len(first.saved), len(run.saved)), wrong=True)
-            return
-        saved, integers = _difference(first.saved, run.saved, "saved tensor")
-        returned, _ = _difference(first.returned, run.returned, "output")
-        if saved:
-            self.differs(saved, wrong=True)
-        elif returned:
-            self.differs(returned, wrong=integers)
+    def check(self, run: _Run) -> None:
+        """Compare a second run that has saved as many tensors as the first one.
 
-    def differs(self, what: str, *, wrong: bool) -> None:
-        if wrong and self.beside is None:
+        Raises:
+            RuntimeError: a tensor differs, and backward would use it.
+        """
+        assert self._first is not None
+        what = _difference(self._first.saved, run.saved)
+        if what:
+            self.differs(what)
+
+    def differs(self, what: str) -> None:
+        """Raise, or where backward uses what was kept beside, take a note."""
+        if self.beside is None:
             raise self.recomputations.error(self.name, what)
         self.recomputations.note(self.name, what)
 
 
 class _Run:
-    """What one run saved and returned: a list of fingerprints for each tensor.
+    """Fingerprints of what one run saved, a list for each tensor.
 
     Args:
         most: number of tensors that the run may save; None: any.
@@ -197,7 +195,6 @@ class _Run:
 
     def __init__(self, most: int | None) -> None:
         self.saved: list[list[_Fingerprint]] = []
-        self.returned: list[list[_Fingerprint]] = []
         self.most = most
 
 
@@ -219,6 +216,8 @@ def _pack(proven: Proven, run: _Run, pack: Callable[[torch.Tensor], Any], tensor
     run.saved.append(_fingerprints(tensor))
     if run.most is not None and len(run.saved) > run.most:
         raise proven.recomputations.error(proven.name, f"it saved {run.most} tensors, then more")
+    if len(run.saved) == run.most:
+        proven.check(run)
     if proven.beside is None or run.most is not None:
         return pack(tensor)
     return proven.beside[0](tensor), pack(tensor)
@@ -237,7 +236,7 @@ def _unpack(proven: Proven, unpack: Callable[[Any], torch.Tensor], packed: Any) 
         try:
             unpack(holder)
         except Exception as error:  # noqa: BLE001 - whatever it is, the block cannot run again
-            proven.differs(f"{type(error).__name__}: {error}", wrong=False)
+            proven.differs(f"{type(error).__name__}: {error}")
     return proven.beside[1](beside)  # type: ignore[no-any-return]
 
 
@@ -246,41 +245,30 @@ def _without_dynamo(imported: bool) -> Callable[..., Any]:
     return torch.compiler.disable(_pack) if imported else _pack  # type: ignore[no-any-return]
 
 
-def _count_text(first: int, second: int) -> str:
-    return f"it saved {first} tensors, then {second}"
-
-
-def _difference(
-    first: Sequence[list[_Fingerprint]], second: Sequence[list[_Fingerprint]], kind: str
-) -> tuple[str, bool]:
-    """Compare two runs. The device is waited for once.
-
-    Returns:
-        (what differs, "": nothing that proves it; whether an integer tensor differs).
-    """
-    if len(first) != len(second):
-        return f"it returned {len(first)} tensors, then {len(second)}", False
+def _difference(first: Sequence[list[_Fingerprint]], second: Sequence[list[_Fingerprint]]) -> str:
+    """Compare what two runs saved, as many tensors each. Returns what differs; "": nothing. Waits for each device once."""
     by_device: dict[torch.device, list[tuple[int, _Fingerprint, torch.Tensor]]] = {}
     for number, (ones, others) in enumerate(zip(first, second, strict=True), 1):
         for one, other in zip_longest(ones, others, fillvalue=_NONE):
             if one.like != other.like or one.parameter is not other.parameter:
-                return f"{kind} {number} of {len(first)} was {_text(one)}, then {_text(other)}", False
-            if one.digest is not None and other.digest is not None:
+                return f"saved tensor {number} of {len(first)} was {_text(one)}, then {_text(other)}"
+            if one.digest is not None and other.digest is not None and _is_conclusive(one):
                 by_device.setdefault(one.digest.device, []).append((number, one, one.digest != other.digest))
-    integers = False
     for compared in by_device.values():
         with without_modes():
             answers = torch.stack([differs for _, _, differs in compared]).tolist()
         for (number, one, _), differs in zip(compared, answers, strict=True):
-            if differs and (_is_conclusive(one.like[0]) or kind == "output"):
-                return f"{kind} {number} of {len(first)} differs: {_text(one)}", integers
-            integers |= differs
-    return "", integers
+            if differs:
+                return f"saved tensor {number} of {len(first)} differs: {_text(one)}"
+    return ""
 
 
-def _is_conclusive(dtype: torch.dtype) -> bool:
+def _is_conclusive(one: _Fingerprint) -> bool:
     """See Note: [What is compared]."""
-    return dtype.is_floating_point or dtype.is_complex or dtype is torch.bool
+    dtype, sizes, *_ = one.like
+    if one.digest is None or one.digest.device.type == "cpu" or dtype.is_floating_point or dtype.is_complex:
+        return True
+    return dtype is torch.bool or math.prod(sizes) > 2
 
 
 def _text(one: _Fingerprint) -> str:

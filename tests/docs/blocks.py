@@ -110,6 +110,7 @@ RUN_BY = {
     ),
     ("docs/index.md", "import ssdtrain, torch"): Ran(f"{BLOCKS}::test_the_page_for_the_trainer"),
     ("docs/index.md", "model, optimizer, loader"): Ran(f"{BLOCKS}::test_the_lines_for_accelerate"),
+    ("docs/index.md", "runtime = ssdtrain.attach(module"): Ran(f"{BLOCKS}::test_the_lines_for_lightning"),
     ("docs/planner.md", "ssdtrain plan"): Ran(f"{BLOCKS}::test_planner"),
     ("docs/planner.md", "ssdtrain estimate my_package"): Ran(f"{BLOCKS}::test_planner"),
     ("docs/planner.md", "ssdtrain estimate --gpu"): Ran(f"{BLOCKS}::test_planner"),

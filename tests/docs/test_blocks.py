@@ -393,6 +393,31 @@ def test_the_lines_for_accelerate(tmp_path: Path) -> None:
     pasted(["-c", ACCELERATE.format(block=block("docs/index.md", "model, optimizer, loader").text)], tmp_path)
 
 
+LIGHTNING = """
+import lightning, ssdtrain, torch
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
+    def training_step(self, rows):
+        return self.body(rows).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+module, loader = Module(), torch.utils.data.DataLoader(torch.randn(512, 512), batch_size=256)
+{block}
+print("saved bytes", runtime.statistics().offload.saved_bytes)
+"""
+
+
+@pytest.mark.slow
+def test_the_lines_for_lightning(tmp_path: Path) -> None:
+    told = pasted(
+        ["-c", LIGHTNING.format(block=block("docs/index.md", "runtime = ssdtrain.attach(module").text)],
+        tmp_path,
+    )
+    assert re.search(r"saved bytes [1-9]", told)
+
+
 WITHOUT_COMPILING = """
 import runpy, deepspeed
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a minute at its first start

@@ -89,7 +89,7 @@ def test_the_files_of_all_ranks_are_there_when_one_returns(policy: Policy, tmp_p
 def saved_where_one_rank_cannot_write(rank: int, policy: Policy, directory: str) -> str:
     file = Path(directory, f"rank_{rank}.pt")
     if rank == 1:
-        file.with_suffix(".new").mkdir()
+        file.mkdir()
     with pytest.raises(OSError) as failure:
         residuals.save(Communicator(policy), file, LAYOUT)
     return str(failure.value)
