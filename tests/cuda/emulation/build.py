@@ -112,6 +112,13 @@ def build_operators() -> None:
         TARGET / "emulated_operators.so")  # fmt: skip
 
 
+def build_nccl() -> None:
+    include = [f"-I{SITE / 'nvidia' / 'nccl' / 'include'}", f"-I{TORCH / 'include'}"]
+    objects = compiled([HERE / "nccl" / "nccl.cpp"], ["-O2", *include])
+    run(COMPILER, "-shared", *objects, "-pthread", TARGET / "libcudart.so.13", "-Wl,-soname,libnccl.so.2", "-o",
+        TARGET / "libnccl.so.2")  # fmt: skip
+
+
 def install() -> None:
     (SITE / "emulated_cuda.pth").write_text(f"{HERE}\n{HERE.parents[2]}\nimport emulated_cuda\n")
     description = SITE / "emulated_cuda-1.dist-info"
@@ -123,4 +130,5 @@ def install() -> None:
 if __name__ == "__main__":
     build_runtime()
     build_operators()
+    build_nccl()
     install()
