@@ -11,7 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-DTYPES = [torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+DTYPES = [
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+]
 REDUCTIONS = ["SUM", "PRODUCT", "MAX", "MIN"]
 LARGE = 1_000_003
 """Elements of a message that passes through a ring in several turns, and divides evenly among no number of ranks."""
@@ -26,7 +35,9 @@ def _values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     return ((torch.arange(count) * 7 + rank * 3) % 4 + 1).to(dtype)
 
 
-def _both(collective: Callable[..., Any], group: dist.ProcessGroup, *tensors: torch.Tensor, **options: Any) -> None:
+def _both(
+    collective: Callable[..., Any], group: dist.ProcessGroup, *tensors: torch.Tensor, **options: Any
+) -> None:
     """Have the collective write the last of `tensors` by gloo and by NCCL, and compare."""
     *_, by_gloo = on_cpu = [one.clone() for one in tensors]
     *_, by_nccl = on_device = [one.cuda() for one in tensors]
@@ -41,10 +52,23 @@ def collectives_equal_those_of_gloo(rank: int) -> None:
         for name in REDUCTIONS:
             operation = getattr(dist.ReduceOp, name)
             _both(dist.all_reduce, group, _values(rank, 13, dtype), op=operation)
-            _both(dist.reduce_scatter_tensor, group, _values(rank, 5 * world, dtype), torch.zeros(5, dtype=dtype), op=operation)
+            _both(
+                dist.reduce_scatter_tensor,
+                group,
+                _values(rank, 5 * world, dtype),
+                torch.zeros(5, dtype=dtype),
+                op=operation,
+            )
         _both(dist.broadcast, group, _values(rank, 9, dtype), src=world - 1)
-        _both(dist.all_gather_into_tensor, group, _values(rank, 4, dtype), torch.zeros(4 * world, dtype=dtype))
-        _both(dist.all_to_all_single, group, _values(rank, 3 * world, dtype), torch.zeros(3 * world, dtype=dtype))
+        _both(
+            dist.all_gather_into_tensor, group, _values(rank, 4, dtype), torch.zeros(4 * world, dtype=dtype)
+        )
+        _both(
+            dist.all_to_all_single,
+            group,
+            _values(rank, 3 * world, dtype),
+            torch.zeros(3 * world, dtype=dtype),
+        )
     _both(dist.all_reduce, group, _values(rank, LARGE, torch.float32))
     mean = _values(rank, LARGE, torch.float32).cuda()
     dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group)
@@ -103,7 +127,9 @@ class Communicator:
         dist.broadcast(shared, 0)
         self._id = _UniqueId.from_buffer_copy(bytes(shared.tolist()))
         self._communicator = ctypes.c_void_p()
-        self._call("ncclCommInitRank", ctypes.byref(self._communicator), dist.get_world_size(), self._id, rank)
+        self._call(
+            "ncclCommInitRank", ctypes.byref(self._communicator), dist.get_world_size(), self._id, rank
+        )
         self.all_reduce(torch.zeros(1, device="cuda"))
         torch.cuda.synchronize()
 

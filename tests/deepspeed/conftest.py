@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ from tests.support.ended import ended
 Results = Callable[[Row], list[dict[str, Any]]]
 
 
-CPU = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-"""For every process that imports DeepSpeed."""
+DEVICE = os.environ.get("SSDTRAIN_TEST_DEVICE", "cpu")
+"""The device that the rows are trained on: "cpu", or "cuda" (`make test-cuda`)."""
+ACCELERATOR = {"DS_ACCELERATOR": DEVICE, "HF_HUB_OFFLINE": "1"}
+"""Variables of every process that imports DeepSpeed."""
 
 
 def environment() -> dict[str, str]:
     """Of the only rank."""
-    return {**processes.environment(1), "RANK": "0", "LOCAL_RANK": "0", **CPU}
+    return {**processes.environment(1), "RANK": "0", "LOCAL_RANK": "0", **ACCELERATOR}
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +56,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
                     *names,
                     imports=["deepspeed", "ssdtrain_ds", "tests.deepspeed.training"],
                     timeout=850,
-                    **CPU,
+                    **ACCELERATOR,
                 )
             except AssertionError as error:
                 failure = str(error)
@@ -79,7 +82,7 @@ def linear_is_put_back() -> Iterator[None]:
     functional.linear = linear
 
 
-ALONE = {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+ALONE = {**ACCELERATOR, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -88,13 +91,14 @@ def _group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import torch
 
     from tests.deepspeed import upstream
+    from tests.deepspeed.training import backend
 
     with pytest.MonkeyPatch.context() as patched:
         for name, value in ALONE.items():
             patched.setenv(name, value)
         upstream.repair()
         deepspeed.init_distributed(
-            dist_backend="gloo",
+            dist_backend=backend(),
             init_method=f"file://{tmp_path_factory.mktemp('group') / 'store'}",
             rank=0,
             world_size=1,
