@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ from tests.support.ended import ended
 Results = Callable[[Row], list[dict[str, Any]]]
 
 
-DEVICE = os.environ.get("SSDTRAIN_TEST_DEVICE", "cpu")
-"""The device that the rows are trained on: "cpu", or "cuda" (`make test-cuda`)."""
-ACCELERATOR = {"DS_ACCELERATOR": DEVICE, "HF_HUB_OFFLINE": "1"}
+ACCELERATOR = {"DS_ACCELERATOR": processes.DEVICE, "HF_HUB_OFFLINE": "1"}
 """Variables of every process that imports DeepSpeed."""
 
 
