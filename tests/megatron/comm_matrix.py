@@ -52,7 +52,7 @@ def shared(trainer: Trainer) -> dict[str, str]:
     digests = {kind: hashlib.sha256() for kind in ("replica", "tensor", "tied")}
     for chunk in trainer.chunks:
         for _, parameter in sorted(chunk.named_parameters()):
-            content = parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            content = parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
             if not _compat_comm.is_expert(parameter):
                 digests["replica"].update(content)
                 if not getattr(parameter, "tensor_model_parallel", False):
