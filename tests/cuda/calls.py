@@ -26,7 +26,9 @@ def call(function: str, *arguments: Any, remember: bool = False) -> str:
     """
     runtime = emulated_cuda.runtime()
     library = runtime if function.startswith("cuda") else ctypes.CDLL("libcuda.so.1")
-    words = [ctypes.c_size_t(word) if isinstance(word, int) and word > 1 << 31 else word for word in arguments]
+    words = [
+        ctypes.c_size_t(word) if isinstance(word, int) and word > 1 << 31 else word for word in arguments
+    ]
     code = getattr(library, function)(*words)
     if not remember:
         runtime.cudaGetLastError()

@@ -1,4 +1,4 @@
-"""Tests on the emulated CUDA device (tests/cuda/emulation), which `make test-cuda` builds. Elsewhere nothing here is collected."""
+"""Tests on the emulated CUDA device (tests/cuda/emulation), built by `make test-cuda`. Elsewhere nothing is collected."""
 
 from __future__ import annotations
 

@@ -158,7 +158,9 @@ EVENT = POINTER()
         (calls.RELAXED, calls.GLOBAL, False),
     ],
 )
-def test_unsafe_calls_of_another_thread_beside_a_capture(function: str, capture: int, thread: int, fails: bool) -> None:
+def test_unsafe_calls_of_another_thread_beside_a_capture(
+    function: str, capture: int, thread: int, fails: bool
+) -> None:
     """A watchdog that queries events beside a capture in global mode spoils it, unless it exchanges its own mode first."""
     global EVENT
     EVENT = new_event()
@@ -200,7 +202,9 @@ def test_a_thread_ends_only_its_own_capture() -> None:
 def test_a_step_of_training_in_a_graph(device: torch.device) -> None:
     def trained(captured: bool) -> torch.Tensor:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 4)).to(device)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 4)).to(
+            device
+        )
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         x = torch.randn(8, 16, device=device)
 

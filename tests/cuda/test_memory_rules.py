@@ -23,7 +23,9 @@ def pages(size: int) -> tuple[mmap.mmap, int]:
 
 
 def test_the_host_cannot_touch_memory_of_the_device() -> None:
-    read = calls.process("import ctypes, torch; ctypes.string_at(torch.zeros(4, device='cuda').data_ptr(), 4)")
+    read = calls.process(
+        "import ctypes, torch; ctypes.string_at(torch.zeros(4, device='cuda').data_ptr(), 4)"
+    )
     assert read.returncode == -signal.SIGSEGV
 
 
@@ -158,7 +160,10 @@ def test_a_copy_must_lie_within_one_registration_and_go_the_way_it_says() -> Non
     ok("cudaMemcpyAsync", address, host, 4096, calls.TO_DEVICE, stream)
     assert call("cudaMemcpyAsync", address, host, 8192, calls.TO_DEVICE, stream) == "cudaErrorInvalidValue"
     assert call("cudaMemcpyAsync", address, host, 4096, calls.FROM_DEVICE, stream) == "cudaErrorInvalidValue"
-    assert call("cudaMemcpyAsync", address + 8192, host, 8192, calls.ANY_DIRECTION, stream) == "cudaErrorInvalidValue"
+    assert (
+        call("cudaMemcpyAsync", address + 8192, host, 8192, calls.ANY_DIRECTION, stream)
+        == "cudaErrorInvalidValue"
+    )
     ok("cudaHostUnregister", host)
     ok("cudaHostUnregister", host + 4096)
     ok("cudaFree", address)
@@ -190,7 +195,11 @@ def test_kinds_of_addresses(device: torch.device) -> None:
         return attributes.type
 
     x = torch.zeros(4, device=device)
-    assert [kind(tensor.data_ptr()) for tensor in (torch.zeros(4), torch.zeros(4).pin_memory(), x)] == [0, 1, 2]
+    assert [kind(tensor.data_ptr()) for tensor in (torch.zeros(4), torch.zeros(4).pin_memory(), x)] == [
+        0,
+        1,
+        2,
+    ]
     assert torch.zeros(4).pin_memory().is_pinned() and not torch.zeros(4).is_pinned()
 
 

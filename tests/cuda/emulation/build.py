@@ -2,8 +2,8 @@
 
     .venv-cuda/bin/python tests/cuda/emulation/build.py
 
-The libraries go to `<environment>/emulated_cuda`. In site-packages, `emulated_cuda.pth` makes every Python process of the environment load
-them first, and an entry point makes torch register the operators.
+The libraries go to `<environment>/emulated_cuda`. In site-packages, `emulated_cuda.pth` makes every Python process of the
+environment load them first, and an entry point makes torch register the operators.
 """
 
 from __future__ import annotations
@@ -65,11 +65,15 @@ def defined(library: Path) -> set[str]:
     """Names of functions that a library or an object file defines."""
     dynamic = ["-D"] if ".so" in library.name else []
     lines = run("nm", *dynamic, "--defined-only", library).splitlines()
-    return {line.split()[-1].partition("@")[0] for line in lines if " T " in line or " t " in line or " W " in line}
+    return {
+        line.split()[-1].partition("@")[0]
+        for line in lines
+        if " T " in line or " t " in line or " W " in line
+    }
 
 
 def refusals(names: set[str], name: str) -> Path:
-    """A source of functions that say "not supported", for all that nobody wrote: a program that calls one sees CUDA's own error."""
+    """A source of functions that say "not supported", for all that nobody wrote: who calls one sees CUDA's own error."""
     source = OBJECTS / f"{name}.cpp"
     body = "".join(
         f'EXPORT int {each}() {{ emulated::count("refused call:{each}"); emulated::trace("refused {each}"); return 801; }}\n'
@@ -91,14 +95,23 @@ def build_runtime() -> None:
     asked = {name for name in defined(CUDA / "lib" / "libcudart.so.13") if re.match(r"(__)?cuda[A-Z]", name)}
     objects += compiled([refusals(asked - own, "refused_runtime")], ["-O1"])
     versions = OBJECTS / "versions"
-    versions.write_text("libcudart.so.13 { global: cuda*; __cuda*; emulated_*; extern \"C++\" { emulated::*; }; local: *; };\n")
+    versions.write_text(
+        'libcudart.so.13 { global: cuda*; __cuda*; emulated_*; extern "C++" { emulated::*; }; local: *; };\n'
+    )
     run(COMPILER, "-shared", *objects, "-pthread", "-ldl", f"-Wl,--version-script={versions}", "-Wl,-soname,libcudart.so.13",
         "-o", TARGET / "libcudart.so.13")  # fmt: skip
     driver = compiled([HERE / "runtime" / "driver.cpp"], ["-O2"])
-    wanted = set(re.findall(rb"(?<![A-Za-z0-9_])cu[A-Z][A-Za-z0-9]+(?:_v[23])?(?![A-Za-z0-9_])", (TORCH / "lib" / "libc10_cuda.so").read_bytes()))
+    wanted = set(
+        re.findall(
+            rb"(?<![A-Za-z0-9_])cu[A-Z][A-Za-z0-9]+(?:_v[23])?(?![A-Za-z0-9_])",
+            (TORCH / "lib" / "libc10_cuda.so").read_bytes(),
+        )
+    )
     names = {name.decode() for name in wanted}
     nvrtc = run("nm", "-D", "--undefined-only", TORCH / "lib" / "libcaffe2_nvrtc.so")
-    names |= {line.split()[-1].partition("@")[0] for line in nvrtc.splitlines() if re.search(r" cu[A-Z]", line)}
+    names |= {
+        line.split()[-1].partition("@")[0] for line in nvrtc.splitlines() if re.search(r" cu[A-Z]", line)
+    }
     names |= {"cuLaunchKernelEx", "cuModuleGetGlobal_v2", "cuStreamWriteValue32_v2"}
     there = defined(driver[0])
     missing = {name for name in names if not there & {name, f"{name}_v2", f"{name}_v3"}}
@@ -115,7 +128,9 @@ def build_nvml() -> None:
 
 def build_operators() -> None:
     include = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
-    objects = compiled(sorted((HERE / "operators").glob("*.cpp")), ["-O1", "-w", "-fvisibility=hidden", *include])
+    objects = compiled(
+        sorted((HERE / "operators").glob("*.cpp")), ["-O1", "-w", "-fvisibility=hidden", *include]
+    )
     libraries = ["-ltorch", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-ltorch_cuda"]
     run(COMPILER, "-shared", *objects, f"-L{TORCH / 'lib'}", *libraries, TARGET / "libcudart.so.13", "-o",
         TARGET / "emulated_operators.so")  # fmt: skip

@@ -1,8 +1,8 @@
 """A CUDA device without a GPU: torch's own CUDA build on a runtime over host memory. See README.md beside this folder.
 
-Importing this loads the emulated `libcudart` and `libcuda` before torch can load others; `emulated_cuda.pth` in the environment does so
-when Python starts. `start`, which torch calls at the end of its import, registers the operators. What the environment's programs do needs
-no line for it. Never imported by `ssdtrain`.
+Importing this loads the emulated `libcudart` and `libcuda` before torch can load others; `emulated_cuda.pth` in the environment
+does so when Python starts. `start`, which torch calls at the end of its import, registers the operators. No program of the
+environment needs a line for it. Never imported by `ssdtrain`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def runtime() -> ctypes.CDLL:
         RuntimeError: this process does not run on it.
     """
     if _runtime is None:
-        raise RuntimeError(f"the emulated CUDA runtime is not loaded (EMULATED_CUDA=0, or {LIBRARIES} was not built)")
+        raise RuntimeError(
+            f"the emulated CUDA runtime is not loaded (EMULATED_CUDA=0, or {LIBRARIES} was not built)"
+        )
     return _runtime
 
 
@@ -88,7 +90,9 @@ def counts() -> dict[str, int]:
     return {name: int(number) for name, _, number in pairs}
 
 
-def host_waits(before: dict[str, int], after: dict[str, int] | None = None, threads: tuple[str, ...] = ()) -> dict[str, int]:
+def host_waits(
+    before: dict[str, int], after: dict[str, int] | None = None, threads: tuple[str, ...] = ()
+) -> dict[str, int]:
     """Calls between two counts in which a thread of the host waited for the device, by `CALL@THREAD`.
 
     Args:
@@ -100,7 +104,11 @@ def host_waits(before: dict[str, int], after: dict[str, int] | None = None, thre
         for name, number in after.items()
         if name.startswith("wait:") and number > before.get(name, 0)
     }
-    return {name: number for name, number in waits.items() if not name.partition("@")[2].startswith(threads or "\0")}
+    return {
+        name: number
+        for name, number in waits.items()
+        if not name.partition("@")[2].startswith(threads or "\0")
+    }
 
 
 def setting(name: str) -> float:
