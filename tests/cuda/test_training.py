@@ -134,3 +134,93 @@ def test_the_allocators_peak_is_lower(name: str, device: torch.device, tmp_path:
     )
     assert_same_bits(kept, offloaded)
     assert max(offloaded.peaks[1:]) < 0.6 * max(kept.peaks[1:])
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_with_scaled_losses(dtype: torch.dtype, device: torch.device, tmp_path: Path) -> None:
+    def run(config: dict[str, Any] | None) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = Model(
+            "gpt",
+            hidden=32,
+            layers=2,
+            heads=2,
+            vocabulary=64,
+            positions=32,
+            device=device,
+            dtype=torch.float32,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+        runtime = ssdtrain.attach(model, config) if config else None
+        losses = []
+        try:
+            for step in range(3):
+                tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(step)).to(device)
+                with torch.autocast("cuda", dtype):
+                    loss = model(tokens, tokens)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                losses.append(loss.detach().cpu())
+        finally:
+            if runtime:
+                runtime.close()
+        return [*losses, *(parameter.detach().cpu() for parameter in model.parameters())]
+
+    config = {
+        "offload": {"directories": str(tmp_path), "amount": "all", "min_bytes": 1},
+        "report": {"interval": 0},
+    }
+    assert all(torch.equal(a, b) for a, b in zip(run(None), run(config), strict=True))
+
+
+@pytest.mark.usefixtures("late")
+def test_a_compiled_model(device: torch.device, tmp_path: Path) -> None:
+    def compiled(model: torch.nn.Module) -> torch.nn.Module:
+        torch._dynamo.reset()
+        return torch.compile(model, backend="aot_eager")  # type: ignore[no-any-return]
+
+    expected = trained(None, tmp_path, device, 2, around=compiled)
+    assert_same_bits(expected, trained(CONFIGS["all"], tmp_path, device, 2, around=compiled))
+
+
+@pytest.mark.parametrize("name", ["all", "host"])
+def test_expandable_segments(name: str, device: torch.device, tmp_path: Path) -> None:
+    torch.cuda.empty_cache()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        assert_same_bits(trained(None, tmp_path, device, 3), trained(CONFIGS[name], tmp_path, device, 3))
+    finally:
+        torch.cuda.empty_cache()
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+def test_a_captured_block_in_an_offloaded_model(device: torch.device, tmp_path: Path) -> None:
+    """torch's graphed callables beside offload: their replays save static buffers, whose bits must be those of the run without."""
+
+    def run(directory: Path | None) -> torch.Tensor:
+        torch.manual_seed(4)
+        first = torch.nn.Linear(64, 64, device=device)
+        block = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()).to(device)
+        x = torch.randn(128, 64, device=device)
+        graphed = torch.cuda.make_graphed_callables(
+            block, (torch.randn(128, 64, device=device, requires_grad=True),)
+        )
+        model = torch.nn.Sequential(first, graphed, torch.nn.Linear(64, 8, device=device))
+        section = {"directories": str(directory), "amount": "all", "min_bytes": 1}
+        runtime = (
+            ssdtrain.attach(model, {"offload": section, "report": {"interval": 0}}) if directory else None
+        )
+        try:
+            for _ in range(3):
+                model.zero_grad()
+                model(x).square().sum().backward()
+        finally:
+            if runtime:
+                runtime.close()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).cpu()
+
+    assert torch.equal(run(None), run(tmp_path))
