@@ -69,7 +69,7 @@ def wait_for_ends(busy: Sequence[Busy], deadline: float, patience: float) -> int
 
 
 def wait_for_copies(next_copy: Callable[[], Event | None], device: Device, patience: float) -> bool:
-    """Wait for the copies that use host memory, `patience` seconds in all.
+    """Wait for the copies that use host memory, `patience` seconds for each: a device that is minutes behind goes on.
 
     Args:
         next_copy: the end of the next one; None: all have ended.
@@ -77,9 +77,8 @@ def wait_for_copies(next_copy: Callable[[], Event | None], device: Device, patie
     Returns:
         False: one has not ended.
     """
-    until = time.monotonic() + patience
     while (event := next_copy()) is not None:
-        if not device.block(event, max(0.0, until - time.monotonic())):
+        if not device.block(event, patience):
             return False
     return True
 
@@ -97,7 +96,7 @@ def check_ended(hung_bytes: int, copies_ended: bool, patience: float) -> None:
         )
     if not copies_ended:
         raise TimeoutError(
-            f"copies between the device and host memory have not ended in {patience:g} s: pinned memory stays until the process "
+            f"no copy between the device and host memory has ended in {patience:g} s: pinned memory stays until the process "
             "ends. Is a collective before them waiting for a rank that is gone?"
         )
 

@@ -382,7 +382,8 @@ class OffloadEngine:
         Handles still alive become inert: what is in memory can be unpacked, what is in a tier raises.
 
         Raises:
-            TimeoutError: GPUDirect transfers, or copies of the device, have not ended in a minute. Everything else is closed.
+            TimeoutError: GPUDirect transfers have not ended in a minute, or no copy of the device has ended for one.
+                Everything else is closed.
         """
         if self.forked:
             return

@@ -109,6 +109,8 @@ def test_a_codec_is_compiled_before_training_for_whole_programs_and_for_a_partia
 def test_on_a_device_the_bytes_are_those_of_the_reference(spec: str, dtype: torch.dtype) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    if torch.cuda.get_device_name().startswith("Emulated"):
+        pytest.skip("Triton compiles for hardware, and an emulated device cannot run what it compiles")
     for numel in (1, 129, 100_003):
         x = randn(numel).to(dtype)
         expected = payload(make_codec(spec, "torch"), x)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from ssdtrain.device import CpuDevice
+from ssdtrain.offload import closing
 from ssdtrain.offload import engine as engine_module
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.transfer_state import State
@@ -392,3 +394,28 @@ def test_each_thread_knows_whether_it_is_inside(monkeypatch: pytest.MonkeyPatch,
         thread.start()
         thread.join()
     assert found == [False] and not holds_signal_safe_lock()
+
+
+def test_close_waits_for_a_device_that_is_behind_as_long_as_its_copies_go_on_ending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ten copies of 40 s each, with a patience of 60 s: the last one ends, and one that takes 70 s is not waited for."""
+    clock = 0.0
+    monkeypatch.setattr(closing.time, "monotonic", lambda: clock)
+
+    class Behind(CpuDevice):
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def block(self, event: Any, timeout: float | None = None) -> bool:
+            nonlocal clock
+            assert timeout is not None
+            clock += min(self.seconds, timeout)
+            return self.seconds <= timeout
+
+    def ended(seconds: float) -> bool:
+        copies: Any = iter(range(1, 11))
+        return closing.wait_for_copies(lambda: next(copies, None), Behind(seconds), 60.0)
+
+    assert ended(40.0)
+    assert not ended(70.0)

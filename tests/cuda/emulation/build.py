@@ -2,8 +2,8 @@
 
     .venv-cuda/bin/python tests/cuda/emulation/build.py
 
-The libraries go to `<environment>/emulated_cuda`. In site-packages, `emulated_cuda.pth` makes every Python process of the environment load
-them first, and an entry point makes torch register the operators.
+The libraries go to `<environment>/emulated_cuda`. In site-packages, `emulated_cuda.pth` makes every Python process of the
+environment load them first, and an entry point makes torch register the operators.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ TARGET = Path(sys.prefix) / "emulated_cuda"
 OBJECTS = TARGET / "objects"
 COMPILER = os.environ.get("CXX", "g++")
 FLAGS = ["-fPIC", "-std=c++20", "-pthread", f"-I{CUDA / 'include'}"]
+
+
+BESIDE = ("driver", "nvml")
+"""Sources of libraries of their own, which have no state."""
 
 
 def run(*command: str | Path) -> str:
@@ -69,24 +73,23 @@ def defined(library: Path) -> set[str]:
 
 
 def refusals(names: set[str], name: str) -> Path:
-    """A source of functions that say "not supported", for all that nobody wrote: a program that calls one sees CUDA's own error."""
+    """A source of functions that say "not supported", for all that nobody wrote: who calls one sees CUDA's own error."""
     source = OBJECTS / f"{name}.cpp"
     body = "".join(
         f'EXPORT int {each}() {{ emulated::count("refused call:{each}"); emulated::trace("refused {each}"); return 801; }}\n'
         for each in sorted(names)
     )
-    text = f'#include "{HERE}/runtime/emulation.h"\n{body}'
-    text = text.replace("<cuda_runtime_api.h>", "<cstddef>")
-    source.write_text(text.replace(f'#include "{HERE}/runtime/emulation.h"', DECLARATIONS))
+    source.write_text(DECLARATIONS + body)
     return source
 
 
 DECLARATIONS = """#define EXPORT extern "C" __attribute__((visibility("default")))
-namespace emulated { void count(const char* name, long amount = 1); void trace(const char* format, ...); }"""
+namespace emulated { void count(const char* name, long amount = 1); void trace(const char* format, ...); }
+"""
 
 
 def build_runtime() -> None:
-    sources = sorted(path for path in (HERE / "runtime").glob("*.cpp") if path.name != "driver.cpp")
+    sources = sorted(path for path in (HERE / "runtime").glob("*.cpp") if path.stem not in BESIDE)
     objects = compiled(sources, ["-O2"])
     own = set().union(*(defined(path) for path in objects))
     asked = {name for name in defined(CUDA / "lib" / "libcudart.so.13") if re.match(r"(__)?cuda[A-Z]", name)}
@@ -117,6 +120,12 @@ def build_runtime() -> None:
         "-o", TARGET / "libcuda.so.1")  # fmt: skip
 
 
+def build_nvml() -> None:
+    objects = compiled([HERE / "runtime" / "nvml.cpp"], ["-O1"])
+    run(COMPILER, "-shared", *objects, TARGET / "libcudart.so.13", "-Wl,-soname,libnvidia-ml.so.1", "-Wl,-rpath,$ORIGIN",
+        "-o", TARGET / "libnvidia-ml.so.1")  # fmt: skip
+
+
 def build_operators() -> None:
     include = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
     objects = compiled(
@@ -144,6 +153,7 @@ def install() -> None:
 
 if __name__ == "__main__":
     build_runtime()
+    build_nvml()
     build_operators()
     build_nccl()
     install()

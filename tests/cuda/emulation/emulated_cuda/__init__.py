@@ -1,8 +1,8 @@
 """A CUDA device without a GPU: torch's own CUDA build on a runtime over host memory. See README.md beside this folder.
 
-Importing this loads the emulated `libcudart` and `libcuda` before torch can load others; `emulated_cuda.pth` in the environment does so
-when Python starts. `start`, which torch calls at the end of its import, registers the operators. What the environment's programs do needs
-no line for it. Never imported by `ssdtrain`.
+Importing this loads the emulated `libcudart` and `libcuda` before torch can load others; `emulated_cuda.pth` in the environment
+does so when Python starts. `start`, which torch calls at the end of its import, registers the operators. No program of the
+environment needs a line for it. Never imported by `ssdtrain`.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ void on_stream(const std::string& name, std::function<void()> work) {
       at::AutoDispatchBelowADInplaceOrView below;
       work();
     } catch (const std::exception& error) {
-      fprintf(stderr, "emulated CUDA device %d: %s failed: %s\n", device, name.c_str(), error.what());
+      auto* of_torch = dynamic_cast<const c10::Error*>(&error);
+      const char* text = of_torch ? of_torch->what_without_backtrace() : error.what();
+      fprintf(stderr, "emulated CUDA device %d: %s failed: %s\n", device, name.c_str(), text);
       emulated_fail(device, cudaErrorAssert);
     }
   });

@@ -115,6 +115,7 @@ struct Stream : std::enable_shared_from_this<Stream> {
   std::vector<size_t> last_nodes;  // nodes of the graph that the next work of this stream depends on
 
   uint64_t push(Work work);
+  void wait_for_room();  // the queue of a device has an end
   void wait_for(uint64_t place);
   bool passed(uint64_t place);
   uint64_t place();  // of the last work

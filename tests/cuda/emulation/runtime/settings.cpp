@@ -27,6 +27,7 @@ Setting settings[] = {
     {"seed", 0},          // of the delays
     {"kernel_us", 0},     // time that a kernel takes at least
     {"clock_ghz", 1},     // cycles of torch.cuda._sleep
+    {"queue", 1024},      // work that a stream takes before a call that gives it more waits for room, as a device's queue does
     {"poison", 1},        // fresh and freed memory is filled with 0xCB
     {"peers", 1},         // devices can access each other's memory
     {"pageable_wait", 0}, // 1: copies from pageable memory wait for the stream, as a driver may

@@ -98,6 +98,14 @@ uint64_t Stream::push(Work work) {
   return ++queued;
 }
 
+void Stream::wait_for_room() {
+  size_t most = (size_t)setting("queue");
+  std::unique_lock<std::mutex> lock(mutex);
+  if (queue.size() < most) return;
+  count("full queues");
+  changed.wait(lock, [&] { return queue.size() < most; });
+}
+
 void Stream::wait_for(uint64_t place) {
   std::unique_lock<std::mutex> lock(mutex);
   changed.wait(lock, [&] { return ended >= place; });
@@ -156,6 +164,7 @@ cudaError_t submit(const StreamPointer& stream, Work work) {
   cudaError_t error = cudaSuccess;
   if (add_to_capture(stream, work, &error)) return error;
   if ((error = unrecoverable(stream->device))) return error;
+  if (work.kind != Kind::mark) stream->wait_for_room();
   if (stream->legacy) {
     if ((error = legacy_stream_error(stream))) return error;
     std::lock_guard<std::mutex> lock(streams().mutex);
