@@ -50,7 +50,7 @@ test-all: lint
 # What users of GPUs run, on an emulated CUDA device (tests/cuda/emulation/README.md): torch's CUDA build, 5.5 GB that stay until
 # requirements-cuda.txt changes, in an environment of its own. No GPU is needed, and none is used.
 CUDA := .venv-cuda
-EMULATION := $(wildcard tests/cuda/emulation/*.py tests/cuda/emulation/runtime/* tests/cuda/emulation/operators/*)
+EMULATION := $(wildcard tests/cuda/emulation/*.py $(foreach part,runtime operators nccl,tests/cuda/emulation/$(part)/*))
 
 $(CUDA)/.installed: requirements-cuda.txt constraints.txt
 	test -x $(CUDA)/bin/python || $(PYTHON) -m venv $(CUDA)
@@ -65,9 +65,14 @@ $(CUDA)/.built: $(CUDA)/.installed pyproject.toml setup.py $(SOURCES)
 	$(CUDA)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	touch $@
 
+# The second run: rows of the frameworks' matrices, trained by the frameworks' own CUDA code through NCCL.
+ON_DEVICE = OMP_NUM_THREADS=1 SSDTRAIN_POISON=1 EMULATED_DEVICES=8 $(CUDA)/bin/python -m pytest -o faulthandler_exit_on_timeout=true \
+	-n 2 --dist loadfile -o faulthandler_timeout=960
+
 test-cuda: $(CUDA)/.emulated $(CUDA)/.built
-	OMP_NUM_THREADS=1 SSDTRAIN_POISON=1 $(CUDA)/bin/python -m pytest -o faulthandler_exit_on_timeout=true -n 2 --dist loadfile \
-		-o faulthandler_timeout=960 -m gpu $(or $(TESTS),tests/cuda tests/gpu tests/test_device.py tests/codecs/test_kernels.py)
+	$(ON_DEVICE) -m gpu $(or $(TESTS),tests/cuda tests/gpu tests/test_device.py tests/codecs/test_kernels.py)
+	test -n "$(TESTS)" || SSDTRAIN_TEST_DEVICE=cuda $(ON_DEVICE) -m "not long" -k "not slow or 1-zero" \
+		tests/deepspeed/test_matrix.py tests/megatron/test_matrix.py
 
 test-long: $(STAMP)
 	$(PYTEST) -o faulthandler_timeout=3700 -m long $(TESTS)
