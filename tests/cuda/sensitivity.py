@@ -1,10 +1,10 @@
-"""Takes away, one at a time, each wait, each record and each use that keeps memory on the way of device memory, and says whether tests on
-the emulated device, whose work comes late, fail without it:
+"""Takes away, one at a time, each wait, each record and each use that keeps memory on the way of device memory, and says
+whether tests on the emulated device, whose work comes late, fail without it:
 
     .venv-cuda/bin/python -m tests.cuda.sensitivity [NAME...]
 
-A line that no test misses either needs a test that forces its race, or is not needed and goes. Not among the tests of `make test-cuda`: it
-runs them once for each line.
+A line that no test misses either needs a test that forces its race, or is not needed and goes. Not among the tests of
+`make test-cuda`: it runs them once for each line.
 """
 
 from __future__ import annotations
