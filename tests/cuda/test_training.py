@@ -199,7 +199,7 @@ def test_expandable_segments(name: str, device: torch.device, tmp_path: Path) ->
 
 
 def test_a_captured_block_in_an_offloaded_model(device: torch.device, tmp_path: Path) -> None:
-    """torch's graphed callables beside offload: their replays save static buffers, whose bits must be those of the run without."""
+    """torch's graphed callables beside offload: replays save static buffers, and the bits are those of the run without."""
 
     def run(directory: Path | None) -> torch.Tensor:
         torch.manual_seed(4)

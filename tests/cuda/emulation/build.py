@@ -143,12 +143,18 @@ def build_nccl() -> None:
         TARGET / "libnccl.so.2")  # fmt: skip
 
 
+def write(path: Path, text: str) -> None:
+    """Write a new file: an environment that was copied with hard links has the old one too."""
+    path.unlink(missing_ok=True)
+    path.write_text(text)
+
+
 def install() -> None:
-    (SITE / "emulated_cuda.pth").write_text(f"{HERE}\n{HERE.parents[2]}\nimport emulated_cuda\n")
+    write(SITE / "emulated_cuda.pth", f"{HERE}\n{HERE.parents[2]}\nimport emulated_cuda\n")
     description = SITE / "emulated_cuda-1.dist-info"
     description.mkdir(exist_ok=True)
-    (description / "METADATA").write_text("Metadata-Version: 2.1\nName: emulated-cuda\nVersion: 1\n")
-    (description / "entry_points.txt").write_text("[torch.backends]\nemulated_cuda = emulated_cuda:start\n")
+    write(description / "METADATA", "Metadata-Version: 2.1\nName: emulated-cuda\nVersion: 1\n")
+    write(description / "entry_points.txt", "[torch.backends]\nemulated_cuda = emulated_cuda:start\n")
 
 
 if __name__ == "__main__":
