@@ -8,7 +8,7 @@ SOURCES := $(wildcard ssdtrain/storage/*.[ch] ssdtrain/codecs/*.[ch])
 # Where the environment forbids it to keep bytecode, each of some hundred processes compiles torch and the frameworks anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install demo demo-megatron test test-all test-long lint docs site bench clean
+.PHONY: install demo demo-megatron test test-all test-long test-cuda lint docs site bench clean
 
 install: $(STAMP)
 
@@ -47,6 +47,33 @@ test: lint
 test-all: lint
 	$(PYTEST) $(WORKERS) -m "not long" $(TESTS) $(NONE_OF_PART)
 
+# What users of GPUs run, on an emulated CUDA device (tests/cuda/emulation/README.md): torch's CUDA build, 5.5 GB that stay until
+# requirements-cuda.txt changes, in an environment of its own. No GPU is needed, and none is used.
+CUDA := .venv-cuda
+EMULATION := $(wildcard tests/cuda/emulation/*.py $(foreach part,runtime operators nccl,tests/cuda/emulation/$(part)/*))
+
+$(CUDA)/.installed: requirements-cuda.txt constraints.txt
+	test -x $(CUDA)/bin/python || $(PYTHON) -m venv $(CUDA)
+	$(CUDA)/bin/python -m pip install --quiet --no-compile -r requirements-cuda.txt
+	touch $@
+
+$(CUDA)/.emulated: $(CUDA)/.installed $(EMULATION)
+	$(CUDA)/bin/python tests/cuda/emulation/build.py
+	touch $@
+
+$(CUDA)/.built: $(CUDA)/.installed pyproject.toml setup.py $(SOURCES)
+	$(CUDA)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	touch $@
+
+# The second run: rows of the frameworks' matrices, trained by the frameworks' own CUDA code through NCCL.
+ON_DEVICE = OMP_NUM_THREADS=1 SSDTRAIN_POISON=1 EMULATED_DEVICES=8 $(CUDA)/bin/python -m pytest -o faulthandler_exit_on_timeout=true \
+	-n 2 --dist loadfile -o faulthandler_timeout=960
+
+test-cuda: $(CUDA)/.emulated $(CUDA)/.built
+	$(ON_DEVICE) -m gpu $(or $(TESTS),tests/cuda tests/gpu tests/test_device.py tests/codecs/test_kernels.py)
+	test -n "$(TESTS)" || SSDTRAIN_TEST_DEVICE=cuda $(ON_DEVICE) -m "not long" -k "not slow or 1-zero" \
+		tests/deepspeed/test_matrix.py tests/megatron/test_matrix.py
+
 test-long: $(STAMP)
 	$(PYTEST) -o faulthandler_timeout=3700 -m long $(TESTS)
 
@@ -65,4 +92,4 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.activation --json --model gpt --layers 12
 
 clean:
-	rm -rf $(VENV) build *.egg-info ssdtrain/*/*.so
+	rm -rf $(VENV) $(CUDA) build *.egg-info ssdtrain/*/*.so

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
@@ -13,6 +14,8 @@ from ssdtrain.codecs import FORMAT_VERSION, Codec, FixedSizeCodec, make_codec
 from ssdtrain.config import DIMENSIONS, CommConfig, ConfigError, Problem
 from ssdtrain.config.codecs import OFF, split_rule
 from ssdtrain.config.comm import FEEDBACK, FRAMED, PRESETS
+
+logger = logging.getLogger("ssdtrain")
 
 WARMUP_CODEC = "int8"
 
@@ -85,9 +88,39 @@ class Policy:
             configured=tuple(name for name in DIMENSIONS if getattr(config, name) not in (None, OFF)),
         )
 
-    def for_device(self, device: torch.device) -> Policy:
-        """The same policy with pieces that fit the device: on a GPU the launches of small ones take longer than their coding."""
-        return replace(self, chunk=max(self.chunk, DEVICE_CHUNK)) if device.type == "cuda" else self
+    def for_device(self, device: torch.device, path: str = "ssdtrain.comm") -> Policy:
+        """The same policy as `device` can follow it: on a GPU pieces are larger, because the launches of small ones take longer than
+        their coding, and codecs whose payload has no fixed size, which work in host memory, are off.
+
+        Raises:
+            ConfigError: the config gives a dimension such a codec by name, and `device` is a GPU.
+        """
+        if device.type != "cuda":
+            return self
+        on_host = [
+            name
+            for name, rule in self.rules.items()
+            if not all(map(_has_fixed_size, (rule.inside, rule.between)))
+        ]
+        allowed = 'a codec that runs on a GPU, as "zfp:rate=16" or "int8", or "off"'
+        why = "works in host memory only, and the tensors of this job are on a GPU"
+        if named := [name for name in on_host if name in self.configured]:
+            rules = {name: self.rules[name] for name in named}
+            raise ConfigError(
+                [
+                    Problem(f"{path}.{name}", f"{rule.inside}/{rule.between}", why, allowed)
+                    for name, rule in rules.items()
+                ]
+            )
+        if on_host:
+            logger.warning(
+                "comm.preset: %s stay uncompressed: the preset's codec for them %s", ", ".join(on_host), why
+            )
+        rules = {
+            name: replace(rule, inside=OFF, between=OFF) if name in on_host else rule
+            for name, rule in self.rules.items()
+        }
+        return replace(self, rules=rules, chunk=max(self.chunk, DEVICE_CHUNK))
 
     def digest(self) -> str:
         """A hash that is equal on two ranks if they encode and decode messages in the same way."""
@@ -117,6 +150,10 @@ class Policy:
     def is_identity(self, spec: str, dtype: torch.dtype) -> bool:
         """Whether `spec` has no fewer bits than `dtype`; sums are then left to the framework."""
         return spec in (OFF, "raw") or codec_of(spec).bits_per_value >= 8 * dtype.itemsize
+
+
+def _has_fixed_size(spec: str) -> bool:
+    return spec == OFF or isinstance(codec_of(spec), FixedSizeCodec)
 
 
 @lru_cache(maxsize=256)

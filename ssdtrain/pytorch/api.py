@@ -173,4 +173,8 @@ def _device_of(model: nn.Module | None, device: torch.device | str | None) -> to
     if device is not None:
         return torch.device(device)
     first = next(model.parameters(), None) if model is not None else None
+    mesh = getattr(first, "device_mesh", None)
+    if mesh is not None and mesh.device_type == "cuda":
+        # FSDP2 computes on the mesh's device, wherever the shards are (CPUOffloadPolicy).
+        return torch.device("cuda", torch.cuda.current_device())
     return first.device if first is not None else torch.device("cpu")

@@ -9,9 +9,13 @@ KEY = Key(seed=0x1234_5678_9ABC, step=7, tensor=3, rank=2)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
+DIRTY = 0xA5
+"""Value of the bytes of a buffer before anything is encoded into it."""
+
+
 def payload(codec: Codec, x: Tensor, key: Key | None = KEY) -> Tensor:
     """The payload of `x` alone, encoded into a dirty buffer so that every byte has to be written."""
-    buf = torch.full((codec.max_payload_bytes(x.numel(), x.dtype),), 0xA5, dtype=torch.uint8)
+    buf = torch.full((codec.max_payload_bytes(x.numel(), x.dtype),), DIRTY, dtype=torch.uint8)
     return buf[: codec.encode(x, buf, key)]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ssdtrain.codecs import make_fixed_size_codec
+from ssdtrain.codecs import kernels, make_fixed_size_codec
 from ssdtrain.codecs.base import Pieces
 from ssdtrain.comm import probe, topology
 from ssdtrain.comm.agreement import agreed_hosts
@@ -20,7 +20,7 @@ from ssdtrain.comm.notices import Notices
 from ssdtrain.comm.policy import DEVICE_CHUNK, Policy
 from ssdtrain.comm.routing import Router
 from ssdtrain.comm.work import CompressedWork, Streams
-from ssdtrain.config import CommConfig
+from ssdtrain.config import CommConfig, ConfigError
 from ssdtrain.planner.agreement import Agreement
 from tests.codecs.common import KEY
 
@@ -32,6 +32,40 @@ def test_pieces_are_larger_on_a_device_and_no_smaller_than_the_config_says() -> 
     assert policy.for_device(torch.device("cpu")).chunk == 4 << 20
     assert policy.for_device(CUDA).chunk == DEVICE_CHUNK == 32 << 20
     assert Policy.from_config(CommConfig(preset="safe", chunk="64MiB")).for_device(CUDA).chunk == 64 << 20
+
+
+def test_without_a_triton_that_starts_codecs_run_in_plain_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is installed with torch, and needs a C compiler and the driver's library when it starts."""
+    triton = pytest.importorskip("triton", reason="needs Triton")
+
+    def no_compiler(driver: Any) -> object:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(type(triton.runtime.driver), "active", property(no_compiler))
+    kernels._triton_available.cache_clear()
+    try:
+        assert not kernels.usable("auto", cast(torch.Tensor, SimpleNamespace(is_cuda=True)))
+    finally:
+        kernels._triton_available.cache_clear()
+    assert "Failed to find C compiler" in caplog.text
+
+
+def test_a_codec_of_host_memory_is_an_error_at_start_where_it_is_named() -> None:
+    policy = Policy.from_config(CommConfig(pp_forward="lossless"))
+    assert policy.for_device(torch.device("cpu")) is policy
+    with pytest.raises(ConfigError, match=r"ssdtrain\.comm\.pp_forward.*host memory only"):
+        policy.for_device(CUDA)
+
+
+def test_a_preset_leaves_out_on_a_gpu_what_works_in_host_memory_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy = Policy.from_config(CommConfig(preset="paper-mzhybrid")).for_device(CUDA)
+    assert policy.rules["pp_forward"].off and policy.rules["pp_backward"].off
+    assert policy.rules["dp"].inside == "zfp:rate=8"
+    assert "pp_forward, pp_backward stay uncompressed" in caplog.text
 
 
 def test_ranks_exchange_objects_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,13 @@ from tests.support.ended import ended
 Results = Callable[[Row], list[dict[str, Any]]]
 
 
-CPU = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-"""For every process that imports DeepSpeed."""
+ACCELERATOR = {"DS_ACCELERATOR": processes.DEVICE, "HF_HUB_OFFLINE": "1"}
+"""Variables of every process that imports DeepSpeed."""
 
 
 def environment() -> dict[str, str]:
     """Of the only rank."""
-    return {**processes.environment(1), "RANK": "0", "LOCAL_RANK": "0", **CPU}
+    return {**processes.environment(1), "RANK": "0", "LOCAL_RANK": "0", **ACCELERATOR}
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +53,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
                     *names,
                     imports=["deepspeed", "ssdtrain_ds", "tests.deepspeed.training"],
                     timeout=850,
-                    **CPU,
+                    **ACCELERATOR,
                 )
             except AssertionError as error:
                 failure = str(error)
@@ -79,7 +79,7 @@ def linear_is_put_back() -> Iterator[None]:
     functional.linear = linear
 
 
-ALONE = {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+ALONE = {**ACCELERATOR, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -88,13 +88,14 @@ def _group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import torch
 
     from tests.deepspeed import upstream
+    from tests.deepspeed.training import backend
 
     with pytest.MonkeyPatch.context() as patched:
         for name, value in ALONE.items():
             patched.setenv(name, value)
         upstream.repair()
         deepspeed.init_distributed(
-            dist_backend="gloo",
+            dist_backend=backend(),
             init_method=f"file://{tmp_path_factory.mktemp('group') / 'store'}",
             rank=0,
             world_size=1,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 VOCABULARY, HIDDEN, LAYERS, HEADS, SEQUENCE, BATCH = 64, 32, 3, 4, 32, 4
@@ -84,8 +85,9 @@ class GPT(nn.Module):
 
 
 def batches(seed: int, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """`count` microbatches of a small alphabet, so that a few steps learn something."""
+    """`count` microbatches of a small alphabet, so that a few steps learn something; on DeepSpeed's device."""
+    device = get_accelerator().current_device_name()
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         tokens = torch.randint(0, VOCABULARY // 8, (BATCH, SEQUENCE + 1), generator=generator)
-        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        yield tokens[:, :-1].contiguous().to(device), tokens[:, 1:].contiguous().to(device)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.deepspeed.conftest import CPU
+from tests.deepspeed.conftest import ACCELERATOR
 from tests.support.processes import forked
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -20,7 +20,7 @@ NAMES = ("gpt2", "bert", "t5", "llama", "llama-gradient-checkpointing")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("transformers", reason="Hugging Face's packages are among requirements-dev.txt")
     directory: Path = tmp_path_factory.mktemp("hugging-face")
-    output = forked(1, "tests.deepspeed.hugging_face", str(directory), timeout=550, **CPU)
+    output = forked(1, "tests.deepspeed.hugging_face", str(directory), timeout=550, **ACCELERATOR)
     line = next(line for line in output.splitlines() if line.startswith("RESULT "))
     results: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     assert set(results) == set(NAMES)

@@ -13,6 +13,7 @@ import deepspeed
 import torch
 import torch.utils.checkpoint
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.utils import groups
 
@@ -24,7 +25,7 @@ from tests.deepspeed.counting import Counter
 from tests.deepspeed.rows import Row
 from tests.support.ended import ended
 
-__all__ = ["CHECKPOINTS", "config_of", "run"]
+__all__ = ["CHECKPOINTS", "backend", "config_of", "run"]
 
 CHECKPOINTS: dict[str, Callable[..., Any]] = {
     "deepspeed": deepspeed.checkpointing.checkpoint,
@@ -56,12 +57,15 @@ COMM: dict[str, dict[str, Any]] = {
 }
 """Modes that change the collectives."""
 
+_ON_GPU = {"identity": {"pp_forward": "raw", "pp_backward": "raw"}}
+"""Codecs in place of those that work in host memory only."""
+
 
 def config_of(row: Row, directory: Path | None, mode: str = "offloaded") -> dict[str, Any]:
     """DeepSpeed's config of `row`; with the block if there is a directory."""
     config: dict[str, Any] = {**BASE, **row.config}
     if mode in COMM:
-        config["ssdtrain"] = {"comm": COMM[mode]}
+        config["ssdtrain"] = {"comm": {**COMM[mode], **({} if _on_cpu() else _ON_GPU.get(mode, {}))}}
         return config
     if directory is not None:
         config["ssdtrain"] = {
@@ -79,10 +83,19 @@ def config_of(row: Row, directory: Path | None, mode: str = "offloaded") -> dict
     return config
 
 
+def backend() -> str:
+    """The collectives' backend of DeepSpeed's device."""
+    return "gloo" if _on_cpu() else "nccl"
+
+
+def _on_cpu() -> bool:
+    return bool(get_accelerator().device_name() == "cpu")
+
+
 def sha1(tensors: list[torch.Tensor]) -> str:
     found = hashlib.sha1()
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
 
 
@@ -109,7 +122,7 @@ def run(row: Row, mode: str, directory: Path) -> dict[str, Any]:
     counter = Counter() if mode == "counted" else None
     torch.manual_seed(0)
     asked = row.activation_checkpointing
-    if asked is not None and mode != "offloaded" and not asked.get("partition_activations"):
+    if asked is not None and _on_cpu() and mode != "offloaded" and not asked.get("partition_activations"):
         asked = {**asked, "cpu_checkpointing": False}  # DeepSpeed's own loses its inputs on CPU machines
     if asked is not None:
         mpu = pipelines.TensorParallelUnit() if row.kind == "tensor" else None

@@ -25,13 +25,13 @@ def main(directory: str, *names: str) -> None:
     import ssdtrain_ds
     from tests.deepspeed import upstream
     from tests.deepspeed.rows import ROWS
-    from tests.deepspeed.training import run
+    from tests.deepspeed.training import backend, run
     from tests.support.ranks import PATIENCE
 
     torch.set_num_threads(1)
     upstream.repair()
     ssdtrain_ds.install()
-    deepspeed.init_distributed(dist_backend="gloo", timeout=PATIENCE, verbose=False)
+    deepspeed.init_distributed(dist_backend=backend(), timeout=PATIENCE, verbose=False)
     rows = {row.name: row for row in ROWS}
     rank = int(os.environ["RANK"])
     into = Path(directory)

@@ -52,7 +52,7 @@ def shared(trainer: Trainer) -> dict[str, str]:
     digests = {kind: hashlib.sha256() for kind in ("replica", "tensor", "tied")}
     for chunk in trainer.chunks:
         for _, parameter in sorted(chunk.named_parameters()):
-            content = parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            content = parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
             if not _compat_comm.is_expert(parameter):
                 digests["replica"].update(content)
                 if not getattr(parameter, "tensor_model_parallel", False):
@@ -113,7 +113,7 @@ def main(directory: str, *names: str) -> None:
     rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
     # Every rank on a node of its own: presets compress less inside of one.
     os.environ["SSDTRAIN_NODE"] = f"node{rank}"
-    dist.init_process_group("gloo")
+    cpu.join()
     results: dict[str, Any] = {}
     for row in ROWS:
         if row.row.world != int(world) or (names and row.row.name not in names) or not known(row):

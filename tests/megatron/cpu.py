@@ -34,20 +34,34 @@ import torch._dynamo  # indexes torch's functions at its import: before they are
 import torch.distributed as dist
 import typing_extensions
 
+from tests.support import processes
+
 CPU = torch.device("cpu")
+ON_GPU = processes.DEVICE == "cuda"
+"""Whether the ranks have a CUDA device (`make test-cuda`): then nothing that asks for one is replaced."""
+DEVICE = torch.device("cuda") if ON_GPU else CPU
 
 FACTORIES = ["zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange", "rand", "randn", "randint"]
 FACTORIES += ["zeros_like", "ones_like", "empty_like"]
 
 
 def arrange() -> None:
-    """Replace what asks for a CUDA device. Call it before megatron is imported."""
+    """Replace what asks for a CUDA device, where there is none. Call it before megatron is imported."""
+    _arrange_fused_gradient()
+    if ON_GPU:
+        return
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _arrange_tensors()
     _arrange_runtime(torch.cuda)
     _arrange_collectives()
-    _arrange_fused_gradient()
+
+
+def join() -> None:
+    """Meet the other ranks, each on a device of its own where there is one."""
+    if ON_GPU:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if ON_GPU else "gloo")
 
 
 def _is_cuda(device: Any) -> bool:
@@ -196,8 +210,9 @@ def finish() -> None:
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    if not ON_GPU:
+        random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+        random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
     # Without Transformer Engine `fp8=False` counts as fp8.
     plain_init = random.CheckpointWithoutOutput.__init__

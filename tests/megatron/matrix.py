@@ -137,7 +137,7 @@ def main(directory: str, *names: str) -> None:
     # One generator plays the parts of two here, which Megatron notices with every dropout.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    dist.init_process_group("gloo")
+    cpu.join()
     results = {}
     for row in ROWS:
         if row.world != int(world) or (names and row.name not in names):

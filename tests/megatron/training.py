@@ -35,6 +35,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import distributed_c10d
 
+from tests.megatron.cpu import DEVICE
 from tests.megatron.rows import Row
 
 VOCABULARY, LENGTH, SEQUENCES, HIDDEN, HEADS, LAYERS = 128, 64, 2, 64, 4, 4
@@ -177,7 +178,7 @@ class Trainer:
             spec = get_gpt_layer_local_spec(num_experts=self.config.num_moe_experts, moe_grouped_gemm=False)
             model = GPTModel(config=self.config, transformer_layer_spec=spec, vp_stage=stage, **common)
         model.model_type = ModelType.encoder_or_decoder
-        return model
+        return model.to(DEVICE)
 
     def step(self, number: int, *, forward_only: bool = False) -> tuple[str | None, str]:
         """One step; (loss where this rank has it, gradient norm), every bit of them."""
@@ -204,7 +205,7 @@ class Trainer:
         digest = hashlib.sha256()
         for chunk in self.chunks:
             for _, parameter in sorted(chunk.named_parameters()):
-                digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+                digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -212,7 +213,11 @@ def _batches(row: Row, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
     rank = dist.get_rank(parallel_state.get_data_parallel_group())
     for microbatch in range(row.microbatches):
         generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + rank)
-        tokens = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator).sort(dim=1)[0]
+        tokens = (
+            torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator)
+            .sort(dim=1)[0]
+            .to(DEVICE)
+        )
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -220,11 +225,11 @@ def _forward_step(
     kind: str, data: Iterator[tuple[torch.Tensor, torch.Tensor]], model: torch.nn.Module
 ) -> Any:
     tokens, labels = next(data)
-    positions = torch.arange(LENGTH).expand(SEQUENCES, LENGTH)
+    positions = torch.arange(LENGTH, device=DEVICE).expand(SEQUENCES, LENGTH)
     if kind == "bert":
         output = model(tokens, torch.ones_like(tokens), torch.zeros_like(tokens), lm_labels=labels)
     elif kind == "t5":
-        seen = torch.zeros(SEQUENCES, 1, LENGTH, LENGTH, dtype=torch.bool)
+        seen = torch.zeros(SEQUENCES, 1, LENGTH, LENGTH, dtype=torch.bool, device=DEVICE)
         output = model(tokens, labels, seen, _later(), seen, lm_labels=tokens)
     else:
         output = model(tokens, positions, _later(), labels=labels)
@@ -232,7 +237,11 @@ def _forward_step(
 
 
 def _later() -> torch.Tensor:
-    return torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1).expand(SEQUENCES, 1, LENGTH, LENGTH)
+    return (
+        torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=DEVICE)
+        .triu(1)
+        .expand(SEQUENCES, 1, LENGTH, LENGTH)
+    )
 
 
 def _loss(output: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -240,6 +249,6 @@ def _loss(output: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = losses.float().mean()
     if binary is not None:
         loss = loss + torch.nn.functional.cross_entropy(
-            binary.float(), torch.zeros(SEQUENCES, dtype=torch.long)
+            binary.float(), torch.zeros(SEQUENCES, dtype=torch.long, device=DEVICE)
         )
     return loss, {"loss": loss.detach().clone()}

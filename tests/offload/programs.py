@@ -129,6 +129,7 @@ class Machine:
             goes unseen where that memory comes back at the same address (docs/storage.md).
         keeps: no backward frees its graph. So it is after `close` and after memory was freed, where the engine may raise in the
             middle of a backward: which graphs are left then would differ.
+        device: of the tensors. On another than the CPU no program has the instruction "numpy".
     """
 
     def __init__(
@@ -139,17 +140,21 @@ class Machine:
         close: Callable[[], None] = lambda: None,
         copied: Callable[[], None] = lambda: None,
         keeps: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
+        self.device = torch.device(device)
         generator = torch.Generator().manual_seed(seed)
         self.recording = recording
         self.settle = settle
         self.close = close
         self.copied = copied
         self.keeps = keeps
-        self.leaves = [torch.randn(ROWS, COLUMNS, generator=generator).requires_grad_() for _ in range(2)]
+        self.leaves = [
+            torch.randn(ROWS, COLUMNS, generator=generator).to(self.device).requires_grad_() for _ in range(2)
+        ]
         self.values: list[torch.Tensor] = [leaf * 0.5 for leaf in self.leaves]
         self.array = np.zeros((ROWS, COLUMNS), np.float32)
-        self.buffers = [torch.from_numpy(self.array), torch.zeros(ROWS, COLUMNS)]
+        self.buffers = [torch.from_numpy(self.array), torch.zeros(ROWS, COLUMNS, device=self.device)]
         self.losses: list[torch.Tensor] = []
         self.shown: Shown = []
         self.context: AbstractContextManager[Any] | None = None
@@ -311,7 +316,7 @@ class Machine:
         nbytes = storage.nbytes()
         self.copied()
         storage.resize_(0)
-        others = [torch.full((ROWS, COLUMNS), float(b)) for _ in range(a % 3)]
+        others = [torch.full((ROWS, COLUMNS), float(b), device=self.device) for _ in range(a % 3)]
         if b % 5 == 0:
             self.settle()
         if a % 2:

@@ -181,9 +181,9 @@ def test_no_program_frees_memory_that_a_copy_reads(tmp_path: Path, monkeypatch: 
         assert isinstance(device, LaggingDevice)
         device._store._delay = lambda: 0.02
 
-        def allocated(*arguments: Any) -> torch.Tensor:
+        def allocated(*arguments: Any, **named: Any) -> torch.Tensor:
             storing.append(device.storing())
-            return full(*arguments)
+            return full(*arguments, **named)
 
         monkeypatch.setattr(torch, "full", allocated)  # who gets the memory
         machine(runtime, 0).run([("free", 2, unary) for unary in range(len(UNARY))])

@@ -27,13 +27,13 @@ _context.set_forkserver_preload(
 )
 
 
-def _join(rank: int, count: int, port: int, nodes: list[str] | None) -> None:
+def _join(rank: int, count: int, port: int, nodes: list[str] | None, backend: str = "gloo") -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), GLOO_SOCKET_IFNAME="lo")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if nodes is not None:
         os.environ["SSDTRAIN_NODE"] = nodes[rank]
-    dist.init_process_group("gloo", rank=rank, world_size=count, timeout=PATIENCE)
+    dist.init_process_group(backend, rank=rank, world_size=count, timeout=PATIENCE)
 
 
 def _call(function: Callable[..., Any], rank: int, arguments: tuple[Any, ...]) -> bytes:
@@ -52,9 +52,10 @@ def _run(
     nodes: list[str] | None,
     sink: Any,
     meet: bool = True,
+    backend: str = "gloo",
 ) -> None:
     try:
-        _join(rank, count, port, nodes)
+        _join(rank, count, port, nodes, backend)
         found = _call(function, rank, arguments)
         if meet:
             dist.barrier()
@@ -142,12 +143,14 @@ def on_ranks(
     *arguments: Any,
     nodes: list[str] | None = None,
     timeout: float = PATIENCE.total_seconds(),
+    backend: str = "gloo",
 ) -> list[Any]:
     """What `function(rank, *arguments)` returned on each of `count` ranks.
 
     Args:
         function: of a module, so that processes find it.
         nodes: the name of each rank's node; None: all on this one.
+        backend: of the group of all ranks.
 
     Raises:
         AssertionError: a rank raised, or took longer than `timeout` seconds.
@@ -155,7 +158,11 @@ def on_ranks(
     port = free_port()
     sink = _context.Queue()
     processes = [
-        _context.Process(target=_run, args=(rank, count, port, function, arguments, nodes, sink), daemon=True)
+        _context.Process(
+            target=_run,
+            args=(rank, count, port, function, arguments, nodes, sink, True, backend),
+            daemon=True,
+        )
         for rank in range(count)
     ]
     for process in processes:

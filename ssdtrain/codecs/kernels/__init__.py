@@ -29,10 +29,16 @@ _log = logging.getLogger(__name__)
 
 @cache
 def _triton_available() -> bool:
+    """Whether Triton is there and can start: it builds its driver with a C compiler, which an image for training may lack."""
     try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        _log.warning("codecs run in plain torch on the GPU, several times slower: %s", error)
+        import triton
+
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:  # noqa: BLE001 - of the compiler, of the driver's library or of Triton; plain torch gives the same bits
+        _log.warning(
+            "codecs run in plain torch on the GPU, several times slower, because Triton cannot start: %s",
+            error,
+        )
         return False
     return True
 

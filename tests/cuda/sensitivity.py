@@ -1,0 +1,132 @@
+"""Takes away, one at a time, each wait, each record and each use that keeps memory on the way of device memory, and says
+whether tests on the emulated device, whose work comes late, fail without it:
+
+    .venv-cuda/bin/python -m tests.cuda.sensitivity [NAME...]
+
+A line that no test misses either needs a test that forces its race, or is not needed and goes. Not among the tests of
+`make test-cuda`: it runs them once for each line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+TESTS = [
+    "tests/gpu/test_streams.py",
+    "tests/cuda/test_sides.py",
+    "tests/cuda/test_training.py::test_whatever_comes_late_the_bits_are_those_of_a_run_without",
+    "tests/cuda/test_programs.py",
+]
+VARIABLE = "SENSITIVITY_REMOVED"
+
+
+def without(call: str, caller: str, otherwise: Any = None) -> Callable[[Any], None]:
+    """Let `CudaDevice.<call>` do nothing where the function `caller` of the engine calls it."""
+
+    def remove(device: Any) -> None:
+        original = getattr(device, call)
+
+        def unless_called_there(*arguments: Any, **named: Any) -> Any:
+            if sys._getframe(1).f_code.co_name == caller:
+                return otherwise
+            return original(*arguments, **named)
+
+        setattr(device, call, unless_called_there)
+
+    return remove
+
+
+def store_without_wait(device: Any) -> None:
+    device.copy_to_host = lambda self, source, target: self._copy(source, target, self._store_stream)
+
+
+def load_without_wait(device: Any) -> None:
+    device.copy_to_device = lambda self, source, target, after=(): self._copy(
+        source, target, self._load_stream
+    )
+
+
+def event_before_the_copy(device: Any) -> None:
+    import torch
+
+    def copy(self: Any, source: Any, target: Any, stream: Any) -> Any:
+        event = self._recorded(stream)
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return event
+
+    device._copy = copy
+
+
+REMOVALS: dict[str, Callable[[Any], None]] = {
+    "nothing": lambda device: None,  # what must not be noticed
+    "a store waits for what made the data": store_without_wait,
+    "a load waits for the last users of its memory": load_without_wait,
+    "an event stands behind its copy": event_before_the_copy,
+    "a target's death is recorded on its streams": without("record", "<listcomp>"),
+    "unpack waits for the load": without("wait", "end_load"),
+    "a departure waits for the store": without("wait", "depart"),
+    "an encoding is waited for": without("wait", "encode"),
+    "the pool writes behind the copy": without("event_handle", "_write", 0),
+    "stores wait for the stream that saved": without("wait_stream", "begin"),
+    "memory of another stream is kept": without("record_use", "_save"),
+    "memory that is packed is kept": without("record_use", "_copy_together"),
+    "a decoded tensor is kept": without("record_use", "end_load"),
+    "a payload is kept": without("record_use", "_decode"),
+}
+
+
+def pytest_configure() -> None:
+    """As a plugin of pytest: remove what the environment names."""
+    from ssdtrain.device import CudaDevice
+
+    REMOVALS[os.environ[VARIABLE]](CudaDevice)
+
+
+def noticed(name: str) -> dict[str, Any]:
+    """Whether tests fail with that removed, and which one was the first."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-m",
+            "gpu",
+            "-p",
+            "tests.cuda.sensitivity",
+            "--timeout=200",
+            *TESTS,
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, VARIABLE: name, "OMP_NUM_THREADS": "1"},
+    )
+    failed = [
+        line.split(" - ")[0].removeprefix("FAILED ")
+        for line in done.stdout.splitlines()
+        if line.startswith("FAILED t")
+    ]
+    ended = failed or ([f"ended with {done.returncode}"] if done.returncode else [])
+    return {"removed": name, "noticed": bool(done.returncode), "by": ended[:1]}
+
+
+if __name__ == "__main__":
+    results = []
+    for name in sys.argv[1:] or REMOVALS:
+        results.append(noticed(name))
+        print(json.dumps(results[-1]), flush=True)
+    print(
+        json.dumps(
+            {
+                "removed": len(results),
+                "unnoticed": [each["removed"] for each in results if not each["noticed"]],
+            }
+        )
+    )
