@@ -41,7 +41,7 @@ RECENT = 1024  # events recorded last that show whether the device makes progres
 
 NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it
 
-TESTED_TORCH = ("2.13.0", "2.15.0")
+TESTED_TORCH = ("2.13.0", "2.14.1", "2.15.0")
 
 
 @functools.cache

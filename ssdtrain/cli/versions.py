@@ -4,7 +4,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 
 TESTED = {
-    "torch": ("2.13.0", "2.15.0"),
+    "torch": ("2.13.0", "2.14.1", "2.15.0"),
     "deepspeed": ("0.16.9", "0.17.6", "0.18.9", "0.19.8"),
     "megatron-core": ("0.14.0", "0.15.3", "0.16.1"),
 }

@@ -89,8 +89,8 @@ class Policy:
         )
 
     def for_device(self, device: torch.device, path: str = "ssdtrain.comm") -> Policy:
-        """The same policy as `device` can follow it: on a GPU pieces are larger, because the launches of small ones take longer than
-        their coding, and codecs whose payload has no fixed size, which work in host memory, are off.
+        """Return the policy as `device` can follow it: on a GPU pieces are larger, because launching small ones takes longer than
+        coding them, and codecs whose payload has no fixed size are off: they work in host memory.
 
         Raises:
             ConfigError: the config gives a dimension such a codec by name, and `device` is a GPU.
