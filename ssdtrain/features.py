@@ -125,6 +125,9 @@ class Feature:
     def on_step_begin(self) -> None:
         """The optimizer has made its step, or training begins: parameters may have moved."""
 
+    def before_call(self, module: nn.Module, arguments: Any) -> None:
+        """An attached module is called with these arguments, and its forward is about to be recorded as one."""
+
     def before_forward(self) -> None:
         """A forward with gradients is about to begin: no feature has recorded anything of it."""
 

@@ -303,6 +303,12 @@ class Runtime:
             self._began = time.perf_counter()  # of the first step, where the loop does not say so
         return _Contexts(self.features, lambda feature: feature.on_forward(forward))
 
+    def call(self, module: nn.Module, arguments: Any) -> AbstractContextManager[Tape | None]:
+        """Return a context as `forward` does, for a call of a module that the loop makes with `arguments`."""
+        for feature in self.features:
+            feature.before_call(module, arguments)
+        return self.forward()
+
     def backward(self, chunk: int = 0, microbatch: int | None = None) -> AbstractContextManager[Tape | None]:
         """A context for the backward of a tape: its loads start now, its end is noted."""
         backward = Microbatch(chunk, UNNAMED if microbatch is None else microbatch)

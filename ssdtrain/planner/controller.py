@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -167,6 +168,9 @@ class AdaptiveOffload(Feature):
     def attach(self, model: nn.Module) -> None:
         self._ends.attach(model)
         self._input_sizes.watch(model)
+
+    def before_call(self, module: nn.Module, arguments: Any) -> None:
+        self._input_sizes.called(module, arguments)
 
     def before_forward(self) -> None:
         self._ends.before_forward()

@@ -28,25 +28,24 @@ class InputSizes:
 
     def __init__(self, grew: Callable[[], object]) -> None:
         self._grew = weakref.WeakMethod(grew)
-        self._known: dict[int, int] = {}  # bytes, by number of the model
+        self._known: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # bytes
         self._handles: list[Any] = []
 
     def watch(self, model: nn.Module) -> None:
         """Watch the calls of `model` too, unless they are compiled: a ScriptModule takes no hooks."""
         if isinstance(model, torch.jit.ScriptModule):
             return
-        hook = _BeforeForward(self, len(self._handles))
-        self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
+        self._handles.append(model.register_forward_pre_hook(_BeforeForward(self), with_kwargs=True))
 
-    def called(self, number: int, arguments: Any) -> None:
-        """The model of this number is called."""
+    def called(self, module: nn.Module, arguments: Any) -> None:
+        """Compare the size of what a module is called with."""
         tensors = (leaf for leaf in leaves(arguments) if isinstance(leaf, torch.Tensor))
         nbytes = sum(
             tensor.numel() * tensor.element_size() for tensor in tensors
         )  # `nbytes` raises of a sparse one
-        if nbytes <= LARGER * self._known.get(number, 0):
+        if nbytes <= LARGER * self._known.get(module, 0):
             return
-        self._known[number] = nbytes
+        self._known[module] = nbytes
         if (grew := self._grew()) is not None:
             grew()
 
@@ -57,14 +56,15 @@ class InputSizes:
 
 
 class _BeforeForward:
-    """Copied or pickled as a hook without effect."""
+    """Sees what a framework calls, whose forward is being recorded then: hooks are on from the next one. Copied or pickled as a
+    hook without effect."""
 
-    def __init__(self, sizes: InputSizes, number: int) -> None:
-        self.sizes, self.number = sizes, number
+    def __init__(self, sizes: InputSizes) -> None:
+        self.sizes = sizes
 
-    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self.sizes.called(self.number, (args, kwargs))
+            self.sizes.called(module, (args, kwargs))
 
     def __reduce__(self) -> Any:
         return no_hook()

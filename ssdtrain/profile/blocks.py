@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -75,7 +75,12 @@ class ModelProfile:
 
 def names_a_module(model: nn.Module, patterns: Sequence[str]) -> bool:
     """True if one of these patterns of `find_blocks` names a module of `model`."""
-    return any(fnmatchcase(name, pattern) for name, _ in model.named_modules() for pattern in patterns)
+    return any(fnmatchcase(name, pattern) for name, _ in _inner_modules(model) for pattern in patterns)
+
+
+def _inner_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules inside of `model` by qualified name. The model itself, whose name is empty, is no block: "*" would name it."""
+    return ((name, module) for name, module in model.named_modules() if name)
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.Module]:
@@ -83,14 +88,15 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
     children are of the class of the longest one's (an encoder and a decoder have one each).
 
     Args:
-        patterns: shell patterns of qualified names, such as "layers.*"; a block inside of a block is left out.
+        patterns: shell patterns of qualified names, such as "layers.*"; a block inside of a block is left out, and so is
+            `model` itself.
 
     Raises:
         ValueError: there are none.
     """
     found: dict[str, nn.Module] = {}
     if patterns:
-        for name, module in model.named_modules():
+        for name, module in _inner_modules(model):
             inside = any(name.startswith(f"{known}.") for known in found)
             if not inside and any(fnmatchcase(name, pattern) for pattern in patterns):
                 found[name] = module

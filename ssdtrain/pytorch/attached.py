@@ -79,7 +79,7 @@ def attach_model(runtime: Runtime, model: nn.Module) -> None:
         runtime.engine.eligible.add_freed_function(FREED_FUNCTION)
         _keep_gathered(runtime, runtime.engine, model)
     if records:
-        runtime.call_at_close(AttachedModules(model, runtime.forward).detach)
+        runtime.call_at_close(AttachedModules(model, runtime.call).detach)
 
 
 def _keep_gathered(runtime: Runtime, engine: OffloadEngine, model: nn.Module) -> None:
@@ -97,7 +97,8 @@ class _Recording(threading.local):
 
 
 class AttachedModules:
-    """Runs the outermost call, with gradients, of `model` or of a module inside of it in a context that `record` makes.
+    """Runs the outermost call, with gradients, of `model` or of a module inside of it in a context that `record` makes of the
+    module and its arguments.
 
     A call inside of a backward is no forward: it recomputes. See Note: [Calls of modules].
 
@@ -110,9 +111,11 @@ class AttachedModules:
         recording: the state of each thread.
     """
 
-    def __init__(self, model: nn.Module, record: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self, model: nn.Module, record: Callable[[nn.Module, Any], AbstractContextManager[Any]]
+    ) -> None:
         self.recording = _Recording()
-        self.record: Callable[[], AbstractContextManager[Any]] | None = record
+        self.record: Callable[[nn.Module, Any], AbstractContextManager[Any]] | None = record
         self._model = weakref.ref(model)
         # Before `nn.Module.__call__` is replaced: Dynamo takes what it finds there when it is imported for torch's own.
         _prepare_dynamo()
@@ -241,7 +244,7 @@ def _call_recorded(
         return _call_recorded(tuple(inner), module, args, kwargs)
     try:
         found.recording.active = True
-        with record():
+        with record(module, (args, kwargs)):
             return _call_recorded(tuple(inner), module, args, kwargs)
     finally:
         found.recording.active = False

@@ -189,6 +189,7 @@ def test_all_that_is_broken_in_a_config_is_told_in_one_run(
 ) -> None:
     """One directory is no place for files, another a file, a third fails when it is used; GPUDirect Storage needs a device."""
     refusing, file = tmp_path / "refusing", tmp_path / "config0.json"
+    gpudirect = {"gpudirect": "on", "verify": "off"}
 
     def open_nameless(directory: Path) -> int:
         raise OSError(errno.EIO, "Input/output error", str(directory))
@@ -202,10 +203,10 @@ def test_all_that_is_broken_in_a_config_is_told_in_one_run(
         return {f["subject"] for f in bad}, " ".join(f["found"] for f in bad)
 
     for written, directory in (("/proc/spill",) * 2, (str(tmp_path / "config{rank}.json"), str(file))):
-        subjects, text = broken({"offload": {"directories": written, "gpudirect": "on"}})
+        subjects, text = broken({"offload": {"directories": written, **gpudirect}})
         assert {f"config {file}", directory} <= subjects and "offload.gpudirect" in text
     monkeypatch.setattr(doctor, "open_nameless", open_nameless)
-    subjects, text = broken({"offload": {"directories": str(refusing), "gpudirect": "on"}})
+    subjects, text = broken({"offload": {"directories": str(refusing), **gpudirect}})
     assert {f"config {file}", str(refusing)} <= subjects and "offload.gpudirect" in text
     subjects, _ = broken({"offload": {"directories": str(refusing)}})
     assert str(refusing) in subjects and f"config {file}" not in subjects

@@ -50,6 +50,18 @@ def attach(model: nn.Module, **section: Any) -> Runtime:
     return ssdtrain.attach(model, {"compact": section, **QUIET})
 
 
+class Calling(nn.Module):
+    """Two layers whose forward is that of `call`."""
+
+    def __init__(self, call: Callable[[nn.Linear, nn.Linear, Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 8).double(), nn.Linear(64, 8).double()
+        self.call = call
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.call(self.first, self.second, x)
+
+
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -221,20 +233,17 @@ def test_a_recomputed_block_has_the_same_projection(reentrant: bool) -> None:
 @pytest.mark.parametrize("stepped", [True, False], ids=["another step", "another layer's"])
 def test_a_recomputation_with_another_projection_is_exact_where_all_is_kept(stepped: bool) -> None:
     """The second layer had its z from the first, which is not in the region."""
-    first, second = nn.Linear(64, 8).double(), nn.Linear(64, 8).double()
-    runtime = attach(nn.ModuleList([first, second]), ratio=1)
+    model = Calling(lambda first, second, x: (first(x), checkpoint(second, x, use_reentrant=False)))
+    runtime = attach(model, ratio=1)
     assert runtime.compact is not None
     x = torch.randn(4, 64, dtype=torch.float64)
-    y = first(x)
-    z = checkpoint(second, x, use_reentrant=False)
+    y, z = model(x)
     assert runtime.compact.compression.counted.shared_inputs == 1
     if stepped:
         runtime.step_end()
-    else:
-        runtime.compact.compression.forget()  # as at the end of every forward
     (y.sum() + z.sum()).backward()
     runtime.close()
-    for layer in (first, second):
+    for layer in (model.first, model.second):
         assert torch.allclose(layer.weight.grad, x.sum(0).expand(8, 64))
 
 
@@ -286,32 +295,27 @@ def test_functions_that_only_pass_on_are_looked_through() -> None:
 
 def test_an_input_that_was_changed_in_between_is_not_shared() -> None:
     """Also where the second layer gets a tensor with a version counter of its own."""
-    first, second = nn.Linear(64, 8).double(), nn.Linear(64, 8).double()
-    model = nn.ModuleList([first, second])
+    model = Calling(lambda first, second, x: (first(x), second(x.add_(1).data)))
     x = torch.randn(4, 64, dtype=torch.float64)
     runtime = attach(model, ratio=1)
-    y = first(x)
-    x.add_(1)
-    z = second(x.data)
+    y, z = model(x)
     (y.sum() + z.sum()).backward()
     runtime.close()
-    assert torch.allclose(second.weight.grad, x.sum(0).expand(8, 64))
-    assert torch.allclose(first.weight.grad, (x - 1).sum(0).expand(8, 64))
+    assert torch.allclose(model.second.weight.grad, x.sum(0).expand(8, 64))
+    assert torch.allclose(model.first.weight.grad, (x - 1).sum(0).expand(8, 64))
 
 
 def test_a_buffer_that_is_refilled_between_two_aliases_is_not_shared() -> None:
     """The aliases have version counters of their own, which are both at zero."""
-    first, second = nn.Linear(64, 8).double(), nn.Linear(64, 8).double()
     buffer, x = torch.randn(2, 4, 64, dtype=torch.float64)
     before = buffer.sum(0)
-    runtime = attach(nn.ModuleList([first, second]), ratio=1)
-    y = first(buffer.data)
-    buffer.copy_(x)
-    z = second(buffer.data)
+    model = Calling(lambda first, second, refilled: (first(buffer.data), second(buffer.copy_(refilled).data)))
+    runtime = attach(model, ratio=1)
+    y, z = model(x)
     (y.sum() + z.sum()).backward()
     runtime.close()
-    assert torch.allclose(first.weight.grad, before.expand(8, 64))
-    assert torch.allclose(second.weight.grad, x.sum(0).expand(8, 64))
+    assert torch.allclose(model.first.weight.grad, before.expand(8, 64))
+    assert torch.allclose(model.second.weight.grad, x.sum(0).expand(8, 64))
 
 
 class Gated(nn.Module):

@@ -259,6 +259,7 @@ def test_without_blocks_the_amount_is_planned(tmp_path: Path) -> None:
             "StepChecks",
             "AdaptiveOffload",
             "InnerHooks",
+            "BypassedModel",
         ]
 
 

@@ -26,6 +26,8 @@ def test_blocks_are_the_children_of_the_longest_list() -> None:
     assert list(find_blocks(model)) == [f"blocks.{i}" for i in range(LAYERS)]
     assert list(find_blocks(model, ["blocks.1", "head"])) == ["blocks.1", "head"]
     assert list(find_blocks(model, ["blocks.0*"])) == ["blocks.0"]
+    # The model itself, whose name is empty, is none.
+    assert list(find_blocks(model, ["*"])) == [name for name, _ in model.named_children()]
     with pytest.raises(ValueError, match="no ModuleList"):
         find_blocks(nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"no module is named by \('layer.*',\)"):
