@@ -6,7 +6,7 @@ import gc
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import deepspeed
 import pytest
@@ -17,6 +17,7 @@ import ssdtrain
 import ssdtrain_ds
 from ssdtrain.offload.gathered import GatheredStorages
 from ssdtrain.runtime import Runtime
+from ssdtrain.telemetry import journal
 from ssdtrain_ds import _compat, _compat_comm, attach, checkpointing
 from ssdtrain_ds.comm import CommAttachment, attachment, gradients, weights
 from tests.deepspeed import models
@@ -32,6 +33,10 @@ class Full(OSError):
 
 def fail(*_: Any, **__: Any) -> Any:
     raise Full("no space left")
+
+
+def full_file(_: Path) -> TextIO:
+    return Path("/dev/full").open("a")
 
 
 def is_plain(engine: Any, model: nn.Module) -> bool:
@@ -110,15 +115,19 @@ def test_destroy_puts_everything_back_and_runs_deepspeeds_own_even_if_closing_fa
     engine.destroy()
 
 
-def test_a_full_disk_under_the_report_stops_no_training(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_a_full_disk_under_the_report_stops_no_training(
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
     plain = train(make_engine(None))
-    report = tmp_path / "report"
-    report.mkdir()
-    (report / "rank-0.jsonl").symlink_to("/dev/full")
+    monkeypatch.setattr(journal, "open_to_append", full_file)
     offload = {"directories": str(tmp_path / "ssd"), "min_bytes": models.MIN_BYTES}
-    engine = make_engine({"offload": offload, "report": {"path": str(report)}})
+    engine = make_engine({"offload": offload, "report": {"path": str(tmp_path / "report")}})
     losses = train(engine)
     assert losses == plain
+    assert "No space left on device" in caplog.text
     engine.destroy()
     assert deepspeed.checkpointing.CheckpointFunction is PLAIN_FUNCTION
 
@@ -167,6 +176,7 @@ def test_compression_that_fails_half_way_puts_everything_back(
         rank=0,
         device=engine.device,
         forget_weights=lambda: None,
+        keep_excluded=lambda _: None,
         notices=SimpleNamespace(add=lambda *_: None),
     )
     with monkeypatch.context() as patch:

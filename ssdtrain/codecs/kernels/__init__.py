@@ -16,6 +16,7 @@ The kernels never make the host wait for the device, and there is no silent fall
 from __future__ import annotations
 
 import logging
+import os
 from functools import cache
 
 import torch
@@ -33,7 +34,8 @@ def _triton_available() -> bool:
     try:
         import triton
 
-        triton.runtime.driver.active.get_current_target()
+        if os.environ.get("TRITON_INTERPRET") != "1":  # Triton's interpreter needs neither
+            triton.runtime.driver.active.get_current_target()
     except Exception as error:  # noqa: BLE001 - of the compiler, of the driver's library or of Triton; plain torch gives the same bits
         _log.warning(
             "codecs run in plain torch on the GPU, several times slower, because Triton cannot start: %s",
