@@ -20,7 +20,7 @@ A block that communicates with ranks that are not in the group is never recomput
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,27 +162,6 @@ class Agreement:
         sizes = [-1 if state.saved is None else state.saved for state in states]
         self._decides = sizes.index(max(sizes))
         return any(state.again for state in states), min(sizes) >= 0
-
-    def exclude(self, differing: Mapping[str, str]) -> dict[str, str]:
-        """Have no rank recompute these blocks any more, once they have decided; until then `exchange` does that. Called at the
-        end of each step in which recomputations are compared.
-
-        Args:
-            differing: names of blocks that computed other values when they ran again on this rank, and what differed.
-
-        Returns:
-            Those of all ranks.
-        """
-        if self._group is None or self.recomputed is None:
-            return dict(differing)
-        every: list[Any] = [None] * len(self._ranks)
-        with made_current(self._device):
-            dist.all_gather_object(every, dict(differing), group=self._group)
-        merged: dict[str, str] = {}
-        for names in every:
-            merged.update(names)
-        self.recomputed -= merged.keys()
-        return merged
 
     def decide(self, choose: Callable[[], Iterable[str]]) -> None:
         """Set `recomputed` to what `choose` returns on the rank that decides, after an exchange. Without a group: nothing.

@@ -207,11 +207,9 @@ class AutoPlan(Feature):
         self._plot.step_ended()
         self._limit.step_ended(self._engine.meter.begin_recent().alive, planned=self.plan is not None)
         self._drift.measure(self._offload.store.metrics)
-        differing = self._recomputations.differing
-        if self._recomputations.compares:
-            differing = self._agreement.exclude(differing)
         self._recomputations.step_ended()
-        excluded = self._exclude(differing)
+        # Ranks that recompute the same blocks go on with them: there a difference stays an error.
+        excluded = not self._agreement.several and self._exclude(self._recomputations.differing)
         if self._spans is not None:
             bound_stores(self._engine, self._link, self._policy.largest)
             self._profiled(self._spans)

@@ -14,9 +14,8 @@ the second run is only compared. So a difference is found at no harm, at the cos
 block.
 
 Note: [Ranks]
-Ranks agree on the blocks that differed at the end of compared steps, so they have to compare in the same ones: these are counted
-from the end of the step in which the blocks were chosen, which is the same for all of a group. A trial may end by an error on one
-rank while others communicate, so where there is a group nothing is tried.
+Where ranks recompute the same blocks, nothing is tried, since a trial may end by an error on one rank while others communicate. A
+block that differs stays an error there, since one rank alone cannot leave it out.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Recomputations:
     """What is compared, and which blocks differed.
 
     Args:
-        agreed: ranks recompute the same blocks, so that one which differs is recomputed until they have agreed not to.
+        agreed: whether ranks recompute the same blocks, so that one which differs stays an error.
     """
 
     def __init__(self, *, agreed: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,56 +111,6 @@ def _different_needs(rank: int) -> list[Any]:
     except RuntimeError as error:
         found.append(str(error))
     return found
-
-
-class Drifts(Sums):
-    """On rank 1 its output is another one in a second run, from a step on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drift = SimpleNamespace(on=False)
-
-    def forward(self, x: torch.Tensor, _: Any = None) -> torch.Tensor:
-        again = torch._C._current_graph_task_id() != -1
-        return super().forward(x) + float(again and self.drift.on and dist.get_rank() == 1)
-
-
-class Drifting(Layers):
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers[2] = Drifts()
-        self.steps, self.first = 0, first
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.layers[2].drift.on = self.steps >= self.first  # type: ignore[union-attr]
-        self.steps += 1
-        return super().forward(x)
-
-
-def _drifting(rank: int) -> list[Any]:
-    found: list[Any] = []
-    for first in (0, WARM_UP + RECORDED):
-        sizes = [64] * 2 * STEPS
-        expected = _train(Drifting(first), None, sizes)
-        model = Drifting(first)
-        with _planned(model, LEAST, dist.group.WORLD) as runtime:
-            same = equal(expected, _train(model, runtime, sizes))
-            plan, auto = auto_of(runtime).plan, auto_of(runtime)
-            recomputed = [name for name, layer in auto._blocks.items() if "forward" in layer.__dict__]
-            count = 0 if plan is None else plan.count("recompute")
-            found.append((same, sorted(auto._agreement.recomputed or ()), recomputed, count, auto._impure))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_block_that_differs_on_one_rank_is_recomputed_on_none() -> None:
-    first, second = on_ranks(2, _drifting)
-    others = [f"layers.{n}" for n in range(LAYERS) if n != 2]
-    for same, agreed, recomputed, count, impure in (*first, *second):
-        assert same and agreed == recomputed == others and count == len(others)
-        assert "output 1 of 1 differs" in impure["layers.2"]
 
 
 class Mask:
