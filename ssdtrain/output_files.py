@@ -61,15 +61,18 @@ def replace_file(file: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
     Raises:
         OSError: it cannot be written, or `file` exists and is no regular file.
     """
+    kept = None
     with suppress(FileNotFoundError):
         status = os.lstat(file)
         if not stat.S_ISREG(status.st_mode):
             raise _refusal(file)
         if status.st_uid == os.geteuid():
-            mode = stat.S_IMODE(status.st_mode)
+            kept = stat.S_IMODE(status.st_mode)
     partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
         with os.fdopen(os.open(partial, _FLAGS | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
+            if kept is not None:
+                os.fchmod(stream.fileno(), kept)
             yield stream
         os.replace(partial, file)
     except BaseException:

@@ -379,7 +379,13 @@ class Communicator:
             parameters: of those that train, the elements and whether they are excluded.
             dtypes: by dimension, what gradients or weights are sent in.
         """
-        savings = few_bytes_saved(self.policy, len(set(self.router.hosts)) > 1, list(parameters), dtypes)
+        savings = few_bytes_saved(
+            self.policy,
+            len(set(self.router.hosts)) > 1,
+            list(parameters),
+            dtypes,
+            rounds_excluded=self.rounds_excluded,
+        )
         if savings is not None and self.rank == 0:
             share, remedy = savings
             logger.warning(

@@ -92,6 +92,8 @@ def few_bytes_saved(
     between_nodes: bool,
     parameters: Sequence[tuple[int, bool]],
     dtypes: Mapping[str, torch.dtype],
+    *,
+    rounds_excluded: bool = True,
 ) -> tuple[float, str] | None:
     """What is sent of the plain bytes after warm-up, with why and what to change, if it is `MUCH` or more; headers are left out.
 
@@ -99,6 +101,7 @@ def few_bytes_saved(
         between_nodes: the job has several nodes.
         parameters: elements of each, and whether they are excluded.
         dtypes: by dimension, what is sent in.
+        rounds_excluded: whether `comm.excluded` holds here.
     """
     excluded = sum(numel for numel, is_excluded in parameters if is_excluded)
     coded = sum(numel for numel, _ in parameters) - excluded
@@ -115,7 +118,7 @@ def few_bytes_saved(
             sent += plain
             reasons["all of the model is smaller than comm.min_bytes: lower it"] = None
         else:
-            of_gradients = dimension in ("dp", "dp_gather")
+            of_gradients = rounds_excluded and dimension in ("dp", "dp_gather")
             excluded_dtype = policy.excluded_dtype(dtype) if of_gradients else dtype
             sent += excluded * excluded_dtype.itemsize + coded * codec_of(spec).bits_per_value / 8
             if 2 * excluded > coded:

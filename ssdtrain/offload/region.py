@@ -333,7 +333,7 @@ def overwritten(dtype: torch.dtype, nbytes: int, unverified: SourceChanged | Non
     if unverified is not None:
         return RuntimeError(
             f"a saved tensor [{dtype}, {nbytes} bytes] came back changed: {unverified}. "
-            'With offload.verify: "all" the error says which of the two it was'
+            'With offload.verify: "all" what a drive changes is found by itself'
         )
     return RuntimeError(
         f"a saved tensor [{dtype}, {nbytes} bytes] was overwritten before it was offloaded, in a way that PyTorch does not see: "

@@ -231,7 +231,7 @@ class AdaptiveOffload(Feature):
 
     def _nothing_to_do(self) -> bool:
         """See Note: [Rest]."""
-        if self._device_budget is not None or self._must_fit or self._both:
+        if self._device_budget is not None or self._must_fit or self._both or self._input_sizes.blind:
             return False
         if self.chosen is None:  # nothing was saved that may move
             return self._profile is None and self._steps >= WARM_UP + PATIENCE
@@ -244,6 +244,7 @@ class AdaptiveOffload(Feature):
         self._wakes_at = self._steps + self._rest_steps
         self._rest_steps = min(MOST_REST, 2 * self._rest_steps)
         self._recorder.request("plan", False)
+        self._input_sizes.settle()
         self._engine.rest(True)
         if not self._said_rest:
             self._said_rest = True

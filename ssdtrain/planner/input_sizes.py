@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,13 @@ __all__ = ["InputSizes"]
 LARGER = 1.2
 """Factor by which inputs have grown where the method is called."""
 
+RECENT = 16
+"""Number of latest calls of a module whose largest inputs are what others are compared with from `settle` on."""
+
 
 class InputSizes:
-    """Calls a method before a forward with gradients whose inputs are larger by a fifth than those of the first forward, or than
-    those of the latest call.
+    """Calls a method before a forward with gradients whose inputs are larger by a fifth than those of the first forward, of the
+    latest call of the method, or of the forwards before `settle`.
 
     Args:
         grew: a bound method; its object is not kept alive.
@@ -28,7 +32,11 @@ class InputSizes:
 
     def __init__(self, grew: Callable[[], object]) -> None:
         self._grew = weakref.WeakMethod(grew)
-        self._known: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # bytes
+        # Bytes.
+        self._known: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._recent: weakref.WeakKeyDictionary[nn.Module, deque[int]] = weakref.WeakKeyDictionary()
+        self.blind = False
+        """Whether a call had no tensor that is found: in an object of the program's own."""
         self._handles: list[Any] = []
 
     def watch(self, model: nn.Module) -> None:
@@ -39,15 +47,22 @@ class InputSizes:
 
     def called(self, module: nn.Module, arguments: Any) -> None:
         """Compare the size of what a module is called with."""
-        tensors = (leaf for leaf in leaves(arguments) if isinstance(leaf, torch.Tensor))
+        tensors = [leaf for leaf in leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        self.blind |= not tensors
         nbytes = sum(
             tensor.numel() * tensor.element_size() for tensor in tensors
         )  # `nbytes` raises of a sparse one
+        self._recent.setdefault(module, deque(maxlen=RECENT)).append(nbytes)
         if nbytes <= LARGER * self._known.get(module, 0):
             return
         self._known[module] = nbytes
         if (grew := self._grew()) is not None:
             grew()
+
+    def settle(self) -> None:
+        """Compare with the latest calls from now on: larger ones of before are over."""
+        for module, recent in self._recent.items():
+            self._known[module] = max(recent)
 
     def remove(self) -> None:
         """Watch no model any more. Idempotent."""

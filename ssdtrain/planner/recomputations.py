@@ -5,8 +5,9 @@ Backward of a recomputed block uses the graph of its forward, and takes nothing 
 some steps both runs take a fingerprint of each tensor when it is saved, and the second run raises before backward gets a tensor
 that differs. Outputs are not compared: a difference that no saved tensor has reaches no gradient, and the second run ends at its
 last saved tensor in these steps too, since what comes after may free what backward has gathered (hooks of sharded parameters). A
-parameter is compared by identity: backward reads it as it is, also without recomputation. One or two integers on a GPU prove
-nothing: attention kernels leave the state of a generator unwritten where nothing is dropped.
+parameter is compared by identity: backward reads it as it is, also without recomputation. Bytes (uint8) prove nothing, since they
+are the workspace of a kernel that may leave some unwritten (LSTM); nor do one or two integers on a GPU: attention kernels leave
+the state of a generator unwritten where nothing is dropped.
 
 Note: [Trials]
 A block that is not recomputed yet is tried while steps are profiled: what it saves goes where it went, backward uses that, and
@@ -45,8 +46,8 @@ COMPARED_FIRST = 2
 COMPARED_EVERY = 31
 """One step in so many is compared later. A prime: no period of a loop falls on these steps alone."""
 
-_ROW = 1024
-"""Words of 8 bytes in a row of the matrix that a fingerprint sums up."""
+_SLICE = 1 << 18
+"""Number of words of 8 bytes of which a fingerprint makes a product at a time."""
 
 _ODD = (-7046029254386353131, -4658895280553007687)
 """Two odd numbers of 64 bits (those of the splitmix64 generator, as signed integers)."""
@@ -113,9 +114,9 @@ class Recomputations:
         )
         return RuntimeError(
             f"ssdtrain.plan: the block {name!r} computed other values when backward ran it again ({what}), and gradients of "
-            f"this step{since} would be wrong: something that its forward reads was changed in between (a global, a flag of a "
-            "shared object, a context around the forward). Keep that until backward, leave the block out of plan.blocks, or set "
-            'plan.recompute to "off"'
+            f"this step{since} may be wrong: something that its forward reads was changed in between (a global, a flag of a "
+            "shared object, a context around the forward), or it saves memory that it does not write. Keep it as it is until backward, "
+            'leave the block out of plan.blocks, or set plan.recompute to "off"'
         )
 
 
@@ -234,6 +235,8 @@ def _unpack(proven: Proven, unpack: Callable[[Any], torch.Tensor], packed: Any) 
         proven.tried = True
         try:
             unpack(holder)
+        except torch.OutOfMemoryError:
+            pass  # says nothing of the block; backward has what it needs
         except Exception as error:  # noqa: BLE001 - whatever it is, the block cannot run again
             proven.differs(f"{type(error).__name__}: {error}")
     return proven.beside[1](beside)  # type: ignore[no-any-return]
@@ -265,6 +268,8 @@ def _difference(first: Sequence[list[_Fingerprint]], second: Sequence[list[_Fing
 def _is_conclusive(one: _Fingerprint) -> bool:
     """See Note: [What is compared]."""
     dtype, sizes, *_ = one.like
+    if dtype is torch.uint8:
+        return False
     if one.digest is None or one.digest.device.type == "cpu" or dtype.is_floating_point or dtype.is_complex:
         return True
     return dtype is torch.bool or math.prod(sizes) > 2
@@ -297,25 +302,25 @@ def _fingerprints(tensor: torch.Tensor) -> list[_Fingerprint]:
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum up all bytes of a tensor on its device, as words of 8 bytes.
-
-    A matrix of these is read twice, for the sums of its rows and of its columns, and no copy of it is made. A word counts by a
-    number of its row plus one of its column, so that no two places are alike.
-    """
+    """Sum up all bytes of a tensor on its device, as words of 8 bytes, each times an odd number of its place in a slice; slices
+    are summed up in the same way. It allocates a few slices, and a copy of a tensor that is not dense."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
+    # Of an expanded dimension the memory has one element.
+    sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    if tensor.numel():
+        tensor = tensor.as_strided(sizes, tensor.stride(), tensor.storage_offset())
     dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
     if not dense or tensor.storage_offset() * tensor.itemsize % 8:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     length = flat.numel() // 8
     words, rest = flat[: 8 * length].view(torch.int64), flat[8 * length :].to(torch.int64)
-    rows = length // _ROW
-    matrix = words[: rows * _ROW].view(rows, _ROW)
-    parts = [words[rows * _ROW :], rest]
-    if rows:
-        parts += [matrix.sum(0), matrix.sum(1)]
-    line = torch.cat(parts)
+    weights = _weights(min(length, _SLICE), tensor.device)
+    sums = (
+        [(part * weights[: part.numel()]).sum().reshape(1) for part in words.split(_SLICE)] if length else []
+    )
+    line = torch.cat([*sums, rest])
     return (line * _weights(line.numel(), line.device)).sum()
 
 

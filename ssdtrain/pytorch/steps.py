@@ -176,12 +176,14 @@ class BypassedModel(Feature):
 
     @staticmethod
     def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
-        """Whether these are steps of the model: the optimizer has its parameters, or copies of them, and they have gradients."""
+        """Whether these are steps of the model: the optimizer has its parameters, or as many elements (copies of another dtype),
+        and they have gradients."""
         own = {id(parameter): parameter for parameter in model.parameters()}
-        groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return any(id(parameter) in own for parameter in groups) or any(
-            parameter.grad is not None for parameter in own.values()
-        )
+        groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(id(parameter) in own for parameter in groups):
+            return True
+        trained = sum(parameter.numel() for parameter in own.values() if parameter.grad is not None)
+        return trained > 0 and trained == sum(parameter.numel() for parameter in groups)
 
     def close(self) -> None:
         self._hook.remove()

@@ -6,6 +6,7 @@ package calls its values is a label, which may have any text.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ssdtrain.output_files import replace_file
@@ -48,7 +49,8 @@ def write_prometheus(run: Run, file: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    with replace_file(file, 0o644) as stream:
+    with replace_file(file) as stream:
+        os.fchmod(stream.fileno(), 0o644)  # a collector is another user
         stream.write(prometheus(run).encode())
 
 

@@ -296,7 +296,7 @@ class Residency:
         try:
             for tensor in part.tensors:
                 tensor.wait_to_free()
-        except Exception:
+        except IOFailure:  # not what a signal handler raises in the wait: the store goes on
             part.failed = True
             raise
         with signals_deferred():

@@ -126,7 +126,7 @@ def _mount_of(path: Path, number: int, proc: Path) -> tuple[str, str, str, str]:
     wanted = f"{os.major(number)}:{os.minor(number)}"
     best = ("", "", "", "")
     try:
-        mounts = (proc / "self/mountinfo").read_text()
+        mounts = (proc / "self/mountinfo").read_text(errors="surrogateescape")
     except FileNotFoundError:  # /proc is not mounted: /sys knows the disk by its number
         return best
     for line in mounts.splitlines():

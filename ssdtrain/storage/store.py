@@ -215,9 +215,10 @@ class SpillStore:
             return self._submit(slot, READ, address, 0, defer, 0, 0)
         with signals_deferred():
             operation = self._submit(slot, READ, address, 0, defer, 0, 0)
-            while self._filled and self._filled[0][0].done():
-                self._filled.popleft()
-            self._filled.append((operation, memory))
+            with self._submitting:
+                while self._filled and self._filled[0][0].done():
+                    self._filled.popleft()
+                self._filled.append((operation, memory))
         return operation
 
     def transfer_device(self, slot: Slot, address: int, *, into: bool, after_event: int = 0) -> Operation:

@@ -113,6 +113,21 @@ def test_a_forward_with_larger_inputs_has_hooks_and_a_plan_of_its_own(tmp_path: 
         assert offloaded.offloaded_bytes + offloaded.avoided_write_bytes > 0
 
 
+def test_a_forward_as_large_as_the_first_one_has_hooks_though_small_ones_came_between(tmp_path: Path) -> None:
+    """Trainers that run their largest batch first."""
+    model, seen = make_model(), list[int]()
+    with attach(model, tmp_path, min_bytes="4KiB") as runtime:
+        train(model, 1, rows=256, seen=seen)
+        train_until_resting(model, seen)
+        train(model, 32)
+        engine = runtime.engine
+        assert engine is not None
+        train_until_resting(model, seen)
+        assert engine.resting
+        train(model, 1, rows=256, seen=seen)
+        assert not engine.resting
+
+
 def test_small_growth_of_inputs_adds_up(tmp_path: Path) -> None:
     model = make_model()
     with attach(model, tmp_path, min_bytes="4KiB") as runtime:
