@@ -115,8 +115,8 @@ class Recomputations:
         return RuntimeError(
             f"ssdtrain.plan: the block {name!r} computed other values when backward ran it again ({what}), and gradients of "
             f"this step{since} may be wrong: something that its forward reads was changed in between (a global, a flag of a "
-            "shared object, a context around the forward), or it saves memory that it does not write. Keep it as it is until backward, "
-            'leave the block out of plan.blocks, or set plan.recompute to "off"'
+            "shared object, a context around the forward), or it saves memory that it does not write. Keep it as it is "
+            'until backward, leave the block out of plan.blocks, or set plan.recompute to "off"'
         )
 
 
