@@ -70,7 +70,8 @@ ON_DEVICE = OMP_NUM_THREADS=1 SSDTRAIN_POISON=1 EMULATED_DEVICES=8 $(CUDA)/bin/p
 	-n 2 --dist loadfile -o faulthandler_timeout=960
 
 test-cuda: $(CUDA)/.emulated $(CUDA)/.built
-	$(ON_DEVICE) -m gpu $(or $(TESTS),tests/cuda tests/gpu tests/test_device.py tests/codecs/test_kernels.py)
+	$(ON_DEVICE) -m gpu $(or $(TESTS),tests/cuda tests/gpu tests/test_device.py)
+	test -n "$(TESTS)" || TRITON_INTERPRET=1 $(ON_DEVICE) -m gpu tests/codecs/test_kernels.py
 	test -n "$(TESTS)" || SSDTRAIN_TEST_DEVICE=cuda $(ON_DEVICE) -m "not long" -k "not slow or 1-zero" \
 		tests/deepspeed/test_matrix.py tests/megatron/test_matrix.py
 

@@ -29,8 +29,6 @@ def _load() -> ctypes.CDLL | None:
         return None
     # torch asks NVML for the devices where it is told to; there is none here.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
-    # Machine code of Triton cannot run; its interpreter can, on tensors of the device too.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
     runtime = ctypes.CDLL(str(LIBRARIES / "libcudart.so.13"), mode=ctypes.RTLD_GLOBAL)
     for library in sorted(LIBRARIES.glob("lib*.so.*")):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
