@@ -17,8 +17,8 @@ from ssdtrain.storage.python_transfer import CHANGED, CORRUPTED, END_OF_FILE, EV
 logger = logging.getLogger(__name__)
 
 WRONG_CHECKSUM = (
-    "the data came back changed: its checksum differs from that of what was to be written (the drive changed it, or a program "
-    "wrote to the tensor while it was stored)"
+    "the data came back changed: its checksum differs from that of what was to be written (or a program wrote to the tensor "
+    "while it was stored)"
 )
 
 PIECE = 8 << 20
