@@ -80,7 +80,7 @@ test-long: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m ssdtrain.config.document docs/config.md
-	$(BIN)/python -m ssdtrain.report.document docs/metrics.md
+	$(BIN)/python -m ssdtrain.tools.report.document docs/metrics.md
 
 # The pages of docs/ in out/site; mkdocs has an environment of its own, so that development installs stay small.
 site:

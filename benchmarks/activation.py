@@ -40,10 +40,10 @@ from benchmarks.common import finish, hardware, huge_pages, page_faults, parser,
 from benchmarks.models import DTYPES, MODELS
 from examples.support.activation_meter import SavedTensorMeter
 from examples.support.process_memory import PeakMemory, return_freed_blocks
-from ssdtrain.bench.ratios import interval, paired_ratio
 from ssdtrain.config import load_config, parse_size
 from ssdtrain.config.units import MiB
 from ssdtrain.runtime import Runtime
+from ssdtrain.tools.bench.ratios import interval, paired_ratio
 
 KEEP, SSDTRAIN, RECOMPUTE, BESIDE = "keep", "ssdtrain", "recompute", "beside"
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.adaptive_amount --json
 
-The real engine, policy and controller in virtual time (`benchmarks.simulation`): figures are exact and repeatable. For
+The real engine, policy and controller in virtual time (`tests.support.simulated`): figures are exact and repeatable. For
 drives of 3, 6, 12 and 25 GB/s and links of 25 and 50 GB/s: total time and activation peak after the plan has settled,
 relative to keeping everything, beside the lowest peak of all subsets of layers whose offload takes at most 1.02 of the time
 of keeping everything. Then a drive that is throttled to a tenth for ten steps, and layers of few, large tensors, offloaded whole
@@ -21,7 +21,6 @@ from typing import Any
 
 from benchmarks.common import parser
 from benchmarks.simulated_device import GB, Load, gpt, uniform
-from benchmarks.simulation.training import Machine, keep_peak, train
 from ssdtrain.config.units import MiB
 from ssdtrain.features import Step
 from ssdtrain.offload.engine import OffloadEngine
@@ -31,6 +30,7 @@ from ssdtrain.offload.policy import KEEP, OFFLOAD, OffloadPolicy
 from ssdtrain.planner.adaptive import AdaptivePolicy
 from ssdtrain.planner.controller import AdaptiveOffload
 from ssdtrain.storage import Endurance
+from tests.support.simulated.training import Machine, keep_peak, train
 
 __all__ = ["AutoRun", "Found", "fixed_run"]
 

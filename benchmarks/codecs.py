@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import finish, hardware, parser
-from ssdtrain.bench.codec import CodecSubject, cpu_seconds
+from ssdtrain.tools.bench.codec import CodecSubject, cpu_seconds
 
 LINK_GB_PER_SECOND = 1.25
 FLOAT_SPECS = (

@@ -37,7 +37,7 @@ from benchmarks import loss_gap
 from benchmarks.common import finish, hardware, parser
 from benchmarks.two_nodes.network import Network, network, why_not
 from benchmarks.two_nodes.variants import LAYOUTS, PLAIN, SILENT, Measured, comm_arguments, measure
-from ssdtrain.bench.ratios import paired_ratio
+from ssdtrain.tools.bench.ratios import paired_ratio
 
 PARTS = ("wire", "layouts", "speed", "megatron", "loss")
 PRESETS = ("safe", "balanced", "aggressive", "paper-zhybrid")

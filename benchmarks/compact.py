@@ -26,8 +26,8 @@ from benchmarks.common import finish, hardware, parser
 from benchmarks.compact_memory import activation_ratios, peaks
 from benchmarks.compact_training import BATCH, LATE_CHECKPOINTS, SEQUENCE, TRAINED, Llama, LlamaConfig, train
 from benchmarks.loss_gap import Results, upper_bound
-from ssdtrain.bench.ratios import interval
 from ssdtrain.compact.layers import CODECS
+from ssdtrain.tools.bench.ratios import interval
 
 FULL = "full"
 LAYOUT = "llama"

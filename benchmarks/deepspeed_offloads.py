@@ -22,8 +22,8 @@ import torch
 from benchmarks.common import finish, hardware, parser
 from benchmarks.models import DTYPES, gpt
 from examples.support.activation_meter import SavedTensorMeter
-from ssdtrain.bench.ratios import interval, paired_ratio
 from ssdtrain.config.units import MiB
+from ssdtrain.tools.bench.ratios import interval, paired_ratio
 
 KEEP, SAVE_ON_CPU, SSDTRAIN = "keep", "save_on_cpu", "ssdtrain"
 

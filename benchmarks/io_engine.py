@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from benchmarks.common import finish, hardware, parser
-from ssdtrain.bench.io import DEPTH, HUGE_PAGES, PoolBench, cpu_seconds, fio_command
-from ssdtrain.bench.io import run_fio as fio
-from ssdtrain.bench.ratios import paired_ratio
 from ssdtrain.storage import Arena
+from ssdtrain.tools.bench.io import DEPTH, HUGE_PAGES, PoolBench, cpu_seconds, fio_command
+from ssdtrain.tools.bench.io import run_fio as fio
+from ssdtrain.tools.bench.ratios import paired_ratio
 
 MiB = 1 << 20
 

@@ -51,7 +51,6 @@ from benchmarks.planner_choice import over_best, with_interval
 from benchmarks.planner_errors import Errors, Took, ratios
 from benchmarks.planner_simulated import memory_panels, simulated
 from examples.support.process_memory import keep_freed_blocks
-from ssdtrain.bench.ratios import interval
 from ssdtrain.config import CheckpointConfig
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.planner.auto import RECORDED, WARM_UP, AutoPlan
@@ -63,6 +62,7 @@ from ssdtrain.planner.step import StepTimeline
 from ssdtrain.planner.timeline import simulate
 from ssdtrain.profile.blocks import find_blocks
 from ssdtrain.runtime import Runtime
+from ssdtrain.tools.bench.ratios import interval
 
 VOCABULARY = 512
 REENTRANT = Checkpoint(CheckpointConfig(use_reentrant=True))

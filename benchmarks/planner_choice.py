@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ssdtrain.bench.ratios import interval
+from ssdtrain.tools.bench.ratios import interval
 
 __all__ = ["over_best", "with_interval"]
 

@@ -14,7 +14,6 @@ from itertools import product
 from typing import Any
 
 from benchmarks.simulated_device import GB, GPT_OPERATORS, Load, gpt
-from benchmarks.simulation.training import HOOK, LAUNCH, Machine, train
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action
@@ -24,6 +23,7 @@ from ssdtrain.planner.memory_plot import Line, MemoryPanel
 from ssdtrain.planner.plans import Limits, NoPlan, Problem, actions_for
 from ssdtrain.planner.search import search
 from ssdtrain.planner.timeline import simulate
+from tests.support.simulated.training import HOOK, LAUNCH, Machine, train
 
 __all__ = ["memory_panels", "simulated"]
 

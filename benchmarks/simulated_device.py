@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulated_device --json
 
-The real engine (hooks, mover, transfers, prefetcher, store) against `benchmarks.simulation`: asynchronous streams, copies over
+The real engine (hooks, mover, transfers, prefetcher, store) against `tests.support.simulated`: asynchronous streams, copies over
 a link of set bandwidth, memory that is reused at once, drives of set bandwidth. Figures of a run are exact and repeatable; they
 say what the order of copies, reads and waits allows, and nothing about the time of kernels, hooks or the driver.
 
@@ -23,16 +23,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import parser
-from benchmarks.simulation.measure import bound, overlap, phase_seconds
-from benchmarks.simulation.training import (
+from ssdtrain.config.units import MiB
+from ssdtrain.offload.options import EngineOptions
+from tests.support.simulated.measure import bound, overlap, phase_seconds
+from tests.support.simulated.training import (
     LayerTimes,
     Machine,
     keep_peak,
     one_forward_one_backward,
     train,
 )
-from ssdtrain.config.units import MiB
-from ssdtrain.offload.options import EngineOptions
 
 SCALE = 64
 GB = 1e9 / SCALE  # bytes per second that stand for 1 GB/s

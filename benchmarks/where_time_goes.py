@@ -24,9 +24,9 @@ import torch
 from benchmarks.activation import KEEP, SSDTRAIN, Trial, warm_up
 from benchmarks.common import finish, hardware, huge_pages, page_faults, parser, with_huge_pages
 from benchmarks.models import gpt
-from ssdtrain.bench.ratios import paired_ratio
 from ssdtrain.config import load_config
 from ssdtrain.runtime import Runtime
+from ssdtrain.tools.bench.ratios import paired_ratio
 
 PARTS = {
     "pack": "pack hook",

@@ -2,6 +2,6 @@
 
 import sys
 
-from ssdtrain.cli.main import main
+from ssdtrain.tools.cli.main import main
 
 sys.exit(main())

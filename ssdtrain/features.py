@@ -39,7 +39,7 @@ import torch
 from torch import nn
 
 from ssdtrain import ranks
-from ssdtrain.telemetry.registry import MetricSet
+from ssdtrain.metrics import MetricSet
 
 __all__ = ["FIRST_STEPS", "UNNAMED", "Feature", "Forward", "Microbatch", "Placement", "Step"]
 

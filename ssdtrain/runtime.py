@@ -38,6 +38,7 @@ from ssdtrain.comm.feature import CompressedCollectives
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.config import Config, StateConfig
 from ssdtrain.features import UNNAMED, Feature, Forward, Microbatch, Placement, Step
+from ssdtrain.messages import report
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.offload.policy import OffloadPolicy
@@ -48,7 +49,6 @@ from ssdtrain.preflight import check_start, check_state, make_directories, warn_
 from ssdtrain.state.feature import ModelState
 from ssdtrain.storage import Faults, forks, holds_signal_safe_lock
 from ssdtrain.telemetry.journal import Journal
-from ssdtrain.telemetry.messages import report
 from ssdtrain.telemetry.recorders import open_journal, recorders
 from ssdtrain.telemetry.totals import RuntimeMetrics, StepMetrics
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ssdtrain.integration.patching import Patches
+from ssdtrain.metrics import shown
 from ssdtrain.runtime import Runtime
-from ssdtrain.telemetry.registry import shown
 from ssdtrain.telemetry.totals import Interval
 from ssdtrain_ds import _compat
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ssdtrain.telemetry.registry import Metric, line
+from ssdtrain.metrics import Metric, line
 from ssdtrain.telemetry.totals import Interval, reduce_over_ranks
 
 if TYPE_CHECKING:

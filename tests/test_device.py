@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ssdtrain import cuda_runtime, device
+from ssdtrain import device
 from ssdtrain.config import load_config
+from ssdtrain.device import cuda
+from ssdtrain.device import runtime as cuda_runtime
 from ssdtrain.runtime import Runtime
 
 
@@ -192,7 +194,7 @@ def test_memory_that_the_device_may_still_use_stays_pinned(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "device", lambda chosen: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda chosen: Stream())
     monkeypatch.setattr(torch.cuda, "Event", NeverPasses)
-    monkeypatch.setattr(device, "UNPIN_TIMEOUT", 0.02)
+    monkeypatch.setattr(cuda, "UNPIN_TIMEOUT", 0.02)
     layer = object.__new__(device.CudaDevice)
     layer.device = torch.device("cuda", 0)
     layer._store_stream = layer._load_stream = Stream()  # type: ignore[assignment]

@@ -16,8 +16,8 @@ from torch import nn
 import ssdtrain
 from ssdtrain.config import load_config
 from ssdtrain.features import UNNAMED, Feature, Forward, Microbatch, Step
+from ssdtrain.metrics import MetricSet, Unit, counter
 from ssdtrain.runtime import Runtime
-from ssdtrain.telemetry.registry import MetricSet, Unit, counter
 from tests.support.tensors import all_equal
 
 

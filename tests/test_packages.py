@@ -19,7 +19,7 @@ import ssdtrain
 from tests.docs.blocks import block
 
 ROOT = Path(__file__).parent.parent
-DATA = ("ssdtrain/report/report.css", "ssdtrain/report/report.js")
+DATA = ("ssdtrain/tools/report/report.css", "ssdtrain/tools/report/report.js")
 TYPED = tuple(f"{package}/py.typed" for package in ("ssdtrain", "ssdtrain_ds", "ssdtrain_megatron"))
 SOURCES = (
     "ssdtrain",

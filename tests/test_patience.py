@@ -117,7 +117,7 @@ def test_memory_is_unpinned_when_a_device_that_is_far_behind_has_come_to_its_end
 ) -> None:
     ends = Ends()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda chosen: None)
-    monkeypatch.setattr(device, "UNPIN_TIMEOUT", LIMIT)
+    monkeypatch.setattr(device.cuda, "UNPIN_TIMEOUT", LIMIT)
     layer: Any = object.__new__(device.CudaDevice)
     layer.device = torch.device("cuda", 0)
     layer._store_stream = layer._load_stream = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from ssdtrain.timestamps import CudaTimestamp, Origin
+from ssdtrain.device.timestamps import CudaTimestamp, Origin
 
 
 class Event:

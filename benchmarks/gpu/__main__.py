@@ -29,8 +29,8 @@ from benchmarks.gpu.attempts import AttemptFailed, Attempts, DriveTooSlow, TimeI
 from benchmarks.gpu.measure import WAYS, Geometry, be_deterministic
 from benchmarks.gpu.models import KINDS
 from benchmarks.gpu.sources import MEASURED, digest
-from ssdtrain.cli.bandwidth import measure as measure_drive
-from ssdtrain.telemetry.text import size_text
+from ssdtrain.text import size_text
+from ssdtrain.tools.cli.bandwidth import measure as measure_drive
 
 GiB = 1 << 30
 PAPER = ((8192, 4), (12288, 3), (16384, 2))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.measure import Geometry, Measured, measure
-from ssdtrain.telemetry.text import size_text
+from ssdtrain.text import size_text
 
 __all__ = ["RESERVE", "AttemptFailed", "Attempts", "DriveTooSlow", "TimeIsOver"]
 

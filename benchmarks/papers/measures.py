@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.planner.cluster import plan_job, problem_of
-from ssdtrain.planner.cluster_job import Job
-from ssdtrain.planner.cluster_state import placements
 from ssdtrain.planner.plans import Limits, NoPlan, Objective
 from ssdtrain.planner.search import search
-from ssdtrain.telemetry.text import YEAR_SECONDS
+from ssdtrain.text import YEAR_SECONDS
+from ssdtrain.tools.whatif.cluster import plan_job, problem_of
+from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.cluster_state import placements
 
 __all__ = [
     "bandwidth_for_all",

@@ -12,9 +12,9 @@ from typing import Any
 
 from benchmarks.papers import measures
 from ssdtrain.config.units import GiB
-from ssdtrain.planner.cluster_job import Job
-from ssdtrain.planner.hardware import Ssds, find_gpu
-from ssdtrain.planner.models import Layout, Transformer
+from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.hardware import Ssds, find_gpu
+from ssdtrain.tools.whatif.models import Layout, Transformer
 
 __all__ = ["Row", "rows"]
 

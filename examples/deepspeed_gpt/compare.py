@@ -14,11 +14,11 @@ from examples.deepspeed_gpt.settings import MODES, TITLES, Settings
 from examples.support.plot import MatplotlibMissing, plot_activation_memory
 from examples.support.result import RunResult
 from examples.support.table import comparison_table
-from ssdtrain.cli.options import given
 from ssdtrain.config.units import parse_size
 from ssdtrain.storage import drive_of, rated_bytes
 from ssdtrain.telemetry.lines import write_line
-from ssdtrain.telemetry.text import duration_text, size_text
+from ssdtrain.text import duration_text, size_text
+from ssdtrain.tools.cli.options import given
 
 EQUAL, DIFFERENT, FAILED = 0, 1, 3
 """Exit statuses; 2 is argparse's."""

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from examples.support.activation_meter import Timeline
 from ssdtrain.config.units import MiB
-from ssdtrain.telemetry.text import size_text
+from ssdtrain.text import size_text
 
 # Okabe and Ito's palette: distinguishable with colour blindness.
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00")

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from examples.support.result import RunResult
 from ssdtrain.storage.endurance import projected_life
-from ssdtrain.telemetry.text import duration_text, ratio_text, size_text
+from ssdtrain.text import duration_text, ratio_text, size_text
 
 
 def comparison_table(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ssdtrain.comm.policy import Policy
 from ssdtrain.comm.topology import node_name
-from ssdtrain.cuda_runtime import made_current
+from ssdtrain.device.runtime import made_current
 
 
 def agreed_hosts(policy: Policy, device: torch.device) -> list[str]:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from ssdtrain.metrics import MetricSet, Reduce, Unit, counter
 from ssdtrain.profile.time_spans import Spans
-from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ssdtrain.comm.meter import CommMetrics
 from ssdtrain.comm.policy import Policy, codec_of
-from ssdtrain.cuda_runtime import made_current
+from ssdtrain.device.runtime import made_current
 
 logger = logging.getLogger("ssdtrain")
 

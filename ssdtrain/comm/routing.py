@@ -17,7 +17,7 @@ from ssdtrain.comm.meter import Meter
 from ssdtrain.comm.notices import Notices
 from ssdtrain.comm.policy import OFF, WARMUP_CODEC, Policy, Rule, codec_of
 from ssdtrain.comm.topology import Topology, check_two_hop, find_topology
-from ssdtrain.cuda_runtime import made_current
+from ssdtrain.device.runtime import made_current
 
 # Calls of different sizes whose bytes are remembered.
 MOST_SIZES = 4096

@@ -25,10 +25,10 @@ from ssdtrain.compact.layers import CompactLayer, Compression, find_layers
 from ssdtrain.compact.linear import CompactForward, ReplacedForward
 from ssdtrain.compact.lowrank import LowRank, skips_step
 from ssdtrain.config import CompactConfig, ConfigError, Problem
-from ssdtrain.cuda_runtime import made_current
+from ssdtrain.device.runtime import made_current
 from ssdtrain.features import FIRST_STEPS, Feature, Forward, Placement, Step
+from ssdtrain.metrics import MetricSet
 from ssdtrain.optimizer_hooks import StepHook, call_after_steps
-from ssdtrain.telemetry.registry import MetricSet
 
 __all__ = ["CompactLinear"]
 

@@ -34,9 +34,9 @@ from ssdtrain.compact.projection import Layout, Projections, layer_key, layout_o
 from ssdtrain.compact.recompute import kept_by_producer, release_copies
 from ssdtrain.compact.saved import Projected, Quantised, SavedInput
 from ssdtrain.config import CompactConfig, ConfigError, Problem
-from ssdtrain.offload.counters import same_counter
+from ssdtrain.metrics import MetricSet, Unit, counter
 from ssdtrain.profile.modules import Running, matches
-from ssdtrain.telemetry.registry import MetricSet, Unit, counter
+from ssdtrain.versions import same_counter
 
 __all__ = ["CODECS", "CompactLayer", "CompactMetrics", "Compression", "Found", "find_layers"]
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ssdtrain.comm import Communicator
-from ssdtrain.cuda_runtime import made_current
+from ssdtrain.device.runtime import made_current
 from ssdtrain.output_files import replace_file
 
 __all__ = ["load", "save"]

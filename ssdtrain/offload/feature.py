@@ -12,6 +12,7 @@ from torch import nn
 from ssdtrain.config import EnduranceConfig, OffloadConfig
 from ssdtrain.device import warn_of_untested_torch
 from ssdtrain.features import Feature, Forward, Microbatch, Placement, Step
+from ssdtrain.metrics import MetricSet
 from ssdtrain.offload.build import build_engine
 from ssdtrain.offload.hooks import SavedTensorRecorder
 from ssdtrain.offload.policy import OffloadPolicy
@@ -19,8 +20,7 @@ from ssdtrain.offload.proof import Prover
 from ssdtrain.offload.step_checks import StepChecks
 from ssdtrain.offload.tape import Tape
 from ssdtrain.storage import Endurance, EnduranceMetrics, Faults, Rating, defer_signals
-from ssdtrain.telemetry.registry import MetricSet
-from ssdtrain.telemetry.text import size_text
+from ssdtrain.text import size_text
 
 __all__ = ["ActivationOffload"]
 

@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+from ssdtrain.metrics import MetricSet, Reduce, Unit, counter, gauge
 from ssdtrain.profile.passes import HostTime
 from ssdtrain.profile.time_spans import Spans
 from ssdtrain.storage import Operation
-from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
 
 if TYPE_CHECKING:
     from ssdtrain.offload.region import Region

@@ -37,11 +37,11 @@ import weakref
 
 import torch
 
-from ssdtrain.offload.counters import same_counter
 from ssdtrain.offload.geometry import Geometry
 from ssdtrain.offload.meter import Seen
 from ssdtrain.offload.region import Region
 from ssdtrain.offload.tape import Tape
+from ssdtrain.versions import same_counter
 
 __all__ = ["Extent", "extent_of", "find_region", "make_region", "no_overlap"]
 

@@ -8,7 +8,7 @@ from ssdtrain.config import OffloadConfig
 from ssdtrain.features import FIRST_STEPS, Feature, Forward, Placement, Step
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.storage import Endurance, SpillStore
-from ssdtrain.telemetry.text import size_text
+from ssdtrain.text import size_text
 
 __all__ = ["StepChecks"]
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ssdtrain.config import ConfigError
-from ssdtrain.cuda_runtime import made_current
+from ssdtrain.device.runtime import made_current
 from ssdtrain.planner.block_times import MeasuredBlock
 from ssdtrain.planner.controller import OUTGROWN
 from ssdtrain.planner.plans import NoPlan

@@ -24,6 +24,8 @@ from torch import nn
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.config import PlanConfig
 from ssdtrain.features import Feature, Forward, Step
+from ssdtrain.messages import report
+from ssdtrain.metrics import MetricSet
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.offload.tape import Tape
@@ -42,13 +44,11 @@ from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plan_metrics import PeakLimit, PlanMetrics
 from ssdtrain.planner.plans import NoPlan, Plan, Problem
 from ssdtrain.planner.recomputations import Recomputations
+from ssdtrain.planner.spans import BlockSpans, Collectives, Span, own_generators
 from ssdtrain.planner.step import Machine, Pass
 from ssdtrain.planner.step_ends import UNENDED, OptimizerHook, warn_of_no_step_end
 from ssdtrain.planner.timeline import kept_step
 from ssdtrain.profile.passes import StepRecord
-from ssdtrain.profile.spans import BlockSpans, Collectives, Span, own_generators
-from ssdtrain.telemetry.messages import report
-from ssdtrain.telemetry.registry import MetricSet
 
 __all__ = ["AutoPlan"]
 

@@ -18,9 +18,9 @@ from torch import nn
 
 from ssdtrain.planner.measured import Profile
 from ssdtrain.planner.plans import Problem, actions_for
+from ssdtrain.planner.spans import Span
 from ssdtrain.planner.step import COMPRESS, Block, Machine, Pass
 from ssdtrain.profile.passes import RegionTimes, StepRecord, TapeTimes
-from ssdtrain.profile.spans import Span
 
 __all__ = [
     "MeasuredBlock",

@@ -10,6 +10,8 @@ from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.config import Config, ConfigError, OffloadConfig, Problem
 from ssdtrain.config.units import KiB, MiB
 from ssdtrain.features import Feature, Placement
+from ssdtrain.messages import report
+from ssdtrain.metrics import MetricSet
 from ssdtrain.offload.checkpoint import checkpoint
 from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.offload.policy import OffloadPolicy
@@ -20,8 +22,6 @@ from ssdtrain.planner.execute import BlockPolicy
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plan_metrics import PlanMetrics
 from ssdtrain.storage import Faults
-from ssdtrain.telemetry.messages import report
-from ssdtrain.telemetry.registry import MetricSet
 
 __all__ = ["offload_features"]
 

@@ -21,6 +21,8 @@ from typing import Any
 from torch import nn
 
 from ssdtrain.features import Feature, Forward, Step
+from ssdtrain.messages import report
+from ssdtrain.metrics import MetricSet
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.meter import Peaks
 from ssdtrain.planner.adaptive import AdaptivePolicy, actions_of, measure_by_one
@@ -42,8 +44,6 @@ from ssdtrain.planner.timeline import simulate
 from ssdtrain.planner.wear import WearLimit
 from ssdtrain.profile.passes import StepRecord
 from ssdtrain.storage import Endurance, SpillStore
-from ssdtrain.telemetry.messages import report
-from ssdtrain.telemetry.registry import MetricSet
 
 __all__ = ["AdaptiveOffload"]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ssdtrain.planner.choose import Chosen
 from ssdtrain.planner.measured import Profile
 from ssdtrain.planner.step import KEEP, Block, BlockTimes, Choice
-from ssdtrain.telemetry.text import duration_text, size_text
+from ssdtrain.text import duration_text, size_text
 
 __all__ = ["Outcome", "decision_table"]
 

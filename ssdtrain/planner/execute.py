@@ -31,11 +31,11 @@ from ssdtrain.planner.plans import Limits, Problem, actions_for
 from ssdtrain.planner.recomputations import Proven, Recomputations
 from ssdtrain.planner.same_attributes import SameAttributes
 from ssdtrain.planner.search import search
+from ssdtrain.planner.spans import has_other_parameters, may_run_again, transformed, versions
 from ssdtrain.planner.step import Block, Machine, one_after_the_other
 from ssdtrain.profile.blocks import ModelProfile, find_blocks
 from ssdtrain.profile.containers import leaves
 from ssdtrain.profile.modules import Running, plain_name
-from ssdtrain.profile.spans import has_other_parameters, may_run_again, transformed, versions
 
 __all__ = ["BlockPolicy", "plan_blocks", "recomputable_blocks", "recompute_blocks", "recompute_modules"]
 
@@ -113,7 +113,7 @@ def _gathers(block: nn.Module) -> bool:
 
     FSDP2 gathers the block that it is applied to in hooks around it, over a mesh of one dimension. Any other sharded parameter
     (tensor parallelism, FSDP inside of the block) makes the block's forward communicate. What communicates by hand is seen
-    while it runs: `ssdtrain.profile.spans.Collectives`.
+    while it runs: `ssdtrain.planner.spans.Collectives`.
     """
     if not torch.distributed.is_available():
         return False

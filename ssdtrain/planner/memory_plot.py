@@ -18,7 +18,7 @@ from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.output_files import replace_file
 from ssdtrain.planner.plans import Plan, Problem
 from ssdtrain.planner.timeline import simulate
-from ssdtrain.telemetry.text import duration_text, size_text
+from ssdtrain.text import duration_text, size_text
 
 __all__ = ["Line", "MemoryPanel", "PlanPlot", "draw_memory"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ssdtrain.config.units import format_size
+from ssdtrain.metrics import MetricSet, Reduce, Unit, counter, gauge
 from ssdtrain.planner.step import DEVICE, Block, Choice, StepTimeline
-from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
 
 __all__ = ["PeakLimit", "PlanMetrics"]
 

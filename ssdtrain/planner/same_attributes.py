@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ssdtrain.profile.attributes import Attributes
+from ssdtrain.planner.attributes import Attributes
 
 __all__ = ["SMALL", "SameAttributes"]
 

@@ -6,7 +6,7 @@ import logging
 
 from ssdtrain.planner.drift import Backoff
 from ssdtrain.storage import Endurance, StoreMetrics
-from ssdtrain.telemetry.text import size_text
+from ssdtrain.text import size_text
 
 __all__ = ["WearLimit"]
 

@@ -13,6 +13,7 @@ from torch import nn
 from ssdtrain.config import ConfigError, Problem, StateConfig, exact_size
 from ssdtrain.device import device_for, warn_of_untested_torch
 from ssdtrain.features import Feature, Forward, Placement
+from ssdtrain.metrics import MetricSet
 from ssdtrain.state.checkpoints import StateDicts
 from ssdtrain.state.chunk import Chunk
 from ssdtrain.state.clip import clip_grad_norm
@@ -26,8 +27,7 @@ from ssdtrain.state.stored import StoredTensor
 from ssdtrain.state.transfers import InPlace, Staged, Transfers
 from ssdtrain.storage import Arena, Faults, SpillStore, check_host_budget, defer_signals
 from ssdtrain.storage.pieces import image_bytes
-from ssdtrain.telemetry.registry import MetricSet
-from ssdtrain.telemetry.text import size_text
+from ssdtrain.text import size_text
 
 __all__ = ["ModelState"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
+from ssdtrain.metrics import MetricSet, Reduce, Unit, counter, gauge
 
 __all__ = ["StateMetrics"]
 

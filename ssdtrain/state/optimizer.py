@@ -32,7 +32,7 @@ from ssdtrain.state.sizes import plain_step
 from ssdtrain.state.stored import MOVABLE, StoredTensor, is_movable
 from ssdtrain.state.transfers import Transfers
 from ssdtrain.storage import SpillStore, signals_deferred
-from ssdtrain.telemetry.text import size_text
+from ssdtrain.text import size_text
 
 __all__ = ["ChunkedOptimizer"]
 

@@ -25,7 +25,7 @@ import torch
 from ssdtrain.state.chunk import Chunk, Part, StoredGradient, Where
 from ssdtrain.state.metrics import StateMetrics
 from ssdtrain.storage import IOFailure, signals_deferred
-from ssdtrain.telemetry.text import size_text
+from ssdtrain.text import size_text
 
 __all__ = ["Residency"]
 

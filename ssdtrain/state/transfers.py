@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from ssdtrain.device import UNPIN_TIMEOUT, Device, Event
+from ssdtrain.device import Device, Event
+from ssdtrain.device.cuda import UNPIN_TIMEOUT
 from ssdtrain.patience import Patience
 from ssdtrain.storage import Arena, Lease, Operation, Slot, SpillStore, signals_deferred
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge
+from ssdtrain.metrics import MetricSet, Reduce, Unit, counter, gauge
 
 if TYPE_CHECKING:
     from ssdtrain.storage.arena import Arena

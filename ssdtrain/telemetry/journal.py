@@ -13,12 +13,12 @@ from typing import Any, TextIO
 
 import torch
 
+from ssdtrain.messages import report
+from ssdtrain.metrics import line
 from ssdtrain.offload.module_tally import ModuleTally
 from ssdtrain.output_files import open_to_append
 from ssdtrain.telemetry.lines import write_line
-from ssdtrain.telemetry.messages import report
 from ssdtrain.telemetry.module_bytes import ModuleBytes
-from ssdtrain.telemetry.registry import line
 from ssdtrain.telemetry.tensorboard import TensorBoard
 from ssdtrain.telemetry.totals import Interval, RuntimeMetrics
 

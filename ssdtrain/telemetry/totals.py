@@ -14,9 +14,9 @@ from rich.table import Table
 
 from ssdtrain.comm import CommMetrics
 from ssdtrain.config import DIMENSIONS
+from ssdtrain.metrics import Metric, MetricSet, Reduce, Unit, counter
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.storage import StoreMetrics
-from ssdtrain.telemetry.registry import Metric, MetricSet, Reduce, Unit, counter
 
 __all__ = ["Interval", "RuntimeMetrics", "StepMetrics"]
 

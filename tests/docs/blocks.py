@@ -137,7 +137,7 @@ NOT_RUN = {
     (
         "docs/commands.md",
         'pip install ".[completion]"',
-    ): "needs argcomplete; tests/cli/test_main.py has a stand-in for it",
+    ): "needs argcomplete; tests/tools/cli/test_main.py has a stand-in for it",
     ("docs/index.md", 'pip install ".[megatron]"'): MEGATRON,
     ("docs/megatron.md", "torchrun"): MEGATRON,
     ("docs/megatron.md", "[ssdtrain] iteration"): "shows what a log line looks like",

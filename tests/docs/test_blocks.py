@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ssdtrain.cli import main
 from ssdtrain.integration.intercept import Interception
 from ssdtrain.integration.patching import Patches
 from ssdtrain.integration.traffic import Traffic
+from ssdtrain.tools.cli import main
 from tests.docs.blocks import NOT_RUN, RUN_BY, Block, block, blocks
 from tests.docs.messages import ROOT
 from tests.support.ranks import on_ranks

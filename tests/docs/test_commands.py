@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ssdtrain.cli.main import COMMANDS, whole_parser
 from ssdtrain.config.flags import add_flags
+from ssdtrain.tools.cli.main import COMMANDS, whole_parser
 from tests.docs.blocks import PAGES, TOP, blocks
 from tests.docs.messages import ROOT
 

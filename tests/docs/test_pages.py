@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ssdtrain.cli import main
 from ssdtrain.config import load_config
-from ssdtrain.report.document import document
+from ssdtrain.tools.cli import main
+from ssdtrain.tools.report.document import document
 from tests.docs.messages import ROOT
 from tests.support.journals import write
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from examples.support.activation_meter import SavedTensorMeter
-from ssdtrain.telemetry.text import size_text
+from ssdtrain.text import size_text
 from ssdtrain_megatron.attachment import attach
 from tests.megatron import training
 from tests.megatron.rows import FULL, Row

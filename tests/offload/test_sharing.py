@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ssdtrain.offload import counters
+from ssdtrain import versions as counters
 from ssdtrain.offload.sharing import extent_of
 from tests.offload.conftest import MakeRuntime
 

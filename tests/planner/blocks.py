@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ssdtrain.planner.models import Transformer
+from ssdtrain.tools.whatif.models import Transformer
 
 
 class RMSNorm(nn.Module):

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from ssdtrain.device.timestamps import HostTimestamp
 from ssdtrain.planner.block_times import measured_blocks, pieces
+from ssdtrain.planner.spans import Span
 from ssdtrain.profile.passes import RegionTimes, TapeTimes
-from ssdtrain.profile.spans import Span
-from ssdtrain.timestamps import HostTimestamp
 
 
 def tape(storing: float) -> TapeTimes:

@@ -6,10 +6,10 @@ import re
 from types import SimpleNamespace
 from typing import Any, cast
 
-from ssdtrain.planner.explain import rows
 from ssdtrain.planner.plans import Plan, Problem, actions_for
 from ssdtrain.planner.step import Block, Machine, Tier, one_after_the_other
 from ssdtrain.planner.timeline import simulate
+from ssdtrain.tools.whatif.explain import rows
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ssdtrain.config import load_config
-from ssdtrain.profile.spans import BlockSpans
+from ssdtrain.planner.spans import BlockSpans
 from ssdtrain.runtime import Runtime
 
 REGION = 64 * 64 * 4

@@ -27,8 +27,8 @@ from ssdtrain.planner.execute import BlockPolicy, recomputable_blocks
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plans import Objective, Problem, actions_for
 from ssdtrain.planner.search import search
+from ssdtrain.planner.spans import may_run_again
 from ssdtrain.planner.step import Block, Machine, one_after_the_other
-from ssdtrain.profile.spans import may_run_again
 from ssdtrain.runtime import Runtime
 from tests.planner.test_plan_auto import (
     LAYERS,

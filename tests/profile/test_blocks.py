@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from examples.support.model import GPT, GPTConfig
-from ssdtrain.cli.estimate import from_config
 from ssdtrain.profile.blocks import Step, count_blocks, find_blocks, profile_blocks
+from ssdtrain.tools.cli.estimate import from_config
 from tests.planner.blocks import count_saved_bytes
 
 LAYERS, HIDDEN, SEQUENCE, BATCH = 3, 64, 32, 2

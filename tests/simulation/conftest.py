@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from benchmarks.simulation.training import LayerTimes
 from tests.simulation.streams import Streams
+from tests.support.simulated.training import LayerTimes
 
 Made = TypeVar("Made", bound=Any)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.simulation.device import Stream
-from benchmarks.simulation.training import LAUNCH, Machine
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.tape import Tape
+from tests.support.simulated.device import Stream
+from tests.support.simulated.training import LAUNCH, Machine
 
 MiB = 1 << 20
 SIZE = MiB // 4

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.simulation.training import Machine
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.region import Kept
 from ssdtrain.offload.tape import Tape
 from tests.simulation.conftest import until_closed
+from tests.support.simulated.training import Machine
 
 MiB = 1 << 20
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.simulation.device import SimulatedEvent
-from benchmarks.simulation.drive import SimulatedOperation
 from ssdtrain.offload import engine as engine_module
 from ssdtrain.offload.transfer_state import State
 from tests.simulation.streams import SIZE, MiB, Streams
+from tests.support.simulated.device import SimulatedEvent
+from tests.support.simulated.drive import SimulatedOperation
 
 
 def test_a_cancelled_store_does_not_give_its_tensor_to_others_under_the_copy(streams: Streams) -> None:

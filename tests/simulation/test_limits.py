@@ -15,13 +15,6 @@ import pytest
 import torch
 
 from benchmarks.simulated_device import GB, Load, measure, uniform
-from benchmarks.simulation.training import (
-    LayerTimes,
-    Machine,
-    one_after_the_other,
-    one_forward_one_backward,
-    train,
-)
 from ssdtrain.config import load_config
 from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.build import build_engine
@@ -30,6 +23,13 @@ from ssdtrain.offload.limits import TransferLimits
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.tape import Tape
 from ssdtrain.runtime import Runtime
+from tests.support.simulated.training import (
+    LayerTimes,
+    Machine,
+    one_after_the_other,
+    one_forward_one_backward,
+    train,
+)
 
 MiB = 1 << 20
 

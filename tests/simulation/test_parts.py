@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.adaptive_amount import MEMORY, AutoRun, coarse, in_parts
 from benchmarks.simulated_device import GB, Load, gpt
-from benchmarks.simulation.training import LayerTimes, Machine, one_forward_one_backward, train
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
@@ -17,6 +16,7 @@ from ssdtrain.offload.policy import KEEP
 from ssdtrain.planner.decisions import Outcome, decision_table
 from tests.offload.conftest import Parts
 from tests.simulation.conftest import random_layers
+from tests.support.simulated.training import LayerTimes, Machine, one_forward_one_backward, train
 
 
 def steps(

@@ -8,14 +8,6 @@ from unittest.mock import NonCallableMock
 
 import pytest
 
-from benchmarks.simulation.training import (
-    LayerTimes,
-    Machine,
-    StepRecord,
-    keep_peak,
-    one_after_the_other,
-    train,
-)
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.staged import bytes_of_slot
@@ -23,6 +15,14 @@ from ssdtrain.offload.transfer_state import TransferState
 from ssdtrain.storage import StoreMetrics
 from ssdtrain.storage.slot import Slot
 from tests.simulation.conftest import random_layers
+from tests.support.simulated.training import (
+    LayerTimes,
+    Machine,
+    StepRecord,
+    keep_peak,
+    one_after_the_other,
+    train,
+)
 
 MiB = 1 << 20
 

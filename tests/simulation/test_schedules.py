@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.simulated_device import GB, Load, gpt, measure
-from benchmarks.simulation.training import keep_peak
+from tests.support.simulated.training import keep_peak
 
 MiB = 1 << 20
 STAGES = 4

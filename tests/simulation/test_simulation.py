@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from benchmarks.simulated_device import GB, LOADS, measure
-from benchmarks.simulation.device import POISON, SimulatedDevice
-from benchmarks.simulation.measure import overlap
-from benchmarks.simulation.timeline import Deadlock, Timeline
-from benchmarks.simulation.training import LayerTimes, Machine, train
 from ssdtrain.offload.options import EngineOptions
+from tests.support.simulated.device import POISON, SimulatedDevice
+from tests.support.simulated.measure import overlap
+from tests.support.simulated.timeline import Deadlock, Timeline
+from tests.support.simulated.training import LayerTimes, Machine, train
 
 MiB = 1 << 20
 

@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from benchmarks.simulated_device import GB, LOADS, Load, fused, gpt, measure, uniform
-from benchmarks.simulation.device import SimulatedDevice
-from benchmarks.simulation.training import (
+from ssdtrain.offload.options import EngineOptions
+from ssdtrain.offload.staged import StagedTransfer
+from ssdtrain.offload.tape import Tape
+from tests.simulation.conftest import random_layers
+from tests.support.simulated.device import SimulatedDevice
+from tests.support.simulated.training import (
     LayerTimes,
     Machine,
     _Layer,
@@ -20,10 +24,6 @@ from benchmarks.simulation.training import (
     keep_peak,
     train,
 )
-from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.staged import StagedTransfer
-from ssdtrain.offload.tape import Tape
-from tests.simulation.conftest import random_layers
 
 MiB = 1 << 20
 

@@ -3,10 +3,10 @@
 import pytest
 
 from benchmarks.simulated_device import GB, gpt
-from benchmarks.simulation.training import Machine, StepRecord, train
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.options import EngineOptions
+from tests.support.simulated.training import Machine, StepRecord, train
 
 LAYERS = gpt(16, MiB, MiB / (10 * GB))
 PCIE = 25 * GB

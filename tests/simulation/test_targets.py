@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 
-from benchmarks.simulation.device import SimulatedDevice, Stream
-from benchmarks.simulation.timeline import Timeline
 from ssdtrain.offload.targets import LoadTargets
+from tests.support.simulated.device import SimulatedDevice, Stream
+from tests.support.simulated.timeline import Timeline
 
 
 def made() -> tuple[SimulatedDevice, LoadTargets]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdtrain.bench.ratios import interval, paired_ratio
+from ssdtrain.tools.bench.ratios import interval, paired_ratio
 
 KEYS = {
     "write_ratio_fio", "read_ratio_fio", "busy_write_ratio", "busy_read_ratio", "cpu_s_per_gb", "python_engine_write_ratio",

@@ -15,9 +15,9 @@ from torch import nn
 import ssdtrain
 from ssdtrain.config import load_config
 from ssdtrain.offload.module_tally import ModuleTally
-from ssdtrain.report.run import Run
 from ssdtrain.runtime import Runtime
 from ssdtrain.telemetry.module_bytes import ModuleBytes
+from ssdtrain.tools.report.run import Run
 from tests.support.filesystems import eventually
 
 LAYERS = 4

@@ -3,7 +3,7 @@ import io
 import pytest
 
 from ssdtrain.telemetry.lines import read_lines, write_line
-from ssdtrain.telemetry.text import duration_text, ratio_text, size_text
+from ssdtrain.text import duration_text, ratio_text, size_text
 
 
 @pytest.mark.parametrize(

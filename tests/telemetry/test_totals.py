@@ -17,9 +17,9 @@ from torch import nn
 from examples.support.activation_meter import SavedTensorMeter
 from ssdtrain.config import load_config
 from ssdtrain.config.units import MiB
+from ssdtrain.metrics import MetricSet, Reduce, Unit, counter, gauge, line
 from ssdtrain.runtime import Runtime
 from ssdtrain.telemetry.journal import Journal
-from ssdtrain.telemetry.registry import MetricSet, Reduce, Unit, counter, gauge, line
 from ssdtrain.telemetry.totals import Interval, RuntimeMetrics, StepMetrics, reduce_over_ranks
 from tests.support.ranks import on_ranks
 
@@ -248,7 +248,7 @@ SAID = {
 
 SAY = """
 import logging, os, sys
-from ssdtrain.telemetry.messages import report
+from ssdtrain.messages import report
 for number, before in enumerate(sys.argv[1:]):
     if os.fork() == 0:
         exec(before)
@@ -266,7 +266,7 @@ def test_what_was_asked_for_is_shown_without_any_logging_configured() -> None:
 
 
 def test_reports_are_records_of_their_own_logger(caplog: pytest.LogCaptureFixture) -> None:
-    from ssdtrain.telemetry.messages import report
+    from ssdtrain.messages import report
 
     report("hello")
     (record,) = caplog.records

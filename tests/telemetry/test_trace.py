@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import ssdtrain
-from ssdtrain.cli import main
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.planner import memory_plot
 from ssdtrain.planner.memory_plot import MemoryPanel, PlanPlot
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults
+from ssdtrain.tools.cli import main
 from tests.offload.conftest import settled
 
 Event = dict[str, Any]

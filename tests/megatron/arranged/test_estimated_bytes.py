@@ -17,8 +17,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
-from ssdtrain.planner.hardware import find_gpu
-from ssdtrain_megatron.command_line import read
+from ssdtrain.tools.whatif.hardware import find_gpu
+from ssdtrain.tools.whatif.megatron_command import read
 from tests.planner.blocks import RMSNorm, count_saved_bytes
 
 HIDDEN, HEADS, SEQUENCE, BATCH = 256, 4, 128, 2

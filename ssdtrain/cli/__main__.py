@@ -1,5 +1,0 @@
-import sys
-
-from ssdtrain.cli.main import main
-
-sys.exit(main())

@@ -1,0 +1,320 @@
+"""Which regions of a tape each block saved, and whether a block may run a second time."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ssdtrain.planner.attributes import Attributes
+from ssdtrain.profile.containers import leaves
+from ssdtrain.profile.modules import no_hook
+
+__all__ = [
+    "BlockSpans",
+    "Collectives",
+    "Span",
+    "has_other_parameters",
+    "may_run_again",
+    "own_generators",
+    "transformed",
+    "versions",
+]
+
+PLAIN = (
+    *(Tensor, type(None), bool, int, float, complex, str, bytes),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+"""What a block is called with, also in containers, where it may run again: a cache, for one, would be filled twice."""
+
+
+def may_run_again(arguments: Any) -> bool:
+    """False if `arguments` hold an object that a second run of the block could find changed by the first. Containers it gets as
+    they were: see `ssdtrain.offload.checkpoint`."""
+    return all(isinstance(value, PLAIN) for value in leaves(arguments))
+
+
+def has_other_parameters(block: nn.Module) -> bool:
+    """True while tensors stand in the place of its parameters (`torch.func.functional_call`): in backward they do not."""
+    found = (one for module in block.modules() for one in module._parameters.values())
+    return not all(one is None or isinstance(one, nn.Parameter) for one in found)
+
+
+def own_generators(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Why some of these blocks, by name, must not run again: they have random generators, which nobody would restore."""
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        kinds += (numpy.Generator, numpy.RandomState)
+    why = "it has a random generator of its own"
+    return {
+        name: why
+        for name, block in blocks.items()
+        if any(isinstance(one, kinds) for module in block.modules() for one in vars(module).values())
+    }
+
+
+def transformed() -> bool:
+    """True inside of a transform of torch.func: its tensors have no storages, and some of them allow no saved-tensor hooks."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@dataclass
+class Span:
+    """One block in one forward. Regions [begin, end) of the tape are those that it saved first.
+
+    Attributes:
+        inputs: bytes that it is called with, and that its recomputation saves.
+        small: bytes of the storages that it saved and that are not in these regions.
+        plain: it is called with plain arguments and its own parameters: see `may_run_again`, `has_other_parameters`.
+        why: it must not run again; "": it may.
+        held: by the index of a region, at the end of how many blocks after this one (0: of this one) the program still had the
+            tensor: its memory is there until then, though it leaves.
+        timestamps: of its begin, of the end of the hook that saved its last tensor, of its end; None where passes are not
+            recorded.
+    """
+
+    name: str
+    begin: int
+    end: int = 0
+    inputs: int = 0
+    small: int = 0
+    plain: bool = True
+    why: str = ""
+    timestamps: tuple[Any, Any, Any] | None = None
+    held: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def pure(self) -> bool:
+        """It may run again."""
+        return not self.why
+
+
+COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+"""Namespaces of torch's operators of collectives and of messages between two ranks."""
+
+OTHER_PARAMETERS = (
+    "it is called with other tensors in the place of its parameters (torch.func.functional_call)"
+)
+
+OBJECT = "it is called with an object that is no tensor or plain value (a cache: use_cache=False)"
+
+
+class Collectives(TorchDispatchMode):
+    """While it is active, calls `seen` before every collective and message of this thread, with its process group where that is
+    known, else None.
+
+    A second run of what communicates would pair with whatever another rank, which runs nothing again, sends next.
+    """
+
+    def __init__(self, seen: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled runs compiled all the same."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A Parameter may come here as a class of its own, without operations of its own.
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented  # a DTensor, for one: its operations on plain tensors are seen
+        if func.namespace in COMMUNICATION:
+            self._seen(_group_of(args))
+        return func(*args, **(kwargs or {}))
+
+
+def _group_of(arguments: Sequence[Any]) -> Any:
+    """The process group among the arguments of an operator; None: it has none of that type."""
+    for value in arguments:
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return torch.distributed.ProcessGroup.unbox(value)
+            except (AttributeError, RuntimeError, TypeError):
+                continue
+    return None
+
+
+class _Running(NamedTuple):
+    """A block whose forward runs."""
+
+    span: Span
+    storages: dict[int, int]
+    """By id, the storages that it is called with: bytes of each that a second run would save."""
+    tensors: list[Tensor]
+    """That it is called with, and its buffers."""
+    versions: list[int]
+    """Of these, before."""
+    buffers: list[int]
+    """Which objects its buffers were, by id: `tensors` keeps these alive."""
+    attributes: Attributes
+    """Of its modules, before."""
+    unoffloaded: int
+    """What the meter counted before, bytes."""
+    began: Any
+
+
+class BlockSpans:
+    """Hooks on the blocks of a model, until `remove`. A block inside of another, or run in backward, is not seen.
+
+    Args:
+        blocks: by name.
+        engine: the offload engine of their forwards.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module], engine: Any) -> None:
+        self.tape: Any = None
+        """Of the forward that runs; None: none does, or it is not recorded."""
+        self._found: list[Span] = []
+        self._engine, self._thread = engine, 0
+        self._running: _Running | None = None
+        self._watched: list[
+            tuple[Span, int, int]
+        ] = []  # regions that the program may have: span, its number, index
+        self._hooks = []
+        for name, block in blocks.items():
+            self._hooks.append(block.register_forward_pre_hook(_Before(self, name), with_kwargs=True))
+            self._hooks.append(block.register_forward_hook(_After(self, name)))
+
+    @contextmanager
+    def forward(self, tape: Any) -> Iterator[list[Span]]:
+        """Around a forward of the model on this thread, which `tape` records; gives the list that its spans come into."""
+        found = self._found = []
+        self._running, self._watched = None, []
+        self.tape, self._thread = tape, threading.get_ident()
+        try:
+            yield found
+        finally:
+            self.tape = self._running = None
+
+    def remove(self) -> None:
+        """Remove the hooks. Idempotent."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _recorder(self) -> Any:
+        recorder = self._engine.recorder
+        return recorder if recorder.active else None
+
+    def enter(self, name: str, block: nn.Module, arguments: Any) -> None:
+        tape = self.tape
+        if (
+            tape is None
+            or self._running is not None
+            or torch._C._current_graph_task_id() != -1
+            or self._thread != threading.get_ident()
+            or transformed()
+        ):
+            return
+        tensors = [t for t in leaves(arguments) if isinstance(t, Tensor) and t.layout is torch.strided]
+        eligible, storages = self._engine.eligible, dict[int, int]()
+        for tensor in tensors:
+            movable = tensor.nbytes >= eligible.min_bytes and eligible.may_move(tensor)
+            key = id(tensor.untyped_storage())  # by which the meter knows it
+            storages[key] = max(storages.get(key, 0), tensor.nbytes if movable else 0)
+        why = "" if may_run_again(arguments) else OBJECT
+        why = why or (OTHER_PARAMETERS if has_other_parameters(block) else "")
+        span = Span(name, len(tape.regions), plain=not why, why=why)
+        began = self._engine.device.timestamp() if self._recorder() is not None else None
+        counted = self._engine.meter.unoffloaded_bytes
+        watched = [*tensors, *block.buffers()]
+        self._running = _Running(
+            span,
+            storages,
+            watched,
+            versions(watched),
+            _identities(block.buffers()),
+            Attributes(block),
+            counted,
+            began,
+        )
+
+    def communicates(self, _: object = None) -> None:
+        """A collective is called: the block that runs, if one does, must not run again."""
+        if self._running is not None:
+            self._running.span.why = (
+                self._running.span.why or "it communicates with other ranks in its forward"
+            )
+
+    def leave(self, name: str, block: nn.Module) -> None:
+        running, tape, recorder = self._running, self.tape, self._recorder()
+        if running is None or running.span.name != name or self._thread != threading.get_ident():
+            return
+        self._running = None
+        span = running.span
+        span.end = len(tape.regions)
+        saved = [region for region in tape.regions[span.begin :] if region is not None]
+        span.inputs = sum(region.nbytes for region in saved if region.seen.key in running.storages)
+        # What no forward saved (the block has frozen weights, or computes from a copy of another type) its recomputation saves.
+        known = {region.seen.key for region in tape.regions if region is not None}
+        span.inputs += sum(nbytes for key, nbytes in running.storages.items() if key not in known)
+        grown = self._engine.meter.unoffloaded_bytes - running.unoffloaded
+        span.small = max(0, grown - sum(region.nbytes for region in saved))
+        replaced = running.buffers != _identities(block.buffers())  # self.average = 0.9 * self.average + ...
+        if not span.why and (replaced or running.versions != versions(running.tensors)):
+            span.why = "it changes a buffer, or its input in place"
+        elif not span.why and (changed := running.attributes.changed_in_place()):
+            span.why = f"it changes {changed} in place"
+        if recorder is not None and running.began is not None:
+            last = recorder.last_packed(tape)
+            ended = self._engine.device.timestamp()
+            span.timestamps = (running.began, running.began if last is None else last, ended)
+        for region in saved:
+            if region.seen.key in running.storages:
+                span.held[region.index] = 0  # by whoever called the block
+            self._watched.append((span, len(self._found), region.index))
+        self._note_held(tape)
+        self._found.append(span)
+
+    def _note_held(self, tape: Any) -> None:
+        """A block has ended: see `Span.held`."""
+        still = []
+        for span, number, index in self._watched:
+            region = tape.regions[index]
+            if region is None or (region.emptied and region.seen() is None):
+                continue
+            if region.emptied:
+                span.held[index] = len(self._found) - number
+            still.append((span, number, index))
+        self._watched = still
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each tensor was changed in place, where torch counts it."""
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
+def _identities(tensors: Iterable[Tensor]) -> list[int]:
+    return [id(tensor) for tensor in tensors]
+
+
+class _Before:
+    """Copied or pickled as a hook without effect."""
+
+    def __init__(self, spans: BlockSpans, name: str) -> None:
+        self.spans, self.name = spans, name
+
+    def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        self.spans.enter(self.name, block, (args, kwargs))
+
+    def __reduce__(self) -> Any:
+        return no_hook()
+
+
+class _After:
+    def __init__(self, spans: BlockSpans, name: str) -> None:
+        self.spans, self.name = spans, name
+
+    def __call__(self, block: nn.Module, *_: Any) -> None:
+        self.spans.leave(self.name, block)
+
+    def __reduce__(self) -> Any:
+        return no_hook()

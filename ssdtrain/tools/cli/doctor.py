@@ -1,0 +1,394 @@
+"""`ssdtrain doctor`: checks installed packages, compiled extensions, hardware and spill directories."""
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+from rich.console import Console
+
+from ssdtrain import __version__, ranks
+from ssdtrain.comm.topology import node_name
+from ssdtrain.config import ConfigError, load_config
+from ssdtrain.config.errors import InvalidValue
+from ssdtrain.config.paths import (
+    WRITABLE_ALLOWED,
+    expand_path,
+    nearest_existing,
+    parse_directory,
+    problem_with_directory,
+    problem_with_writing,
+)
+from ssdtrain.config.units import GiB, MiB
+from ssdtrain.preflight import check_start
+from ssdtrain.storage import drive_of, gpudirect
+from ssdtrain.storage.memory import HUGE_PAGES
+from ssdtrain.storage.slab import direct_io_error, open_nameless
+from ssdtrain.text import size_text
+from ssdtrain.tools.cli import network
+from ssdtrain.tools.cli.bandwidth import LEAST, measure
+from ssdtrain.tools.cli.build_locks import build_locks
+from ssdtrain.tools.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding
+from ssdtrain.tools.cli.limits import limits
+from ssdtrain.tools.cli.options import size
+from ssdtrain.tools.cli.progress import progress
+from ssdtrain.tools.cli.show import show
+from ssdtrain.tools.cli.versions import OLDEST, TESTED, installed, too_old
+
+SLOW_BYTES_PER_SECOND = GiB
+LITTLE_SPACE = GiB
+"""Free bytes of a drive below which offloading soon finds it full."""
+EXAMPLES = """examples:
+  ssdtrain doctor /local_nvme/spill                 this machine, and that directory
+  ssdtrain doctor /local_nvme/spill --measure 4GiB  and how fast it writes and reads
+  ssdtrain doctor --config ds.json --json           can that config be used here? status 1 if not
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m ssdtrain.tools.cli doctor /local_nvme/spill
+                                                    all nodes in one table, and the bandwidth between ranks
+"""
+
+
+def run(arguments: list[str]) -> int:
+    """Exit status: 1 if a finding is broken, on any node, else 0."""
+    chosen = parser().parse_args(arguments)
+    if network.launched(trusting=chosen.ranks):
+        try:
+            return in_ranks(chosen, chosen.measure)
+        except RuntimeError as error:
+            print(f"ssdtrain doctor: {error}", file=sys.stderr)
+            return 1
+    alone = [*examine(chosen, chosen.measure), *other_ranks()]
+    return print_findings(chosen, [("", finding) for finding in alone], [""])
+
+
+def examine(chosen: argparse.Namespace, size: int) -> list[Finding]:
+    """The findings about this machine: software, hardware, limits, config and directories."""
+    with progress("examining this machine") as note:
+        found = [*software(), *extensions(), *build_locks(), *hardware(), *limits(), *network.interfaces()]
+        if chosen.config is not None:
+            note(str(chosen.config))
+            found += config_file(chosen.config)
+        for directory in chosen.directories:
+            note(f"{directory}{f', writing and reading {size_text(size)}' if size else ''}")
+            found += drive(directory, size)
+        return found
+
+
+def in_ranks(chosen: argparse.Namespace, size: int) -> int:
+    """Runs on every rank; rank 0 prints the findings of all nodes. Returns the same exit status on every rank."""
+    with network.Group() as group:
+        # Ranks of a node share its drives: one of them examines the node.
+        own = examine(chosen, size) if ranks.local_rank() == 0 else []
+        gathered = group.gather((node_name(), own, network.sees_gpu()))
+        hosts, _, gpus = zip(*gathered, strict=True)
+        with progress("measuring between ranks", dist.get_rank() == 0):
+            between = network.between_nodes(group, hosts, gpus)
+        status = 0
+        if dist.get_rank() == 0:
+            of_nodes = {host: found for host, found, _ in gathered if found}
+            shown = network.same_everywhere(of_nodes) + [("all", finding) for finding in between]
+            status = print_findings(chosen, shown, list(of_nodes))
+        # The first rank that ends in error has torchrun end the others: not before the table is shown.
+        return group.end(group.gather(status)[0])
+
+
+def other_ranks() -> Iterator[Finding]:
+    """A note where the environment names other ranks, which this command does not examine."""
+    if network.launched(trusting=True):
+        found = f"RANK {os.environ['RANK']} of WORLD_SIZE {os.environ['WORLD_SIZE']}, but not by torchrun"
+        yield Finding(
+            "ranks",
+            f"{found}: these findings are about this machine only",
+            NOTE,
+            "to examine all of them: start by torchrun, or give --ranks to each process",
+        )
+
+
+def print_findings(chosen: argparse.Namespace, findings: list[tuple[str, Finding]], nodes: list[str]) -> int:
+    """Prints the findings, each with its nodes, as text or JSON. Returns the exit status."""
+    broken = any(finding.verdict == BROKEN for _, finding in findings)
+    if chosen.json:
+        about = [{**asdict(finding), **({"nodes": where} if where else {})} for where, finding in findings]
+        print(json.dumps({"broken": broken, "findings": about}))
+    else:
+        show(findings, Console(), with_nodes=len(nodes) > 1)
+    return 1 if broken else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ssdtrain doctor",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "directories",
+        nargs="*",
+        type=Path,
+        default=[Path(".")],
+        help="spill directories to check; default: those of --config, else the working directory",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument(
+        "--ranks",
+        action="store_true",
+        help="without torchrun: connect the processes that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="check this YAML or JSON file, or the ssdtrain block in it",
+    )
+    parser.add_argument(
+        "--measure",
+        nargs="?",
+        type=size(LEAST),
+        const=512 * MiB,
+        default=0,
+        metavar="SIZE",
+        help="write and read this many bytes in each directory and report the bandwidth; by default 512MiB",
+    )
+    return parser
+
+
+def software() -> Iterator[Finding]:
+    yield Finding("ssdtrain", __version__, GOOD)
+    old = sys.version_info < (3, 10)
+    yield Finding(
+        "python", platform.python_version(), BROKEN if old else GOOD, "3.10 or newer is needed" if old else ""
+    )
+    for package, tested in TESTED.items():
+        yield version_finding(package, installed(package), tested)
+    numpy = installed("numpy")
+    yield Finding(
+        "numpy",
+        numpy or "not installed",
+        GOOD if numpy else BROKEN,
+        ""
+        if numpy
+        else "pip install numpy: torch.distributed exchanges Python objects between ranks through it",
+    )
+    for package, use in {
+        "matplotlib": "plots",
+        "zstandard": "lossless codec",
+        "tensorboard": "report.tensorboard",
+        "triton": "GPU kernels",
+    }.items():
+        found = installed(package)
+        yield Finding(
+            package,
+            found or "not installed",
+            GOOD if found else NOTE,
+            "" if found else f"needed only for {use}",
+        )
+
+
+def version_finding(package: str, found: str | None, tested: tuple[str, ...]) -> Finding:
+    run_with = f"tests were run with {', '.join(tested)}"
+    if found is None:
+        if package in OLDEST:
+            return Finding(package, "not installed", BROKEN, f"install it; {run_with}")
+        return Finding(package, "not installed", NOTE, f"needed only to train with it; {run_with}")
+    if too_old(package, found):
+        return Finding(
+            package, found, BROKEN, f"{'.'.join(map(str, OLDEST[package]))} or newer is needed; {run_with}"
+        )
+    return Finding(package, found, GOOD) if found in tested else Finding(package, found, WARNING, run_with)
+
+
+def extensions() -> Iterator[Finding]:
+    """The C extensions, and the consequence if one is missing."""
+    stand_ins = {
+        "storage._iopool": ("C I/O engine", "slower, by Python threads"),
+        "storage._signal_safe_lock": (
+            "signals deferred",
+            "after an exception of a signal handler (Ctrl-C) a new runtime has to be created",
+        ),
+        "codecs._native": ("C codecs", "slower, by plain torch"),
+    }
+    for module, (name, without) in stand_ins.items():
+        try:
+            importlib.import_module(f"ssdtrain.{module}")
+            yield Finding(name, "built", GOOD)
+        except ImportError:
+            remedy = f"{without}: install a C compiler and reinstall ssdtrain"
+            yield Finding(name, "not built", WARNING, remedy)
+
+
+def hardware() -> Iterator[Finding]:
+    yield from devices()
+    yield Finding("processors", str(os.cpu_count()), GOOD)
+    state = "unknown"
+    if HUGE_PAGES.exists():
+        state = HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
+    if state in ("always", "madvise"):
+        yield Finding("huge pages", state, GOOD)
+    else:
+        yield Finding("huge pages", state, WARNING, f"more CPU time per byte: write madvise to {HUGE_PAGES}")
+
+
+def devices() -> Iterator[Finding]:
+    if installed("torch") is None:
+        return  # `software` has said so.
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library of it is missing.
+        yield Finding("torch", f"cannot be imported: {error}", BROKEN, "reinstall torch")
+        return
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        yield Finding("CUDA", ", ".join(names), GOOD)
+        count = len(names)
+        apart = [
+            (a, b)
+            for a in range(count)
+            for b in range(count)
+            if a != b and not torch.cuda.can_device_access_peer(a, b)
+        ]
+        if count > 1:
+            found = (
+                "all reach each other" if not apart else f"{len(apart)} of {count * (count - 1)} pairs do not"
+            )
+            remedy = "copies between these go through host memory: see nvidia-smi topo -m" if apart else ""
+            yield Finding("GPU to GPU", found, NOTE if apart else GOOD, remedy)
+        why_not = gpudirect.unavailable()
+        yield Finding("GPUDirect", why_not or "can be tried", NOTE if why_not else GOOD)
+    else:
+        yield Finding("CUDA", "no device", NOTE, "training runs on the CPU")
+
+
+def config_file(file: Path) -> Iterator[Finding]:
+    """Whether `file` can be used on this machine, and what its directories are: everything that is broken in one run."""
+    subject = f"config {file}"
+    correct = "correct the keys that are named; docs/config.md lists all of them"
+    try:
+        config = load_config(file)
+    except (ConfigError, OSError) as error:
+        yield Finding(subject, str(error), BROKEN, correct)
+        return
+    features = ("offload", "comm", "compact", "state", "plan")
+    if not config.active:
+        remedy = (
+            f"give it a section of these: {', '.join(features)}" if config.enabled else "set enabled to true"
+        )
+        found_off = "switches nothing on" if config.enabled else "switches nothing on: enabled is false"
+        yield Finding(subject, found_off, WARNING, remedy)
+        return
+    found: list[Finding] = []
+    try:
+        check_start(config, rank=ranks.global_rank(), local_rank=ranks.local_rank())
+    except (ConfigError, MemoryError, OSError) as error:
+        found.append(Finding(subject, str(error), BROKEN, correct))
+    if config.offload is not None and config.offload.gpudirect == "on" and (why := no_gpudirect()):
+        found.append(
+            Finding(subject, f'offload.gpudirect is "on", but {why}', BROKEN, 'or set it to "auto" or "off"')
+        )
+    # Not `section.expand`, which raises where a file is in the way: `drive` has a finding for that.
+    directories = [
+        expand_path(text, rank=ranks.global_rank(), local_rank=ranks.local_rank())
+        for section in (config.offload, config.state)
+        if section is not None
+        for text in section.directories
+    ]
+    for directory in dict.fromkeys(directories):
+        found += drive(directory)
+    if all(finding.verdict != BROKEN for finding in found):
+        on = ", ".join(name for name in features if getattr(config, name) is not None)
+        yield Finding(subject, f"can be used: {on}", GOOD)
+    yield from found
+
+
+def no_gpudirect() -> str:
+    """Why tensors cannot pass between a GPU and the drives here; "" if the probe at start decides."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "there is no CUDA device here: run this where training runs"
+    return gpudirect.unavailable()
+
+
+def drive(directory: Path, measured_bytes: int = 0) -> Iterator[Finding]:
+    """Check a spill directory (~ and placeholders allowed) by creating an unnamed file in it or its nearest existing parent."""
+    subject = str(directory)
+    try:
+        directory = expand_path(
+            parse_directory(subject), rank=ranks.global_rank(), local_rank=ranks.local_rank()
+        )
+    except InvalidValue as error:
+        yield Finding(subject, error.why, BROKEN, f"give {error.allowed}")
+        return
+    why = problem_with_directory(directory) or problem_with_writing(directory)
+    if why is not None:
+        yield Finding(subject, why, BROKEN, f"give {WRITABLE_ALLOWED}")
+        return
+    if not directory.exists():
+        directory = nearest_existing(directory)
+        yield Finding(
+            subject, f"does not exist; what follows is about {directory}", NOTE, "training makes it"
+        )
+    try:
+        behind = drive_of(directory)
+        descriptor = open_nameless(directory)
+    except OSError as error:
+        yield Finding(subject, error.strerror or str(error), BROKEN, f"give {WRITABLE_ALLOWED}")
+        return
+    try:
+        reason = direct_io_error(descriptor)
+    finally:
+        os.close(descriptor)
+    memory = behind.filesystem == "tmpfs"
+    yield Finding(
+        f"{subject}: file system",
+        f"{behind.filesystem} on {behind.mount}",
+        WARNING if memory else GOOD,
+        "this is memory, not a drive: use offload.host instead" if memory else "",
+    )
+    remedy = f"buffered I/O takes several times the CPU time ({reason})" if reason else ""
+    yield Finding(
+        f"{subject}: O_DIRECT", "refused" if reason else "works", WARNING if reason else GOOD, remedy
+    )
+    free = behind.free_bytes()
+    full = "" if free >= LITTLE_SPACE else "almost full: free space, or give a directory on another drive"
+    yield Finding(f"{subject}: free space", size_text(free), WARNING if full else GOOD, full)
+    if behind.device:
+        name = " ".join(part for part in (behind.device, behind.model, size_text(behind.size)) if part)
+        slow = (
+            "the kernel calls it rotational, which some virtual SSDs are called too"
+            if behind.rotational
+            else ""
+        )
+        yield Finding(f"{subject}: drive", name, WARNING if slow else GOOD, slow)
+    smart = behind.smart()
+    if smart is not None:
+        worn = smart.percentage_used >= 90
+        found = f"{smart.percentage_used}% of its rating used, {size_text(smart.data_bytes_written)} written"
+        yield Finding(
+            f"{subject}: wear", found, WARNING if worn else GOOD, "near its rated end" if worn else ""
+        )
+
+    if measured_bytes:
+        yield speed(subject, directory, measured_bytes)
+
+
+def speed(subject: str, directory: Path, nbytes: int) -> Finding:
+    """What the drive behind an existing directory writes and reads a second."""
+    if nbytes > (free := drive_of(directory).free_bytes()):
+        found = f"{size_text(nbytes)} are to be written, and {size_text(free)} are free"
+        return Finding(f"{subject}: bandwidth", found, BROKEN, "give --measure a smaller size")
+    try:
+        written, read = measure(directory, nbytes)
+    except OSError as error:
+        return Finding(
+            f"{subject}: bandwidth", str(error), BROKEN, f"free {size_text(nbytes)} there, or check the drive"
+        )
+    found = f"writes {size_text(written)}/s, reads {size_text(read)}/s"
+    slow = written < SLOW_BYTES_PER_SECOND
+    remedy = "slow for activations: lower offload.amount, or use a local NVMe SSD" if slow else ""
+    return Finding(f"{subject}: bandwidth", found, WARNING if slow else GOOD, remedy)

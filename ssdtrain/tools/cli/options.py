@@ -1,0 +1,131 @@
+"""Types of command-line options, and the options for a machine. An invalid value is a usage error that names the option, the
+value and what is allowed."""
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from ssdtrain.config.errors import InvalidValue
+from ssdtrain.config.units import GiB, parse_size
+from ssdtrain.text import size_text
+from ssdtrain.tools.whatif.hardware import GPUS, find_gpu, parse_rate, parse_ssds
+
+__all__ = ["add_machine", "given", "number", "rate", "size", "whole"]
+
+T = TypeVar("T")
+
+
+def given(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """`parse` as an argparse type: an InvalidValue becomes an error of usage."""
+
+    def converted(text: str) -> T:
+        try:
+            return parse(text)
+        except InvalidValue as error:
+            raise argparse.ArgumentTypeError(f'"{text}" {error}') from None
+
+    return converted
+
+
+def number(allowed: str, *, zero: bool = True, most: float = math.inf) -> Callable[[str], float]:
+    """An argparse type: a finite number that is not negative.
+
+    Args:
+        allowed: ends the error, such as "dollars of one drive, such as 400".
+        zero: 0 is allowed.
+        most: the largest value that is allowed.
+    """
+
+    def parse(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            raise InvalidValue("is not a number", allowed) from None
+        if not math.isfinite(found):
+            raise InvalidValue("is not finite", allowed)
+        _check(found, allowed, zero)
+        if found > most:
+            raise InvalidValue(f"is above {most:g}", allowed)
+        return found
+
+    return given(parse)
+
+
+def whole(
+    allowed: str = "a whole number above 0", *, zero: bool = False, most: int | None = None
+) -> Callable[[str], int]:
+    """An argparse type: a whole number above 0, or with `zero` 0 too.
+
+    Args:
+        allowed: ends the error.
+        most: the largest value that is allowed; None: any.
+    """
+
+    def parse(text: str) -> int:
+        try:
+            found = int(text)
+        except ValueError:
+            raise InvalidValue("is not a whole number", allowed) from None
+        _check(found, allowed, zero)
+        if most is not None and found > most:
+            raise InvalidValue(f"is above {most}", allowed)
+        return found
+
+    return given(parse)
+
+
+def size(least: int) -> Callable[[str], int]:
+    """An argparse type: bytes, of "64MiB" or a whole number, and no fewer than `least`."""
+
+    def parse(text: str) -> int:
+        found = parse_size(text)
+        if found < least:
+            raise InvalidValue("is too little to measure", f"{size_text(least)} and more")
+        return found
+
+    return given(parse)
+
+
+def rate(text: str) -> float:
+    """An argparse type: bytes per second above 0, of "50GB/s" or "400Gbit/s"."""
+    found = given(parse_rate)(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f'"{text}" is 0; allowed: above 0, such as "50GB/s" or "400Gbit/s"')
+    return found
+
+
+def add_machine(parser: argparse.ArgumentParser, node: int | None) -> None:
+    """Add --gpu, --ssd, --gpus-per-node, --reserve, --efficiency and --json.
+
+    Args:
+        node: default of --gpus-per-node.
+    """
+    parser.add_argument("--gpu", type=given(find_gpu), required=True, help=", ".join(GPUS))
+    parser.add_argument("--ssd", type=given(parse_ssds), help='drives of a node: "4 x 7GB/s"')
+    parser.add_argument(
+        "--gpus-per-node",
+        type=whole(),
+        default=node,
+        help="GPUs of a node, which share its drives; default: 8",
+    )
+    parser.add_argument(
+        "--reserve",
+        type=given(parse_size),
+        default=4 * GiB,
+        help="device memory that is neither model state nor activations; default: 4GiB",
+    )
+    parser.add_argument(
+        "--efficiency",
+        type=number("above 0, at most 1", zero=False, most=1),
+        default=0.5,
+        help="achieved share of the GPU's peak FLOP rate; default: 0.5",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+
+
+def _check(found: float, allowed: str, zero: bool) -> None:
+    if found < 0:
+        raise InvalidValue("is negative", allowed)
+    if not found and not zero:
+        raise InvalidValue("is 0", allowed)

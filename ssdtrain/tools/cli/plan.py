@@ -1,0 +1,388 @@
+"""`ssdtrain plan`: the largest microbatch, step time, SSD bandwidth and life of a training job, before it is started anywhere.
+
+    ssdtrain plan --model gpt --hidden 12288 --layers 96 --seq 2048 --tp 8 --pp 8 --gpu h100 --ssd "4 x 7GB/s"
+
+What is assumed is in docs/planner.md.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ssdtrain.config.errors import InvalidValue
+from ssdtrain.config.units import GiB, parse_size
+from ssdtrain.planner.plans import Limits, NoPlan, Objective
+from ssdtrain.text import YEAR_SECONDS, duration_text, size_text
+from ssdtrain.tools.cli.options import given, number, rate, whole
+from ssdtrain.tools.cli.progress import progress
+from ssdtrain.tools.whatif.cluster import BRIEF, ClusterPlan, best_plan, plan_job, replanned
+from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.explain import figures, rows, with_more
+from ssdtrain.tools.whatif.hardware import GPUS, find_gpu, parse_ssds
+from ssdtrain.tools.whatif.models import FAMILIES, Layout, Transformer
+from ssdtrain.tools.whatif.prices import Prices
+
+MOST_LAYERS = 1000
+"""Each block is simulated by itself: so many take about half a minute."""
+
+
+def run(arguments: list[str]) -> int:
+    """Returns the exit status: 0; 1 if no plan fits; 2 for an invalid option."""
+    chosen = parser().parse_args(arguments)
+    try:
+        with progress("planning") as note:
+            job, prices = job_of(chosen), prices_of(chosen)
+            goal = goal_of(chosen, job, prices)
+            if chosen.microbatch:
+                plan, largest = plan_job(job, chosen.microbatch, *goal), None
+            elif chosen.objective == "cost" and prices is not None:
+                plan, largest = best_plan(job, *goal, prices.tokens_per_dollar)
+            elif chosen.objective == "microbatch":
+                plan, largest = best_plan(job, *goal, attrgetter("microbatch"))
+            else:
+                plan, largest = best_plan(job, *goal)
+            note("what more memory and faster drives would bring")
+            better = [] if chosen.no_alternatives else list(alternatives(plan, goal))
+            costs = {} if prices is None else prices.figures(plan)
+    except InvalidValue as error:
+        print(f"ssdtrain plan: the job {error}", file=sys.stderr)
+        return 1
+    except NoPlan as error:
+        print(f"ssdtrain plan: {error}", file=sys.stderr)
+        return 1
+    if chosen.json:
+        print(json.dumps({**figures(plan, largest), **costs, "alternatives": better}))
+    else:
+        show(plan, largest, better, costs, Console())
+    return 0
+
+
+Goal = tuple[Limits | None, Objective | None, float | None]
+"""As `plan_job` takes it."""
+
+
+def prices_of(chosen: Any) -> Prices | None:
+    """None: none are given.
+
+    Raises:
+        InvalidValue: an option needs them.
+    """
+    if chosen.drive_price and chosen.ssd is None:
+        raise InvalidValue("has a price of drives (--drive-price) and no drives", "--ssd beside it")
+    if chosen.gpu_hour is not None:
+        return Prices(chosen.gpu_hour, chosen.drive_price)
+    if chosen.objective == "cost" or chosen.drive_price:
+        raise InvalidValue("has no price of a GPU's hour", "--gpu-hour, such as --gpu-hour 2.5")
+    return None
+
+
+def goal_of(chosen: Any, job: Job, prices: Prices | None) -> Goal:
+    if chosen.objective == "memory":
+        return None, Objective(0, 1), 0.02 if chosen.max_slowdown is None else chosen.max_slowdown
+    if chosen.objective == "cost" and prices is not None:
+        return None, prices.objective(job), chosen.max_slowdown
+    return None, None, chosen.max_slowdown
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="ssdtrain plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    model = made.add_argument_group("model")
+    model.add_argument("--model", choices=FAMILIES, required=True, help="family of transformers")
+    model.add_argument("--hidden", type=whole(), required=True, help="width")
+    model.add_argument(
+        "--layers",
+        type=whole(f"a whole number from 1 to {MOST_LAYERS}", most=MOST_LAYERS),
+        required=True,
+        help="blocks (t5: of the encoder, and as many of the decoder)",
+    )
+    model.add_argument("--seq", type=whole(), required=True, help="tokens of a sequence")
+    model.add_argument(
+        "--heads", type=whole(), help="attention heads; default: of 128, or of 64 below hidden 2048"
+    )
+    model.add_argument("--kv-heads", type=whole(), help="heads of keys and values; default: as many as heads")
+    model.add_argument("--ffn", type=whole(), help="width of the MLP; default: the family's")
+    model.add_argument("--vocab", type=whole(), help="words; default: the family's")
+    model.add_argument("--experts", type=whole(), help="of a mixture; default: 8 for mixtral")
+    model.add_argument("--top-k", type=whole(), help="experts that a token passes; default: 2 for mixtral")
+    model.add_argument(
+        "--unfused",
+        action="store_true",
+        help="not one kernel for a gated activation: it saves the output of silu too",
+    )
+    layout = made.add_argument_group("parallelism")
+    layout.add_argument("--tp", type=whole(), default=1, help="tensor-parallel ranks")
+    layout.add_argument("--pp", type=whole(), default=1, help="pipeline stages")
+    layout.add_argument("--dp", type=whole(), default=1, help="data-parallel ranks")
+    layout.add_argument(
+        "--virtual", type=whole(), default=1, help="model chunks per pipeline rank (interleaved)"
+    )
+    layout.add_argument(
+        "--expert-parallel", type=whole(), default=1, help="ranks that experts are spread over"
+    )
+    layout.add_argument(
+        "--sequence-parallel", action="store_true", help="split norms over tensor-parallel ranks"
+    )
+    layout.add_argument("--zero", type=int, default=0, choices=range(4), help="stage of ZeRO")
+    layout.add_argument(
+        "--batch",
+        type=whole(),
+        default=0,
+        help="sequences a step; default: 4 microbatches per pipeline stage",
+    )
+    layout.add_argument(
+        "--microbatch",
+        type=whole(),
+        default=0,
+        help="sequences; default: the one with the most tokens a second",
+    )
+    machine = made.add_argument_group("machine")
+    machine.add_argument("--gpu", type=given(find_gpu), required=True, help=", ".join(GPUS))
+    machine.add_argument(
+        "--ssd",
+        type=given(parse_ssds),
+        help='drives of a node: "4 x 7GB/s", "2 x 7GB/s, write 5GB/s, 3.84TB, 1 DWPD"',
+    )
+    machine.add_argument(
+        "--host",
+        type=given(parse_size),
+        default=0,
+        help="host memory of a node for activations and model state; default: none",
+    )
+    machine.add_argument(
+        "--state",
+        choices=("device", "host", "ssd"),
+        default="device",
+        help="where parameters, gradients and optimizer state are held; with host and ssd, blocks of them pass through the "
+        "device. Default: device",
+    )
+    machine.add_argument(
+        "--cpu-optimizer",
+        type=rate,
+        default=0.0,
+        help="the CPUs run the optimizer of these blocks, at this memory bandwidth of a node, such as 200GB/s; default: the "
+        "device runs it",
+    )
+    machine.add_argument(
+        "--gpus-per-node",
+        type=whole(),
+        default=8,
+        help="GPUs of a node, which share its drives and host memory; default: 8",
+    )
+    machine.add_argument(
+        "--network", type=rate, default=50e9, help="bandwidth of each GPU to other nodes; default: 400Gbit/s"
+    )
+    machine.add_argument(
+        "--reserve",
+        type=given(parse_size),
+        default=4 * GiB,
+        help="device memory that is neither model state nor activations; default: 4GiB",
+    )
+    machine.add_argument(
+        "--efficiency",
+        type=number("above 0, at most 1", zero=False, most=1),
+        default=0.5,
+        help="achieved share of the GPU's peak FLOP rate; default: 0.5",
+    )
+    machine.add_argument(
+        "--gradient-bytes",
+        type=whole("bytes, such as 2 or 4", zero=True),
+        default=2,
+        help="per parameter; 4 where they are accumulated in float32. Default: 2",
+    )
+    machine.add_argument(
+        "--optimizer-bytes",
+        type=whole("bytes, such as 12, or 0 where the device holds none", zero=True),
+        default=12,
+        help="per parameter; default: 12 (mixed precision and Adam)",
+    )
+    machine.add_argument("--no-recompute", action="store_true", help="never recompute a block")
+    goal = made.add_argument_group("goal")
+    goal.add_argument(
+        "--objective",
+        choices=("speed", "microbatch", "memory", "cost"),
+        default="speed",
+        help="the most tokens a second, the largest microbatch, the least memory within --max-slowdown, or the fewest dollars a "
+        "token. Default: speed",
+    )
+    goal.add_argument(
+        "--max-slowdown",
+        type=number("0 or more, such as 0.05 for 5%"),
+        help="how much longer a microbatch may take than with everything kept in memory (with --state: in the fastest placement "
+        "that leaves room), such as 0.05; "
+        "default: 0.02 with --objective memory, else no limit",
+    )
+    goal.add_argument(
+        "--gpu-hour",
+        type=number("dollars above 0, such as 2.5", zero=False),
+        help="dollars of a GPU and its part of the node, an hour",
+    )
+    goal.add_argument(
+        "--drive-price",
+        type=number("dollars of one drive, such as 400, or 0 where writes cost nothing"),
+        default=0.0,
+        help="dollars of a drive, used up by its endurance; default: 0",
+    )
+    made.add_argument(
+        "--no-alternatives",
+        action="store_true",
+        help="do not predict what more memory or faster drives would bring",
+    )
+    made.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    return made
+
+
+def job_of(chosen: Any) -> Job:
+    model = Transformer.of(
+        chosen.model,
+        hidden=chosen.hidden,
+        layers=chosen.layers,
+        sequence=chosen.seq,
+        heads=chosen.heads,
+        kv_heads=chosen.kv_heads,
+        ffn=chosen.ffn,
+        vocabulary=chosen.vocab,
+        experts=chosen.experts,
+        top_k=chosen.top_k,
+        fused=not chosen.unfused,
+    )
+    layout = Layout(
+        chosen.tp,
+        chosen.pp,
+        chosen.dp,
+        chosen.virtual,
+        chosen.sequence_parallel,
+        chosen.zero,
+        chosen.expert_parallel,
+    )
+    return Job(
+        model,
+        layout,
+        chosen.gpu,
+        chosen.ssd,
+        host=chosen.host,
+        batch=chosen.batch,
+        network=chosen.network,
+        node=chosen.gpus_per_node,
+        reserve=chosen.reserve,
+        efficiency=chosen.efficiency,
+        gradient=chosen.gradient_bytes,
+        optimizer=chosen.optimizer_bytes,
+        recompute=not chosen.no_recompute,
+        state=chosen.state,
+        cpu_rate=chosen.cpu_optimizer,
+    )
+
+
+def alternatives(
+    plan: ClusterPlan, goal: Goal = (None, None, None), others: dict[str, Job] | None = None
+) -> list[dict[str, Any]]:
+    """What one thing better would bring at the same microbatch, with model state in the same place; and without any drive, where
+    it is not on them. `others` are more such jobs."""
+    jobs = with_more(plan.job)
+    if plan.job.ssds is not None and plan.job.state != "ssd":
+        jobs["no drives"] = replace(plan.job, ssds=None)
+    jobs |= others or {}
+    found = []
+    for name, job in jobs.items():
+        try:
+            seconds: float | None = replanned(plan, job, *goal[:2], BRIEF).step_seconds
+        except (NoPlan, InvalidValue):
+            seconds = None
+        found.append(
+            {
+                "what": name,
+                "step_seconds": seconds,
+                "speedup": plan.step_seconds / seconds if seconds else None,
+            }
+        )
+    return found
+
+
+def show(
+    plan: ClusterPlan,
+    largest: int | None,
+    better: list[dict[str, Any]],
+    costs: dict[str, float],
+    console: Console,
+) -> None:
+    """Prints the plan as tables."""
+    job, found = plan.job, figures(plan, largest)
+    table = Table(
+        title=f"{job.model.family}, {found['parameters'] / 1e9:.3g}B parameters on {job.layout.ranks} x {job.gpu.name}"
+    )
+    table.add_column("figure")
+    table.add_column("predicted", justify="right")
+    for name, value in summary(plan, found):
+        table.add_row(name, value)
+    for key, cost in costs.items():
+        table.add_row(key.replace("_", " "), f"{cost:.4g}")
+    console.print(table)
+    for stage in plan.stages:
+        which = "only stage" if job.layout.pp == 1 else "last stage" if stage.last else "first stage"
+        used = f"{size_text(stage.plan.peak)} of {size_text(stage.budget)}"
+        # Not the table's title, which is wrapped to the width of the table.
+        console.print(
+            f"{which}: microbatches alive at once: {stage.alive}, activations {used}", highlight=False
+        )
+        table = Table()
+        for column in ("blocks", "action", "saved by each", "why"):
+            table.add_column(column)
+        for row in rows(stage):
+            table.add_row(row.blocks, row.action, size_text(row.saved), row.reason)
+        console.print(table)
+        for other in stage.plans[1:]:
+            slower = stage.seconds(other) / stage.seconds(stage.plan)
+            console.print(f"  next best: {other.summary()}: x{slower:.3f} time, {size_text(other.peak)}")
+    for entry in better:
+        gain = "no plan fits" if entry["speedup"] is None else f"x{entry['speedup']:.3f} steps per second"
+        console.print(f"  with {entry['what']}: {gain}")
+
+
+def summary(plan: ClusterPlan, found: dict[str, Any]) -> list[tuple[str, str]]:
+    state = sum(plan.stages[0].state.values())
+    lines = [("microbatch", f"{plan.microbatch} x {plan.microbatches} a step")]
+    if found["largest_microbatch"] is not None:
+        lines.append(("largest microbatch that fits", str(found["largest_microbatch"])))
+    lines += [
+        ("step time", duration_text(plan.step_seconds)),
+        ("pipeline bubble", f"{duration_text(plan.bubble_seconds)} ({found['bubble_share']:.1%})"),
+        ("part of the speed with unlimited memory", f"{found['share_of_ideal']:.1%}"),
+        ("tokens per second", f"{plan.tokens_per_second:.4g}"),
+        ("model TFLOP/s per GPU", f"{found['tflops_per_gpu']:.0f}"),
+        ("model state per GPU", size_text(state)),
+    ]
+    if plan.job.state != "device":
+        where = {"host": "host memory", "ssd": "SSD"}[plan.job.state]
+        away = max(stage.placement.away for stage in plan.stages) * plan.job.local_node
+        lines += [
+            (f"model state in {where} per node", size_text(away)),
+            ("blocks whose state stays on the device", str(plan.stages[0].placement.persistent)),
+            ("wait for the optimizer", duration_text(plan.update_seconds[1])),
+        ]
+    for_all = f"{found['ssd_bandwidth_for_all'] / 1e9:.2f} GB/s"
+    if plan.job.ssds is None:
+        return [*lines, ("bandwidth per GPU to offload everything", for_all)]
+    share = plan.job.ssds.write_rate / plan.job.local_node
+    lines += [
+        (
+            "SSD write bandwidth needed per GPU",
+            f"{found['ssd_bandwidth_needed'] / 1e9:.2f} GB/s of {share / 1e9:.2f}",
+        ),
+        ("the same if everything were offloaded", for_all),
+        ("written to SSD per GPU and step", size_text(found["ssd_bytes_per_step"])),
+        ("written to each drive in a year", f"{found['ssd_bytes_per_drive_and_year'] / 1e15:.2f} PB"),
+    ]
+    life = plan.life_seconds()
+    if life is not None:
+        lines.append(("life of the drives", f"{life / YEAR_SECONDS:.1f} years"))
+    elif found["ssd_bytes_per_step"]:
+        lines.append(("life of the drives", 'unknown: name their endurance, as in "3.84TB, 1 DWPD"'))
+    return lines

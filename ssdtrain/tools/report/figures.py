@@ -1,0 +1,237 @@
+"""The numbers that sum a run up: each computed once, for the tiles, the tables and the comparison."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ssdtrain.metrics import Reduce, Unit
+from ssdtrain.text import duration_text, size_text
+from ssdtrain.tools.report.run import ModuleUse, RankJournal, Run, metric_named
+
+__all__ = [
+    "TILES",
+    "Tile",
+    "metric_rows",
+    "module_rows",
+    "per_step",
+    "rank_rows",
+    "traffic_rows",
+    "waited_share",
+]
+
+WAITS = ("store_wait_seconds", "load_wait_seconds")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number at the top of the page.
+
+    Args:
+        value: of a run; None: this run has no such value.
+        text: the value with its unit.
+        more: a second line, or "".
+        less_is_better: None: neither; decides the colour of a comparison.
+    """
+
+    name: str
+    value: Callable[[Run], float | None]
+    text: Callable[[float], str]
+    more: Callable[[Run], str] = lambda run: ""
+    less_is_better: bool | None = True
+
+
+def per_step(run: Run, name: str) -> float | None:
+    """The mean over steps of the value of all ranks; None where no rank has it."""
+    values = list(run.over_ranks(name).values())
+    return statistics.fmean(values) if values else None
+
+
+def _peak(run: Run, name: str) -> float | None:
+    return max((value for journal in run.journals for value in journal.values(name)), default=None)
+
+
+def waited_share(journal: RankJournal) -> float:
+    """Part of the step time of one rank that training waited for stores and loads, 0 to 1."""
+    taken = journal.totals.get("step_seconds", 0.0)
+    return sum(journal.totals.get(name, 0.0) for name in WAITS) / taken if taken else 0.0
+
+
+def _waited(run: Run) -> float | None:
+    return (
+        max(map(waited_share, run.journals)) if any(run.has(n) for n in ("offloaded_bytes", *WAITS)) else None
+    )
+
+
+def _step_time(run: Run) -> float | None:
+    values = list(run.over_ranks("step_seconds").values())
+    return statistics.median(values) if values else None
+
+
+def _wire_share(run: Run) -> float | None:
+    raw = sum(run.total(f"comm/{dimension}/raw_bytes") for dimension in run.dimensions())
+    return (
+        sum(run.total(f"comm/{dimension}/wire_bytes") for dimension in run.dimensions()) / raw
+        if raw
+        else None
+    )
+
+
+def _life(run: Run) -> float | None:
+    found = run.over_ranks("ssd_life_seconds")
+    return found[max(found)] if found else None
+
+
+def _loss(run: Run) -> float | None:
+    found = run.over_ranks("loss")
+    return found[max(found)] if found else None
+
+
+def _without(run: Run) -> str:
+    without, peak = _peak(run, "unoffloaded_peak_bytes"), _peak(run, "activation_peak_bytes")
+    return f"x{peak / without:.2f} of {size_text(without)} without" if without and peak else ""
+
+
+def _rate(run: Run) -> str:
+    seconds = sum(run.over_ranks("step_seconds").values())
+    # A step that was trained again counts once in both parts of the rate.
+    rate = sum(run.over_ranks("ssd_bytes_written").values()) / seconds if seconds else 0.0
+    return f"{size_text(run.total('ssd_bytes_written'))} in all, {size_text(rate)}/s" if seconds else ""
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}%" if value < 0.995 else f"{100 * value:.0f}%"
+
+
+TILES = (
+    Tile("Activation peak", lambda run: _peak(run, "activation_peak_bytes"), size_text, _without),
+    Tile("Step time", _step_time, duration_text, lambda run: f"median of {len(run.steps)} steps"),
+    Tile(
+        "Waited for tiers",
+        _waited,
+        _percent,
+        lambda run: "of step time, by the rank that waits most",
+    ),
+    Tile(
+        "To SSD per step",
+        lambda run: per_step(run, "ssd_bytes_written") if run.has("ssd_bytes_written") else None,
+        size_text,
+        _rate,
+    ),
+    Tile(
+        "SSD life",
+        _life,
+        duration_text,
+        lambda run: "at this rate, the first drive",
+        less_is_better=False,
+    ),
+    Tile("Traffic sent", _wire_share, _percent, lambda run: "of " + ", ".join(run.dimensions())),
+    Tile("Loss", _loss, lambda value: f"{value:.4f}"),
+)
+
+
+def rank_rows(run: Run) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of the table of ranks."""
+    columns: list[tuple[str, Callable[[RankJournal], str]]] = [
+        ("steps", lambda j: str(len(j.by_step))),
+        ("step time, median", lambda j: _median(j, "step_seconds")),
+        ("activation peak", lambda j: _most(j, "activation_peak_bytes")),
+        ("without SSDTrain", lambda j: _most(j, "unoffloaded_peak_bytes")),
+        ("saved / step", lambda j: _mean(j, "saved_bytes")),
+        ("to SSD / step", lambda j: _mean(j, "ssd_bytes_written")),
+        ("to host memory / step", lambda j: _mean(j, "host_bytes_written")),
+        ("waited for stores", lambda j: _sum(j, "store_wait_seconds")),
+        ("waited for loads", lambda j: _sum(j, "load_wait_seconds")),
+        ("waited, of step time", lambda j: _percent(waited_share(j))),
+        ("SSD life", lambda j: _last(j, "ssd_life_seconds")),
+    ]
+    rows = [[journal.label, *(text(journal) for _, text in columns)] for journal in run.journals]
+    kept = [0] + [i + 1 for i in range(len(columns)) if any(row[i + 1] not in ("", "0 B") for row in rows)]
+    heads = ["", *(head for head, _ in columns)]
+    return [heads[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
+def traffic_rows(run: Run) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of the table of parallel dimensions. Bytes are those of all ranks."""
+    rows = []
+    for name in run.dimensions():
+        sent, raw = run.total(f"comm/{name}/wire_bytes"), run.total(f"comm/{name}/raw_bytes")
+        calls, compressed = run.total(f"comm/{name}/calls"), run.total(f"comm/{name}/compressed")
+        means = [per_step(run, f"comm/{name}/{part}") or 0.0 for part in ("raw_bytes", "wire_bytes")]
+        waits = [duration_text(run.total(f"comm/{name}/{part}_seconds")) for part in ("codec", "wait")]
+        rows.append(
+            [
+                name,
+                *map(size_text, means),
+                f"x{sent / raw:.3f}" if raw else "",
+                f"{compressed / calls:.0%}" if calls else "",
+                *waits,
+            ]
+        )
+    return [
+        "dimension",
+        "uncompressed",
+        "sent",
+        "ratio",
+        "calls compressed",
+        "codec",
+        "waited",
+    ], rows
+
+
+def module_rows(modules: Mapping[str, ModuleUse]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of the table of modules."""
+    rows = [
+        [
+            name,
+            size_text(used.offloaded_bytes),
+            size_text(used.kept_bytes),
+            duration_text(used.load_wait_seconds),
+        ]
+        for name, used in modules.items()
+    ]
+    return ["module", "offloaded", "kept", "waited for loads"], rows
+
+
+def metric_rows(run: Run) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of every value in the journals."""
+    rows = []
+    for name in run.names:
+        metric = metric_named(name)
+        values = list(run.over_ranks(name).values())
+        if not any(values):
+            continue
+        how = {Reduce.SUM: "sum", Reduce.MAX: "most", Reduce.MIN: "least"}[metric.ranks]
+        total = metric.unit.text(run.total(name)) if metric.cumulative else ""
+        texts = [metric.unit.text(value) for value in (statistics.fmean(values), max(values), values[-1])]
+        rows.append([name, how, total, *texts])
+    return ["value", "over ranks", "total", "mean / step", "highest step", "last step"], rows
+
+
+def _mean(journal: RankJournal, name: str) -> str:
+    values = journal.values(name)
+    return _unit(name).text(statistics.fmean(values)) if values else ""
+
+
+def _median(journal: RankJournal, name: str) -> str:
+    values = journal.values(name)
+    return _unit(name).text(statistics.median(values)) if values else ""
+
+
+def _most(journal: RankJournal, name: str) -> str:
+    values = journal.values(name)
+    return _unit(name).text(max(values)) if values else ""
+
+
+def _last(journal: RankJournal, name: str) -> str:
+    values = journal.values(name)
+    return _unit(name).text(values[-1]) if values else ""
+
+
+def _sum(journal: RankJournal, name: str) -> str:
+    return _unit(name).text(journal.totals[name]) if name in journal.totals else ""
+
+
+def _unit(name: str) -> Unit:
+    return metric_named(name).unit

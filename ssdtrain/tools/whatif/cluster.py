@@ -1,0 +1,382 @@
+"""Plans of a training job on machines that are not at hand: a plan of each pipeline stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
+
+from ssdtrain.config.errors import InvalidValue
+from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem, actions_for
+from ssdtrain.planner.search import search
+from ssdtrain.planner.step import StepTimeline, one_forward_one_backward
+from ssdtrain.planner.timeline import kept_step
+from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.cluster_state import Placement, placements
+
+__all__ = ["BRIEF", "ClusterPlan", "Stage", "best_plan", "plan_job", "problem_of", "replanned"]
+
+BRIEF = 0.1
+"""Of a search's simulations, to compare placements of model state, sizes of microbatches, and jobs with one thing better."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The plan of the first or last pipeline stage.
+
+    Attributes:
+        plans: best first.
+        alive: microbatches between forward and backward.
+        simulated: microbatches that the plans' time lines play.
+        budget: bytes that activations may take on the device.
+        placement: where model state is.
+        slowdown: over keeping everything with model state there, minus 1, at most; None: no limit.
+    """
+
+    last: bool
+    problem: Problem
+    plans: list[Plan]
+    alive: int
+    simulated: int
+    budget: int
+    placement: Placement
+    slowdown: float | None = None
+
+    @property
+    def plan(self) -> Plan:
+        return self.plans[0]
+
+    def seconds(self, plan: Plan) -> float:
+        """Of one microbatch, forward and backward."""
+        return plan.seconds / self.simulated
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of one microbatch with everything kept."""
+        return sum(block.forward + block.backward for block in self.problem.blocks)
+
+    @property
+    def state(self) -> dict[str, int]:
+        """Bytes of model state on the device, by what they are."""
+        return self.placement.device
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """That the device waits for the optimizer in a step."""
+        backward = sum(
+            block.backward + (block.recompute if action == "recompute" else 0.0)
+            for block, action in zip(self.problem.blocks, self.plan.actions, strict=True)
+        )
+        return self.placement.optimizer_seconds(backward)
+
+    def written(self, microbatches: int) -> float:
+        """Bytes to SSD in a step, of activations and model state."""
+        return self.plan.written / self.simulated * microbatches + self.placement.written_by_optimizer
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """What a job comes to at one microbatch size."""
+
+    job: Job
+    microbatch: int
+    stages: list[Stage]
+
+    @cached_property
+    def slowest(self) -> Stage:
+        return max(self.stages, key=lambda stage: stage.seconds(stage.plan))
+
+    @property
+    def microbatches(self) -> int:
+        return self.job.microbatches(self.microbatch)
+
+    @property
+    def microbatch_seconds(self) -> float:
+        """Of the slowest stage, or of the network under ZeRO-3 where that takes longer."""
+        return max(self.slowest.seconds(self.slowest.plan), self.job.sharding_seconds)
+
+    @property
+    def bubble_seconds(self) -> float:
+        layout = self.job.layout
+        return (layout.pp - 1) / layout.virtual * self.microbatch_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        busy = self.microbatches * self.microbatch_seconds
+        return busy + self.bubble_seconds + sum(self.update_seconds)
+
+    @property
+    def update_seconds(self) -> tuple[float, float]:
+        """(reducing gradients over dp, optimizer)."""
+        reducing, _ = self.job.update_seconds()
+        return reducing, max(stage.optimizer_seconds for stage in self.stages)
+
+    @property
+    def ideal_seconds(self) -> float:
+        """Of a step if everything fitted into the device: no recomputation and no stall, and the optimizer where it is faster."""
+        each = max(self.job.sharding_seconds, *(stage.compute_seconds for stage in self.stages))
+        layout = self.job.layout
+        reducing, updating = self.job.update_seconds()
+        update = reducing + min(updating, self.update_seconds[1])
+        return (self.microbatches + (layout.pp - 1) / layout.virtual) * each + update
+
+    @property
+    def tokens_per_second(self) -> float:
+        sequences = self.microbatches * self.microbatch * self.job.layout.dp
+        return sequences * self.job.model.sequence / self.step_seconds
+
+    @property
+    def flops_per_gpu(self) -> float:
+        """Of the model (recomputation not counted), per second."""
+        model, kinds = self.job.model, self.job.model.block_kinds
+        forward = sum(model.block_flops(self.microbatch, kind) for kind in kinds) + model.head_flops(
+            self.microbatch
+        )
+        return (
+            3 * forward * self.microbatches * self.job.layout.dp / self.step_seconds / self.job.layout.ranks
+        )
+
+    def written_per_step(self) -> float:
+        """Bytes that the busiest GPU writes to SSD, of activations and model state."""
+        return max(stage.written(self.microbatches) for stage in self.stages)
+
+    def needed_bandwidth(self) -> float:
+        """Bytes per second that one GPU must write for all that is offloaded to hide: half of a microbatch's time is forward's
+        and must take its writes, as SSDTrain reckons (arXiv 2408.10013)."""
+        return max(
+            2 * stage.plan.written / stage.simulated / stage.seconds(stage.plan) for stage in self.stages
+        )
+
+    def life_seconds(self) -> float | None:
+        """Of the drives at this rate; None: nothing is written, or their endurance is not known."""
+        ssds = self.job.ssds
+        written = self.written_per_step() * self.job.local_node
+        if ssds is None or not ssds.endurance or not written:
+            return None
+        return ssds.endurance * ssds.count / written * self.step_seconds
+
+
+def plan_job(
+    job: Job,
+    microbatch: int,
+    limits: Limits | None = None,
+    objective: Objective | None = None,
+    slowdown: float | None = None,
+    effort: float = 1.0,
+) -> ClusterPlan:
+    """The best plan at one microbatch size.
+
+    Args:
+        limits: beside the device's memory; `written` is bytes per microbatch.
+        slowdown: of a microbatch over keeping everything, minus 1, at most; in place of `limits.seconds`. It counts from the
+            placement of model state where that takes the least time, of those that leave room for activations.
+        effort: see `search`.
+
+    Raises:
+        NoPlan: activations do not fit, whatever is done.
+        InvalidValue: model state alone does not fit, or the batch is no multiple of the microbatch.
+    """
+    count = job.microbatches(microbatch)
+    if not count:
+        raise InvalidValue(
+            f"has a batch of {job.batch} sequences for microbatches of {microbatch} on {job.layout.dp} data-parallel ranks",
+            "a multiple",
+        )
+    given, objective = limits or Limits(), objective or Objective()
+    stages = [_plan_stage(job, microbatch, last, given, objective, slowdown, effort) for last in job.ends]
+    return ClusterPlan(job, microbatch, stages)
+
+
+def simulated_microbatches(job: Job, microbatch: int, last: bool) -> tuple[int, int]:
+    """Those alive at once, and those that a time line plays."""
+    count = job.microbatches(microbatch)
+    alive = job.alive(last, count)
+    return alive, min(count, alive + 2)
+
+
+def problem_of(job: Job, microbatch: int, place: Placement) -> tuple[Problem, int]:
+    """What is searched for a pipeline stage whose model state is there, and bytes for activations on the device."""
+    plain = job.blocks(microbatch, place.last)
+    alive, simulated = simulated_microbatches(job, microbatch, place.last)
+    machine = job.machine(max(block.saved for block in plain), place.away, place.buffers)
+    problem = Problem(
+        [place.blocks(plain, job.microbatches(microbatch))],
+        one_forward_one_backward(simulated, alive),
+        machine,
+        actions_for(machine, recompute=job.recompute),
+        frozenset(number for number, block in enumerate(plain) if block.name == "head"),
+    )
+    return problem, job.gpu.memory - job.reserve - sum(place.device.values())
+
+
+def replanned(
+    plan: ClusterPlan,
+    job: Job,
+    limits: Limits | None = None,
+    objective: Objective | None = None,
+    effort: float = 1.0,
+) -> ClusterPlan:
+    """The plan of a job that is alike, with the same microbatch, and model state in the same place.
+
+    Raises:
+        NoPlan: see `plan_job`.
+    """
+    given, objective = limits or Limits(), objective or Objective()
+    stages = [
+        _search_stage(
+            _Candidate.of(job, plan.microbatch, replace(stage.placement, job=job)),
+            given,
+            objective,
+            stage.slowdown,
+            effort,
+            stage.plan.actions,
+        )
+        for stage in plan.stages
+    ]
+    return ClusterPlan(job, plan.microbatch, stages)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A placement of a stage's model state.
+
+    Attributes:
+        budget: bytes for activations on the device.
+        kept: seconds with everything kept.
+    """
+
+    microbatch: int
+    place: Placement
+    problem: Problem
+    budget: int
+    kept: float
+
+    @staticmethod
+    def of(job: Job, microbatch: int, place: Placement) -> _Candidate:
+        problem, budget = problem_of(job, microbatch, place)
+        return _Candidate(microbatch, place, problem, budget, kept_step(problem).seconds)
+
+    def stage(self, plans: list[Plan], slowdown: float | None = None) -> Stage:
+        place = self.place
+        alive, simulated = simulated_microbatches(place.job, self.microbatch, place.last)
+        return Stage(place.last, self.problem, plans, alive, simulated, self.budget, place, slowdown)
+
+    def value(self, objective: Objective, plan: Plan) -> float:
+        """Smaller is better."""
+        stage, count = self.stage([plan]), self.place.job.microbatches(self.microbatch)
+        time = stage.seconds(plan) * count + stage.optimizer_seconds
+        memory = plan.peak + sum(self.place.device.values())
+        return objective.time * time + objective.memory * memory + objective.wear * stage.written(count)
+
+    def at_least(self, objective: Objective) -> float:
+        """`value` with everything kept, whose memory and writes of activations count nothing."""
+        kept = ("keep",) * len(self.problem.blocks)
+        return self.value(objective, Plan(kept, StepTimeline(self.kept, self.kept, 0.0, 0.0, 0.0, 0, 0.0)))
+
+
+def _search_stage(
+    one: _Candidate,
+    limits: Limits,
+    objective: Objective,
+    slowdown: float | None,
+    effort: float,
+    known: Sequence[str] | None = None,
+) -> Stage:
+    _, simulated = simulated_microbatches(one.place.job, one.microbatch, one.place.last)
+    written = None if limits.written is None else limits.written * simulated
+    seconds = limits.seconds if slowdown is None else (1 + slowdown) * one.kept
+    within = Limits(one.budget, written, seconds)
+    return one.stage(search(one.problem, within, objective, effort=effort, known=known), slowdown)
+
+
+def _plan_stage(
+    job: Job,
+    microbatch: int,
+    last: bool,
+    limits: Limits,
+    objective: Objective,
+    slowdown: float | None,
+    effort: float,
+) -> Stage:
+    """The best plan of all placements of model state. Brief searches compare them; full ones where these find no plan."""
+    if effort > BRIEF:
+        try:
+            found = _plan_stage(job, microbatch, last, limits, objective, slowdown, BRIEF)
+        except NoPlan:
+            pass
+        else:
+            chosen = _Candidate.of(job, microbatch, found.placement)
+            return _search_stage(chosen, limits, objective, found.slowdown, effort)
+    placed = (_Candidate.of(job, microbatch, place) for place in placements(job, last))
+    best: tuple[float, Stage] | None = None
+    failed: NoPlan | None = None
+    fastest: float | None = None  # with everything kept, of those that leave room for activations
+    for one in sorted(placed, key=attrgetter("kept")):
+        if best is not None and one.at_least(objective) >= best[0]:
+            continue
+        allowed = slowdown
+        if slowdown is not None and fastest is not None:
+            allowed = (1 + slowdown) * fastest / one.kept - 1
+            if allowed < 0:
+                break
+        try:
+            stage = _search_stage(one, limits, objective, allowed, effort)
+        except NoPlan as error:
+            if error.too_slow and fastest is None:
+                fastest = one.kept
+            if failed is None or error.nearer_than(failed):
+                failed = error
+            continue
+        fastest = one.kept if fastest is None else fastest
+        value = one.value(objective, stage.plan)
+        if best is None or value < best[0]:
+            best = value, stage
+    if best is None:
+        assert failed is not None
+        raise failed
+    return best[1]
+
+
+def sizes(job: Job) -> Iterator[int]:
+    """Microbatch sizes that divide the batch, by about a factor of sqrt(2)."""
+    given = 1
+    while given <= 4096:
+        if job.microbatches(given):
+            yield given
+        given = max(given + 1, math.ceil(given * 1.4)) if not job.batch else given + 1
+
+
+def best_plan(
+    job: Job,
+    limits: Limits | None = None,
+    objective: Objective | None = None,
+    slowdown: float | None = None,
+    value: Callable[[ClusterPlan], float] = attrgetter("tokens_per_second"),
+) -> tuple[ClusterPlan, int]:
+    """The plan of the largest `value` over all microbatch sizes (among those within 1% the largest), and the largest microbatch
+    that fits at all. Brief searches compare them; full ones where these find no plan.
+
+    Raises:
+        NoPlan, InvalidValue: no microbatch fits.
+    """
+    found: list[ClusterPlan] = []
+    for effort in (BRIEF, 1.0):
+        failed: NoPlan | None = None
+        for size in sizes(job):
+            try:
+                found.append(plan_job(job, size, limits, objective, slowdown, effort))
+            except NoPlan as error:
+                if failed is None or error.too_slow:
+                    failed = error
+                if found or not error.too_slow:
+                    break
+        if found:
+            break
+    else:
+        assert failed is not None
+        raise failed
+    most = max(map(value, found))
+    best = [plan for plan in found if value(plan) >= 0.99 * most][-1]
+    return replanned(best, job, limits, objective), found[-1].microbatch

@@ -1,0 +1,188 @@
+"""Estimates for a real model on hardware that is not available: its blocks are counted under fake tensors, which take no memory.
+
+Bytes are counted (`ssdtrain.profile.blocks`), FLOPs too (torch's counter, attention as matrix products); seconds are FLOPs over
+the part of the peak rate that is expected, backward twice forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ssdtrain.config.errors import InvalidValue
+from ssdtrain.config.units import format_size
+from ssdtrain.planner.plans import Limits, NoPlan, Plan, Problem, actions_for
+from ssdtrain.planner.search import search
+from ssdtrain.planner.step import Block, Link, Machine, Tier, one_after_the_other
+from ssdtrain.profile.blocks import Step, count_blocks, find_blocks
+from ssdtrain.tools.whatif.hardware import LINK_EFFICIENCY, Gpu, Ssds
+
+__all__ = ["Estimate", "Hardware", "estimate"]
+
+Make = Callable[[int], tuple[nn.Module, Step]]
+"""Builds a model and a step with so many sequences. Called under fake tensors."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One GPU and its share of a node.
+
+    Attributes:
+        ssds: of the node, shared by `node` GPUs; None: none.
+        reserve: bytes of device memory for all that is not counted.
+        state: bytes of parameters, gradients and optimizer state per parameter.
+        efficiency: part of the peak FLOP rate.
+    """
+
+    gpu: Gpu
+    ssds: Ssds | None
+    node: int
+    reserve: int
+    state: int
+    efficiency: float
+
+    def machine(self, largest: int) -> Machine:
+        """Args:
+        largest: bytes that the largest block saves.
+        """
+        link = self.gpu.host_rate * LINK_EFFICIENCY
+        tiers: tuple[Tier, ...] = ()
+        if self.ssds is not None:
+            write, read = self.ssds.write_rate / self.node, self.ssds.read_rate / self.node
+            tiers = (Tier("ssd", min(write, link), min(read, link)),)
+        return Machine(tiers, Link(link, link), in_flight=4 * largest, prefetch=2 * largest, window=largest)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one microbatch takes.
+
+    Attributes:
+        blocks: as they run, and last all that is outside of them, "rest".
+        plan: what would be done with each; None: nothing fits.
+        state: bytes of parameters, gradients and optimizer.
+        budget: bytes for activations.
+        largest: the largest microbatch with a plan, to within a sixteenth of it; 0: none.
+    """
+
+    batch: int
+    blocks: list[Block]
+    plan: Plan | None
+    state: int
+    budget: int
+    largest: int
+
+    @property
+    def saved(self) -> int:
+        """Bytes saved for backward by one microbatch."""
+        return sum(block.saved for block in self.blocks)
+
+    @property
+    def seconds(self) -> float:
+        """Of forward and backward with everything kept."""
+        return sum(block.forward + block.backward for block in self.blocks)
+
+    @property
+    def bandwidth_for_all(self) -> float:
+        """Bytes per second that offloading everything would need: half of the time is forward's."""
+        return 2 * self.saved / self.seconds if self.seconds else 0.0
+
+
+def estimate(make: Make, batch: int, hardware: Hardware, *, patterns: Sequence[str] = ()) -> Estimate:
+    """What `batch` sequences take, and how many would fit.
+
+    How bytes grow with the batch is taken from two counts, of `batch` and twice as many.
+
+    Args:
+        patterns: of blocks: see `find_blocks`.
+
+    Raises:
+        InvalidValue: model state alone does not fit.
+        ValueError: the model has no blocks.
+    """
+    once, parameters = _blocks(make, batch, hardware, patterns)
+    twice, _ = _blocks(make, 2 * batch, hardware, patterns)
+    state = parameters * hardware.state
+    budget = hardware.gpu.memory - hardware.reserve - state
+    if budget <= 0:
+        raise InvalidValue(
+            f"needs {format_size(state)} of model state ({parameters} parameters at {hardware.state} bytes) beside "
+            f"{format_size(hardware.reserve)} of reserve, and {hardware.gpu.name} has {format_size(hardware.gpu.memory)}",
+            "a larger GPU, or fewer bytes per parameter (--state-bytes) where states are split over ranks",
+        )
+
+    def plan(size: int) -> Plan | None:
+        blocks = _scaled(once, twice, size / batch)
+        machine = hardware.machine(max(block.saved for block in blocks))
+        rest = frozenset({len(blocks) - 1})
+        problem = Problem([blocks], one_after_the_other(), machine, actions_for(machine), rest)
+        try:
+            return search(problem, Limits(budget))[0]
+        except NoPlan:
+            return None
+
+    found = plan(batch)
+    low, high = (batch, 2 * batch) if found else (0, batch)
+    while found and high < batch * 4096 and plan(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        low, high = (middle, high) if plan(middle) else (low, middle)
+    return Estimate(batch, once, found, state, budget, low)
+
+
+def _blocks(make: Make, batch: int, hardware: Hardware, patterns: Sequence[str]) -> tuple[list[Block], int]:
+    profile = count_blocks(lambda: make(batch), patterns=patterns)
+    with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
+        model, step = make(batch)
+        with sdpa_kernel(SDPBackend.MATH):
+            step()
+        names = find_blocks(model, patterns)
+    counted = counter.get_flop_counts()
+    rate = hardware.gpu.flops * hardware.efficiency
+    top = type(model).__name__
+    flops = {name: sum(counted.get(f"{top}.{name}", {}).values()) for name in names}
+    found = []
+    for block in profile.blocks:
+        seconds = flops[block.name] / rate
+        found.append(
+            Block(
+                block.name,
+                seconds,
+                2 * seconds,
+                block.saved,
+                recompute=seconds,
+                inputs=min(block.inputs, block.saved),
+                forward_transient=block.forward_transient,
+                backward_transient=block.backward_transient,
+            )
+        )
+    rest = (counter.get_total_flops() - sum(flops.values())) / rate
+    found.append(Block("rest", rest, 2 * rest, profile.outside))
+    return found, sum(p.numel() for p in model.parameters())
+
+
+def _scaled(once: list[Block], twice: list[Block], factor: float) -> list[Block]:
+    """Blocks of a batch `factor` times as large as the first's, by the line through both counts."""
+
+    def line(one: float, two: float) -> float:
+        return max(one + (two - one) * (factor - 1), 0.0)
+
+    return [
+        Block(
+            a.name,
+            line(a.forward, b.forward),
+            line(a.backward, b.backward),
+            round(line(a.saved, b.saved)),
+            recompute=line(a.recompute, b.recompute),
+            inputs=round(line(a.inputs, b.inputs)),
+            forward_transient=round(line(a.forward_transient, b.forward_transient)),
+            backward_transient=round(line(a.backward_transient, b.backward_transient)),
+        )
+        for a, b in zip(once, twice, strict=True)
+    ]
