@@ -94,9 +94,9 @@ class Step(NamedTuple):
     """A finished optimizer step."""
 
     number: int
-    """As the training loop counts, else from 1."""
+    """The number that the training loop gives it, else counted from 1."""
     seconds: float
-    """From its begin, or else from the end of the step before, to its end; 0.0 of a first one whose begin is not known."""
+    """Time since its begin, or else since the end of the step before; 0.0 for a first one whose begin is not known."""
     skipped: bool = False
     """True if its gradients overflowed and were dropped."""
     failed: bool = False

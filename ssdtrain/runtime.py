@@ -203,7 +203,7 @@ class Runtime:
             self._journal.reserved |= {*owner, *(metric.name for metric in StepMetrics.declared())}
 
     def after_fork(self) -> None:
-        """In a forked child: count and report nothing any more. Features do so by themselves."""
+        """Count and report nothing any more in a forked child. Features do so by themselves."""
         self._forked = True
 
     @property
