@@ -108,7 +108,7 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
             )
         plain(self, *args, **kwargs)
         if config is not None and config.active:
-            self.__dict__[_ATTACHMENT] = _Attachment(self, config, written)
+            self.__dict__[_ATTACHMENT] = _EngineAttachment(self, config, written)
 
     return init
 
@@ -156,7 +156,7 @@ def uninstall() -> None:
 def runtime_of(engine: Any) -> Runtime | None:
     """The runtime of `engine`, or None if its config has no active `ssdtrain` block or it was destroyed."""
     found = engine.__dict__.get(_ATTACHMENT)
-    return found.runtime if isinstance(found, _Attachment) else None
+    return found.runtime if isinstance(found, _EngineAttachment) else None
 
 
 def _compact_of_earlier_engines(engine: Any) -> Iterator[CompactLinear]:
@@ -167,7 +167,7 @@ def _compact_of_earlier_engines(engine: Any) -> Iterator[CompactLinear]:
             yield runtime.compact
 
 
-class _Attachment:
+class _EngineAttachment:
     """A runtime and what it changed about one engine.
 
     Args:
@@ -182,7 +182,7 @@ class _Attachment:
         self.steps = 0
         self.forwards = 0
         planned = plan_blocks(engine, config, written)
-        self.runtime = Runtime(config, device=engine.device, plan_blocks=planned)
+        self.runtime = Runtime(config, engine.device, plan_blocks=planned)
         self.by_blocks = planned is not None and bool(planned.blocks)
         self.offload = self.runtime.engine
         try:

@@ -18,8 +18,8 @@ With --spec Megatron's builder asks for no more than this module's attribute, an
 the submodules of `layer_spec` are a placeholder: each layer is built of those that the builder would have chosen for its config.
 
 Note: [Steps]
-A layer does not see steps. One begins with the first forward after the last one's end, and ends when an optimizer of torch
-(which those that Megatron uses are, inside) has stepped. A step that Megatron skips is counted together with the next.
+A layer does not see steps: the runtime's clock finds them by the optimizers of torch that are inside of Megatron's. A step that
+Megatron skips is counted together with the next.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from megatron.core.utils import get_pg_rank
 from ssdtrain.config import Config, ConfigError, Problem, load_config
 from ssdtrain.integration.inner_hooks import InnerHooks
 from ssdtrain.integration.patching import Patches
-from ssdtrain.optimizer_hooks import call_after_steps
 from ssdtrain.runtime import Runtime
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.attachment import device_of
@@ -60,29 +59,16 @@ CONFIG = "SSDTRAIN_CONFIG"
 
 
 class _Recorder:
-    """The runtime of this process's layers, and its steps. See Note: [Steps]."""
+    """The runtime of this process's layers. See Note: [Steps]."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self._open = False
-        self._hook = call_after_steps(self._stepped)
         self._patches = Patches()
         self._stashes_leaves = False
         if runtime.engine is not None:
             read_inputs_once(self._patches)
             runtime.engine.eligible.add_freed_function(_compat.FREED_FUNCTION)
             runtime.features.append(InnerHooks(runtime.engine.options.min_bytes))
-
-    def forward(self) -> None:
-        """A layer's forward begins."""
-        if not self._open:
-            self._open = True
-            self.runtime.step_begin()
-
-    def _stepped(self, *_: object) -> None:
-        if self._open:
-            self._open = False
-            self.runtime.step_end()
 
     def register(self, layer: torch.nn.Module) -> None:
         """Know `layer`, at its first forward: there its parameters are where DDP and the optimizer left them."""
@@ -95,7 +81,6 @@ class _Recorder:
 
     def close(self) -> None:
         self._patches.undo()
-        self._hook.remove()
         self.runtime.close()
 
 
@@ -107,7 +92,7 @@ def _the_recorder(layer: torch.nn.Module) -> _Recorder:
     if _recorder is None:
         config = _read_config()
         _check_layer(layer, config)
-        _recorder = _Recorder(Runtime(config, device=device_of([layer])))
+        _recorder = _Recorder(Runtime(config, device_of([layer])))
         atexit.register(_recorder.close)
     return _recorder
 
@@ -198,7 +183,6 @@ class OffloadedTransformerLayer(TransformerLayer):  # type: ignore[misc]
         if not self._known:
             self._known = True
             recorder.register(self)
-        recorder.forward()
         runtime = recorder.runtime
         number, microbatch = self.layer_number, getattr(self, "current_microbatch", 0)
         with runtime.forward(number, microbatch):

@@ -42,13 +42,14 @@ from ssdtrain.comm.collectives import (
 )
 from ssdtrain.comm.feedback import Feedback
 from ssdtrain.comm.meter import CommMetrics, Meter
-from ssdtrain.comm.notices import FIRST_STEPS, Notices, add_inactive, few_bytes_saved
+from ssdtrain.comm.notices import Notices, add_inactive, few_bytes_saved
 from ssdtrain.comm.point_to_point import PointToPoint
 from ssdtrain.comm.policy import Policy, codec_of
 from ssdtrain.comm.references import References
 from ssdtrain.comm.routing import CHANGED, IN_FULL, NO_FEWER_BYTES, Route, Router
 from ssdtrain.comm.topology import world_if_none
 from ssdtrain.comm.work import ChainedWork, CompressedWork, Streams, UnderWay
+from ssdtrain.features import FIRST_STEPS
 
 logger = logging.getLogger("ssdtrain")
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from ssdtrain.comm.meter import CommMetrics
 from ssdtrain.comm.policy import Policy, codec_of
 from ssdtrain.device.runtime import made_current
+from ssdtrain.features import FIRST_STEPS
 
 logger = logging.getLogger("ssdtrain")
 
-# Steps at whose end ranks exchange messages: the first ones, then one in `INTERVAL`.
-FIRST_STEPS = 3
+# Ranks exchange messages at the ends of the first steps, then of one in `INTERVAL`.
 INTERVAL = 50
 # Share of the plain bytes from which on a job is told at start how few it saves.
 MUCH = 0.9

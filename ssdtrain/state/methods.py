@@ -13,7 +13,7 @@ from ssdtrain.state.sizes import plain_step
 if TYPE_CHECKING:
     from ssdtrain.state.optimizer import ChunkedOptimizer
 
-__all__ = ["METHODS", "method_of", "without_owner"]
+__all__ = ["METHODS", "method_of"]
 
 METHODS = {
     "step": "step",
@@ -37,16 +37,4 @@ def method_of(chunked: ChunkedOptimizer, name: str) -> Callable[..., Any]:
         return getattr(found, METHODS[name])(*args, **kwargs)
 
     call.__name__ = name
-    return call
-
-
-def without_owner(method: Callable[..., None]) -> Callable[..., None]:
-    """The same for a table that is global, which would keep the owner and its model alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        found = reference()
-        if found is not None:
-            found(*args)
-
     return call

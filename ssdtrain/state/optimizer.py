@@ -10,7 +10,6 @@ Note: [One chunk at a time]
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,15 +21,15 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_iter, tree_map
 
-from ssdtrain.optimizer_hooks import call_before_steps
 from ssdtrain.state.chunk import Chunk, Part, Where
 from ssdtrain.state.hooks import BlockHooks
-from ssdtrain.state.methods import METHODS, method_of, without_owner
+from ssdtrain.state.methods import METHODS, method_of
 from ssdtrain.state.options import Options
 from ssdtrain.state.residency import Residency
 from ssdtrain.state.sizes import plain_step
 from ssdtrain.state.stored import MOVABLE, StoredTensor, is_movable
 from ssdtrain.state.transfers import Transfers
+from ssdtrain.steps import call_before_steps
 from ssdtrain.storage import SpillStore, signals_deferred
 from ssdtrain.text import size_text
 
@@ -74,8 +73,7 @@ class ChunkedOptimizer:
         hooks.keeper = self  # for as long as parameters come and go, whether or not the runtime is kept
         for name, method in self._installed.items():
             optimizer.__dict__[name] = method
-        self._others = call_before_steps(without_owner(self._check_other))
-        weakref.finalize(self, self._others.remove)
+        self._others = call_before_steps(self._check_other)
 
     def remove(self) -> None:
         """Give the optimizer back its methods. Its tensors are in memory."""
