@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 
 from ssdtrain.codecs import FORMAT_VERSION, Codec, FixedSizeCodec, make_codec
-from ssdtrain.config import DIMENSIONS, CommConfig, ConfigError, Problem
+from ssdtrain.config import DIMENSIONS, CommConfig, ConfigError, ConfigIssue
 from ssdtrain.config.codecs import OFF, split_rule
 from ssdtrain.config.comm import FEEDBACK, FRAMED, PRESETS
 
@@ -73,7 +73,7 @@ class Policy:
         if config.adapt is not None and feedback == OFF:
             allowed = '"feedback": "int8" beside it, or leaving adapt out'
             why = "needs error feedback, and it is off"
-            raise ConfigError([Problem(f"{path}.adapt", config.adapt, why, allowed)])
+            raise ConfigError([ConfigIssue(f"{path}.adapt", config.adapt, why, allowed)])
         return cls(
             rules=rules,
             exclude=tuple(name for name in config.exclude if name != "none"),
@@ -108,7 +108,7 @@ class Policy:
             rules = {name: self.rules[name] for name in named}
             raise ConfigError(
                 [
-                    Problem(f"{path}.{name}", f"{rule.inside}/{rule.between}", why, allowed)
+                    ConfigIssue(f"{path}.{name}", f"{rule.inside}/{rule.between}", why, allowed)
                     for name, rule in rules.items()
                 ]
             )

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ssdtrain.config import ConfigError, Problem
+from ssdtrain.config import ConfigError, ConfigIssue
 
 NODE = "SSDTRAIN_NODE"
 
@@ -113,7 +113,11 @@ def _no_two_hops(ranks: Sequence[int], nodes: Sequence[str]) -> ConfigError:
         f"{_shortened(ranks)} are {counts} ({NODE} in the environment names a node)"
     )
     return ConfigError(
-        [Problem("ssdtrain.comm.two_hop", "on", why, '"auto", which takes two hops where they can be had')]
+        [
+            ConfigIssue(
+                "ssdtrain.comm.two_hop", "on", why, '"auto", which takes two hops where they can be had'
+            )
+        ]
     )
 
 

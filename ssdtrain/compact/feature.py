@@ -24,7 +24,7 @@ from torch import nn
 from ssdtrain.compact.layers import CompactLayer, Compression, find_layers
 from ssdtrain.compact.linear import CompactForward, ReplacedForward
 from ssdtrain.compact.lowrank import LowRank, skips_step
-from ssdtrain.config import CompactConfig, ConfigError, Problem
+from ssdtrain.config import CompactConfig, ConfigError, ConfigIssue
 from ssdtrain.device.runtime import made_current
 from ssdtrain.features import FIRST_STEPS, Feature, Forward, Placement, Step
 from ssdtrain.metrics import MetricSet
@@ -100,7 +100,7 @@ class CompactLinear(Feature):
             if isinstance(layer.module.__dict__.get("forward"), ReplacedForward):
                 why = f"meets the layer {layer.name}, which another runtime compresses already"
                 allowed = "closing that one first"
-                raise ConfigError([Problem("ssdtrain.compact", self.config.mode, why, allowed)])
+                raise ConfigError([ConfigIssue("ssdtrain.compact", self.config.mode, why, allowed)])
         if self.config.mode == "lowrank":
             self._low_rank.append(LowRank(model, found, self.compression, self.optimizer))
         else:

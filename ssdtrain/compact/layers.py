@@ -33,7 +33,7 @@ from ssdtrain.compact.linear import (
 from ssdtrain.compact.projection import Layout, Projections, layer_key, layout_of
 from ssdtrain.compact.recompute import kept_by_producer, release_copies
 from ssdtrain.compact.saved import Projected, Quantised, SavedInput
-from ssdtrain.config import CompactConfig, ConfigError, Problem
+from ssdtrain.config import CompactConfig, ConfigError, ConfigIssue
 from ssdtrain.metrics import MetricSet, Unit, counter
 from ssdtrain.profile.modules import Running, matches
 from ssdtrain.versions import same_counter
@@ -129,19 +129,19 @@ def find_layers(
             allowed = '"orthonormal", or an exclude that has this layer'
             why = f"does not fit the layer {name}: {error}"
             raise ConfigError(
-                [Problem("ssdtrain.compact.projection", config.projection, why, allowed)]
+                [ConfigIssue("ssdtrain.compact.projection", config.projection, why, allowed)]
             ) from None
         found.append(Found(name, module, kind, layout))
     if wrapped:
         kinds, names = ", ".join(sorted(set(wrapped.values()))), ", ".join(list(wrapped)[:4])
         why = f"has {len(wrapped)} layers whose weights, which are trained, are of the class {kinds}: {names}"
         allowed = "an exclude that has them, or freezing them"
-        raise ConfigError([Problem("ssdtrain.compact.exclude", list(config.exclude), why, allowed)])
+        raise ConfigError([ConfigIssue("ssdtrain.compact.exclude", list(config.exclude), why, allowed)])
     if required and not found:
         key, value = _that_leaves_nothing(config)
         why = f"leaves no layer to compress: of {type(model).__name__}, {linear} modules are linear layers that are known"
         allowed = "patterns of their names or classes (torch.nn.Linear, Conv1D, and those of an adapter)"
-        raise ConfigError([Problem(f"ssdtrain.compact.{key}", value, why, allowed)])
+        raise ConfigError([ConfigIssue(f"ssdtrain.compact.{key}", value, why, allowed)])
     return found
 
 

@@ -37,7 +37,7 @@ from ssdtrain.compact.linear import ReplacedForward
 from ssdtrain.compact.lowrank_linear import LowRankLinear
 from ssdtrain.compact.projection import Layout, layer_key, unproject
 from ssdtrain.compact.recompute import kept_by_producer
-from ssdtrain.config import ConfigError, Problem
+from ssdtrain.config import ConfigError, ConfigIssue
 from ssdtrain.features import FIRST_STEPS
 
 __all__ = ["FACTOR", "LowRank", "skips_step"]
@@ -50,7 +50,7 @@ _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def _problem(why: str, allowed: str) -> ConfigError:
-    return ConfigError([Problem("ssdtrain.compact.mode", "lowrank", why, allowed)])
+    return ConfigError([ConfigIssue("ssdtrain.compact.mode", "lowrank", why, allowed)])
 
 
 def skips_step(optimizer: Optimizer) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ssdtrain.config import ConfigError, Problem, StateConfig, exact_size
+from ssdtrain.config import ConfigError, ConfigIssue, StateConfig, exact_size
 from ssdtrain.device import device_for, warn_of_untested_torch
 from ssdtrain.features import Feature, Forward, Placement
 from ssdtrain.metrics import MetricSet
@@ -107,7 +107,7 @@ class ModelState(Feature):
         if self._model is not None:
             raise ConfigError(
                 [
-                    Problem(
+                    ConfigIssue(
                         "ssdtrain.state",
                         type(model).__name__,
                         "is a second model of one runtime",
@@ -169,7 +169,7 @@ class ModelState(Feature):
             key = "capacity" if self._config.directories else "host"
             why = f"gives {exact_size(capacity)} in all tiers, and the chunks that leave the device take {exact_size(needed)}"
             allowed = "more capacity, another directory, or a higher device_limit"
-            raise ConfigError([Problem(f"ssdtrain.state.{key}", exact_size(capacity), why, allowed)])
+            raise ConfigError([ConfigIssue(f"ssdtrain.state.{key}", exact_size(capacity), why, allowed)])
 
     def _transfers(self, moving: Sequence[Chunk]) -> Transfers:
         verify = self._config.verify == "all"

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator, Mapping
 import torch
 from torch import nn
 
-from ssdtrain.config import ConfigError, Problem, StateConfig, exact_size
+from ssdtrain.config import ConfigError, ConfigIssue, StateConfig, exact_size
 from ssdtrain.profile.blocks import find_blocks
 from ssdtrain.state.chunk import Chunk
 from ssdtrain.state.sizes import state_bytes
@@ -48,7 +48,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> torch.op
             "attaching the model without torch.compile",
         )
     if problem is not None or optimizer is None:
-        raise ConfigError([Problem("ssdtrain.state", type(optimizer).__name__, *(problem or ("", "")))])
+        raise ConfigError([ConfigIssue("ssdtrain.state", type(optimizer).__name__, *(problem or ("", "")))])
     return optimizer
 
 
@@ -73,7 +73,7 @@ def find_chunks(
         why = f"names no blocks: {error}"
         raise ConfigError(
             [
-                Problem(
+                ConfigIssue(
                     "ssdtrain.state.blocks",
                     list(config.blocks),
                     why,
@@ -108,7 +108,7 @@ def find_chunks(
         counts = "; ".join(f"{count} {reason}" for reason, count in staying.most_common())
         found_none = f"finds no parameter that could leave memory in {len(blocks)} blocks: {counts or 'they have none'}"
         remedy = "blocks with such parameters, or no section state"
-        raise ConfigError([Problem("ssdtrain.state", list(blocks)[:4], found_none, remedy)])
+        raise ConfigError([ConfigIssue("ssdtrain.state", list(blocks)[:4], found_none, remedy)])
     return chunks, prefixes, total - sum(chunk.nbytes for chunk in chunks)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ssdtrain.config import ConfigError, Problem, exact_size
+from ssdtrain.config import ConfigError, ConfigIssue, exact_size
 from ssdtrain.config.units import format_size
 
 __all__ = ["StatePlan", "plan_state"]
@@ -57,7 +57,7 @@ def plan_state(chunks: Sequence[int], outside: int, limit: int | None) -> StateP
             f"at least {exact_size(outside + largest)}, and {exact_size(outside + BUFFERS * largest)} for loads ahead of use; or "
             "smaller chunks by state.blocks, which may also name embeddings and heads"
         )
-        raise ConfigError([Problem("ssdtrain.state.device_limit", exact_size(limit), why, allowed)])
+        raise ConfigError([ConfigIssue("ssdtrain.state.device_limit", exact_size(limit), why, allowed)])
     if total <= limit:
         return StatePlan(limit, total, total, len(chunks), 0)
     for persistent in reversed(range(len(chunks))):
