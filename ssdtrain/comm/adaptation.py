@@ -17,7 +17,7 @@ from torch import Tensor
 logger = logging.getLogger("ssdtrain")
 
 LEVELS = ("int2:block=32,asymmetric,hadamard=32", "int4:block=128,hadamard", "int8:block=128")
-INTERVAL = 50
+DECISION_INTERVAL = 50
 # One level down multiplies the error of a uniform quantiser by about this.
 _ERROR_PER_LEVEL = 20.0
 
@@ -25,8 +25,6 @@ _all_reduce = dist.all_reduce
 
 
 class _Bucket(NamedTuple):
-    """A bucket of one group."""
-
     ranks: tuple[int, ...]
     """Global ranks of the group, which are the same in a resumed run."""
     name: str
@@ -56,15 +54,15 @@ class AdaptiveBitWidth:
         return _Bucket(ranks, bucket)
 
     def measured(self, group: dist.ProcessGroup, bucket: str, errors: list[Tensor]) -> None:
-        """What the pieces of a bucket lost in this step."""
+        """Note the relative errors of a bucket's pieces in this step."""
         # A piece of zeros has lost nothing of nothing; an overflow says nothing about the codec.
         worst = torch.stack(errors).nan_to_num_(nan=0.0, posinf=0.0).max()
         before = self._worst.get(key := self._key(group, bucket))
         self._worst[key] = worst if before is None else torch.maximum(before, worst)
 
     def decide(self, step: int) -> None:
-        """Every `INTERVAL` steps, together with all ranks: buckets go up or down."""
-        if not self._worst or step % INTERVAL:
+        """Move buckets up or down, every `DECISION_INTERVAL` steps. A collective call of all ranks."""
+        if not self._worst or step % DECISION_INTERVAL:
             return
         # Groups in the order of their first call, which all their ranks share. Of one that this run has not called yet there is
         # only what a checkpoint brought.
@@ -79,12 +77,12 @@ class AdaptiveBitWidth:
         self._worst.clear()
 
     def clear(self) -> None:
-        """All buckets are at the start again."""
+        """Return all buckets to the start."""
         self._levels.clear()
         self._worst.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: numbers only."""
+        """Return levels and errors as numbers, for a checkpoint."""
         return {
             "levels": [(list(ranks), name, LEVELS[level]) for (ranks, name), level in self._levels.items()],
             "worst": [(list(ranks), name, error.item()) for (ranks, name), error in self._worst.items()],

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ssdtrain.compact.layers import Compression, Found
+from ssdtrain.compact.layers import Compression, LayerToCompress
 from ssdtrain.compact.linear import ReplacedForward
 from ssdtrain.compact.lowrank_linear import LowRankLinear
-from ssdtrain.compact.projection import Layout, layer_key, unproject
+from ssdtrain.compact.projection import ProjectionLayout, layer_key, unproject
 from ssdtrain.compact.recompute import kept_by_producer
 from ssdtrain.config import ConfigError, ConfigIssue
 from ssdtrain.features import FIRST_STEPS
@@ -74,7 +74,7 @@ class LowRank:
     def __init__(
         self,
         model: nn.Module,
-        found: Sequence[Found],
+        found: Sequence[LayerToCompress],
         compression: Compression,
         optimizer: Optimizer | None,
     ) -> None:
@@ -97,7 +97,7 @@ class LowRank:
         self._stepping = optimizer.register_step_post_hook(self._stepped)
 
     def _check(
-        self, model: nn.Module, chosen: list[Found], places: dict[int, Any], optimizer: Optimizer
+        self, model: nn.Module, chosen: list[LayerToCompress], places: dict[int, Any], optimizer: Optimizer
     ) -> None:
         if not chosen:
             raise _problem(
@@ -223,7 +223,7 @@ class LowRankLayer:
 
     def __init__(
         self,
-        found: Found,
+        found: LayerToCompress,
         compression: Compression,
         optimizer: Optimizer,
         group: dict[str, Any],
@@ -231,7 +231,7 @@ class LowRankLayer:
     ) -> None:
         assert found.layout is not None
         self.name, self.module = found.name, found.module
-        self.layout: Layout = found.layout
+        self.layout: ProjectionLayout = found.layout
         self.transposed = found.kind.transposed
         self.compression = compression
         self.called = False

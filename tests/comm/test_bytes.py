@@ -42,7 +42,7 @@ def ranges(chance: random.Random, numel: int) -> tuple[tuple[int, int], ...]:
 @contextmanager
 def handed_over(sent: list[int]) -> Iterator[None]:
     """Counts in `sent` what is handed to torch for other ranks while it lives: all of it, and what is there to agree."""
-    exchange, gather = algorithms._all_to_all, algorithms._all_gather
+    exchange, gather = algorithms._all_to_all, algorithms.plain_all_gather
 
     def all_to_all(out: Any, packed: Any, receives: Any, sends: Any, **more: Any) -> Any:
         sent[0] += packed.nbytes
@@ -59,12 +59,12 @@ def handed_over(sent: list[int]) -> Iterator[None]:
         return agree(tensor, **more)
 
     agree = references._all_reduce
-    algorithms._all_to_all, algorithms._all_gather = all_to_all, all_gather
+    algorithms._all_to_all, algorithms.plain_all_gather = all_to_all, all_gather
     references._all_reduce = all_reduce
     try:
         yield
     finally:
-        algorithms._all_to_all, algorithms._all_gather = exchange, gather
+        algorithms._all_to_all, algorithms.plain_all_gather = exchange, gather
         references._all_reduce = agree
 
 

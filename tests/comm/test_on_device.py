@@ -12,9 +12,9 @@ import torch.distributed as dist
 from ssdtrain.codecs import kernels, make_fixed_size_codec
 from ssdtrain.codecs.base import Pieces
 from ssdtrain.comm import probe, topology
-from ssdtrain.comm.agreement import agreed_hosts
 from ssdtrain.comm.algorithms import Call, Coders
-from ssdtrain.comm.coding import Coder, Piece
+from ssdtrain.comm.coding import Coder, TensorPiece
+from ssdtrain.comm.communicator import agreed_hosts
 from ssdtrain.comm.meter import CommMetrics, Meter
 from ssdtrain.comm.notices import Notices
 from ssdtrain.comm.policy import DEVICE_CHUNK, Policy
@@ -191,11 +191,11 @@ class Recording:
         return True
 
 
-def asked(outgoing: list[list[Piece]], index: int) -> list[tuple[int, Pieces]]:
+def asked(outgoing: list[list[TensorPiece]], index: int) -> list[tuple[int, Pieces]]:
     codec = Recording()
     coder = Coder(codec, torch.float32)  # type: ignore[arg-type]
     call = Call(None, Coders(coder, coder), coder, CommMetrics(), "dp|layer", KEY)  # type: ignore[arg-type]
-    size = coder.nbytes(Piece(outgoing[0][0].values))
+    size = coder.nbytes(TensorPiece(outgoing[0][0].values))
     packed = torch.empty((len(outgoing) - 1) * size, dtype=torch.uint8)
     assert call.encode_for_peers(coder, outgoing, index, packed, "part") == bool(codec.asked)
     return codec.asked
@@ -203,9 +203,9 @@ def asked(outgoing: list[list[Piece]], index: int) -> list[tuple[int, Pieces]]:
 
 def test_shards_at_equal_distances_are_encoded_at_once() -> None:
     x = torch.zeros(4, 1000)
-    shards = [[Piece(row[:512])] for row in x]
+    shards = [[TensorPiece(row[:512])] for row in x]
     assert asked(shards, 2) == [(x.data_ptr(), Pieces(3, 1000, 16 + 16 + 512, 2))]
-    assert asked([[Piece(row[:512], ((0, 4),))] for row in x], 2) == []
-    assert asked([*shards[:3], [Piece(x[3, :500])]], 2) == []
+    assert asked([[TensorPiece(row[:512], ((0, 4),))] for row in x], 2) == []
+    assert asked([*shards[:3], [TensorPiece(x[3, :500])]], 2) == []
     assert asked([shards[0], shards[2], shards[1], shards[3]], 2) == []
     assert asked([[piece, piece] for (piece,) in shards], 2) == []

@@ -15,9 +15,9 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.config import ConfigError
-from ssdtrain.state.checksum import checksum
 from ssdtrain.state.chunk import Part
 from ssdtrain.state.residency import Residency
+from ssdtrain.state.stored import checksum
 from ssdtrain.storage import Faults
 from ssdtrain.storage.errors import IOFailure
 from tests.state.conftest import Attach
