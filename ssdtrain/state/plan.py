@@ -54,8 +54,8 @@ def plan_state(chunks: Sequence[int], outside: int, limit: int | None) -> StateP
             f"parameters), and the largest chunk takes {format_size(largest)} with its gradients and optimizer state"
         )
         allowed = (
-            f"at least {exact_size(outside + largest)}, and {exact_size(outside + CHUNK_BUFFERS * largest)} for loads ahead of use; "
-            "or smaller chunks by state.blocks, which may also name embeddings and heads"
+            f"at least {exact_size(outside + largest)}, and {exact_size(outside + CHUNK_BUFFERS * largest)} for loads ahead; or "
+            "smaller chunks by state.blocks, which may also name embeddings and heads"
         )
         raise ConfigError([ConfigIssue("ssdtrain.state.device_limit", exact_size(limit), why, allowed)])
     if total <= limit:
