@@ -19,7 +19,7 @@ from ssdtrain.comm.meter import CommMetrics, Meter
 from ssdtrain.comm.notices import Notices
 from ssdtrain.comm.policy import DEVICE_CHUNK, Policy
 from ssdtrain.comm.routing import Router
-from ssdtrain.comm.work import CompressedWork, Streams
+from ssdtrain.comm.work import CompressedWork
 from ssdtrain.config import CommConfig, ConfigError
 from ssdtrain.planner.agreement import Agreement
 from tests.codecs.common import KEY
@@ -106,20 +106,6 @@ def test_ranks_exchange_objects_on_their_own_device(monkeypatch: pytest.MonkeyPa
     assert sent == [mine] * 6
 
 
-def test_every_dimension_has_a_stream_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-
-    def stream(device: torch.device, priority: int) -> object:
-        made.append(priority)
-        return object()
-
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    streams = Streams(CUDA)
-    assert streams.of("dp") is streams.of("dp") is not streams.of("tp")
-    assert made == [-1, -1]
-    assert Streams(torch.device("cpu")).of("dp") is None
-
-
 def test_the_probe_waits_for_its_own_stream_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting for the whole device may close a circle: other streams wait for peers, which wait for this rank."""
     calls: list[Any] = []
@@ -170,7 +156,7 @@ def test_the_stream_of_the_tensors_device_waits_and_a_capture_is_not_timed(
         torch.cuda, "Event", lambda enable_timing: SimpleNamespace(record=lambda stream: None)
     )
     meter = Meter()
-    work = CompressedWork([iter(())], CommMetrics(), meter, FakeStream())  # type: ignore[arg-type,list-item]
+    work = CompressedWork([iter(())], CommMetrics(), meter, FakeStream())
     assert work.wait()
     assert streams[FakeStream.device].waited and not streams[None].waited
     assert len(meter._pending) == (0 if capturing else 1)
@@ -193,8 +179,8 @@ class Recording:
 
 def asked(outgoing: list[list[TensorPiece]], index: int) -> list[tuple[int, Pieces]]:
     codec = Recording()
-    coder = Coder(codec, torch.float32)  # type: ignore[arg-type]
-    call = Call(None, Coders(coder, coder), coder, CommMetrics(), "dp|layer", KEY)  # type: ignore[arg-type]
+    coder = Coder(codec, torch.float32)
+    call = Call(None, Coders(coder, coder), coder, CommMetrics(), "dp|layer", KEY)
     size = coder.nbytes(TensorPiece(outgoing[0][0].values))
     packed = torch.empty((len(outgoing) - 1) * size, dtype=torch.uint8)
     assert call.encode_for_peers(coder, outgoing, index, packed, "part") == bool(codec.asked)

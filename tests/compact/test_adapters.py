@@ -63,7 +63,6 @@ def attach(model: nn.Module, **section: Any) -> Runtime:
 
 
 def counted(runtime: Runtime) -> Any:
-    assert runtime.compact is not None
     return runtime.compact.compression.counted
 
 

@@ -19,7 +19,7 @@ KINDS = ("orthonormal", "gaussian", "hadamard")
 
 def estimates(kind: str, ratio: float, x: Tensor, count: int) -> Tensor:
     """x P P^T for `count` steps, [count, n]."""
-    projections = Projections(kind, seed=3)  # type: ignore[arg-type]
+    projections = Projections(kind, seed=3)
     layout = layout_of(x.numel(), ratio)
     found = []
     for step in range(count):
@@ -57,7 +57,7 @@ def test_repeated_blocks_have_the_same_mean_and_variance() -> None:
 
 @pytest.mark.parametrize("kind", ["orthonormal", "hadamard"])
 def test_columns_are_orthogonal(kind: str) -> None:
-    block = Projections(kind, seed=0).block(layout_of(192, 0.25), 7, 5, LIKE)  # type: ignore[arg-type]
+    block = Projections(kind, seed=0).block(layout_of(192, 0.25), 7, 5, LIKE)
     assert block.shape == (64, 16)
     assert torch.allclose(block.t() @ block, 4 * torch.eye(16, dtype=torch.float64), atol=1e-12)
 
@@ -92,11 +92,11 @@ def test_seed_layer_and_step_each_change_the_projection_and_nothing_else_does(ki
     layout = layout_of(128, 0.25)
 
     def made(seed: int, name: str, step: int) -> Tensor:
-        return Projections(kind, seed).block(layout, layer_key(name), step, LIKE)  # type: ignore[arg-type]
+        return Projections(kind, seed).block(layout, layer_key(name), step, LIKE)
 
     base = made(1, "a", 2)
     torch.manual_seed(99)
-    one = Projections(kind, 1)  # type: ignore[arg-type]
+    one = Projections(kind, 1)
     for step in (40, 3, 2):  # in any order, past the end of a series
         one.block(layout, layer_key("a"), step, LIKE)
     assert torch.equal(base, one.block(layout, layer_key("a"), 2, LIKE))
@@ -141,7 +141,7 @@ def test_no_global_generator_is_drawn_from() -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
     for kind in KINDS:
-        Projections(kind, 1).block(layout_of(64, 0.25), 1, 1, LIKE)  # type: ignore[arg-type]
+        Projections(kind, 1).block(layout_of(64, 0.25), 1, 1, LIKE)
     assert torch.equal(before, torch.get_rng_state())
 
 

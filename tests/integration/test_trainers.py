@@ -51,7 +51,6 @@ def attached(model: nn.Module, directory: Path) -> Iterator[Runtime]:
 def offloaded(runtime: Runtime) -> int:
     """Bytes that were written, or would have been if backward had come later."""
     metrics = runtime.statistics()
-    assert metrics is not None and metrics.offload is not None
     return metrics.offload.offloaded_bytes + metrics.offload.avoided_write_bytes
 
 
