@@ -94,9 +94,9 @@ class Pieces(NamedTuple):
 
     number: int
     stride: int
-    """From one tensor to the next, in elements."""
+    """Distance of two tensors, in elements."""
     payload_bytes: int
-    """From one payload to the next."""
+    """Distance of two payloads."""
     skip: int
 
 

@@ -94,7 +94,7 @@ class Lossless(ExactCodec, VariableSizeCodec):
         return _finite(flat, self.backend), at
 
     def _compressor(self, dtype: torch.dtype) -> object:
-        """At level 1 exponents get the smallest match table: they do not repeat in strings, and what a search finds
+        """Exponents get the smallest match table at level 1: they do not repeat in strings, and what a search finds
         by chance costs time (a factor of 3) and space (a tenth) against entropy coding alone."""
         zstandard = _zstandard()
         if self.level > 1 or dtype not in _ROTATED:

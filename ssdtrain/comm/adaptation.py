@@ -24,7 +24,7 @@ _ERROR_PER_LEVEL = 20.0
 _all_reduce = dist.all_reduce
 
 
-class _Bucket(NamedTuple):
+class _GroupBucket(NamedTuple):
     ranks: tuple[int, ...]
     """Global ranks of the group, which are the same in a resumed run."""
     name: str
@@ -41,17 +41,17 @@ class AdaptiveBitWidth:
     def __init__(self, target: float, start: str) -> None:
         self.target = target
         self._start = LEVELS.index(start) if start in LEVELS else 1
-        self._levels: dict[_Bucket, int] = {}
-        self._worst: dict[_Bucket, Tensor] = {}
+        self._levels: dict[_GroupBucket, int] = {}
+        self._worst: dict[_GroupBucket, Tensor] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def codec(self, group: dist.ProcessGroup, bucket: str) -> str:
         return LEVELS[self._levels.get(self._key(group, bucket), self._start)]
 
-    def _key(self, group: dist.ProcessGroup, bucket: str) -> _Bucket:
+    def _key(self, group: dist.ProcessGroup, bucket: str) -> _GroupBucket:
         ranks = tuple(dist.get_process_group_ranks(group))
         self._groups[ranks] = group  # the latest, where one was destroyed and made again
-        return _Bucket(ranks, bucket)
+        return _GroupBucket(ranks, bucket)
 
     def measured(self, group: dist.ProcessGroup, bucket: str, errors: list[Tensor]) -> None:
         """Note the relative errors of a bucket's pieces in this step."""
@@ -92,11 +92,11 @@ class AdaptiveBitWidth:
         """Take the levels of `state_dict`, and what was measured since they were decided."""
         self.clear()
         for ranks, name, level in state["levels"]:
-            self._levels[_Bucket(tuple(ranks), name)] = LEVELS.index(level)
+            self._levels[_GroupBucket(tuple(ranks), name)] = LEVELS.index(level)
         for ranks, name, error in state["worst"]:
-            self._worst[_Bucket(tuple(ranks), name)] = torch.tensor(error, device=device)
+            self._worst[_GroupBucket(tuple(ranks), name)] = torch.tensor(error, device=device)
 
-    def _decide(self, bucket: _Bucket, error: float) -> None:
+    def _decide(self, bucket: _GroupBucket, error: float) -> None:
         before = level = self._levels.get(bucket, self._start)
         if error > self.target and level + 1 < len(LEVELS):
             level += 1

@@ -54,7 +54,7 @@ class Call:
     gather: Coder
     metrics: CommMetrics
     name: str
-    """Name of the residuals and the random numbers; the same in every step for the same gradients."""
+    """Names the residuals and the random numbers; the same in every step for the same gradients."""
     key: Key
     collective: str = ""
     """Second part of the residuals' name: another collective cuts a bucket into other pieces."""

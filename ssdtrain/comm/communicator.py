@@ -203,7 +203,7 @@ class Communicator:
     def _route(
         self, collective: Sharded, dimension: str, group: dist.ProcessGroup, bucket: Bucket | None = None
     ) -> Route | None:
-        trials = _Trials(self, dimension, collective.dtype)
+        trials = _RouteTrials(self, dimension, collective.dtype)
         return self.router.choose(collective, dimension, group, self.steps, bucket and bucket.name, trials)
 
     def _launch(
@@ -381,7 +381,7 @@ class Communicator:
         return self.feedback
 
 
-class _Trials:
+class _RouteTrials:
     """Calls that the router compares: their results, metrics and residuals are dropped."""
 
     def __init__(self, comm: Communicator, dimension: str, dtype: torch.dtype) -> None:

@@ -56,8 +56,8 @@ def saved_factors(product: Any) -> tuple[Tensor, Tensor]:
 
 
 def saved_input(silu: Any) -> Tensor:
-    found: Tensor = silu._saved_self
-    return found
+    saved: Tensor = silu._saved_self
+    return saved
 
 
 def output_dtype(node: Any, output: int = 0) -> torch.dtype:

@@ -25,12 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ssdtrain.codecs import FixedSizeCodec, Key, make_fixed_size_codec
 from ssdtrain.compact.autograd_nodes import missing_names
-from ssdtrain.compact.linear import (
-    Communication,
-    LinearKind,
-    compact_linear,
-    kind_of,
-)
+from ssdtrain.compact.linear import Communication, LinearKind, compact_linear, kind_of
 from ssdtrain.compact.projection import ProjectionLayout, Projections, layer_key, layout_of
 from ssdtrain.compact.recompute import kept_by_producer, release_copies
 from ssdtrain.compact.saved import Projected, Quantised, SavedInput
@@ -48,8 +43,9 @@ QUANTISERS = {
     "int4_rotated": "int4:block=32,round=stochastic,asymmetric,hadamard=32",
     "int2_rotated": "int2:block=32,round=stochastic,asymmetric,hadamard=32",
 }
-"""Of `compact.codec`: 8.125, 5, 3, 5 and 3 bits for a value. A rotation spreads large values over their block: it makes the error
-of silu(gate) * up smaller, and that of inputs with one sign or little spread much larger (docs/compact.md)."""
+"""Codecs of `compact.codec`: 8.125, 5, 3, 5 and 3 bits for a value. A rotation spreads large values over
+their block: it makes the error of silu(gate) * up smaller, and that of inputs with one sign or little spread much larger
+(docs/compact.md)."""
 
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 """Prefixes that wrappers for data parallelism, mixed precision and torch.compile add to module names."""
@@ -100,7 +96,7 @@ def find_layers(
             in its own way (quantised weights).
     """
     stacks: dict[str, tuple[Running, ...]] = {}
-    found: list[LayerToCompress] = []
+    layers: list[LayerToCompress] = []
     linear = 0
     wrapped: dict[str, str] = {}  # name of a layer -> class of its weight
     projections = Projections(config.projection, config.seed)
@@ -118,7 +114,7 @@ def find_layers(
             wrapped[name] = type(module.weight).__name__
             continue
         if config.mode == "quant":
-            found.append(LayerToCompress(name, module, kind, None))
+            layers.append(LayerToCompress(name, module, kind, None))
             continue
         ratio = next((ratio for pattern, ratio in config.ratio if fnmatchcase(name, pattern)), None)
         if ratio is None:
@@ -132,18 +128,18 @@ def find_layers(
             raise ConfigError(
                 [ConfigIssue("ssdtrain.compact.projection", config.projection, why, allowed)]
             ) from None
-        found.append(LayerToCompress(name, module, kind, layout))
+        layers.append(LayerToCompress(name, module, kind, layout))
     if wrapped:
         kinds, names = ", ".join(sorted(set(wrapped.values()))), ", ".join(list(wrapped)[:4])
         why = f"has {len(wrapped)} layers whose weights, which are trained, are of the class {kinds}: {names}"
         allowed = "an exclude that has them, or freezing them"
         raise ConfigError([ConfigIssue("ssdtrain.compact.exclude", list(config.exclude), why, allowed)])
-    if required and not found:
+    if required and not layers:
         key, value = _that_leaves_nothing(config)
         why = f"leaves no layer to compress: of {type(model).__name__}, {linear} modules are linear layers that are known"
         allowed = "patterns of their names or classes (torch.nn.Linear, Conv1D, and those of an adapter)"
         raise ConfigError([ConfigIssue(f"ssdtrain.compact.{key}", value, why, allowed)])
-    return found
+    return layers
 
 
 def _computes_in_its_own_way(weight: object) -> bool:
@@ -300,11 +296,11 @@ class Compression:
 class CompactLayer:
     """The forward of one layer with a compressed input."""
 
-    def __init__(self, found: LayerToCompress, compression: Compression) -> None:
-        self.name = found.name
-        self.layout = found.layout
-        self.transposed = found.kind.transposed
-        self.key = layer_key(found.name)
+    def __init__(self, layer: LayerToCompress, compression: Compression) -> None:
+        self.name = layer.name
+        self.layout = layer.layout
+        self.transposed = layer.kind.transposed
+        self.key = layer_key(layer.name)
         self.compression = compression
 
     def reads(self, x: Tensor) -> None:

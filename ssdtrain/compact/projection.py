@@ -131,23 +131,23 @@ class Projections:
         # The host waits for all that a device has been given, at each copy to it: so there is one for many steps.
         count = 1 if like.device.type == "cpu" or layout.block > FEATURES_OF_BLOCK else _STEPS
         first = period - period % count
-        held = self._cast.get((layout, layer))
-        if held is None or held[:3] != (first, like.dtype, like.device):
-            found = self._made(layout, layer, first, count).to(device=like.device, dtype=like.dtype)
-            held = self._cast[layout, layer] = (first, like.dtype, like.device, found)
-        return held[3][period - first]
+        cast = self._cast.get((layout, layer))
+        if cast is None or cast[:3] != (first, like.dtype, like.device):
+            blocks = self._blocks(layout, layer, first, count).to(device=like.device, dtype=like.dtype)
+            cast = self._cast[layout, layer] = (first, like.dtype, like.device, blocks)
+        return cast[3][period - first]
 
-    def _made(self, layout: ProjectionLayout, layer: int, period: int, count: int) -> Tensor:
-        """Those of `count` periods, which lie in one series."""
+    def _blocks(self, layout: ProjectionLayout, layer: int, period: int, count: int) -> Tensor:
+        """Return Q of `count` periods, which lie in one series."""
         first = period - period % _STEPS
         key = (layout, layer, first)
-        found = self._series.get(key)
-        if found is None:
-            found = self._series[key] = self._make(layout, layer, first)
+        series = self._series.get(key)
+        if series is None:
+            series = self._series[key] = self._make(layout, layer, first)
             while len(self._series) > _REMEMBERED:
                 self._series.popitem(last=False)
         self._series.move_to_end(key)
-        return found[period - first :][:count]
+        return series[period - first :][:count]
 
     def _make(self, layout: ProjectionLayout, layer: int, first: int) -> Tensor:
         """Q of `_STEPS` periods from `first` on, float64 [_STEPS, b, r] on the host."""
@@ -174,11 +174,11 @@ class Projections:
         """Float64 [_STEPS, count], by Box and Muller."""
         words = self._words(layer, first, -(-count // 4))
         uniform = [(word.double() + 0.5) * 2.0**-32 for word in words]
-        found = []
+        normal = []
         for radius, angle in (uniform[:2], uniform[2:]):
             length = (-2.0 * radius.log()).sqrt()
-            found += [length * (2 * math.pi * angle).cos(), length * (2 * math.pi * angle).sin()]
-        return torch.cat(found, dim=1)[:, :count]
+            normal += [length * (2 * math.pi * angle).cos(), length * (2 * math.pi * angle).sin()]
+        return torch.cat(normal, dim=1)[:, :count]
 
 
 def _hadamard(size: int) -> Tensor:

@@ -17,6 +17,7 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.runtime import Runtime
+from tests.support.tensors import equal_by_name
 
 pytestmark = pytest.mark.slow
 
@@ -56,10 +57,6 @@ def offloaded(runtime: Runtime) -> int:
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def tokenizer() -> Any:
@@ -152,7 +149,7 @@ def test_trl(make: Callable[..., Any], adapter: bool, tmp_path: Path) -> None:
             assert offloaded(runtime) > 0
         return weights(trainer.model)
 
-    assert same(trained(True), trained(False))
+    assert equal_by_name(trained(True), trained(False))
 
 
 class Net(nn.Module):
@@ -197,7 +194,7 @@ def test_accelerate(when: str, tmp_path: Path) -> None:
         return weights(mine), unwrapped(batch()).detach()
 
     (one, output), (other, expected) = trained(True), trained(False)
-    assert same(one, other) and torch.equal(output, expected)
+    assert equal_by_name(one, other) and torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("when", ["before setup", "after setup"])
@@ -225,7 +222,7 @@ def test_fabric(when: str, tmp_path: Path) -> None:
         model(batch())
         return weights(mine)
 
-    assert same(trained(True), trained(False))
+    assert equal_by_name(trained(True), trained(False))
 
 
 def test_lightning_with_a_step_that_calls_parts(tmp_path: Path) -> None:
@@ -266,4 +263,4 @@ def test_lightning_with_a_step_that_calls_parts(tmp_path: Path) -> None:
                 assert offloaded(runtime) > 0
         return weights(module)
 
-    assert same(trained(True), trained(False))
+    assert equal_by_name(trained(True), trained(False))

@@ -14,13 +14,9 @@ from ssdtrain.state.chunk import Where
 from ssdtrain.state.hooks import _tensors_in
 from ssdtrain.state.stored import StoredTensor
 from tests.state.conftest import Attach
-from tests.state.training import Block, Model, Recipe, batches, loss_of, make_model, run, same
+from tests.state.training import Block, Model, Recipe, adamw, batches, loss_of, make_model, run, same
 
 Write = Callable[[torch.Tensor], Any]
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 # Writes that torch allows to one element that stands for all.

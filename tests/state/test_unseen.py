@@ -21,11 +21,7 @@ from ssdtrain.state.stored import checksum
 from ssdtrain.storage import Faults
 from ssdtrain.storage.errors import IOFailure
 from tests.state.conftest import Attach
-from tests.state.training import Recipe, batches, loss_of, make_model, plain, run, same
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
+from tests.state.training import Recipe, adamw, batches, loss_of, make_model, plain, run, same
 
 
 class Counting(torch.optim.SGD):
