@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ssdtrain.config import Config, ConfigError, Problem
+from ssdtrain.config import Config, ConfigError, ConfigIssue
 from ssdtrain.integration.patching import Patches, call_after
 from ssdtrain.preflight import check_start
 from ssdtrain_megatron.flags import (
@@ -95,7 +95,7 @@ def attaches_for_spec() -> bool:
     if _of_spec.active and not _attached_by_spec:
         why = "is attached where get_megatron_optimizer makes the optimizer, with --spec, and this run made it otherwise"
         allowed = "another --optimizer, the launcher (-m ssdtrain_megatron.run), or no comm section"
-        raise ConfigError([Problem("ssdtrain.comm", "(a section)", why, allowed)])
+        raise ConfigError([ConfigIssue("ssdtrain.comm", "(a section)", why, allowed)])
     return _of_spec.active
 
 
@@ -155,7 +155,7 @@ def _check_command_line(args: Any) -> None:
     if file and dropped:
         why = f"is read in place of the command line, and {', '.join(dropped)} would be without effect"
         allowed = "the keys in that file instead (ssdtrain_config: FILE), or no --yaml-cfg"
-        raise ConfigError([Problem("Megatron's --yaml-cfg", file, why, allowed)])
+        raise ConfigError([ConfigIssue("Megatron's --yaml-cfg", file, why, allowed)])
 
 
 def _attach(training: Any, chunks: Any, optimizer: Any, config: Config) -> bool:

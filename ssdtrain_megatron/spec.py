@@ -41,7 +41,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_pg_rank
 
-from ssdtrain.config import Config, ConfigError, Problem, load_config
+from ssdtrain.config import Config, ConfigError, ConfigIssue, load_config
 from ssdtrain.integration.inner_hooks import InnerHooks
 from ssdtrain.integration.patching import Patches
 from ssdtrain.optimizer_hooks import call_after_steps
@@ -125,7 +125,7 @@ def _read_config() -> Config:
             "the path of a YAML or JSON file in this environment variable, or the --ssdtrain-* flags with the launcher "
             "(-m ssdtrain_megatron.run)"
         )
-        raise ConfigError([Problem(f"environment variable {CONFIG}", file, why, allowed)])
+        raise ConfigError([ConfigIssue(f"environment variable {CONFIG}", file, why, allowed)])
     return load_config(file)
 
 
@@ -153,14 +153,16 @@ def _check_command_line() -> None:
         raise ConfigError(problems)
 
 
-def _bias_problems(options: Any) -> Iterator[Problem]:
+def _bias_problems(options: Any) -> Iterator[ConfigIssue]:
     """See Note: [Outputs that are parameters] in `recompute`; with --spec the checkpoint function is Megatron's own."""
     modules = getattr(options, "recompute_modules", None) or ()
     selective = getattr(options, "recompute_granularity", None) == "selective"
     if selective and "mlp" in modules and getattr(options, "add_bias_linear", False):
         why = "with a linear bias recurses without end in the first backward: Megatron's checkpoint function takes the bias"
         allowed = "--disable-bias-linear, leaving mlp out, or the launcher (-m ssdtrain_megatron.run) instead of --spec"
-        yield Problem("Megatron's --recompute-modules", list(modules), why + " for its own output", allowed)
+        yield ConfigIssue(
+            "Megatron's --recompute-modules", list(modules), why + " for its own output", allowed
+        )
 
 
 def _check_layer(layer: torch.nn.Module, config: Config) -> None:
@@ -171,7 +173,7 @@ def _check_layer(layer: torch.nn.Module, config: Config) -> None:
     if config.compresses:
         why = "compresses collectives, which a transformer layer has no part in"
         allowed = "ssdtrain_megatron.attach(model, config, optimizer=optimizer), or --spec of Megatron-LM's command line"
-        problems.append(Problem("ssdtrain.comm", config.comm, why, allowed))
+        problems.append(ConfigIssue("ssdtrain.comm", config.comm, why, allowed))
     if getattr(layer, "recompute_mlp", False):
         problems += _bias_problems(_compat.model_config(layer))
     if problems:
@@ -231,13 +233,13 @@ def _submodules(config: Any, layer_number: int, vp_stage: int | None, groups: An
         ConfigError: names an option that asks for a layer of another class.
     """
     problems = [
-        Problem(f"Megatron's --{option.replace('_', '-')}", value, f"asks for {what}", _OWN_SPEC)
+        ConfigIssue(f"Megatron's --{option.replace('_', '-')}", value, f"asks for {what}", _OWN_SPEC)
         for option, what in _OTHER_LAYERS.items()
         if (value := getattr(config, option, None))
     ]
     if config.transformer_impl not in ("local", "transformer_engine"):
         why = "asks for layers of another class than layer_spec's"
-        problems.append(Problem("Megatron's --transformer-impl", config.transformer_impl, why, _OWN_SPEC))
+        problems.append(ConfigIssue("Megatron's --transformer-impl", config.transformer_impl, why, _OWN_SPEC))
     if problems:
         raise ConfigError(problems)
     stage = {} if groups is None else {"pp_rank": get_pg_rank(groups.pp)}

@@ -9,7 +9,7 @@ creates no directory.
 from ssdtrain.config.amount import Amount, parse_amount
 from ssdtrain.config.comm import DIMENSIONS, CommConfig
 from ssdtrain.config.endurance import EnduranceConfig
-from ssdtrain.config.errors import ConfigError, InvalidValue, Problem
+from ssdtrain.config.errors import ConfigError, ConfigIssue, InvalidValue
 from ssdtrain.config.load import load_config
 from ssdtrain.config.offload import OffloadConfig
 from ssdtrain.config.plan import PlanConfig
@@ -32,11 +32,11 @@ __all__ = [
     "CompactConfig",
     "Config",
     "ConfigError",
+    "ConfigIssue",
     "EnduranceConfig",
     "InvalidValue",
     "OffloadConfig",
     "PlanConfig",
-    "Problem",
     "ReportConfig",
     "StateConfig",
     "exact_size",
