@@ -33,7 +33,6 @@ from ssdtrain.storage.slab import direct_io_error, open_nameless
 from ssdtrain.text import size_text
 from ssdtrain.tools.cli import network
 from ssdtrain.tools.cli.bandwidth import LEAST, measure
-from ssdtrain.tools.cli.build_locks import build_locks
 from ssdtrain.tools.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding
 from ssdtrain.tools.cli.limits import limits
 from ssdtrain.tools.cli.options import size
@@ -69,7 +68,7 @@ def run(arguments: list[str]) -> int:
 def examine(chosen: argparse.Namespace, size: int) -> list[Finding]:
     """The findings about this machine: software, hardware, limits, config and directories."""
     with progress("examining this machine") as note:
-        found = [*software(), *extensions(), *build_locks(), *hardware(), *limits(), *network.interfaces()]
+        found = [*software(), *extensions(), *hardware(), *limits(), *network.interfaces()]
         if chosen.config is not None:
             note(str(chosen.config))
             found += config_file(chosen.config)
