@@ -9,8 +9,8 @@ other objects, and so are not recorded; `torch.jit.script` and `torch.export` fi
 inside of a `with`, which ends by any exception: hooks of modules are not called after an interrupt.
 
 Note: [Replaced by others]
-Other code may replace `__call__` too, and its replacements may go in any order. So each of ours knows what it was put in front of,
-and passes calls on to that. Where others have put back what stood there before ours, the next module that is attached, or the
+Other code may replace `__call__` too, and its replacements may go in any order. So each of ours knows what it stands in front
+of, and passes calls on to that. Where others have put back what stood there before ours, the next module that is attached, or the
 second step of an optimizer without a forward, puts one in front again. Of several in one chain the outermost records.
 
 Note: [Compiled calls]
@@ -50,8 +50,8 @@ OWNED = "_ssdtrain_attached"
 """Key in the `__dict__` of an attached model whose value keeps what is attached alive as long as the model."""
 
 NO_BREAK = (
-    "a function compiled with fullgraph=True calls a model that ssdtrain.attach records: compile the model itself (model.compile() or "
-    "torch.compile(model), with fullgraph=True), or leave fullgraph out"
+    "a function compiled with fullgraph=True calls a model that ssdtrain.attach records: compile the model itself "
+    "(model.compile() or torch.compile(model), with fullgraph=True), or leave fullgraph out"
 )
 """Reason that Dynamo gives for the break of a graph."""
 

@@ -334,8 +334,8 @@ def encode(
     source: torch.dtype,
     pieces: Pieces | None = None,
 ) -> None:
-    """Encode `flat` [numel] into `payload`, header and finite flag included: one launch, after 4 bytes and what is behind the codes
-    are zeroed.
+    """Encode `flat` [numel] into `payload`, header and finite flag included: one launch, after 4 bytes, and those behind the
+    codes, are zeroed.
 
     Args:
         source: dtype whose range limits the scales.
