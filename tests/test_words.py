@@ -11,16 +11,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("ssdtrain", "ssdtrain_ds", "ssdtrain_megatron")
 
 EXEMPT = {
-    "ssdtrain/codecs",
-    "ssdtrain/comm",
-    "ssdtrain/compact",
     "ssdtrain/config",
     "ssdtrain/device",
-    "ssdtrain/metrics",
     "ssdtrain/offload",
     "ssdtrain/planner",
     "ssdtrain/profile",
-    "ssdtrain/state",
     "ssdtrain/storage",
     "ssdtrain/tools",
     "ssdtrain_ds",

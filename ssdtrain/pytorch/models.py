@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch import nn
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from ssdtrain.comm.feature import CompressedCollectives
-from ssdtrain.config import ConfigError, Problem
+from ssdtrain.config import ConfigError, ConfigIssue
 from ssdtrain.features import FIRST_STEPS, Feature, Forward
 from ssdtrain.pytorch import ddp
 from ssdtrain.pytorch.sharded import fsdp_classes
@@ -63,7 +64,7 @@ def check_lowrank(model: nn.Module) -> None:
         if isinstance(module, (DistributedDataParallel, *fsdp_classes())):
             why = f"meets {type(module).__name__}, which has seen the whole weights"
             allowed = 'attaching before DistributedDataParallel wraps the model, or mode "reconstruct" where it is sharded'
-            raise ConfigError([Problem("ssdtrain.compact.mode", "lowrank", why, allowed)])
+            raise ConfigError([ConfigIssue("ssdtrain.compact.mode", "lowrank", why, allowed)])
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -72,13 +73,18 @@ def check_unwrapped(model: nn.Module) -> None:
         if isinstance(module, (DistributedDataParallel, *fsdp_classes())):
             why = "is in the model: it reduces or shards the same parameters"
             allowed = "one process without a wrapper, or fully_shard with CPUOffloadPolicy in place of the section state"
-            raise ConfigError([Problem("ssdtrain.state", type(module).__name__, why, allowed)])
+            raise ConfigError([ConfigIssue("ssdtrain.state", type(module).__name__, why, allowed)])
 
 
 class BypassedModel(Feature):
-    """Warns once where an optimizer of the attached model makes steps, and no forward of the model is recorded between them."""
+    """Warns once where an optimizer of the attached model makes steps, and no forward of the model is recorded between them.
 
-    def __init__(self) -> None:
+    Args:
+        again: called at the second step, may see to it that forwards are recorded.
+    """
+
+    def __init__(self, again: Callable[[], object] = lambda: None) -> None:
+        self._again = again
         self._models: list[weakref.ref[nn.Module]] = []
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._hook = call_before_steps(self._optimizer_steps)
@@ -92,6 +98,8 @@ class BypassedModel(Feature):
     def _optimizer_steps(self, optimizer: Optimizer, *_: object) -> None:
         # One optimizer for each parameter makes many steps after one forward.
         self._steps[optimizer] = steps = self._steps.get(optimizer, 0) + 1
+        if steps == 2:
+            self._again()
         if steps < FIRST_STEPS:
             return
         model = next((model for known in self._models if (model := known()) is not None), None)

@@ -28,7 +28,7 @@ def operands(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor
 
 @functools.cache
 def projections(kind: str) -> Projections:
-    return Projections(kind, 1)  # type: ignore[arg-type]
+    return Projections(kind, 1)
 
 
 def projected(

@@ -83,9 +83,8 @@ def test_so_does_one_that_was_read_outside_of_the_arena(
     make_runtime: MakeRuntime, variant: Variant, prefetch: int | str
 ) -> None:
     runtime = make_runtime(variant, prefetch=prefetch)
-    assert runtime.engine is not None
     if not variant.staged:
-        runtime.engine.buffers.acquire = lambda nbytes, lead=0: None  # type: ignore[method-assign]
+        runtime.engine.buffers.acquire = lambda nbytes, lead=0: None
     comes_back(runtime, 7, torch.float32)
     comes_back(runtime, 5, torch.bfloat16)
 
@@ -96,7 +95,7 @@ def test_so_does_a_thin_view_whose_bytes_were_copied_together(
 ) -> None:
     runtime = make_runtime(variant)
     comes_back(runtime, 13, torch.float32, thin=True)
-    assert runtime.statistics().offload.packed_bytes  # type: ignore[union-attr]
+    assert runtime.statistics().offload.packed_bytes
 
 
 @pytest.mark.parametrize("codec", [None, "lossless"])
@@ -179,7 +178,7 @@ def test_an_address_that_is_no_multiple_of_an_element_keeps_its_bytes(make_runti
         loss.backward()
         expected = torch.zeros(ELEMENTS)
         expected[5:] = 3 * x.detach()[5:] ** 2
-        assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+        assert torch.equal(x.grad, expected)
 
 
 @pytest.mark.parametrize("codec", [None, "lossless"])

@@ -29,7 +29,6 @@ ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 
 
 def engine_of(runtime: Runtime) -> OffloadEngine:
-    assert runtime.engine is not None
     return runtime.engine
 
 
@@ -40,7 +39,7 @@ def closed_runtime(make_runtime: MakeRuntime) -> Iterator[MakeRuntime]:
 
     def make(way: Variant = WAYS[0], **settings: Any) -> Runtime:
         runtime = make_runtime(way, **{"prefetch": "1MiB", **settings})
-        runtime.expects_live = True  # type: ignore[attr-defined]
+        runtime.expects_live = True
         made.append(runtime)
         return runtime
 
@@ -51,7 +50,6 @@ def closed_runtime(make_runtime: MakeRuntime) -> Iterator[MakeRuntime]:
 
 
 def pool_of(runtime: Runtime) -> Any:
-    assert runtime.offload.store is not None
     return runtime.offload.store.pool
 
 
@@ -97,7 +95,6 @@ def test_a_load_that_the_end_of_the_store_cancelled_is_an_error(
     """The store may end without the engine: at interpreter exit, or by its owner."""
     runtime = closed_runtime(way)
     layers, loss = loads_held(runtime)
-    assert runtime.offload.store is not None
     runtime.offload.store.close()
     with pytest.raises(RuntimeError, match="close it after backward"):
         loss.backward()
@@ -114,7 +111,7 @@ def test_a_store_that_close_cancelled_is_in_memory_still(closed_runtime: MakeRun
     assert engine_of(runtime).snapshot().in_flight_bytes
     runtime.close()
     loss.backward()
-    assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, (x * 2).cos() * 2)
     assert engine_of(runtime).snapshot().offloaded_bytes == 0
 
 
@@ -123,8 +120,8 @@ def test_the_arena_is_unmapped_when_the_last_tensor_in_it_has_died(closed_runtim
     layers, x = model()
     with stored_forward(runtime):
         loss = layers(x).square().mean()
-    square = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    saved = square._saved_self  # type: ignore[union-attr]
+    square = loss.grad_fn.next_functions[0][0]
+    saved = square._saved_self
     arena = engine_of(runtime).buffers._arena
     assert arena is not None and arena.allocated
     runtime.close()
@@ -140,7 +137,6 @@ def test_a_second_close_on_another_thread_leaves_the_store_open_until_the_first_
 ) -> None:
     """What the store unmaps a device may still copy to or from."""
     runtime = closed_runtime()
-    assert runtime.offload is not None
     offload, engine, waits, over = runtime.offload, engine_of(runtime), threading.Event(), threading.Event()
     close_engine, close_store, early = engine.close, offload._close_store, []
 
@@ -179,7 +175,6 @@ def with_a_store_of_a_dropped_graph(runtime: Runtime) -> Arena:
     assert store is not None and eventually(store.begun)
     del loss
     arena = engine.buffers._arena
-    assert arena is not None
     return arena
 
 
@@ -234,7 +229,6 @@ def test_the_arena_is_unmapped_when_a_graph_that_outlives_close_dies(
     runtime = closed_runtime(way, threads=1)
     layers, loss = loads_held(runtime)
     arena = engine_of(runtime).buffers._arena
-    assert arena is not None
     pool_of(runtime).release()
     runtime.close()
     assert arena._map.nbytes, "backward may need what lies there"
@@ -255,7 +249,6 @@ def test_the_arena_is_unmapped_when_a_graph_dies_while_a_call_after_close_holds_
     graphs = [loads_held(runtime)[1]]
     engine = engine_of(runtime)
     arena = engine.buffers._arena
-    assert arena is not None
     pool_of(runtime).release()
     runtime.close()
     note_ends = engine._note_ends
@@ -289,7 +282,7 @@ def test_the_arena_is_unmapped_when_bytes_that_only_it_has_are_not_needed_any_mo
     arena = engine.buffers._arena
     runtime.close()
     assert arena is not None and arena._map.nbytes
-    assert tape.regions[0].transfer.state is State.STAGED  # type: ignore[union-attr]
+    assert tape.regions[0].transfer.state is State.STAGED
     if used:
         (expected,) = torch.autograd.grad(sines(x * 2), x)
         loss.backward()
@@ -360,7 +353,6 @@ def test_a_finalizer_may_close_inside_of(
     with stored_forward(runtime):
         (x * 2).sin().sum()
     engine, store = engine_of(runtime), runtime.offload.store
-    assert store is not None
     Owner(runtime)
     owner, name = PLACES[place]
     with monkeypatch.context() as patch:

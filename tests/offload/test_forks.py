@@ -78,7 +78,6 @@ def train(runtime: Runtime | None, directory: Path) -> list[torch.Tensor]:
                 with runtime.forward() if runtime is not None else nullcontext():
                     loss = model(examples).square().mean()
                 loss.backward()
-        assert loss is not None
         found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
     return found
 
@@ -104,7 +103,6 @@ def test_a_child_has_the_figures_of_the_fork_and_nothing_to_wait_for(
     """Whatever lock another thread holds at the fork is never released in the child."""
     runtime = make_runtime(way, host="1MiB")
     engine, store = runtime.engine, runtime.offload.store
-    assert engine is not None and store is not None
     x = zoo.noise(64, 64).requires_grad_()
     with runtime.forward():
         loss = x.sin().cos().sum()
@@ -127,7 +125,6 @@ def test_a_child_has_the_figures_of_the_fork_and_nothing_to_wait_for(
         signal.alarm(60)
         try:
             found = runtime.statistics()
-            assert found is not None
             for name in ("bytes_written", "live_slots", "live_bytes", "capacity_bytes"):
                 assert getattr(found.store, name) == getattr(known.store, name)
             assert found.offload.offloaded_bytes == known.offload.offloaded_bytes > 0

@@ -23,14 +23,12 @@ IN_PLACE = [variant for variant in VARIANTS if variant.name in ("c", "python", "
 
 
 def engine_of(runtime: Runtime) -> OffloadEngine:
-    assert runtime.engine is not None
     return runtime.engine
 
 
 @contextmanager
 def stores_wait(runtime: Runtime) -> Iterator[None]:
     """Inside, no store begins."""
-    assert runtime.offload.store is not None
     pool: Any = runtime.offload.store.pool
     pool.hold(reads=False)
     try:
@@ -71,7 +69,7 @@ def test_what_its_owner_filled_again_in_time_is_right(make_runtime: MakeRuntime,
         with torch.autograd._unsafe_preserve_version_counter(y):
             refill(y, x)
         loss.backward()
-    assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, (x * 2).cos() * 2)
 
 
 def test_what_was_freed_under_a_store_is_never_read_back(make_runtime: MakeRuntime, variant: Variant) -> None:
@@ -163,7 +161,7 @@ def test_memory_that_is_unmapped_under_a_store_is_an_error(
     with torch.autograd._unsafe_preserve_version_counter(y):
         refill(y, x)
     loss.backward()
-    assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, (x * 2).cos() * 2)
 
 
 def test_a_failed_store_is_held_to_the_bytes_of_the_pack(make_runtime: MakeRuntime) -> None:
@@ -188,7 +186,7 @@ def test_what_has_left_memory_may_be_freed(make_runtime: MakeRuntime, variant: V
     settled(runtime)
     y.untyped_storage().resize_(0)
     loss.backward()
-    assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, (x * 2).cos() * 2)
 
 
 class Freed(torch.autograd.Function):
@@ -237,7 +235,7 @@ def test_what_is_free_when_it_is_saved_stays(make_runtime: MakeRuntime) -> None:
     with torch.autograd._unsafe_preserve_version_counter(y):
         refill(y, x)
     loss.backward()
-    assert torch.equal(x.grad, y)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, y)
 
 
 @pytest.mark.parametrize("freed", [True, False])
@@ -252,11 +250,10 @@ def test_memory_that_is_gone_under_a_write_is_no_fault_of_the_drive(
             y.untyped_storage().resize_(0)
     settled(runtime)
     found = runtime.statistics()
-    assert found is not None
     assert found.offload.failed_stores == 1 and not found.store.drives[0].retired
     if freed:
         with pytest.raises(RuntimeError, match="was freed"):
             loss.backward()
     else:
         loss.backward()
-        assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]
+        assert torch.equal(x.grad, (x * 2).cos() * 2)

@@ -48,13 +48,13 @@ def test_gradients_are_those_without_it_and_no_byte_is_in_host_memory(
     moved = grown(stand_in)
     x, loss = chain(runtime)
     settled(runtime)
-    found = runtime.statistics().offload  # type: ignore[union-attr]
+    found = runtime.statistics().offload
     assert moved() == (found.offloaded_bytes, 0) and found.offloaded_bytes == found.saved_bytes > 0
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
     assert moved() == (found.offloaded_bytes, found.offloaded_bytes)
     assert engine_of(runtime).buffers.peak == 0
-    assert runtime.statistics().store.ssd_bytes_written >= found.offloaded_bytes  # type: ignore[union-attr]
+    assert runtime.statistics().store.ssd_bytes_written >= found.offloaded_bytes
 
 
 @pytest.mark.parametrize("codec", ["int8", "lossless"])
@@ -78,17 +78,17 @@ def test_encoded_tensors_go_the_same_way(
 def test_a_tensor_stays_until_its_write_has_ended(stand_in: KvikioStandIn, make_runtime: MakeRuntime) -> None:
     """The write reads its memory."""
     runtime = make_runtime(ON)
-    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
+    pool_of(runtime).hold(begun=True)
     x, loss = chain(runtime)
     stores = list(engine_of(runtime).mover.stores)
     assert stores and all(region.in_tensor for region in stores)
     del x, loss
     gc.collect()
-    until(lambda: stores[0].transfer.operation.begun(), "a store")  # type: ignore[union-attr]
-    begun = [region for region in stores if region.transfer.operation.begun()]  # type: ignore[union-attr]
+    until(lambda: stores[0].transfer.operation.begun(), "a store")
+    begun = [region for region in stores if region.transfer.operation.begun()]
     engine_of(runtime).drain()
     assert all(region.transfer.state is State.RELEASED and region.in_tensor for region in begun)
-    pool_of(runtime).release()  # type: ignore[attr-defined]
+    pool_of(runtime).release()
     holds_nothing(runtime)
     assert not any(region.in_tensor for region in begun)
 
@@ -101,18 +101,17 @@ def test_memory_that_is_being_filled_is_not_reserved_again(
     engine = engine_of(runtime)
     x, loss = chain(runtime)
     settled(runtime)
-    region = runtime.offload.tape(0, -1).regions[0]  # type: ignore[union-attr]
-    assert region is not None
-    pool_of(runtime).hold(writes=False)  # type: ignore[attr-defined]
+    region = runtime.offload.tape(0, -1).regions[0]
+    pool_of(runtime).hold(writes=False)
     with engine._lock:
         assert engine.mover.loads.begin(region, on_demand=False)
         target = region.transfer.target
         engine.mover.loads.reserve_target(region)
         assert target is not None and region.transfer.target is target
-    pool_of(runtime).release()  # type: ignore[attr-defined]
+    pool_of(runtime).release()
     del region
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
 
 
 def test_what_is_larger_than_the_arena_is_stored_however_busy_the_drive_is(
@@ -124,7 +123,7 @@ def test_what_is_larger_than_the_arena_is_stored_however_busy_the_drive_is(
     with runtime.forward():
         loss = x.sin().sin().sin().sum()
     settled(runtime)
-    found = runtime.statistics().offload  # type: ignore[union-attr]
+    found = runtime.statistics().offload
     assert found.offloaded_bytes == found.saved_bytes > 0 == found.kept_late_bytes
     (grad,) = torch.autograd.grad(loss, x)
     assert torch.equal(grad, torch.autograd.grad(x.sin().sin().sin().sum(), x)[0])
@@ -133,7 +132,7 @@ def test_what_is_larger_than_the_arena_is_stored_however_busy_the_drive_is(
 def once(caplog: pytest.LogCaptureFixture, runtime: Runtime) -> None:
     """An error of cuFile was logged once, and the drives are still used."""
     assert caplog.text.count("GPUDirect Storage is not used any more") == 1
-    assert not any(drive.retired for drive in runtime.statistics().store.drives)  # type: ignore[union-attr]
+    assert not any(drive.retired for drive in runtime.statistics().store.drives)
 
 
 @pytest.mark.parametrize("codec", [None, "lossless"])
@@ -144,17 +143,17 @@ def test_after_a_failed_write_stores_go_through_host_memory(
     stand_in.fails.add("write")
     x, loss = chain(runtime)
     settled(runtime)
-    before = runtime.statistics().offload  # type: ignore[union-attr]
+    before = runtime.statistics().offload
     assert before.failed_stores > 0 < before.kept_bytes
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
     x, loss = chain(runtime)
     settled(runtime)
-    after = runtime.statistics().offload  # type: ignore[union-attr]
+    after = runtime.statistics().offload
     assert after.failed_stores == before.failed_stores
     assert after.offloaded_bytes - before.offloaded_bytes == after.saved_bytes - before.saved_bytes > 0
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
     once(caplog, runtime)
 
 
@@ -167,7 +166,7 @@ def test_after_a_failed_read_what_was_written_comes_through_host_memory(
     settled(runtime)
     stand_in.fails.add("read")
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
     once(caplog, runtime)
 
 
@@ -206,7 +205,7 @@ def test_memory_that_is_not_there_ahead_of_need_is_no_error(
     engine.mover.transfer.begin_load = begin_load
     engine.prefetcher._advance = lambda tape: None
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
 
 
 def test_where_memory_is_out_what_was_read_ahead_is_dropped(
@@ -216,7 +215,7 @@ def test_where_memory_is_out_what_was_read_ahead_is_dropped(
     engine = engine_of(runtime)
     x, loss = chain(runtime)
     settled(runtime)
-    regions = list(runtime.offload.tape(0, -1).regions)  # type: ignore[union-attr]
+    regions = list(runtime.offload.tape(0, -1).regions)
     load_target = engine.device.load_target
 
     def full(nbytes: int) -> torch.Tensor:
@@ -225,14 +224,14 @@ def test_where_memory_is_out_what_was_read_ahead_is_dropped(
         return load_target(nbytes)
 
     with engine._lock:
-        assert engine.mover.loads.begin(regions[-1], on_demand=False)  # type: ignore[arg-type]
-    until(lambda: regions[-1].transfer.operation.done(), "the read")  # type: ignore[union-attr]
+        assert engine.mover.loads.begin(regions[-1], on_demand=False)
+    until(lambda: regions[-1].transfer.operation.done(), "the read")
     monkeypatch.setattr(engine.device, "load_target", full)
     with engine._lock:
-        assert engine.mover.loads.begin(regions[0], on_demand=True)  # type: ignore[arg-type]
-        assert regions[-1].transfer.state is State.STORED  # type: ignore[union-attr]
+        assert engine.mover.loads.begin(regions[0], on_demand=True)
+        assert regions[-1].transfer.state is State.STORED
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -270,7 +269,6 @@ def chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture, **more: Any) -> tup
         caplog.at_level(logging.INFO, "ssdtrain"),
         Runtime(config(tmp_path, **more), seams=Seams(staged=True)) as runtime,
     ):
-        assert runtime.engine is not None
         used = isinstance(runtime.engine.mover.transfer, gpudirect.GpuDirectTransfer)
     return used, "\n".join(line for line in caplog.text.splitlines() if "GPUDirect" in line)
 
@@ -357,14 +355,14 @@ def test_a_transfer_that_hangs_in_training_is_not_waited_for_for_ever(
     monkeypatch.setattr(storage, "_HUNG", pools)
     monkeypatch.setattr(hanging, "_HUNG", regions)
     runtime = make_runtime(ON, deadline="50ms", prefetch="512KiB")
-    engine, store = engine_of(runtime), runtime.offload.store  # type: ignore[union-attr]
+    engine, store = engine_of(runtime), runtime.offload.store
     if kind == "write":
         stand_in.gate.clear()
     x, loss = chain(runtime)
     if kind == "read":
         settled(runtime)
         stand_in.gate.clear()
-        engine.prefetch(runtime.offload.tape(0, -1))  # type: ignore[union-attr]
+        engine.prefetch(runtime.offload.tape(0, -1))
     until(lambda: any(region.transfer.operation.begun() for region in engine.mover.busy()), kind)
     with pytest.raises(TimeoutError, match=r"offload\.gpudirect"):
         runtime.close()
@@ -397,7 +395,7 @@ def test_a_read_that_hangs_in_backward_is_given_up_for_one_through_host_memory(
     stand_in.gate.clear()
     with caplog.at_level(logging.WARNING, "ssdtrain"):
         loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
     assert "GPUDirect Storage is not used any more" in caplog.text
     assert any(isinstance(memory, torch.Tensor) and memory.nbytes for memory in kept)
     stand_in.gate.set()
@@ -414,7 +412,7 @@ def test_what_is_verified_as_a_whole_is_not_tried(
 @pytest.mark.parametrize("choice", ["on", "auto"])
 def test_the_probe_is_not_counted(stand_in: KvikioStandIn, tmp_path: Path, choice: str) -> None:
     with Runtime(config(tmp_path, gpudirect=choice), seams=Seams(staged=True)) as runtime:
-        found = runtime.statistics().store  # type: ignore[union-attr]
+        found = runtime.statistics().store
     assert stand_in.written and (found.ssd_bytes_written, found.write_seconds, found.read_seconds) == (
         0,
         0,

@@ -172,7 +172,7 @@ def test_a_feature_that_does_nothing_is_reported(
                         loss = zoo.noise(64, 64).requires_grad_().sin().sum()
                     loss.backward()
                     if options.get("amount") == 0.0:  # the first tape is offloaded: its size has to be learnt
-                        found = runtime.engine.metrics  # type: ignore[union-attr]
+                        found = runtime.engine.metrics
                         found.offloaded_bytes = found.avoided_write_bytes = 0
         warnings = [
             record.getMessage() for record in caplog.records if "moved nothing" in record.getMessage()
@@ -242,7 +242,6 @@ def test_an_amount_keeps_the_last_saved(make_runtime: MakeRuntime) -> None:
             for _ in range(10):
                 y = y.sin()
             loss = y.sum()
-        assert tape is not None
         states = [
             "kept" if region.transfer.slot is None else "left"
             for region in tape.regions
@@ -260,7 +259,6 @@ def test_kept_regions_cost_no_io(make_runtime: MakeRuntime) -> None:
         loss = x.sin().cos().sum()
     loss.backward()
     found = runtime.statistics()
-    assert found is not None
     assert found.store.bytes_written == found.store.bytes_read == 0
     assert found.offload.kept_bytes == found.offload.saved_bytes > 0
 
@@ -301,7 +299,6 @@ def test_what_is_written_from_where_it_lies_is_put_into_huge_pages(
 def test_microbatches_that_are_numbered_on_and_on_take_no_memory(make_runtime: MakeRuntime) -> None:
     runtime = make_runtime()
     offload = runtime.offload
-    assert offload is not None
     with runtime.forward(microbatch=0):
         loss = torch.randn(64, 64, requires_grad=True).sin().sum()
     for microbatch in range(1, 4 * MOST_TAPES):

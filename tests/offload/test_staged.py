@@ -32,11 +32,11 @@ def test_a_released_region_keeps_its_buffer_and_not_its_tensor_until_its_store_h
     """The copy is in the buffer: device memory would stay taken for as long as the drive takes."""
     runtime = make_runtime(STAGED)
     engine = engine_of(runtime)
-    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
+    pool_of(runtime).hold(begun=True)
     x, loss = chain(runtime, depth=1)
     stores = list(engine.mover.stores)
-    until(lambda: any(region.transfer.operation.begun() for region in stores), "a store")  # type: ignore[union-attr]
-    stores = [region for region in stores if region.transfer.operation.begun()]  # type: ignore[union-attr]
+    until(lambda: any(region.transfer.operation.begun() for region in stores), "a store")
+    stores = [region for region in stores if region.transfer.operation.begun()]
     del x, loss
     gc.collect()
     engine.drain()
@@ -44,7 +44,7 @@ def test_a_released_region_keeps_its_buffer_and_not_its_tensor_until_its_store_h
         region.transfer.state is State.RELEASED and region.transfer.lease is not None for region in stores
     )
     assert not any(region.in_tensor for region in stores)
-    pool_of(runtime).release()  # type: ignore[attr-defined]
+    pool_of(runtime).release()
     holds_nothing(runtime)
 
 
@@ -56,21 +56,21 @@ def test_what_is_on_the_device_already_is_not_dropped_for_a_buffer(make_runtime:
     settled(runtime)
     first, *_, last = [
         region for region in runtime.offload.tape(0, -1).regions if region.transfer.state is State.STORED
-    ]  # type: ignore[union-attr]
+    ]
     mover: Any = engine.mover
     with engine._lock:
         assert mover.loads.begin(last, on_demand=False)
     last.transfer.operation.wait(60)
     with engine._lock:
         mover.loads.end(last)
-        engine.buffers.acquire = lambda nbytes, lead=0: None  # type: ignore[method-assign]
+        engine.buffers.acquire = lambda nbytes, lead=0: None
         assert mover.loads.begin(first, on_demand=True)
     del engine.buffers.acquire
     assert last.transfer.state is State.LOADED and mover.metrics.evicted_bytes == 0
     assert mover.metrics.outside_bytes == first.nbytes
     del first, last, _
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
 
 
 def test_a_buffer_outside_of_the_arena_is_host_memory_whatever_the_default_device_is(
@@ -83,14 +83,14 @@ def test_a_buffer_outside_of_the_arena_is_host_memory_whatever_the_default_devic
     settled(runtime)
     stored = [
         region for region in runtime.offload.tape(0, -1).regions if region.transfer.state is State.STORED
-    ]  # type: ignore[union-attr]
+    ]
     with engine._lock, torch.device("meta"), patch.object(engine.buffers, "acquire", lambda nbytes: None):
         assert engine.mover.loads.begin(stored[-1], on_demand=True)
     loaded = stored[-1].transfer.loaded
     assert loaded is not None and loaded.device.type == "cpu" and engine.mover.metrics.outside_bytes
     del stored, loaded
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
 
 
 def test_the_kernels_of_a_codec_are_compiled_when_the_engine_is_made(
@@ -119,10 +119,10 @@ def test_a_released_head_delays_no_departure() -> None:
         )
         for _ in range(3)
     ]
-    departures.add(regions[0], 100)  # type: ignore[arg-type]
+    departures.add(regions[0], 100)
     regions[0].transfer.state = State.RELEASED
-    departures.add(regions[1], 200)  # type: ignore[arg-type]
-    departures.add(regions[2], 300)  # type: ignore[arg-type]
+    departures.add(regions[1], 200)
+    departures.add(regions[2], 300)
     assert left == [regions[1]]
 
 
@@ -164,24 +164,24 @@ def test_no_device_memory_ahead_of_need_is_no_error(
     prefetcher._advance = advance_without_memory
     loss.backward()
     assert refused, "nothing was tried ahead of need"
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
 
 
 def test_a_store_that_fails_after_close_leaves_its_bytes_where_they_are(make_runtime: MakeRuntime) -> None:
     """1. stores are under way; 2. the engine closes; 3. they fail; 4. the store closes; 5. backward."""
     runtime = make_runtime(VARIANTS[0], deadline=0, faults=Faults(write_failure=1.0))
     engine = engine_of(runtime)
-    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
+    pool_of(runtime).hold(begun=True)
     x, loss = chain(runtime)
     operations = [region.transfer.operation for region in engine.mover.busy()]
-    until(lambda: any(operation.begun() for operation in operations), "a store")  # type: ignore[union-attr]
+    until(lambda: any(operation.begun() for operation in operations), "a store")
     engine.close()
-    pool_of(runtime).release()  # type: ignore[attr-defined]
-    while not all(operation.done() for operation in operations):  # type: ignore[union-attr]
+    pool_of(runtime).release()
+    while not all(operation.done() for operation in operations):
         time.sleep(0.001)
-    runtime.offload.store.close()  # type: ignore[union-attr]
+    runtime.offload.store.close()
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
 
 
 def test_a_pinned_host_tier_is_not_looked_at_after_close(tmp_path: Path) -> None:
@@ -193,7 +193,6 @@ def test_a_pinned_host_tier_is_not_looked_at_after_close(tmp_path: Path) -> None
     engine = engine_of(runtime)
     x, loss = chain(runtime)
     settled(runtime)
-    assert runtime.offload is not None
     engine.prefetch(runtime.offload.tape(0, -1))
     states = {region.transfer.state for region in runtime.offload.tape(0, -1).regions if region is not None}
     assert State.LOADING in states or State.STORED in states

@@ -87,7 +87,7 @@ class SavesThree(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> torch.Tensor:
         a, b, c = ctx.saved_tensors
-        return grads[0] * a * b * c  # type: ignore[no-any-return]
+        return grads[0] * a * b * c
 
 
 def test_what_an_operator_saved_and_stays_belongs_to_it_too(make_runtime: MakeRuntime) -> None:
@@ -96,8 +96,8 @@ def test_what_an_operator_saved_and_stays_belongs_to_it_too(make_runtime: MakeRu
     engine_of(runtime).policy = KeepsTheSecond()
     x = torch.ones(512, requires_grad=True)
     with runtime.forward():
-        loss = SavesThree.apply(SavesThree.apply(x)).sum()  # type: ignore[no-untyped-call]
-    tape = runtime.offload.tape(0, -1)  # type: ignore[union-attr]
+        loss = SavesThree.apply(SavesThree.apply(x)).sum()
+    tape = runtime.offload.tape(0, -1)
     assert tape is not None and len(tape.regions) == 6
     assert coming(tape) == [3, 4, 5, 0, 1, 2]
     tape.reached(3, again=False)
@@ -154,7 +154,7 @@ class SavesOneTwice(torch.autograd.Function):
             a, b = ctx.saved_tensors
         if SavesOneTwice.write:
             a.mul_(3)
-        return grads[0] * b  # type: ignore[no-any-return]
+        return grads[0] * b
 
 
 @pytest.mark.parametrize(("twice", "passes"), [(False, 1), (True, 1), (False, 2), (True, 2)])
@@ -172,7 +172,7 @@ def test_an_operator_that_saved_a_tensor_twice_has_it_once_in_each_pass(
 
     runtime = make_runtime()
     with runtime.forward():
-        loss = SavesOneTwice.apply(x * 1).sum()  # type: ignore[no-untyped-call]
+        loss = SavesOneTwice.apply(x * 1).sum()
     settled(runtime)
     found = gradient(loss)
-    assert torch.equal(found, gradient(SavesOneTwice.apply(x * 1).sum()))  # type: ignore[no-untyped-call]
+    assert torch.equal(found, gradient(SavesOneTwice.apply(x * 1).sum()))

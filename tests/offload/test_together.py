@@ -16,7 +16,6 @@ from tests.offload.test_races import SIZE, chain, engine_of
 def test_stores_wake_the_pool_together(way: Variant, make_runtime: MakeRuntime) -> None:
     """Up to the bytes of the largest tensor: of equal ones every second wakes it."""
     runtime = make_runtime(way)
-    assert runtime.offload.store is not None
     flags: list[bool] = []
     write = runtime.offload.store.write
 
@@ -24,7 +23,7 @@ def test_stores_wake_the_pool_together(way: Variant, make_runtime: MakeRuntime) 
         flags.append(defer)
         return write(*args, defer=defer, **more)
 
-    runtime.offload.store.write = record  # type: ignore[method-assign]
+    runtime.offload.store.write = record
     _, loss = chain(runtime, depth=6)
     assert len(flags) >= 6 and flags == [True, False] * (len(flags) // 2) + [True] * (len(flags) % 2)
     del loss
@@ -43,7 +42,7 @@ def test_loads_are_issued_several_at_a_time(way: Variant, make_runtime: MakeRunt
         cursors.append(region.tape.cursor)
         return begin(region, on_demand=on_demand)
 
-    loads.begin = record  # type: ignore[method-assign]
+    loads.begin = record
     with runtime.backward():
         loss.backward()
     assert len(cursors) >= 10 and len(set(cursors)) <= len(cursors) // 2
@@ -63,7 +62,7 @@ def test_a_large_load_is_issued_as_soon_as_it_fits(way: Variant, make_runtime: M
         ahead.append(loads.prefetched_bytes)
         return hand_out(region)
 
-    loads.hand_out = record  # type: ignore[method-assign]
+    loads.hand_out = record
     with runtime.backward():
         loss.backward()
     assert len(ahead) >= 10 and set(ahead[:-3]) == {768 << 10}
@@ -100,7 +99,7 @@ def test_a_tensor_that_is_used_again_later_does_not_end_what_is_read_ahead(
             demanded.append(region.index)
         return begin(region, on_demand=on_demand)
 
-    loads.begin = record  # type: ignore[method-assign]
+    loads.begin = record
     with runtime.backward():
         loss.backward()
     assert x.grad is not None and torch.equal(x.grad, expected)

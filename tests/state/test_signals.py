@@ -63,7 +63,6 @@ class Training:
     def gradients(self) -> float:
         """Forward, backward and clipping; the gradients are in the tier afterwards, with a factor. Returns their norm."""
         loss_of(self.model, self.batch).backward()
-        assert self.runtime.state is not None
         return self.runtime.state.clip_grad_norm_(0.1).item()
 
     def plain_gradients(self) -> float:

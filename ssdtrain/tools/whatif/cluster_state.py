@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import format_size
 from ssdtrain.planner.step import Block
-from ssdtrain.state.plan import BUFFERS, plan_state
+from ssdtrain.state.plan import CHUNK_BUFFERS, plan_state
 from ssdtrain.tools.whatif.cluster_job import OPTIMIZER_TRAFFIC, Job
 
 __all__ = ["Placement", "placements"]
@@ -120,7 +120,7 @@ def placements(job: Job, last: bool) -> list[Placement]:
     chunks = [sum(one.values()) - (one["optimizer"] if job.cpu_rate else 0) for one in each]
     outside = max(0, sum(state.values()) - sum(chunks) - (optimizer if job.cpu_rate else 0))
     largest = max(chunks)
-    total, least = outside + sum(chunks), outside + BUFFERS * largest
+    total, least = outside + sum(chunks), outside + CHUNK_BUFFERS * largest
     limits = {outside + largest} if least >= available else {min(total, least)}
     limits |= {least + (available - least) * part // PARTS for part in range(1, PARTS)}
     limits |= {total}
