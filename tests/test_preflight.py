@@ -60,7 +60,7 @@ def test_a_directory_that_cannot_be_written_or_made_is_rejected(locked: Path) ->
         "report": {"path": str(locked / "report")},
     }
     with as_nobody():
-        error = rejected(config, rank=3)
+        error = rejected(config, Placement.of("cpu", 3))
     report, existing, new = error.problems
     assert (report.path, report.value) == ("ssdtrain.report.path", str(locked / "report"))
     assert (existing.path, existing.value) == ("ssdtrain.offload.directories[0]", str(locked))
