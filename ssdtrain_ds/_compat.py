@@ -297,3 +297,18 @@ def trainer_class() -> Any:
     """Hugging Face's Trainer, or None where it is not imported."""
     module = sys.modules.get("transformers.trainer")
     return getattr(module, "Trainer", None)
+
+
+PASSING_FUNCTIONS = ("PreBackwardFunctionForModule", "PostBackwardFunctionModule")
+"""ZeRO-3's functions around every module's outputs and inputs; they return what they got, and backward calls ZeRO by them."""
+
+_DIVIDED_LAYER = "TensorParallel_Layer"
+
+
+def tensor_parallel_layers(model: torch.nn.Module) -> list[str]:
+    """Return the qualified names of the layers that AutoTP has put into `model`."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(base.__name__ == _DIVIDED_LAYER for base in type(module).__mro__)
+    ]

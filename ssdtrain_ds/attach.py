@@ -35,16 +35,14 @@ from ssdtrain_ds import (
     _compat,
     _compat_accelerate,
     _compat_comm,
-    _compat_compact,
     checkpointing,
     schedule,
-    trainer,
 )
 from ssdtrain_ds.block import BLOCK, check_place
 from ssdtrain_ds.comm import CommAttachment
 from ssdtrain_ds.compact import check_layers, check_mode, follow_zero, take_over
 from ssdtrain_ds.conflicts import CONFLICTS
-from ssdtrain_ds.monitor import Monitor
+from ssdtrain_ds.monitor import Monitor, patch_trainer
 from ssdtrain_ds.plan import HAS_NO_BLOCKS, NEVER_ENDS, plan_blocks, reject_compile
 
 __all__ = ["install", "runtime_of", "uninstall"]
@@ -192,26 +190,41 @@ class _Attachment:
             raise
 
     def _attach(self, config: Config) -> None:
-        engine, undo = self.engine, self.runtime.call_at_close
-        if self.runtime.compact is not None:
-            check_layers(engine)
-            follow_zero()
-            take_over(_compact_of_earlier_engines(engine))
-            self.runtime.compact.step = lambda: int(engine.global_steps)
-            if _compat.is_pipeline(engine) and _compat.stages_of(engine) > 1:
-                self.runtime.compact.look_elsewhere([engine.module])
-        self.runtime.register(engine.module)
+        engine, runtime = self.engine, self.runtime
+        # 1. Features know the model.
+        if runtime.compact is not None:
+            self._prepare_compact(runtime.compact)
+        runtime.register(engine.module)
         if self.offload is not None:
             self._prepare_offload(self.offload)
         self.checkpoint = checkpointing.function_for(config.checkpoint)
-        self.monitor = Monitor(engine, self.runtime)
-        self._record_skipped_steps()
-        undo(lambda: engine.__dict__.pop(_ATTACHMENT, None))
-        patches, of_trainer = Patches(), Patches()
-        undo(patches.undo)
-        undo(of_trainer.undo)
+        # 2. Metrics go where DeepSpeed's and the Trainer's go.
+        self.monitor = Monitor(engine, runtime)
+        runtime.call_at_close(lambda: engine.__dict__.pop(_ATTACHMENT, None))
+        of_trainer = Patches()
+        runtime.call_at_close(of_trainer.undo)
         weakref.finalize(self, of_trainer.undo)
-        trainer.patch_trainer(of_trainer, engine, self.runtime)
+        patch_trainer(of_trainer, engine, runtime)
+        # 3. Forwards, backwards and steps reach the runtime.
+        self._record_skipped_steps()
+        self._patch_engine()
+        if runtime.comm is not None:
+            runtime.call_at_close(CommAttachment(engine, runtime.comm).detach)
+        runtime.step_begin()
+
+    def _prepare_compact(self, linear: CompactLinear) -> None:
+        engine = self.engine
+        check_layers(engine)
+        follow_zero()
+        take_over(_compact_of_earlier_engines(engine))
+        linear.step = lambda: int(engine.global_steps)
+        if _compat.is_pipeline(engine) and _compat.stages_of(engine) > 1:
+            linear.look_elsewhere([engine.module])
+
+    def _patch_engine(self) -> None:
+        """Give this engine methods of its own. See Note: [What is patched]."""
+        engine, patches = self.engine, Patches()
+        self.runtime.call_at_close(patches.undo)
         if _compat.is_pipeline(engine):
             schedule.patch_pipeline(patches, engine, self.runtime, self.recording, self.on_step_end)
             patches.replace(engine, _compat.EXEC_SCHEDULE, self._recording_skipped_steps)
@@ -222,11 +235,8 @@ class _Attachment:
         patches.replace(engine, "destroy", self._destroy)
         if self.by_blocks:
             reject_compile(patches, engine, HAS_NO_BLOCKS)
-        elif self.offload is not None and _compat_compact.tensor_parallel_layers(engine.module):
+        elif self.offload is not None and _compat.tensor_parallel_layers(engine.module):
             reject_compile(patches, engine, NEVER_ENDS)
-        if self.runtime.comm is not None:
-            undo(CommAttachment(engine, self.runtime.comm).detach)
-        self.runtime.step_begin()
 
     def _prepare_offload(self, offload: OffloadEngine) -> None:
         undo = self.runtime.call_at_close

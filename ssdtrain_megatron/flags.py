@@ -35,13 +35,13 @@ class UnusedFlags:
         self._patches = Patches()
 
     def expect(self, arguments: Sequence[str]) -> None:
-        """Take the flags in a command line for unused ones, if they enable anything.
+        """Take the flags in a command line for unused ones, if they enable anything and it does not only ask for help.
 
         Raises:
             SystemExit: a flag is misspelled, or its value is invalid.
             ConfigError: as `config_from_args`.
         """
-        self._flags = given_flags(arguments)
+        self._flags = [] if {"-h", "--help"}.intersection(arguments) else given_flags(arguments)
         if self._flags:
             usage = "SCRIPT [its arguments and --ssdtrain-* flags]"
             parser = argparse.ArgumentParser(usage=usage, add_help=False, allow_abbrev=False)

@@ -16,15 +16,23 @@ Where it is the only tape alive (no pipeline, the last stage of 1F1B) it is all 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from ssdtrain.features import Feature, Forward
+from ssdtrain.profile.modules import no_hook
 from ssdtrain.runtime import Runtime
 
-__all__ = ["Event", "Schedule", "StepOrder"]
+__all__ = ["BypassedSchedules", "Schedule", "ScheduledEvent", "StepOrder"]
+
+logger = logging.getLogger("ssdtrain")
 
 Key = tuple[int, int]
 """(chunk, microbatch): names a tape."""
@@ -32,7 +40,7 @@ Key = tuple[int, int]
 LOOKAHEAD = 2  # backwards whose tapes are named to the runtime
 
 
-class Event(NamedTuple):
+class ScheduledEvent(NamedTuple):
     """One forward or backward of one microbatch on one chunk."""
 
     backward: bool
@@ -48,9 +56,9 @@ class StepOrder:
     """The events of steps by number of microbatches, as seen. See Note: [Order]."""
 
     def __init__(self) -> None:
-        self._known: dict[int, list[Event]] = {}
-        self._seen: list[Event] = []
-        self._expected: list[Event] | None = None
+        self._known: dict[int, list[ScheduledEvent]] = {}
+        self._seen: list[ScheduledEvent] = []
+        self._expected: list[ScheduledEvent] | None = None
         self._count = 0
 
     def begin(self, count: int) -> None:
@@ -59,7 +67,7 @@ class StepOrder:
         self._seen = []
         self._expected = self._known.get(count)
 
-    def record(self, event: Event) -> None:
+    def record(self, event: ScheduledEvent) -> None:
         """Record the next event of the step."""
         at = len(self._seen)
         if self._expected is not None and (at >= len(self._expected) or self._expected[at] != event):
@@ -70,7 +78,7 @@ class StepOrder:
         """The step is complete."""
         self._known[self._count] = self._seen
 
-    def next_event(self) -> Event | None:
+    def next_event(self) -> ScheduledEvent | None:
         """The event after the current one, if it is known."""
         at = len(self._seen)
         return self._expected[at] if self._expected is not None and at < len(self._expected) else None
@@ -114,13 +122,13 @@ class Schedule:
         Returns:
             What `call` returned. Pass `record_output` the output whose backward will come.
         """
-        event = Event(False, chunk, microbatch)
+        event = ScheduledEvent(False, chunk, microbatch)
         if not self._open or event.key in self._forwards:
             self._begin(count)
         self._forwards.add(event.key)
         self.order.record(event)
         following = self.order.next_event()
-        at_once = following == Event(True, chunk, microbatch)
+        at_once = following == ScheduledEvent(True, chunk, microbatch)
         keep = at_once and bool(self._alive)
         if following is not None and following.backward and not at_once:
             self.runtime.next_backward(*self.order.next_backwards(self._alive))
@@ -142,7 +150,7 @@ class Schedule:
     def backward(self, output: object, call: Callable[[], Any]) -> Any:
         """Run `call`, the backward of an output that this schedule `knows`."""
         _, key = self._outputs.pop(id(output))
-        self.order.record(Event(True, *key))
+        self.order.record(ScheduledEvent(True, *key))
         self._alive.discard(key)
         with self.runtime.backward(*key):
             self.runtime.next_backward(*self.order.next_backwards(self._alive))
@@ -172,3 +180,60 @@ class Schedule:
         self._alive.clear()
         self._outputs.clear()
         self.runtime.next_backward()
+
+
+LOOSE_FORWARDS = 10
+"""Forwards outside of a schedule, before any inside of one, that are taken for a loop's own beginning."""
+
+
+class BypassedSchedules(Feature):
+    """Warns once where a chunk's forwards with gradients do not come from a schedule, until the first one that does.
+
+    An adapter appends it to `Runtime.features`.
+    """
+
+    def __init__(self) -> None:
+        self._forwards = 0
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self, model: nn.Module) -> None:
+        self._handles.append(model.register_forward_pre_hook(_Before(self)))
+
+    def forward(self) -> None:
+        """A chunk's forward begins."""
+        if not torch.is_grad_enabled():
+            return
+        self._forwards += 1
+        if self._forwards == LOOSE_FORWARDS:
+            self.detach()
+            logger.warning(
+                "the model ran %d forwards with gradients, none of them by forward_step of "
+                "megatron.core.pipeline_parallel.schedules: nothing of them is offloaded or recomputed. A loop that calls the "
+                "model by itself uses ssdtrain.attach; a schedule of your own looks forward_step and backward_step up in that "
+                "module when it calls them",
+                LOOSE_FORWARDS,
+            )
+
+    def on_forward(self, forward: Forward) -> AbstractContextManager[Any] | None:
+        self.detach()
+        return None
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _Before:
+    """Copied or pickled as a hook without effect."""
+
+    def __init__(self, schedules: BypassedSchedules) -> None:
+        self._schedules = weakref.ref(schedules)
+
+    def __call__(self, *_: Any) -> None:
+        schedules = self._schedules()
+        if schedules is not None:
+            schedules.forward()
+
+    def __reduce__(self) -> Any:
+        return no_hook()

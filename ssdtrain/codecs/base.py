@@ -289,7 +289,10 @@ class FixedSizeCodec(Codec):
         size = self.payload_bytes(x.numel(), x.dtype)
         if flat.numel() and self._encode_payload(flat, out[:size], self.header(x.dtype, x.numel()), key):
             return size
-        finite = self._encode(flat, out[HEADER_BYTES:size], key) if flat.numel() else True
+        finite: Tensor | bool = True
+        if flat.numel():
+            finite = self._encode(flat, out[HEADER_BYTES:size], key)
+            out[HEADER_BYTES + self._body_bytes(x.numel(), x.dtype) : size].zero_()
         self._write_header(out, flat, finite)
         return size
 

@@ -4,9 +4,10 @@ Shapes: N blocks, B values per block.
 
 Note: [Block codes]
     Body: bfloat16 scales [N]; for asymmetric blocks bfloat16 zero points [N]; zeros up to a multiple of 16
-    bytes; codes, bits * B / 8 bytes per block. A code is unsigned. Two four-bit codes that share a byte are
-    B/2 apart in their block (the earlier one in the low bits), four two-bit codes B/4 apart: contiguous
-    halves and quarters, so that packing is the same operation on whole vectors.
+    bytes; codes, bits * B / 8 bytes per block; zeros up to a multiple of 16. A code is unsigned.
+    Two four-bit codes that share a byte are B/2 apart in their block (the earlier one in the low bits), four
+    two-bit codes B/4 apart: contiguous halves and quarters, so that packing is the same operation on whole
+    vectors.
 
     symmetric:   value = (code - 2^(bits-1)) * scale,  codes 1 .. 2^bits - 1
     asymmetric:  value = zero + code * scale,          codes 0 .. 2^bits - 1

@@ -42,7 +42,6 @@ class Cast(FixedSizeCodec):
 
     def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
         data = body[: 2 * flat.numel()].view(self.dtype)
-        body[2 * flat.numel() :].zero_()
         if self.target == "bf16" and native.usable(self.backend, flat, body):
             return native.bf16_encode(flat, data)
         data.copy_(flat)
@@ -69,7 +68,6 @@ class Raw(ExactCodec, FixedSizeCodec):
     def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
         nbytes = flat.numel() * flat.dtype.itemsize
         body[:nbytes].view(flat.dtype).copy_(flat)
-        body[nbytes:].zero_()
         return native.all_finite(flat) if native.usable("auto", flat) else torch.isfinite(flat).all()
 
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:

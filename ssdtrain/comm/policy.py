@@ -14,6 +14,7 @@ from ssdtrain.codecs import FORMAT_VERSION, Codec, FixedSizeCodec, make_codec
 from ssdtrain.config import DIMENSIONS, CommConfig, ConfigError, ConfigIssue
 from ssdtrain.config.codecs import OFF, split_rule
 from ssdtrain.config.comm import FEEDBACK, FRAMED, PRESETS
+from ssdtrain.ranks import global_rank
 
 logger = logging.getLogger("ssdtrain")
 
@@ -110,7 +111,7 @@ class Policy:
             raise ConfigError(
                 [ConfigIssue(f"{path}.{name}", each, why, allowed) for name, each in codecs.items()]
             )
-        if on_host:
+        if on_host and global_rank() == 0:
             logger.warning(
                 "comm.preset: %s stay uncompressed: the preset's codec for them %s", ", ".join(on_host), why
             )

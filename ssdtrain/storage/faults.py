@@ -1,11 +1,11 @@
 """Fault injection for tests: delays, short transfers, EINTR, EIO, ENOSPC, reordered pieces.
 
-Every decision is a hash of (seed, question, kind of operation, serial number, piece, attempt), so a seed gives the same faults
-in both engines, independently of thread scheduling. No random generator is used.
+The C engine decides each by a hash of (seed, question, kind of operation, serial number, piece, attempt), so that a seed gives
+the same faults independently of thread scheduling. No random generator is used.
 """
 
 import errno
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 MASK = (1 << 64) - 1
 
@@ -43,6 +43,11 @@ class Faults:
     """Growing a spill file beyond this many bytes fails with ENOSPC, after a partial allocation."""
     full_drive: int | None = None
     """Index of the drive that `full_after` applies to; None: every drive."""
+
+    @property
+    def transfers(self) -> bool:
+        """Whether transfers are changed, which only the C engine does, and not the growth of files alone."""
+        return replace(self, seed=0, full_after=None, full_drive=None) != Faults()
 
     def __post_init__(self) -> None:
         for name in ("delay", "short", "interrupt", "write_failure", "read_failure"):

@@ -26,14 +26,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdtrain.storage import forks
-from ssdtrain.storage.pieces import DEVICE_READ, DEVICE_WRITE, Piece
+from ssdtrain.storage.pieces import (
+    DEVICE_READ,
+    DEVICE_WRITE,
+    END_OF_FILE,
+    ERRNO,
+    EVENT,
+    NOTHING_WRITTEN,
+    Piece,
+    Request,
+    TransferError,
+)
 from ssdtrain.storage.pool import ErrorMaker, Operation, Pool
-from ssdtrain.storage.python_engine import PythonPool
-from ssdtrain.storage.python_events import ThreadSetup
-from ssdtrain.storage.python_transfer import END_OF_FILE, ERRNO, EVENT, NOTHING_WRITTEN, TransferError
+from ssdtrain.storage.python_engine import PythonOperation, PythonPool, ThreadSetup
 
 if TYPE_CHECKING:
-    from ssdtrain.storage.python_operation import PythonOperation
     from ssdtrain.storage.slab import Slab
     from ssdtrain.storage.store import SpillStore
 
@@ -145,24 +152,12 @@ class GpuDirectPool:
         self.engine = f"{self.host_pool.engine}, cuFile"
         forks.track(self)
 
-    def submit(
-        self,
-        kind: int,
-        address: int,
-        nbytes: int,
-        page_offset: int,
-        extents: Sequence[int],
-        event: int = 0,
-        defer: bool = False,
-        checksum: int = 0,
-        digest: int = 0,
-    ) -> Operation:
-        """As of any pool, with two kinds more; operations of these are never deferred and have no checksums."""
-        if kind not in (DEVICE_WRITE, DEVICE_READ):
-            return self.host_pool.submit(
-                kind, address, nbytes, page_offset, extents, event, defer, checksum, digest
-            )
-        return self._device_pool.submit(kind & 1, address, nbytes, page_offset, extents, event)
+    def submit(self, *fields: Any) -> Operation:
+        """Queue a `Request`; one of device memory is not deferred and has no checksums."""
+        request = Request(*fields)
+        if request.kind not in (DEVICE_WRITE, DEVICE_READ):
+            return self.host_pool.submit(*request)
+        return self._device_pool.submit(*request._replace(kind=request.kind & 1, checksum=0, digest=0))
 
     def flush(self) -> None:
         self.host_pool.flush()
@@ -279,7 +274,7 @@ class _DeviceBytes:
 
 
 class _CuFileTransfer:
-    """State of one worker thread: its stream, made at the first piece."""
+    """Transfers the pieces of one worker thread, on a stream of its own that is made at the first piece and stays."""
 
     def __init__(self, files: list[Any], prepare: ThreadSetup, new_stream: Callable[[], int]) -> None:
         self._files = files
@@ -287,10 +282,7 @@ class _CuFileTransfer:
         self._new_stream = new_stream
         self._stream: int | None = None
 
-    def close(self) -> None:
-        """The stream stays: streams are few, and as many as workers."""
-
-    def run(self, operation: PythonOperation, index: int, piece: Piece, fd: int, direct: bool) -> None:
+    def __call__(self, operation: PythonOperation, piece: Piece) -> int:
         """Transfer one piece.
 
         Raises:
@@ -301,10 +293,10 @@ class _CuFileTransfer:
             if code:
                 raise TransferError(code, EVENT, piece.offset)
             self._stream = self._new_stream()
-        file = self._files[piece.queue]
-        transfer = file.raw_read_async if operation.kind & 1 else file.raw_write_async
-        start = max(piece.start, operation.page_offset)
-        address = operation.address + start - operation.page_offset
+        file, request = self._files[piece.queue], operation.request
+        transfer = file.raw_read_async if request.kind & 1 else file.raw_write_async
+        start = max(piece.start, request.page_offset)
+        address = request.address + start - request.page_offset
         offset, left = piece.offset + start - piece.start, piece.end - start
         while left:
             try:
@@ -314,8 +306,9 @@ class _CuFileTransfer:
                 logger.error("cuFile failed at offset %d of spill file %d: %s", offset, piece.queue, error)
                 raise TransferError(getattr(error, "errno", None) or errno.EIO, ERRNO, offset) from error
             if done <= 0:
-                raise TransferError(errno.EIO, END_OF_FILE if operation.kind & 1 else NOTHING_WRITTEN, offset)
+                raise TransferError(errno.EIO, END_OF_FILE if request.kind & 1 else NOTHING_WRITTEN, offset)
             address, offset, left = address + done, offset + done, left - done
+        return 0
 
 
 def _inode(fd: int) -> tuple[int, int]:

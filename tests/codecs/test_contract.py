@@ -59,6 +59,16 @@ def test_any_length_of_any_float_comes_back(codec: Codec, numel: int, dtype: tor
     )
 
 
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("spec", [*SPECS, "int2:block=32", "int2:block=32,hadamard"])
+def test_every_byte_of_a_payload_is_written(spec: str, backend: str) -> None:
+    """No byte of whatever was in the memory before goes over the wire or to a drive."""
+    codec = make_codec(spec, backend)
+    for numel in (1, 31, 96, 127, 129, 1000):
+        x = randn(numel)
+        assert torch.equal(payload(codec, x), payload(codec, x, dirty=0xFF))
+
+
 def test_the_payload_has_the_stated_bits_per_value(codec: Codec) -> None:
     numel = 1 << 16
     nbytes = payload(codec, randn(numel)).numel()

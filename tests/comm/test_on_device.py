@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ssdtrain.codecs import kernels, make_fixed_size_codec
 from ssdtrain.codecs.base import Pieces
+from ssdtrain.comm import policy as policies
 from ssdtrain.comm import probe, topology
 from ssdtrain.comm.algorithms import Call, Coders
 from ssdtrain.comm.coding import Coder, TensorPiece
@@ -59,13 +60,17 @@ def test_a_codec_of_host_memory_is_an_error_at_start_where_it_is_named() -> None
         policy.for_device(CUDA)
 
 
-def test_a_preset_leaves_out_on_a_gpu_what_works_in_host_memory_and_says_so(
-    caplog: pytest.LogCaptureFixture,
+def test_a_preset_leaves_out_on_a_gpu_what_works_in_host_memory_and_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = Policy.from_config(CommConfig(preset="paper-mzhybrid")).for_device(CUDA)
     assert policy.rules["pp_forward"].off and policy.rules["pp_backward"].off
     assert policy.rules["dp"].inside == "zfp:rate=8"
     assert "pp_forward, pp_backward stay uncompressed" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(policies, "global_rank", lambda: 1)
+    Policy.from_config(CommConfig(preset="paper-mzhybrid")).for_device(CUDA)
+    assert not caplog.text
 
 
 def test_ranks_exchange_objects_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,6 @@ CASES = (
     "overflow",
     "checkpoint",
     "loss_scale",
-    "spec",
     "transformer_engine",
     "compressed_inputs",
     "second_model",

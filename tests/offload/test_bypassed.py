@@ -201,6 +201,63 @@ def test_closing_leaves_the_model_as_it_was(x: torch.Tensor, make_runtime: MakeR
     assert {name: dict(module.__dict__) for name, module in net.named_modules()} == before
 
 
+def in_front(calls: list[nn.Module]) -> Callable[..., torch.Tensor]:
+    """Put a function of other code in front of `torch.nn.Module.__call__`, as profilers do. Returns what stood there."""
+    stood = nn.Module.__call__
+
+    def call(self: nn.Module, *args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(self)
+        return stood(self, *args, **kwargs)  # type: ignore[no-any-return]
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    return stood
+
+
+def test_others_replace_calls_before_and_after(x: torch.Tensor, make_runtime: MakeRuntime) -> None:
+    """Whatever is undone first, a forward is recorded, and at the end torch's own call stands there."""
+    net, runtime, calls = Net(), make_runtime(), list[nn.Module]()
+    torchs = in_front(calls)
+    attach_model(runtime, net)
+    ours = in_front(calls)
+    other, second = Net(), make_runtime()
+    attach_model(second, other)  # ours, theirs, ours, theirs, torch's
+    for model, of in ((net, runtime), (other, second)):
+        calls.clear()
+        seen = asked_for(of)
+        model(x).sum().backward()
+        assert asked_for(of) > seen and calls.count(model) == 2
+    nn.Module.__call__ = ours  # type: ignore[method-assign]
+    second.close()
+    seen = asked_for(runtime)
+    net(x).sum().backward()
+    assert asked_for(runtime) > seen
+    nn.Module.__call__ = torchs  # type: ignore[method-assign]
+    third = make_runtime()
+    attach_model(third, other)
+    for model, of in ((net, runtime), (other, third)):
+        seen = asked_for(of)
+        model(x).sum().backward()
+        assert asked_for(of) > seen
+    runtime.close()
+    third.close()
+    assert nn.Module.__call__ is TORCHS_CALL
+
+
+def test_a_call_that_others_put_back_is_replaced_again(
+    x: torch.Tensor, make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, runtime = Net(), make_runtime()
+    torchs = in_front([])
+    attach_model(runtime, net)
+    nn.Module.__call__ = torchs  # type: ignore[method-assign]
+    train(net, lambda: net(x), 2)
+    assert asked_for(runtime) == 0
+    train(net, lambda: net(x), 4)
+    assert asked_for(runtime) > 0 and not warnings_of(caplog)
+    runtime.close()
+    assert nn.Module.__call__ is TORCHS_CALL
+
+
 def test_a_model_that_is_dropped_is_freed(x: torch.Tensor, tmp_path: Path) -> None:
     """Also where nothing was closed."""
     net = Net()

@@ -13,6 +13,15 @@ from tests.offload.conftest import MakeRuntime
 from tests.offload.test_equality import asked_for, same
 
 
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
     torch._dynamo.reset()
@@ -74,3 +83,19 @@ def test_the_hooks_are_not_compiled(make_runtime: MakeRuntime) -> None:
         gradients.append(x.grad)
     assert torch.equal(*gradients)
     assert runtime.statistics().offload.saved_tensors > 0
+
+
+def test_a_whole_graph_is_the_models(make_runtime: MakeRuntime) -> None:
+    """A graph that may not break cannot call an attached model, which is said; the model itself may be one."""
+    runtime = make_runtime()
+    model = Net()
+    attach_model(runtime, model)
+    x = zoo.noise(64, 64)
+    around = torch.compile(lambda x: model(x).sum(), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"compile the model itself"):
+        around(x)
+    torch.compile(model, backend="eager", fullgraph=True)(x).sum().backward()
+    seen = asked_for(runtime)
+    assert seen > 0
+    torch.compile(lambda x: model(x).sum(), backend="eager")(x).backward()
+    assert asked_for(runtime) > seen

@@ -14,9 +14,7 @@ import pytest
 from ssdtrain.storage import Arena, IOCancelled, IOFailure, SpillStore
 from ssdtrain.storage.pieces import WRITE
 from ssdtrain.storage.pool import ErrorMaker
-from ssdtrain.storage.python_engine import PythonPool
-from ssdtrain.storage.python_events import NOT_READY, RELAXED
-from ssdtrain.storage.python_transfer import Transfer
+from ssdtrain.storage.python_engine import NOT_READY, RELAXED, PythonPool
 from tests.storage.conftest import blank, contents, filled, payload
 from tests.support.filesystems import eventually
 
@@ -257,7 +255,7 @@ def test_close_does_not_wait_longer_than_it_may_for_a_query_that_hangs(
             host_threads=1,
             piece=MiB,
             make_error=ErrorMaker([str(tmp_path)]),
-            make_transfer=None if host_memory else lambda: Transfer(None),
+            make_transfer=None if host_memory else lambda: lambda operation, piece: 0,
             event_query=events.address,
         )
         write = pool.submit(WRITE, source.address, 4096, 0, [0, 0, 4096], event=1)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssdtrain.codecs import scales
-from ssdtrain.codecs.base import Header, Key, Pieces
+from ssdtrain.codecs.base import ALIGNMENT, HEADER_BYTES, Header, Key, Pieces
 from ssdtrain.codecs.kernels.float8 import float8_code, float8_value
 from ssdtrain.codecs.scales import ASYMMETRIC, BlockFormat
 
@@ -347,13 +347,14 @@ def encode(
     source: torch.dtype,
     pieces: Pieces | None = None,
 ) -> None:
-    """Encode `flat` [numel] into `payload`, header and finite flag included: one launch, after 4 bytes are zeroed.
+    """Encode `flat` [numel] into `payload`, header and finite flag included: one launch, after 4 bytes, and those behind the
+    codes, are zeroed.
 
     Args:
         source: dtype whose range limits the scales.
         pieces: encode several pieces of the size of `flat`; None: `flat` alone.
     """
-    blocks, codes, _ = scales.sections(flat.numel(), codec.block, codec.vectors, codec.bits)
+    blocks, codes, end = scales.sections(flat.numel(), codec.block, codec.vectors, codec.bits)
     cap = scales.LARGEST[source]
     if codec.kind != ASYMMETRIC:
         cap = scales.largest_scale(codec.largest_code, source)
@@ -362,6 +363,9 @@ def encode(
     count, x_stride, payload_stride, skip = pieces if pieces is not None else (1, 0, 0, 1)
     first_words = payload.as_strided((count, 4), (payload_stride, 1))
     first_words.zero_()
+    if behind := -end % ALIGNMENT:  # an odd number of blocks of 8 bytes
+        at = payload.storage_offset() + HEADER_BYTES + end
+        payload.as_strided((count, behind), (payload_stride, 1), at).zero_()
     _encode_kernel[(triton.cdiv(blocks, rows), count)](
         flat, payload, x_stride, payload_stride, skip, flat.numel(), blocks, codes,
         header.word, signed(header.fingerprint), header.numel, cap, -scales.largest_scale(1, source),

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from ssdtrain.output_files import replace_file
 from ssdtrain.tools.cli.progress import progress
+from ssdtrain.tools.report.exports import merge_traces, write_prometheus
 from ssdtrain.tools.report.page import page
-from ssdtrain.tools.report.prometheus import write_prometheus
 from ssdtrain.tools.report.run import Run
-from ssdtrain.tools.report.trace import merge_traces
 
 EXAMPLES = """examples:
   ssdtrain report out/report                            writes out/report/report.html

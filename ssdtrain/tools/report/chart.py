@@ -1,4 +1,4 @@
-"""Line and bar charts as SVG text. Colours and fonts are classes of `ssdtrain.tools.report.style`."""
+"""Line and bar charts as SVG text. Colours and fonts are classes of report.css."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
+from importlib.resources import files
 
 from ssdtrain import __version__
 from ssdtrain.metrics import Reduce, Unit
@@ -20,16 +21,17 @@ from ssdtrain.tools.report.figures import (
     traffic_rows,
 )
 from ssdtrain.tools.report.run import Run, metric_named
-from ssdtrain.tools.report.style import CSS, SCRIPT
 
 __all__ = ["page"]
 
+_STYLE = files("ssdtrain.tools.report").joinpath("report.css").read_text()
+_SCRIPT = files("ssdtrain.tools.report").joinpath("report.js").read_text()
 MOST_RANKS = 8  # drawn one by one; more are drawn as their highest, median and lowest
 MOST_MODULES = 14
 
 
 def page(run: Run, against: Run | None = None) -> str:
-    """The HTML.
+    """Return the HTML.
 
     Args:
         against: a second run: its values stand beside those of `run`.
@@ -52,12 +54,12 @@ def page(run: Run, against: Run | None = None) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>SSDTrain report: {escape(title)}</title><style>{CSS}</style></head><body><main>"
+        f"<title>SSDTrain report: {escape(title)}</title><style>{_STYLE}</style></head><body><main>"
         f"<header><h1>{escape(title)}</h1><p>{escape(_scope(run))}</p></header>"
         f'<section class="tiles">{"".join(_tile(tile, run, against) for tile in TILES)}</section>'
         f'<div class="cards">{"".join(cards)}</div>'
         f"<footer>SSDTrain {__version__}. Values come from the journals of report.path; docs/metrics.md explains each.</footer>"
-        f"</main><script>{SCRIPT}</script></body></html>\n"
+        f"</main><script>{_SCRIPT}</script></body></html>\n"
     )
 
 

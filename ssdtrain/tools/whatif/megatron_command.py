@@ -348,7 +348,7 @@ class _Reading:
     def _recomputes(self, layout: Layout) -> bool:
         """Whether blocks may be recomputed: by Megatron, or by a plan of ours where it can."""
         args, config = self.args, self._config
-        if args.spec and args.spec[0] != "ssdtrain_megatron.spec":
+        if args.spec:
             self.uncounted.append(
                 f"--spec {' '.join(args.spec)} (blocks are counted as those that Megatron chooses)"
             )

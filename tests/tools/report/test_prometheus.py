@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdtrain.tools.report.prometheus import prometheus, write_prometheus
+from ssdtrain.tools.report.exports import prometheus, write_prometheus
 from ssdtrain.tools.report.run import Run
 from tests.support.journals import NAMES, MiB, write
 
