@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssdtrain.codecs import scales
-from ssdtrain.codecs.base import ALIGNMENT, HEADER_BYTES, Header, Key, Pieces
+from ssdtrain.codecs.base import HEADER_BYTES, PAYLOAD_ALIGNMENT, Header, Key, Pieces
 from ssdtrain.codecs.kernels.float8 import float8_code, float8_value
 from ssdtrain.codecs.scales import ASYMMETRIC, BlockFormat
 
@@ -363,7 +363,7 @@ def encode(
     count, x_stride, payload_stride, skip = pieces if pieces is not None else (1, 0, 0, 1)
     first_words = payload.as_strided((count, 4), (payload_stride, 1))
     first_words.zero_()
-    if behind := -end % ALIGNMENT:  # an odd number of blocks of 8 bytes
+    if behind := -end % PAYLOAD_ALIGNMENT:  # an odd number of blocks of 8 bytes
         at = payload.storage_offset() + HEADER_BYTES + end
         payload.as_strided((count, behind), (payload_stride, 1), at).zero_()
     _encode_kernel[(triton.cdiv(blocks, rows), count)](
