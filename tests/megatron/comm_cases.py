@@ -230,7 +230,7 @@ def spec(directory: str) -> dict[str, Any]:
         patch.setenv("SSDTRAIN_CONFIG", str(file))
         sys.modules.pop("ssdtrain_megatron.spec", None)
         module = importlib.import_module("ssdtrain_megatron.spec")  # as the builder does
-        patch.setattr(training, "get_gpt_layer_local_spec", lambda **_: module.layer_spec)
+        patch.setattr(training, "gpt_layer_spec", lambda **_: module.layer_spec)
         unattached = ""
         try:
             Trainer(REPLICAS).step(0)

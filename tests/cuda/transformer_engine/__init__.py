@@ -1,4 +1,4 @@
-"""Transformer Engine without its kernels: NVIDIA's Python package (from PyPI) as it is, on `compiled.py` in place of its compiled module.
+"""Transformer Engine without its kernels: NVIDIA's Python package as it is, on `compiled.py` in place of its compiled module.
 
 Its layers, what they save for backward, weight workspaces, the marks of tensors that stay, its own offloading and its context
 parallelism are the real ones. bf16, fp16 and fp32; a call of anything else (fp8, grouped products, overlap of products with

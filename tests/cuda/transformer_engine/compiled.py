@@ -93,14 +93,18 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
 
     def missing(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"transformer_engine_torch.{name} has no stand-in (tests/cuda/transformer_engine)")
+        raise NotImplementedError(
+            f"transformer_engine_torch.{name} has no stand-in (tests/cuda/transformer_engine)"
+        )
 
     return missing
 
 
 def _exact(quantizer: Any) -> None:
     if quantizer is not None:
-        raise NotImplementedError(f"{type(quantizer).__name__}: the stand-ins of Transformer Engine do not quantize")
+        raise NotImplementedError(
+            f"{type(quantizer).__name__}: the stand-ins of Transformer Engine do not quantize"
+        )
 
 
 def _into(out: Tensor | None, value: Tensor) -> Tensor:
@@ -187,7 +191,9 @@ def generic_gemm(
             bias_gradient = left.sum(0, dtype=torch.float32).to(dtype)
         if gelu:
             assert gelu_in is not None
-            product = aten.gelu_backward(product, gelu_in.reshape(product.shape).to(dtype), approximate="tanh")
+            product = aten.gelu_backward(
+                product, gelu_in.reshape(product.shape).to(dtype), approximate="tanh"
+            )
     else:
         if bias is not None:
             product = product + bias.to(dtype)
@@ -307,7 +313,14 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tenso
     "silu": (aten.silu, aten.silu_backward),
     "glu": (torch.sigmoid, lambda gradient, x: gradient * torch.sigmoid(x) * torch.sigmoid(-x)),
 }
-GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "glu": "glu"}
+GATED = {
+    "geglu": "gelu",
+    "qgeglu": "qgelu",
+    "reglu": "relu",
+    "sreglu": "srelu",
+    "swiglu": "silu",
+    "glu": "glu",
+}
 """Products of an activation of the first half and the second half, by the name of the activation."""
 
 
@@ -334,7 +347,9 @@ def _backward(name: str) -> Callable[..., Tensor]:
         if name not in GATED:
             return derivative(gradient, wide).to(grad.dtype)
         first, second = wide.chunk(2, -1)
-        return torch.cat([derivative(gradient * second, first), gradient * function(first)], -1).to(grad.dtype)
+        return torch.cat([derivative(gradient * second, first), gradient * function(first)], -1).to(
+            grad.dtype
+        )
 
     return backward
 
@@ -591,7 +606,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Update parameters in place, from lists of gradients, parameters, both moments and, perhaps, fp32 copies of the parameters."""
+    """Update parameters in place, from lists of gradients, parameters, both moments and, perhaps, parameters in fp32."""
     gradients, parameters, firsts, seconds, *copies = tensor_lists
     corrections = [1 - beta**step if bias_correction else 1.0 for beta in (beta1, beta2)]
     for gradient, parameter, first, second, master in zip(

@@ -68,7 +68,7 @@ def attention_for_mla(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
-    monkeypatch.setattr(training, "get_gpt_layer_local_spec", lambda **_: spec.layer_spec)
+    monkeypatch.setattr(training, "gpt_layer_spec", lambda **_: spec.layer_spec)
     return Trainer(Row("one process"))
 
 
@@ -101,7 +101,7 @@ def test_a_model_of_that_spec_offloads_what_its_layers_save(runtime_file: Path, 
 
 def _trainer(row: Row, wanted: Callable[[], Any], **options: Any) -> Trainer:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "get_gpt_layer_local_spec", lambda **_: wanted())
+        patch.setattr(training, "gpt_layer_spec", lambda **_: wanted())
         if row.options.get("multi_latent_attention"):
             patch.setattr(training, "TransformerConfig", MLATransformerConfig)
         return Trainer(row, **options)
