@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,43 +13,43 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ssdtrain
-from tests.cuda.transformer_engine import INSTALLED, install
 
-if not INSTALLED:
-    pytest.skip("transformer_engine is not installed", allow_module_level=True)
-install()
-
-import transformer_engine.pytorch as te  # noqa: E402
-from transformer_engine.pytorch.cpu_offload import mark_not_offload  # noqa: E402
+te = pytest.importorskip("transformer_engine.pytorch")
 
 HIDDEN, WIDE, HEADS, LENGTH, SEQUENCES = 32, 96, 2, 16, 2
 
 
-def layers(dtype: torch.dtype) -> dict[str, nn.Module]:
-    common: dict[str, Any] = {"params_dtype": dtype, "device": "cuda"}
-    return {
-        "Linear": te.Linear(HIDDEN, WIDE, **common),
-        "LayerNorm": te.LayerNorm(HIDDEN, **common),
-        "RMSNorm": te.RMSNorm(HIDDEN, zero_centered_gamma=True, **common),
-        "LayerNormLinear": te.LayerNormLinear(HIDDEN, WIDE, normalization="RMSNorm", **common),
-        "LayerNormLinear, returns the norm": te.LayerNormLinear(
-            HIDDEN, WIDE, return_layernorm_output=True, **common
-        ),
-        **{
-            f"LayerNormMLP, {name}": te.LayerNormMLP(HIDDEN, WIDE, activation=name, **common)
-            for name in ("gelu", "qgelu", "relu", "srelu", "geglu", "reglu", "swiglu")
-        },
-        "TransformerLayer": te.TransformerLayer(
-            HIDDEN,
-            WIDE,
-            HEADS,
-            attention_dropout=0.1 if dtype == torch.bfloat16 else 0.0,
-            hidden_dropout=0.1,
-            fuse_qkv_params=True,
-            self_attn_mask_type="causal",
-            **common,
-        ),
-    }
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: functional.gelu(x, approximate="tanh"),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": functional.relu,
+    "srelu": lambda x: functional.relu(x).square(),
+    "geglu": lambda x: functional.gelu(x[..., :WIDE], approximate="tanh") * x[..., WIDE:],
+    "reglu": lambda x: functional.relu(x[..., :WIDE]) * x[..., WIDE:],
+    "swiglu": lambda x: functional.silu(x[..., :WIDE]) * x[..., WIDE:],
+}
+
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "Linear": partial(te.Linear, HIDDEN, WIDE),
+    "LayerNorm": partial(te.LayerNorm, HIDDEN),
+    "RMSNorm": partial(te.RMSNorm, HIDDEN, zero_centered_gamma=True),
+    "LayerNormLinear": partial(te.LayerNormLinear, HIDDEN, WIDE, normalization="RMSNorm"),
+    "LayerNormLinear, returns the norm": partial(
+        te.LayerNormLinear, HIDDEN, WIDE, return_layernorm_output=True
+    ),
+    **{
+        f"LayerNormMLP, {name}": partial(te.LayerNormMLP, HIDDEN, WIDE, activation=name)
+        for name in ACTIVATIONS
+    },
+    "TransformerLayer": partial(
+        te.TransformerLayer, HIDDEN, WIDE, HEADS, fuse_qkv_params=True, self_attn_mask_type="causal"
+    ),
+}
+
+
+def layer(name: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(1)
+    return LAYERS[name](params_dtype=dtype, device="cuda")
 
 
 def inputs(dtype: torch.dtype) -> Tensor:
@@ -80,12 +80,11 @@ def copied() -> None:
 
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", layers(torch.float32))
+@pytest.mark.parametrize("name", LAYERS)
 def test_gradients_of_each_layer_are_those_without_offload(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    torch.manual_seed(1)
-    module = layers(dtype)[name]
+    module = layer(name, dtype)
     expected = gradients(module, dtype)
     section = {"directories": str(tmp_path), "amount": "all", "min_bytes": 1}
     runtime = ssdtrain.attach(module, {"offload": section, "report": {"interval": 0}})
@@ -101,11 +100,6 @@ def test_gradients_of_each_layer_are_those_without_offload(
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def blocks(dtype: torch.dtype, count: int = 3) -> nn.ModuleList:
-    torch.manual_seed(1)
-    return nn.ModuleList(layers(dtype)["TransformerLayer"] for _ in range(count))
-
-
 class Stack(nn.Module):
     """Transformer layers, run in a way of Transformer Engine's.
 
@@ -116,7 +110,7 @@ class Stack(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way = way
-        self.blocks = blocks(torch.bfloat16)
+        self.blocks = nn.ModuleList(layer("TransformerLayer", torch.bfloat16) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.way == "offload":
@@ -156,25 +150,13 @@ def test_a_stack_of_layers_beside_what_transformer_engine_does_itself(way: str, 
 def test_the_marks_of_tensors_that_must_stay_are_those_that_are_looked_for() -> None:
     _compat = pytest.importorskip("ssdtrain_megatron._compat")
     marked, other = torch.empty(4, device="cuda"), torch.empty(4, device="cuda")
-    mark_not_offload(marked)
+    te.mark_not_offload(marked)
     assert _compat.marked_not_offload(marked) and not _compat.marked_not_offload(other)
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": lambda x: functional.gelu(x, approximate="tanh"),
-    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": functional.relu,
-    "srelu": lambda x: functional.relu(x).square(),
-    "geglu": lambda x: functional.gelu(x[..., :WIDE], approximate="tanh") * x[..., WIDE:],
-    "reglu": lambda x: functional.relu(x[..., :WIDE]) * x[..., WIDE:],
-    "swiglu": lambda x: functional.silu(x[..., :WIDE]) * x[..., WIDE:],
-}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_stand_in_computes_what_torch_computes(name: str) -> None:
-    torch.manual_seed(1)
-    module = layers(torch.float32)[f"LayerNormMLP, {name}"]
+    module = layer(f"LayerNormMLP, {name}", torch.float32)
     norm, bias, first, first_bias, second, second_bias = (p for _, p in module.named_parameters())
 
     def plain(x: Tensor) -> Tensor:

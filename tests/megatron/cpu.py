@@ -34,7 +34,6 @@ import torch._dynamo  # indexes torch's functions at its import: before they are
 import torch.distributed as dist
 import typing_extensions
 
-from tests.cuda import transformer_engine
 from tests.support import processes
 
 CPU = torch.device("cpu")
@@ -51,7 +50,6 @@ def arrange() -> None:
     """Replace what asks for a CUDA device, where there is none. Call it before megatron is imported."""
     _arrange_fused_gradient()
     if ON_GPU:
-        transformer_engine.install()
         return
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
