@@ -141,7 +141,7 @@ def gathers_one_by_one(engine: Any) -> bool:
 
 
 def modules_that_gather() -> tuple[ModuleType, ...]:
-    """Those in whose namespaces optimizers look up `GATHER_GROUPS`."""
+    """Modules in whose namespaces optimizers look up `GATHER_GROUPS`."""
     return tuple(module for module in (stage_1_and_2, bf16_optimizer) if hasattr(module, GATHER_GROUPS))
 
 
@@ -231,7 +231,7 @@ def loss_scale(engine: Any) -> Callable[[], float] | None:
 
 
 def _nodes() -> int:
-    """As DeepSpeed counts them where it decides whether to quantise gradients."""
+    """Return the number of nodes, as DeepSpeed counts them where it decides whether to quantise gradients."""
     return int(torch.distributed.get_world_size() // max(get_accelerator().device_count(), 1))
 
 

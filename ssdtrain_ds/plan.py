@@ -121,7 +121,7 @@ HAS_NO_BLOCKS = Problem(
     "decides about the blocks of the model, which engine.compile(...) would compile into one",
     '"recompute": "off" in the plan, which then offloads by region, or no engine.compile',
 )
-"""Of a compiled model, while a plan decides about blocks."""
+"""Problem of a compiled model, while a plan decides about blocks."""
 
 NEVER_ENDS = Problem(
     f"{BLOCK}.offload",

@@ -26,7 +26,7 @@ from ssdtrain.integration.compatibility import check_nothing_missing, missing_na
 TESTED = ("0.14.0", "0.15.3", "0.16.1")
 """Versions of megatron-core that the tests were run with."""
 TESTED_IN_PART = ("0.17.1", "0.18.2", "0.19.0")
-"""Those of which only the rows named in docs/versions.md were run."""
+"""Versions of which only the rows named in docs/versions.md were run."""
 
 _PARAMETERS: dict[tuple[ModuleType, str], tuple[str, ...]] = {
     (schedules, "forward_step"): ("model", "num_microbatches", "current_microbatch"),
@@ -38,7 +38,7 @@ _METHODS = {
     "CheckpointWithoutOutput": ("checkpoint", "discard_output_and_register_recompute"),
     "CudaRNGStatesTracker": ("get_states", "set_states"),
 }
-"""Of classes of `random`."""
+"""Names of classes of `random`."""
 
 _FUNCTIONS: dict[tuple[ModuleType, str], tuple[str, ...]] = {
     (layers, "LinearWithGradAccumulationAndAsyncCommunication"): ("ctx", "input", "weight"),
@@ -124,7 +124,7 @@ class Step(NamedTuple):
     model: torch.nn.Module
     microbatch: int | None
     microbatches: int
-    """Of the whole step."""
+    """Microbatches of the whole step."""
 
 
 _forward_signature = inspect.signature(schedules.forward_step)

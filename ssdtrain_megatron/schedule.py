@@ -1,4 +1,4 @@
-"""From the events of a pipeline schedule to calls on the runtime.
+"""Translation of the events of a pipeline schedule to calls on the runtime.
 
 Note: [Order]
 A schedule runs each microbatch on each chunk once in a step. So a forward that comes when no step is under way, or that this

@@ -31,7 +31,7 @@ class Flag:
     """The flag of one key. A boolean key has a second flag, --no-..., for false."""
 
     name: str
-    """For example "--ssdtrain-offload-directories"."""
+    """Name, for example "--ssdtrain-offload-directories"."""
     dest: str
     """Attribute of the namespace, for example "ssdtrain_offload_directories"."""
     keys: tuple[str, ...]

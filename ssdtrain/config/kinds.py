@@ -31,11 +31,11 @@ class Kind:
     allowed: str
     """Completes the sentence "allowed: ..."."""
     parse: Callable[[Any], Any]
-    """From a value of JSON, YAML, Python or a flag to the typed value. Raises `InvalidValue`."""
+    """Parser of a value of JSON, YAML, Python or a flag to the typed value. Raises `InvalidValue`."""
     plain: Callable[[Any], Any] = lambda value: value
-    """To a JSON value, lossless."""
+    """Converter to a JSON value, without loss."""
     text: Callable[[str], Any] = str
-    """From a flag's text to a JSON value."""
+    """Converter of a flag's text to a JSON value."""
     choices: tuple[str, ...] = ()
     many: bool = False
     """A flag takes several values."""
@@ -212,7 +212,7 @@ AmountField = Annotated[Amount, BeforeValidator(parse_amount), AMOUNT]
 Directory = Annotated[str, BeforeValidator(parse_directory), DIRECTORY]
 Directories = Annotated[tuple[str, ...], BeforeValidator(parse_directories), DIRECTORIES]
 CodecName = Annotated[str, BeforeValidator(CODEC.parse), CODEC]
-"""Of saved tensors."""
+"""Codec of saved tensors."""
 CommRule = Annotated[str, BeforeValidator(RULE.parse), RULE]
 """Codecs of collectives, which require payloads of known size."""
 FramedRule = Annotated[str, BeforeValidator(FRAMED_RULE.parse), FRAMED_RULE]
@@ -224,9 +224,9 @@ RatioRules = Annotated[tuple[tuple[str, float], ...], BeforeValidator(_ratio_rul
 """(pattern of layers, ratio), of which the first that fits counts."""
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), NAMES]
 Steps = Annotated[tuple[int, ...], BeforeValidator(_steps), STEPS]
-"""In ascending order."""
+"""Numbers of steps, in ascending order."""
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns), PATTERNS]
-"""Of modules, by qualified name or class."""
+"""Patterns of modules, by qualified name or class."""
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 PlanMode = Annotated[Literal["auto", "off"], BeforeValidator(_switch)]
 

@@ -57,7 +57,7 @@ class OffloadConfig(StorageSection):
     decoded is not what was saved, and must not depend on times that were measured."""
 
     device_budget: PositiveSize | None = None
-    """With `amount: "auto"` (default): bytes of activations that should be on the device at most, at the least waiting. By
+    """Maximum bytes of activations on the device, at the least waiting, with `amount: "auto"` (default). By
     default as few as transfers can be hidden for."""
 
     include: Patterns = ()
@@ -102,9 +102,9 @@ class OffloadConfig(StorageSection):
     """When every tier is full: keep the tensor on its device with one warning, or raise."""
 
     prove_steps: Annotated[int, Field(ge=0)] = 0
-    """In so many first steps keep a copy of every saved tensor in host memory, and compare what backward gets with it, to the
-    bit: an error names the first tensor that differs, and its module (docs/equality.md). Takes host memory for all that is saved
-    between forward and backward."""
+    """Number of first steps in which a copy of every saved tensor is kept in host memory, to compare what backward gets with it,
+    to the bit: an error names the first tensor that differs, and its module (docs/equality.md). Takes host memory for all that is
+    saved between forward and backward."""
 
     endurance: EnduranceConfig | None = None
     """The wear of the drives. Without this section it is only reported."""

@@ -91,7 +91,7 @@ class ReportConfig(Section):
         return self._expand("path", self.path, rank, local_rank, host, user, path)
 
     def expand_tensorboard(self, *, rank: int, local_rank: int) -> Path | None:
-        """As `expand`, for the TensorBoard files of one rank."""
+        """Expand, as `expand` does, the directory for the TensorBoard files of one rank."""
         found = self._expand("tensorboard", self.tensorboard, rank, local_rank)
         return None if found is None else found / f"rank-{rank}"
 
@@ -142,7 +142,7 @@ class CompactConfig(Section):
     """Optimizer steps that use one P. By default 1, and 50 with "lowrank". Not with "quant"."""
 
     seed: Annotated[int, Field(ge=0)] = 0
-    """Of P and of stochastic rounding; not torch's."""
+    """Seed of P and of stochastic rounding; torch's own is not used."""
 
     include: Patterns = ()
     """Compress only linear layers of these names or classes, or inside of such modules, such as "*.mlp" or "*.q_proj". By

@@ -67,7 +67,7 @@ _HUNG: list[object] = []
 """Pools whose transfers may never end, and the memory that these use. See `abandon`."""
 
 _PARENTS: list[GpuDirectPool] = []
-"""In a forked child, the pools of its parent. See Note: [Files of kvikio]."""
+"""Pools of the parent, in a forked child. See Note: [Files of kvikio]."""
 
 
 def unavailable() -> str:
@@ -171,7 +171,7 @@ class GpuDirectPool:
         self._device_pool.release()
 
     def counters(self) -> tuple[list[tuple[int, int, float, float]], int]:
-        """Of both pools, added up."""
+        """Return the counters of both pools, added up."""
         queues, cancelled = self.host_pool.counters()
         device_queues, device_cancelled = self._device_pool.counters()
         added = [
@@ -214,7 +214,7 @@ class GpuDirectPool:
             self.host_pool.close()
 
     def after_fork(self) -> None:
-        """In a forked child: see Note: [Files of kvikio]."""
+        """Close the files of kvikio in a forked child: see Note: [Files of kvikio]."""
         if not self._files:
             return  # closed: files of others may have these inodes by now
         _PARENTS.append(self)

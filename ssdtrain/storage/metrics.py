@@ -27,7 +27,7 @@ def transfers_since(now: Transfers, before: Transfers) -> Transfers:
 
 @dataclass(frozen=True)
 class EnduranceMetrics(MetricSet):
-    """Of the drives behind the tiers."""
+    """Metrics of the drives behind the tiers."""
 
     ssd_life_seconds: float | None = gauge(Unit.SECONDS, "projected SSD life", ranks=Reduce.MIN, unknown=True)
     """Until the first drive has reached its rating (one drive write a day for five years, less its current wear), if the run goes
@@ -128,10 +128,10 @@ class StoreMetrics(MetricSet):
 
     @property
     def bytes_written(self) -> int:
-        """To all tiers."""
+        """Bytes written to all tiers."""
         return self.host_bytes_written + self.ssd_bytes_written
 
     @property
     def bytes_read(self) -> int:
-        """From all tiers."""
+        """Bytes read from all tiers."""
         return self.host_bytes_read + self.ssd_bytes_read

@@ -21,7 +21,7 @@ from ssdtrain.tools.bench.ratios import interval
 __all__ = ["measure_script"]
 
 Build = Callable[[int], tuple[nn.Module, Callable[[], torch.Tensor]]]
-"""From a batch size to a model and a function that runs its forward and returns the loss."""
+"""Function from a batch size to a model and a function that runs its forward and returns the loss."""
 
 WARM_UP = 3
 """Steps of each that do not count."""
@@ -160,7 +160,7 @@ def _step(
 
 
 def _same_gradients(one: nn.Module, other: nn.Module) -> bool:
-    """To the bit; NaN is equal to itself."""
+    """Whether both are equal to the bit; NaN is equal to itself."""
     return all(
         (a.grad is None and b.grad is None)
         or (a.grad is not None and b.grad is not None and torch.equal(_bits(a.grad), _bits(b.grad)))

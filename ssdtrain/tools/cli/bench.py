@@ -44,7 +44,7 @@ EXAMPLES = {
 
 `build(batch)` in train.py returns a model and a function without arguments that runs its forward and returns the loss.""",
 }
-"""Of the help, by part."""
+"""Sections of the help, by part."""
 
 
 def run(arguments: list[str]) -> int:

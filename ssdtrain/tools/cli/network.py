@@ -27,9 +27,9 @@ from ssdtrain.tools.cli.versions import TESTED
 __all__ = ["Group", "between_nodes", "by_torchrun", "interfaces", "launched", "same_everywhere", "sees_gpu"]
 
 TIMEOUT = timedelta(seconds=60)
-"""In which ranks must reach each other, and what passes between them must arrive."""
+"""Timeout for connecting ranks and for one message."""
 PATIENCE = timedelta(hours=2)
-"""In which all ranks must come to where they wait for the one that looks at their node: it may measure drives."""
+"""Timeout for the rank that examines its node, for which the others wait: it may measure drives."""
 MEASURED = 64 * MiB
 """Bytes that a rank sends to the next one."""
 MOST_PAIRS = 32

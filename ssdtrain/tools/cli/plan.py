@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> int:
 
 
 Goal = tuple[Limits | None, Objective | None, float | None]
-"""As `plan_job` takes it."""
+"""Objective, as `plan_job` takes it."""
 
 
 def prices_of(chosen: Any) -> Prices | None:

@@ -122,7 +122,7 @@ def bar_chart(bars: Sequence[Bar], unit: Unit, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Axis:
-    """From a value to a place on the page."""
+    """Map from a value to a place on the page."""
 
     low: float
     high: float

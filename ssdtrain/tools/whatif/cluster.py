@@ -19,7 +19,7 @@ from ssdtrain.tools.whatif.cluster_state import Placement, placements
 __all__ = ["BRIEF", "ClusterPlan", "Stage", "best_plan", "plan_job", "problem_of", "replanned"]
 
 BRIEF = 0.1
-"""Of a search's simulations, to compare placements of model state, sizes of microbatches, and jobs with one thing better."""
+"""Part of a search's simulations, to compare placements of model state, sizes of microbatches, and jobs with one thing better."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Stage:
         return self.plans[0]
 
     def seconds(self, plan: Plan) -> float:
-        """Of one microbatch, forward and backward."""
+        """Seconds of one microbatch, forward and backward."""
         return plan.seconds / self.simulated
 
     @property
     def compute_seconds(self) -> float:
-        """Of one microbatch with everything kept."""
+        """Seconds of one microbatch with everything kept."""
         return sum(block.forward + block.backward for block in self.problem.blocks)
 
     @property
@@ -64,7 +64,7 @@ class Stage:
 
     @property
     def optimizer_seconds(self) -> float:
-        """That the device waits for the optimizer in a step."""
+        """Seconds that the device waits for the optimizer in a step."""
         backward = sum(
             block.backward + (block.recompute if action == "recompute" else 0.0)
             for block, action in zip(self.problem.blocks, self.plan.actions, strict=True)
@@ -94,7 +94,7 @@ class ClusterPlan:
 
     @property
     def microbatch_seconds(self) -> float:
-        """Of the slowest stage, or of the network under ZeRO-3 where that takes longer."""
+        """Seconds of the slowest stage, or of the network under ZeRO-3 where that takes longer."""
         return max(self.slowest.seconds(self.slowest.plan), self.job.sharding_seconds)
 
     @property
@@ -115,7 +115,8 @@ class ClusterPlan:
 
     @property
     def ideal_seconds(self) -> float:
-        """Of a step if everything fitted into the device: no recomputation and no stall, and the optimizer where it is faster."""
+        """Seconds of a step if everything fitted into the device: no recomputation and no stall, and the optimizer where it is
+        faster."""
         each = max(self.job.sharding_seconds, *(stage.compute_seconds for stage in self.stages))
         layout = self.job.layout
         reducing, updating = self.job.update_seconds()
@@ -129,7 +130,7 @@ class ClusterPlan:
 
     @property
     def flops_per_gpu(self) -> float:
-        """Of the model (recomputation not counted), per second."""
+        """FLOPs of the model (recomputation not counted), per second."""
         model, kinds = self.job.model, self.job.model.block_kinds
         forward = sum(model.block_flops(self.microbatch, kind) for kind in kinds) + model.head_flops(
             self.microbatch
@@ -150,7 +151,7 @@ class ClusterPlan:
         )
 
     def life_seconds(self) -> float | None:
-        """Of the drives at this rate; None: nothing is written, or their endurance is not known."""
+        """Return the seconds until the drives are worn at this rate; None: nothing is written, or their endurance is unknown."""
         ssds = self.job.ssds
         written = self.written_per_step() * self.job.local_node
         if ssds is None or not ssds.endurance or not written:
@@ -190,7 +191,7 @@ def plan_job(
 
 
 def simulated_microbatches(job: Job, microbatch: int, last: bool) -> tuple[int, int]:
-    """Those alive at once, and those that a time line plays."""
+    """Return the microbatches alive at once, and those that a time line plays."""
     count = job.microbatches(microbatch)
     alive = job.alive(last, count)
     return alive, min(count, alive + 2)

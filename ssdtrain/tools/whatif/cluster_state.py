@@ -24,7 +24,7 @@ from ssdtrain.tools.whatif.cluster_job import OPTIMIZER_TRAFFIC, Job
 __all__ = ["Placement", "placements"]
 
 PARTS = 3
-"""Of the memory that buffers leave on the device: multiples of one part in so many are tried for blocks that stay."""
+"""Parts of the memory that buffers leave on the device: multiples of one part in so many are tried for blocks that stay."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Placement:
         return [self.job.block_state(kind) for kind in kinds[self.persistent :]]
 
     def blocks(self, blocks: Sequence[Block], microbatches: int) -> list[Block]:
-        """With what the device loads and stores for them. Gradients come back to be added to, unless CPUs have the optimizer."""
+        """Return the blocks with what the device loads and stores for them. Gradients come back to be added to, unless CPUs have
+        the optimizer."""
         found = list(blocks)
         for number, each in enumerate(self.passing, self.persistent):
             added = each["gradients"] if microbatches > 1 and not self.job.cpu_rate else 0
@@ -65,7 +66,7 @@ class Placement:
         return found
 
     def optimizer_seconds(self, backward: float) -> float:
-        """That devices wait for the optimizer.
+        """Seconds that devices wait for the optimizer.
 
         Args:
             backward: seconds of the last microbatch's backward.
@@ -100,7 +101,7 @@ class Placement:
 
 
 def placements(job: Job, last: bool) -> list[Placement]:
-    """Those that are possible, the one with the fewest bytes on the device first.
+    """Yield the placements that are possible, the one with the fewest bytes on the device first.
 
     Raises:
         InvalidValue: the device, host memory or the drives are too small for any.

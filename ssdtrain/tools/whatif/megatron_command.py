@@ -216,7 +216,7 @@ class _Reading:
 
     @cached_property
     def _layers(self) -> int:
-        """That are counted, of an encoder as many as of its decoder."""
+        """Number of layers that are counted, of an encoder as many as of its decoder."""
         args = self.args
         given = int(args.num_layers or args.encoder_num_layers)
         if not is_uneven(args):
@@ -378,7 +378,7 @@ class _Reading:
 
     @cached_property
     def _config(self) -> Config | None:
-        """Of our own flags. A file that is not on this machine counts as none."""
+        """Return the config of our own flags. A file that is not on this machine counts as none."""
         file = self.args.ssdtrain_config
         if file is not None and not Path(file).is_file():
             self.uncounted.append(f"--ssdtrain-config {file} (there is no such file here)")

@@ -72,7 +72,7 @@ class Layout:
         return self.tp * self.pp * self.dp
 
     def shard(self, parameters: float, experts: float = 0.0) -> float:
-        """Of `parameters` that a rank would hold without ZeRO, those that it has where they are split.
+        """Parameters of a rank where ZeRO splits those that it would hold without it.
 
         Args:
             experts: of them, parameters of experts.
@@ -190,7 +190,7 @@ class Transformer:
 
     @property
     def key_width(self) -> int:
-        """Of keys, and of values."""
+        """Width of keys, and of values."""
         return self.hidden // self.heads * self.kv_heads
 
     @property
@@ -204,7 +204,7 @@ class Transformer:
     # Parameters
 
     def block_parameters(self, kind: BlockKind = "block") -> int:
-        """Of one block, all experts included."""
+        """Parameters of one block, all experts included."""
         attention, _, rest = self._matrices(kind)
         return attention + self.mlp_parameters(kind) + rest
 
@@ -240,7 +240,7 @@ class Transformer:
         return norm + output
 
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         return (
             self.embedding_parameters()
             + sum(self.block_parameters(kind) for kind in self.block_kinds)
@@ -288,7 +288,8 @@ class Transformer:
         return microbatch * self.sequence * self.hidden * itemsize // split
 
     def head_saved_bytes(self, microbatch: int, layout: Layout | None = None, itemsize: int = 2) -> int:
-        """Of the final norm, the output layer and the loss: two tensors of the hidden width, and log-probabilities in float32."""
+        """Bytes of the final norm, the output layer and the loss: two tensors of the hidden width, and log-probabilities in
+        float32."""
         layout = layout or Layout()
         split = layout.tp if layout.sequence_parallel else 1
         tokens = microbatch * self.sequence
