@@ -28,7 +28,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ssdtrain.integration.compatibility import check_nothing_missing, missing_names
-from ssdtrain_ds._compat import TESTED, instruction_map, zero_stage
+from ssdtrain_ds._compat import TESTED_DEEPSPEED, instruction_map, zero_stage
 
 # Replaced on the optimizer or the coordinator of an engine.
 AVERAGE_TENSOR = "average_tensor"
@@ -59,7 +59,7 @@ _NEEDED: tuple[tuple[Any, tuple[str, ...]], ...] = (
 
 def check() -> None:
     """Raises ImportError: names all that compressed collectives need and this DeepSpeed lacks."""
-    check_nothing_missing("DeepSpeed", deepspeed.__version__, missing_names(_NEEDED), TESTED)
+    check_nothing_missing("DeepSpeed", deepspeed.__version__, missing_names(_NEEDED), TESTED_DEEPSPEED)
 
 
 def parameters_of_bucket(optimizer: Any, args: Sequence[Any]) -> list[tuple[torch.nn.Parameter, Any]]:

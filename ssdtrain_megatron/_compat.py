@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config
 
 from ssdtrain.integration.compatibility import check_nothing_missing, missing_names, warn_if_untested
 
-TESTED = ("0.14.0", "0.15.3", "0.16.1")
+TESTED_MEGATRON = ("0.14.0", "0.15.3", "0.16.1")
 """Versions of megatron-core that the tests were run with."""
 TESTED_IN_PART = ("0.17.1", "0.18.2", "0.19.0")
 """Versions of which only the rows named in docs/versions.md were run."""
@@ -81,8 +81,10 @@ def check() -> None:
     missing += missing_names(
         (getattr(random, name), names) for name, names in _METHODS.items() if hasattr(random, name)
     )
-    check_nothing_missing("megatron-core", megatron.core.__version__, missing, TESTED)
-    warn_if_untested("megatron-core", megatron.core.__version__, TESTED, TESTED_IN_PART, "docs/versions.md")
+    check_nothing_missing("megatron-core", megatron.core.__version__, missing, TESTED_MEGATRON)
+    warn_if_untested(
+        "megatron-core", megatron.core.__version__, TESTED_MEGATRON, TESTED_IN_PART, "docs/versions.md"
+    )
 
 
 def missing_parameters(needed: Mapping[tuple[ModuleType, str], Sequence[str]]) -> list[str]:
@@ -109,7 +111,9 @@ def check_training() -> tuple[ModuleType, ModuleType]:
             f"megatron-core: put the checkout on PYTHONPATH or start its script from there ({error})"
         ) from error
     missing = missing_names([(arguments, _TRAINING["arguments"]), (training, _TRAINING["training"])])
-    check_nothing_missing("the Megatron-LM of megatron-core", megatron.core.__version__, missing, TESTED)
+    check_nothing_missing(
+        "the Megatron-LM of megatron-core", megatron.core.__version__, missing, TESTED_MEGATRON
+    )
     return arguments, training
 
 

@@ -17,7 +17,7 @@ from ssdtrain.config.kinds import (
     Size,
     Switch,
 )
-from ssdtrain.config.section import Conflict, Section
+from ssdtrain.config.section import Section, ValueConflict
 from ssdtrain.config.storage import StorageSection
 from ssdtrain.config.units import KiB, exact_size
 
@@ -38,7 +38,7 @@ class EnduranceConfig(Section):
     tbw: PositiveSize | None = None
     """The rating of each drive in bytes written, such as "1200TB", in place of `dwpd`."""
 
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self) -> Iterator[ValueConflict]:
         if self.dwpd is not None and self.tbw is not None:
             why = "is a rating, and tbw gives another"
             yield "dwpd", self.dwpd, why, "leaving one of them out"
@@ -125,7 +125,7 @@ class OffloadConfig(StorageSection):
             written["amount"] = "auto"  # not the default of a lossy codec
         return written
 
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self) -> Iterator[ValueConflict]:
         yield from super().conflicts()
         if self.prove_steps and self._lossy:
             why = f'compares bits, but codec "{self.codec}" changes them'
@@ -143,7 +143,7 @@ class OffloadConfig(StorageSection):
         yield from self._too_large("prefetch", "buffer", "which loads pass through")
         yield from self._too_large("in_flight", "buffer", "which stores pass through")
 
-    def _too_large(self, key: str, bound: str, consequence: str) -> Iterator[Conflict]:
+    def _too_large(self, key: str, bound: str, consequence: str) -> Iterator[ValueConflict]:
         value, limit = getattr(self, key), getattr(self, bound)
         if value is not None and limit is not None and value > limit:
             why = f"is more than {bound} ({exact_size(limit)}), {consequence}"

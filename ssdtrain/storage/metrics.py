@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from ssdtrain.storage.arena import Arena
     from ssdtrain.storage.slab import Slab
 
-Transfers = tuple[list[tuple[int, int, float, float]], int]
+TransferTotals = tuple[list[tuple[int, int, float, float]], int]
 """Result of `Pool.counters`."""
 
 
-def transfers_since(now: Transfers, before: Transfers) -> Transfers:
+def transfers_since(now: TransferTotals, before: TransferTotals) -> TransferTotals:
     """What was transferred between two calls of `Pool.counters`."""
     queues = [
         (new[0] - old[0], new[1] - old[1], new[2] - old[2], new[3] - old[3])
@@ -87,7 +87,7 @@ class StoreMetrics(MetricSet):
         engine: str,
         slabs: Sequence[Slab],
         arena: Arena | None,
-        transfers: Transfers,
+        transfers: TransferTotals,
         copied: Sequence[int],
         live_slots: int,
         live_bytes: int,

@@ -13,7 +13,7 @@ import ssdtrain.telemetry.totals  # noqa: F401 - and with it every feature's met
 from ssdtrain.metrics import Metric, MetricSet, Reduce, Unit
 from ssdtrain.telemetry.lines import read_lines
 
-__all__ = ["ModuleUse", "NoJournals", "RankJournal", "Run", "declared_metric", "metric_named"]
+__all__ = ["JournaledRun", "ModuleUse", "NoJournals", "RankJournal", "declared_metric", "metric_named"]
 
 _FILE = re.compile(r"rank-(\d{1,9})(?:\.(\d{1,9}))?\.jsonl")
 _LARGEST = 1e200
@@ -115,14 +115,14 @@ class RankJournal:
 
 
 @dataclass
-class Run:
+class JournaledRun:
     """All journals below one directory."""
 
     name: str
     journals: list[RankJournal]
 
     @classmethod
-    def read(cls, directory: Path) -> Run:
+    def read(cls, directory: Path) -> JournaledRun:
         """Reads every `rank-N.jsonl` in `directory` and below it. A last line that is still being written is left out.
 
         Raises:

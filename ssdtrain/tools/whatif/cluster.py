@@ -13,8 +13,8 @@ from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem, act
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import StepTimeline, one_forward_one_backward
 from ssdtrain.planner.timeline import kept_step
-from ssdtrain.tools.whatif.cluster_job import Job
-from ssdtrain.tools.whatif.cluster_state import Placement, placements
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.cluster_state import StatePlacement, placements
 
 __all__ = ["BRIEF", "ClusterPlan", "Stage", "best_plan", "plan_job", "problem_of", "replanned"]
 
@@ -41,7 +41,7 @@ class Stage:
     alive: int
     simulated: int
     budget: int
-    placement: Placement
+    placement: StatePlacement
     slowdown: float | None = None
 
     @property
@@ -80,7 +80,7 @@ class Stage:
 class ClusterPlan:
     """What a job comes to at one microbatch size."""
 
-    job: Job
+    job: ClusterJob
     microbatch: int
     stages: list[Stage]
 
@@ -160,7 +160,7 @@ class ClusterPlan:
 
 
 def plan_job(
-    job: Job,
+    job: ClusterJob,
     microbatch: int,
     limits: Limits | None = None,
     objective: Objective | None = None,
@@ -190,14 +190,14 @@ def plan_job(
     return ClusterPlan(job, microbatch, stages)
 
 
-def simulated_microbatches(job: Job, microbatch: int, last: bool) -> tuple[int, int]:
+def simulated_microbatches(job: ClusterJob, microbatch: int, last: bool) -> tuple[int, int]:
     """Return the microbatches alive at once, and those that a time line plays."""
     count = job.microbatches(microbatch)
     alive = job.alive(last, count)
     return alive, min(count, alive + 2)
 
 
-def problem_of(job: Job, microbatch: int, place: Placement) -> tuple[Problem, int]:
+def problem_of(job: ClusterJob, microbatch: int, place: StatePlacement) -> tuple[Problem, int]:
     """What is searched for a pipeline stage whose model state is there, and bytes for activations on the device."""
     plain = job.blocks(microbatch, place.last)
     alive, simulated = simulated_microbatches(job, microbatch, place.last)
@@ -214,7 +214,7 @@ def problem_of(job: Job, microbatch: int, place: Placement) -> tuple[Problem, in
 
 def replanned(
     plan: ClusterPlan,
-    job: Job,
+    job: ClusterJob,
     limits: Limits | None = None,
     objective: Objective | None = None,
     effort: float = 1.0,
@@ -249,13 +249,13 @@ class _Candidate:
     """
 
     microbatch: int
-    place: Placement
+    place: StatePlacement
     problem: Problem
     budget: int
     kept: float
 
     @staticmethod
-    def of(job: Job, microbatch: int, place: Placement) -> _Candidate:
+    def of(job: ClusterJob, microbatch: int, place: StatePlacement) -> _Candidate:
         problem, budget = problem_of(job, microbatch, place)
         return _Candidate(microbatch, place, problem, budget, kept_step(problem).seconds)
 
@@ -293,7 +293,7 @@ def _search_stage(
 
 
 def _plan_stage(
-    job: Job,
+    job: ClusterJob,
     microbatch: int,
     last: bool,
     limits: Limits,
@@ -340,7 +340,7 @@ def _plan_stage(
     return best[1]
 
 
-def sizes(job: Job) -> Iterator[int]:
+def sizes(job: ClusterJob) -> Iterator[int]:
     """Microbatch sizes that divide the batch, by about a factor of sqrt(2)."""
     given = 1
     while given <= 4096:
@@ -350,7 +350,7 @@ def sizes(job: Job) -> Iterator[int]:
 
 
 def best_plan(
-    job: Job,
+    job: ClusterJob,
     limits: Limits | None = None,
     objective: Objective | None = None,
     slowdown: float | None = None,

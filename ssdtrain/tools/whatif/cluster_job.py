@@ -15,9 +15,9 @@ from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB
 from ssdtrain.planner.step import Block, Link, Machine, Tier
 from ssdtrain.tools.whatif.hardware import LINK_EFFICIENCY, MATMUL_EFFICIENCY, Gpu, Ssds
-from ssdtrain.tools.whatif.models import BlockKind, Layout, Transformer, model_state_bytes
+from ssdtrain.tools.whatif.models import BlockKind, ParallelLayout, Transformer, model_state_bytes
 
-__all__ = ["OPTIMIZER_TRAFFIC", "Job"]
+__all__ = ["OPTIMIZER_TRAFFIC", "ClusterJob"]
 
 OPTIMIZER_TRAFFIC = 28
 """Bytes of memory that Adam in mixed precision reads and writes per parameter."""
@@ -26,7 +26,7 @@ ITEMSIZE = 2
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """A model, how it is spread, and what it runs on.
 
     Attributes:
@@ -44,7 +44,7 @@ class Job:
     """
 
     model: Transformer
-    layout: Layout
+    layout: ParallelLayout
     gpu: Gpu
     ssds: Ssds | None = None
     host: int = 0

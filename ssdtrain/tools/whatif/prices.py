@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.plans import Objective
 from ssdtrain.tools.whatif.cluster import ClusterPlan
-from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
 
 __all__ = ["Prices"]
 
@@ -24,7 +24,7 @@ class Prices:
     gpu_hour: float
     drive: float = 0.0
 
-    def objective(self, job: Job) -> Objective:
+    def objective(self, job: ClusterJob) -> Objective:
         """The cheapest step, for each GPU.
 
         Raises:
@@ -48,7 +48,7 @@ class Prices:
             "dollars_per_billion_tokens": 1e9 / self.tokens_per_dollar(plan),
         }
 
-    def _per_byte(self, job: Job) -> float:
+    def _per_byte(self, job: ClusterJob) -> float:
         if job.ssds is None or not self.drive:
             return 0.0
         if not job.ssds.endurance:
