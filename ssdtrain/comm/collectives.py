@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssdtrain.comm import algorithms
-from ssdtrain.comm.algorithms import Call
+from ssdtrain.comm.algorithms import Call, plain_all_gather
 from ssdtrain.comm.coding import Ranges, TensorPiece, clip
 from ssdtrain.comm.work import MessageSteps
 
@@ -221,7 +221,7 @@ class AllGather(Sharded):
         return algorithms.all_gather(call, mine, outs, part)
 
     def plain(self, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
-        return algorithms.plain_all_gather(self.into, self.values, group=group, async_op=async_op)
+        return plain_all_gather(self.into, self.values, group=group, async_op=async_op)
 
 
 class DeltaAllGather(AllGather):

@@ -188,15 +188,22 @@ class ChunkedOptimizer:
         groups = self.optimizer.param_groups
         full = [group["params"] for group in groups]
         try:
-            for group, few in zip(groups, parameters, strict=True):
-                group["params"] = list(few)
-            self.optimizer.param_groups = [group for group in groups if group["params"]]
-            yield
-        finally:
-            with signals_deferred():
-                self.optimizer.param_groups = groups
-                for group, params in zip(groups, full, strict=True):
-                    group["params"] = params
+            try:
+                for group, few in zip(groups, parameters, strict=True):
+                    group["params"] = list(few)
+                self.optimizer.param_groups = [group for group in groups if group["params"]]
+                yield
+            finally:
+                self._put_back(groups, full)
+        except BaseException:  # it may be an interrupt of `finally`, before signals were deferred
+            self._put_back(groups, full)
+            raise
+
+    def _put_back(self, groups: list[dict[str, Any]], full: list[list[nn.Parameter]]) -> None:
+        with signals_deferred():
+            self.optimizer.param_groups = groups
+            for group, params in zip(groups, full, strict=True):
+                group["params"] = params
 
     # State
 

@@ -82,7 +82,7 @@ def test_the_grid_of_a_group(nodes: str, grid: tuple[tuple[int, ...], ...] | Non
     columns_ascend = grid is not None and all(list(c) == sorted(c) for c in zip(*grid, strict=True))
     assert found == (grid if columns_ascend else None)
     one_hop = grid_of(list(nodes), False)
-    assert one_hop is not None and sorted(sum(one_hop, ())) == list(range(len(nodes)))
+    assert sorted(sum(one_hop, ())) == list(range(len(nodes)))
 
 
 def test_ring_bytes_and_the_meters_account_of_a_fallback() -> None:

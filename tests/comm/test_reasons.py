@@ -115,7 +115,7 @@ def test_a_job_that_saves_few_bytes_is_told_at_start_what_to_change(
     if share is None:
         assert savings is None
     else:
-        assert savings is not None and round(savings[0], 2) == share and re.search(remedy, savings[1])
+        assert round(savings[0], 2) == share and re.search(remedy, savings[1])
 
 
 def with_a_large_table(rank: int) -> list[str]:

@@ -82,7 +82,7 @@ def test_a_plan_restores_the_states_of_every_tracker(tracker: Tracker) -> None:
     with ssdtrain.attach(model, LEAST) as runtime:
         assert equal(expected, train(model))
         plan = auto_of(runtime).plan
-        assert plan is not None and plan.count("recompute")
+        assert plan.count("recompute")
     names = [name for name in ssdtrain.checkpoint._random if name.startswith("some_")]
     assert names == ["some_library.get_cuda_rng_tracker"]
 
@@ -105,7 +105,7 @@ def test_a_tracker_is_made_by_its_library_and_restored_from_then_on(
         library._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
         assert equal(expected, train(model))
         plan = auto_of(runtime).plan
-        assert plan is not None and plan.count("recompute")
+        assert plan.count("recompute")
 
 
 def test_a_tracker_without_states_stays_without_a_seed(

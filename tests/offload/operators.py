@@ -58,7 +58,7 @@ def operators() -> list[Any]:
     if importlib.util.find_spec("expecttest") is None:
         # PyTorch's module of test tools imports it for a base class that is not used here.
         module = types.ModuleType("expecttest")
-        module.TestCase = unittest.TestCase
+        module.TestCase = unittest.TestCase  # type: ignore[attr-defined]
         sys.modules["expecttest"] = module
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -124,13 +124,13 @@ def shown(
             return found
         for each in ("backward", "second backward"):
             stage = each
-            grads = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+            grads = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
             found += [bits(g) for g in grads]
         stage = "double backward"
-        grads = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        grads = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)  # type: ignore[arg-type]
         again = [_real(g).square().sum() for g in grads if g is not None and g.requires_grad]
         if again:
-            twice = torch.autograd.grad(sum(again), leaves, allow_unused=True)
+            twice = torch.autograd.grad(sum(again), leaves, allow_unused=True)  # type: ignore[arg-type]
             found += [bits(g) for g in twice]
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         found.append(f"{stage}: {type(error).__name__}")
@@ -201,7 +201,7 @@ class Sweep:
             return
         self.counts["samples"] += 1
         for variant, runtime in self.runtimes.items():
-            ours = shown(call, sample, runtime.forward, lambda runtime=runtime: settle(runtime))
+            ours = shown(call, sample, runtime.forward, lambda runtime=runtime: settle(runtime))  # type: ignore[misc]
             self.counts["runs"] += 1
             if ours != plain:
                 where = next(
@@ -216,6 +216,7 @@ class Sweep:
         torch.ones(1, requires_grad=True).sum().backward()
         for name, runtime in self.runtimes.items():
             found = runtime.statistics()
+            assert found is not None
             for figure in ("offloaded_bytes", "loaded_bytes", "live_regions"):
                 self.counts[f"{name} {figure}"] = getattr(found.offload, figure)
             runtime.close()
@@ -224,7 +225,7 @@ class Sweep:
 
 def settle(runtime: Runtime) -> None:
     """Wait until every store has ended, so that backward has to read."""
-    while runtime.statistics().offload.in_flight_bytes:
+    while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
         time.sleep(0.0001)
 
 

@@ -95,7 +95,7 @@ class Bits(torch.autograd.Function):
     """Saves one buffer as floats, as their integers, and as a mask beside codes."""
 
     @staticmethod
-    def forward(ctx, x, order):
+    def forward(ctx, x, order):  # type: ignore[no-untyped-def]
         values = x * 1
         pairs = torch.stack([x > 0, x > 1], -1).to(torch.uint8)
         pairs[..., 1] += 7
@@ -105,7 +105,7 @@ class Bits(torch.autograd.Function):
         return x * 1
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
         saved = ctx.saved_tensors
         start = len(saved) - ctx.order
         values, integers, mask, code, _ = [*saved[start:], *saved[:start]]

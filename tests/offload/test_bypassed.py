@@ -277,7 +277,7 @@ def test_the_runtime_lives_as_long_as_the_model(x: torch.Tensor, make_runtime: M
     gc.collect()
     net(x).sum().backward()
     found = alive()
-    assert found is not None and asked_for(found) > seen
+    assert asked_for(found) > seen
 
 
 def train(net: nn.Module, step: Callable[[], torch.Tensor], steps: int) -> None:
@@ -335,7 +335,7 @@ def test_compact_serves_a_replaced_forward(x: torch.Tensor) -> None:
     with ssdtrain.attach(net, config) as runtime:
         by_method(net)
         net(x).sum().backward()
-        assert runtime.compact is not None and runtime.compact.compression.counted.input_bytes > 0
+        assert runtime.compact.compression.counted.input_bytes > 0
 
 
 def test_a_plan_is_made_for_a_loop_that_calls_parts(x: torch.Tensor, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_the_recomputation_computes_attention_by_the_kernels_of_the_first_run() 
         with sdpa_kernel(SDPBackend.MATH):
             y = function(q)
         y.sum().backward()
-        assert q.grad is not None and torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
         return [q.grad.clone()]
 
     assert same(run(attention), run(lambda q: Checkpoint()(attention, q)))

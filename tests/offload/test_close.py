@@ -17,6 +17,7 @@ from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Arena, SpillStore, holds_signal_safe_lock, signal_safe_lock
 from tests.offload.conftest import MakeRuntime, Variant, stored_forward
+from tests.offload.test_races import pool_of
 from tests.support.filesystems import eventually
 
 DEPTH = 4
@@ -26,10 +27,6 @@ WAYS = [
     Variant("staged", {"buffer": "64MiB"}, staged=True),
 ]
 ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-
-
-def engine_of(runtime: Runtime) -> OffloadEngine:
-    return runtime.engine
 
 
 @pytest.fixture
@@ -45,12 +42,8 @@ def closed_runtime(make_runtime: MakeRuntime) -> Iterator[MakeRuntime]:
 
     yield make
     for runtime in made:
-        if not engine_of(runtime)._closed:
+        if not runtime.engine._closed:
             pool_of(runtime).release()  # of a test that failed: its close would wait for ever
-
-
-def pool_of(runtime: Runtime) -> Any:
-    return runtime.offload.store.pool
 
 
 def model() -> tuple[torch.nn.Sequential, torch.Tensor]:
@@ -64,7 +57,7 @@ def loads_held(runtime: Runtime) -> tuple[torch.nn.Sequential, torch.Tensor]:
     with stored_forward(runtime):
         loss = layers(x).square().mean()
     pool_of(runtime).hold(writes=False)
-    engine = engine_of(runtime)
+    engine = runtime.engine
     engine.prefetch(next(tape for known in runtime.offload._tapes.values() if (tape := known()) is not None))
     assert sum(region.transfer.state is State.LOADING for region in engine.mover.busy()) > 1
     return layers, loss
@@ -85,7 +78,7 @@ def test_loads_ahead_are_waited_for_however_short_the_deadline(
     slow.join()
     loss.backward()
     for one, other in zip(plain.parameters(), layers.parameters(), strict=True):
-        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+        assert torch.equal(one.grad, other.grad)
 
 
 @ways
@@ -108,11 +101,11 @@ def test_a_store_that_close_cancelled_is_in_memory_still(closed_runtime: MakeRun
     pool_of(runtime).hold()
     with runtime.forward():
         loss = (x * 2).sin().sum()
-    assert engine_of(runtime).snapshot().in_flight_bytes
+    assert runtime.engine.snapshot().in_flight_bytes
     runtime.close()
     loss.backward()
     assert torch.equal(x.grad, (x * 2).cos() * 2)
-    assert engine_of(runtime).snapshot().offloaded_bytes == 0
+    assert runtime.engine.snapshot().offloaded_bytes == 0
 
 
 def test_the_arena_is_unmapped_when_the_last_tensor_in_it_has_died(closed_runtime: MakeRuntime) -> None:
@@ -122,14 +115,14 @@ def test_the_arena_is_unmapped_when_the_last_tensor_in_it_has_died(closed_runtim
         loss = layers(x).square().mean()
     square = loss.grad_fn.next_functions[0][0]
     saved = square._saved_self
-    arena = engine_of(runtime).buffers._arena
-    assert arena is not None and arena.allocated
+    arena = runtime.engine.buffers._arena
+    assert arena.allocated
     runtime.close()
     assert arena._map.nbytes, "the tensor lies there"
-    assert engine_of(runtime).snapshot().buffer_bytes == arena.capacity
+    assert runtime.engine.snapshot().buffer_bytes == arena.capacity
     del saved
     assert not arena._map.nbytes
-    assert engine_of(runtime).snapshot().buffer_bytes == 0
+    assert runtime.engine.snapshot().buffer_bytes == 0
 
 
 def test_a_second_close_on_another_thread_leaves_the_store_open_until_the_first_has_waited(
@@ -137,7 +130,7 @@ def test_a_second_close_on_another_thread_leaves_the_store_open_until_the_first_
 ) -> None:
     """What the store unmaps a device may still copy to or from."""
     runtime = closed_runtime()
-    offload, engine, waits, over = runtime.offload, engine_of(runtime), threading.Event(), threading.Event()
+    offload, engine, waits, over = runtime.offload, runtime.engine, threading.Event(), threading.Event()
     close_engine, close_store, early = engine.close, offload._close_store, []
 
     def close_first() -> None:
@@ -166,13 +159,13 @@ def test_a_second_close_on_another_thread_leaves_the_store_open_until_the_first_
 
 def with_a_store_of_a_dropped_graph(runtime: Runtime) -> Arena:
     """A store has begun, which the pool holds up, and its graph is dropped. Returns the arena that it is written from."""
-    engine = engine_of(runtime)
+    engine = runtime.engine
     pool_of(runtime).hold(begun=True)
     x = torch.randn(64, 64, requires_grad=True)
     with runtime.forward():
         loss = x.sin().sum()
     (store,) = [region.transfer.operation for region in engine.mover.stores]
-    assert store is not None and eventually(store.begun)
+    assert eventually(store.begun)
     del loss
     arena = engine.buffers._arena
     return arena
@@ -181,7 +174,7 @@ def with_a_store_of_a_dropped_graph(runtime: Runtime) -> Arena:
 def test_the_arena_is_unmapped_also_where_stores_end_after_the_engine(closed_runtime: MakeRuntime) -> None:
     """1. a store has begun; 2. its graph is dropped; 3. the engine does not wait for it; 4. the end of the store does."""
     runtime = closed_runtime(WAYS[2], deadline="0s")
-    engine, pool = engine_of(runtime), pool_of(runtime)
+    engine, pool = runtime.engine, pool_of(runtime)
     arena = with_a_store_of_a_dropped_graph(runtime)
     engine.close()
     assert arena._map.nbytes, "it is written from there"
@@ -196,7 +189,7 @@ def test_every_part_is_closed_whatever_one_of_them_raises(
 ) -> None:
     """As above, and one part of closing fails when it has done its work."""
     runtime = closed_runtime(WAYS[2], deadline="0s")
-    engine, pool, feature = engine_of(runtime), pool_of(runtime), runtime.offload
+    engine, pool, feature = runtime.engine, pool_of(runtime), runtime.offload
     store = feature.store
     arena = with_a_store_of_a_dropped_graph(runtime)
     feature.detach()
@@ -228,7 +221,7 @@ def test_the_arena_is_unmapped_when_a_graph_that_outlives_close_dies(
     """Reads ahead have ended: nobody asks for what they brought, or backward does after the end."""
     runtime = closed_runtime(way, threads=1)
     layers, loss = loads_held(runtime)
-    arena = engine_of(runtime).buffers._arena
+    arena = runtime.engine.buffers._arena
     pool_of(runtime).release()
     runtime.close()
     assert arena._map.nbytes, "backward may need what lies there"
@@ -237,7 +230,7 @@ def test_the_arena_is_unmapped_when_a_graph_that_outlives_close_dies(
         assert all(parameter.grad is not None for parameter in layers.parameters())
     del loss
     assert not arena._map.nbytes
-    assert engine_of(runtime).snapshot().buffer_bytes == 0
+    assert runtime.engine.snapshot().buffer_bytes == 0
 
 
 @pytest.mark.parametrize("holding", ["drain", "snapshot", "reset_peak"])
@@ -247,7 +240,7 @@ def test_the_arena_is_unmapped_when_a_graph_dies_while_a_call_after_close_holds_
     """1. the call has looked for deaths; 2. the graph dies, which waits for no lock; 3. the call lets go of the lock."""
     runtime = closed_runtime(threads=1)
     graphs = [loads_held(runtime)[1]]
-    engine = engine_of(runtime)
+    engine = runtime.engine
     arena = engine.buffers._arena
     pool_of(runtime).release()
     runtime.close()
@@ -274,19 +267,19 @@ def test_the_arena_is_unmapped_when_bytes_that_only_it_has_are_not_needed_any_mo
         return x.sum()
 
     runtime = closed_runtime(WAYS[2], deadline="0s", in_flight="64MiB")
-    engine = engine_of(runtime)
+    engine = runtime.engine
     pool_of(runtime).hold()
     x = torch.randn(64, 64, requires_grad=True)
     with runtime.forward() as tape:
         loss = sines(x * 2)
     arena = engine.buffers._arena
     runtime.close()
-    assert arena is not None and arena._map.nbytes
+    assert arena._map.nbytes
     assert tape.regions[0].transfer.state is State.STAGED
     if used:
         (expected,) = torch.autograd.grad(sines(x * 2), x)
         loss.backward()
-        assert x.grad is not None and torch.equal(x.grad, expected)
+        assert torch.equal(x.grad, expected)
     del loss
     assert not arena._map.nbytes
 
@@ -352,7 +345,7 @@ def test_a_finalizer_may_close_inside_of(
     x = torch.randn(64, 64, requires_grad=True)
     with stored_forward(runtime):
         (x * 2).sin().sum()
-    engine, store = engine_of(runtime), runtime.offload.store
+    engine, store = runtime.engine, runtime.offload.store
     Owner(runtime)
     owner, name = PLACES[place]
     with monkeypatch.context() as patch:

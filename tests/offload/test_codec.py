@@ -15,7 +15,7 @@ from ssdtrain.storage import Faults
 from tests.offload import zoo
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled, stored_forward
 from tests.offload.test_equality import same
-from tests.offload.test_races import chain, engine_of, expected, pool_of, until
+from tests.offload.test_races import chain, expected, pool_of, until
 
 WAYS = [VARIANTS[0], VARIANTS[2], VARIANTS[3], VARIANTS[4]]
 
@@ -42,7 +42,7 @@ def test_lossless_changes_no_bit(case: zoo.Case, way: Variant, make_runtime: Mak
     runtime = make_runtime(way, codec="lossless")
     assert same(plain, zoo.run(case, runtime.forward))
     found = runtime.statistics()
-    assert found is not None and found.offload.encoded_bytes > 0
+    assert found.offload.encoded_bytes > 0
 
 
 @pytest.mark.parametrize("codec", ["int8", "bf16", "int4:block=64,hadamard", "fp8_e4m3"])
@@ -101,7 +101,7 @@ def test_masks_are_packed_without_being_asked(way: Variant, make_runtime: MakeRu
 def test_int8_writes_about_a_quarter(make_runtime: MakeRuntime) -> None:
     written = {}
     for codec in (None, "int8"):
-        runtime = make_runtime(**({"codec": codec} if codec else {}), prefetch=0)
+        runtime = make_runtime(codec=codec, prefetch=0)
         x = zoo.noise(512, 512).requires_grad_()
         with runtime.forward():
             loss = x.sin().cos().exp().sum()
@@ -144,15 +144,15 @@ def test_what_is_encoded_in_memory_when_backward_comes_near_is_not_read_back(
     runtime = make_runtime(way, codec="lossless", prefetch="16MiB")
     pool_of(runtime).hold(begun=True)
     x, loss = chain(runtime, depth=1)
-    (store,) = [region.transfer.operation for region in engine_of(runtime).mover.stores]
+    (store,) = [region.transfer.operation for region in runtime.engine.mover.stores]
     pool_of(runtime).flush()
     until(lambda: store is not None and store.begun(), "the store")
-    engine_of(runtime).prefetch(runtime.offload.tape(0, -1))
+    runtime.engine.prefetch(runtime.offload.tape(0, -1))
     pool_of(runtime).release()
     settled(runtime)
     loss.backward(retain_graph=True)
     found = runtime.statistics()
-    assert found is not None and found.offload.encoded_bytes > 0
+    assert found.offload.encoded_bytes > 0
     assert found.offload.loaded_bytes == 0 and found.offload.forwarded_bytes == found.offload.offloaded_bytes
     assert torch.equal(x.grad, expected(1))
     loss.backward()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +93,34 @@ def test_forks_with_stores_in_flight_change_no_bit_and_hold_no_space(
     assert same(train(None, tmp_path), train(runtime, tmp_path))
     assert spill_files(tmp_path) > 0, "the check sees no spill file even where there is one"
     found = runtime.statistics()
-    assert found is not None and found.offload.offloaded_bytes + found.offload.avoided_write_bytes > 0
+    assert found.offload.offloaded_bytes + found.offload.avoided_write_bytes > 0
+
+
+def exit_code_of_a_child(lock: AbstractContextManager[Any], act: Callable[[], object]) -> int:
+    """Fork while another thread holds `lock`; the child acts and ends."""
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it wherever it waits
+        signal.alarm(60)
+        try:
+            act()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    over.set()
+    thread.join()
+    return ended
 
 
 @pytest.mark.parametrize("holds", ["engine", "store"])
@@ -108,34 +137,17 @@ def test_a_child_has_the_figures_of_the_fork_and_nothing_to_wait_for(
         loss = x.sin().cos().sum()
     settled(runtime)
     known = runtime.statistics()
-    assert known is not None and known.store.bytes_written > 0
-    held, over = threading.Event(), threading.Event()
+    assert known.store.bytes_written > 0
 
-    def hold() -> None:
-        with engine._lock if holds == "engine" else store._lock:
-            held.set()
-            over.wait()
+    def figures_are_known() -> None:
+        found = runtime.statistics()
+        for name in ("bytes_written", "live_slots", "live_bytes", "capacity_bytes"):
+            assert getattr(found.store, name) == getattr(known.store, name)
+        assert found.offload.offloaded_bytes == known.offload.offloaded_bytes > 0
+        runtime.step_end()
+        runtime.close()
 
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it wherever it waits
-        signal.alarm(60)
-        try:
-            found = runtime.statistics()
-            for name in ("bytes_written", "live_slots", "live_bytes", "capacity_bytes"):
-                assert getattr(found.store, name) == getattr(known.store, name)
-            assert found.offload.offloaded_bytes == known.offload.offloaded_bytes > 0
-            runtime.step_end()
-            runtime.close()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    over.set()
-    thread.join()
+    ended = exit_code_of_a_child(engine._lock if holds == "engine" else store._lock, figures_are_known)
     loss.backward()
     assert ended == 0
 
@@ -143,24 +155,9 @@ def test_a_child_has_the_figures_of_the_fork_and_nothing_to_wait_for(
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_child_forked_while_another_thread_begins_a_forward_can_record_its_own() -> None:
     """All recorders of a process share a lock, which the other thread never releases in the child."""
-    held, over = threading.Event(), threading.Event()
 
-    def hold() -> None:
-        with functorch._lock:
-            held.set()
-            over.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it wherever it waits
-        signal.alarm(20)
+    def record() -> None:
         with functorch.StepAside():
             pass
-        os._exit(0)
-    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    over.set()
-    thread.join()
-    assert ended == 0
+
+    assert exit_code_of_a_child(functorch._lock, record) == 0

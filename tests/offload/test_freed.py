@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, offload_parts, settled
@@ -20,10 +19,6 @@ SIZE = 64
 
 IN_PLACE = [variant for variant in VARIANTS if variant.name in ("c", "python", "host-tier")]
 """The pool reads the tensor where it is, at a time of its own."""
-
-
-def engine_of(runtime: Runtime) -> OffloadEngine:
-    return runtime.engine
 
 
 @contextmanager
@@ -86,7 +81,7 @@ def test_what_was_freed_under_a_store_is_never_read_back(make_runtime: MakeRunti
         refill(y, x)
     loss.backward()
     assert torch.equal(x.grad, (x * 2).cos() * 2)
-    assert engine_of(runtime).snapshot().loaded_bytes == 0
+    assert runtime.engine.snapshot().loaded_bytes == 0
 
 
 @pytest.mark.parametrize("part", [1, 0.5])
@@ -97,10 +92,10 @@ def test_what_was_freed_under_a_store_is_counted_neither_as_offloaded_nor_as_kep
     offload_parts(runtime, part)
     with stores_wait(runtime):
         _, y, loss = saved(runtime)
-        assert engine_of(runtime).snapshot().offloaded_bytes == part * y.nbytes
+        assert runtime.engine.snapshot().offloaded_bytes == part * y.nbytes
         y.untyped_storage().resize_(0)
     settled(runtime)
-    found = engine_of(runtime).snapshot()
+    found = runtime.engine.snapshot()
     assert (found.offloaded_bytes, found.kept_bytes) == (0, 0)
     del loss
 
@@ -174,7 +169,7 @@ def test_a_failed_store_is_held_to_the_bytes_of_the_pack(make_runtime: MakeRunti
     settled(runtime)
     with torch.autograd._unsafe_preserve_version_counter(y):
         y.detach().copy_(kept)
-    assert engine_of(runtime).snapshot().failed_stores == 1
+    assert runtime.engine.snapshot().failed_stores == 1
     with pytest.raises(RuntimeError, match="overwritten"):
         loss.backward()
     assert x.grad is None
@@ -204,13 +199,13 @@ class Freed(torch.autograd.Function):
 
 def test_outputs_that_will_be_freed_stay_and_so_do_all_their_views(make_runtime: MakeRuntime) -> None:
     runtime = make_runtime()
-    engine_of(runtime).eligible.add_freed_function("FreedBackward")
+    runtime.engine.eligible.add_freed_function("FreedBackward")
     x = torch.randn(SIZE, SIZE, requires_grad=True)
     with runtime.forward():
         one, other = Freed.apply(x)
         # The second is a view of a tensor that no gradient knows of.
         total = one.t().sin().sum() + other.view(SIZE, SIZE)[1:].sin().sum() + (x * one.detach()).sum()
-    assert engine_of(runtime).snapshot().saved_bytes == 0
+    assert runtime.engine.snapshot().saved_bytes == 0
     total.backward()
 
 
@@ -231,7 +226,7 @@ def test_what_is_free_when_it_is_saved_stays(make_runtime: MakeRuntime) -> None:
     y.untyped_storage().resize_(0)
     with runtime.forward():
         loss = Saving.apply(x, y).sum()
-    assert engine_of(runtime).snapshot().saved_bytes == 0
+    assert runtime.engine.snapshot().saved_bytes == 0
     with torch.autograd._unsafe_preserve_version_counter(y):
         refill(y, x)
     loss.backward()

@@ -23,7 +23,7 @@ from ssdtrain.storage import Faults, IOFailure
 from ssdtrain.storage import gpudirect as storage
 from tests.offload.conftest import MakeRuntime, Variant, holds_nothing, settled
 from tests.offload.test_programs import FAULTS, INSTRUCTIONS, OPTIONS, agree, make
-from tests.offload.test_races import chain, engine_of, expected, pool_of, until
+from tests.offload.test_races import chain, expected, pool_of, until
 from tests.support.kvikio_stand_in import KvikioStandIn, install
 
 ON = Variant("gpudirect", {"buffer": "64MiB", "gpudirect": "on", "verify": "off"}, staged=True)
@@ -53,7 +53,7 @@ def test_gradients_are_those_without_it_and_no_byte_is_in_host_memory(
     loss.backward()
     assert torch.equal(x.grad, expected())
     assert moved() == (found.offloaded_bytes, found.offloaded_bytes)
-    assert engine_of(runtime).buffers.peak == 0
+    assert runtime.engine.buffers.peak == 0
     assert runtime.statistics().store.ssd_bytes_written >= found.offloaded_bytes
 
 
@@ -80,13 +80,13 @@ def test_a_tensor_stays_until_its_write_has_ended(stand_in: KvikioStandIn, make_
     runtime = make_runtime(ON)
     pool_of(runtime).hold(begun=True)
     x, loss = chain(runtime)
-    stores = list(engine_of(runtime).mover.stores)
+    stores = list(runtime.engine.mover.stores)
     assert stores and all(region.in_tensor for region in stores)
     del x, loss
     gc.collect()
     until(lambda: stores[0].transfer.operation.begun(), "a store")
     begun = [region for region in stores if region.transfer.operation.begun()]
-    engine_of(runtime).drain()
+    runtime.engine.drain()
     assert all(region.transfer.state is State.RELEASED and region.in_tensor for region in begun)
     pool_of(runtime).release()
     holds_nothing(runtime)
@@ -98,7 +98,7 @@ def test_memory_that_is_being_filled_is_not_reserved_again(
 ) -> None:
     """Else its users would not be known when it is reused."""
     runtime = make_runtime(ON, prefetch=0)
-    engine = engine_of(runtime)
+    engine = runtime.engine
     x, loss = chain(runtime)
     settled(runtime)
     region = runtime.offload.tape(0, -1).regions[0]
@@ -186,7 +186,7 @@ def test_memory_that_is_not_there_ahead_of_need_is_no_error(
     stand_in: KvikioStandIn, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = make_runtime(ON, prefetch="512KiB")
-    engine: Any = engine_of(runtime)
+    engine: Any = runtime.engine
     x, loss = chain(runtime)
     settled(runtime)
     begin, load_target = engine.mover.transfer.begin_load, engine.device.load_target
@@ -212,7 +212,7 @@ def test_where_memory_is_out_what_was_read_ahead_is_dropped(
     stand_in: KvikioStandIn, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = make_runtime(ON, prefetch=0)
-    engine = engine_of(runtime)
+    engine = runtime.engine
     x, loss = chain(runtime)
     settled(runtime)
     regions = list(runtime.offload.tape(0, -1).regions)
@@ -292,37 +292,56 @@ def test_by_default_the_faster_one_of_a_probe_is_used(
     assert stand_in.open_files == 0, "closed with the runtime, or when it lost"
 
 
-def test_a_probe_that_reads_other_bytes_says_no(
-    stand_in: KvikioStandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    stand_in.garbles = True
-    used, line = chosen(tmp_path, caplog)
-    assert not used and "differ from those it wrote" in line
+def failing(error: Exception) -> Callable[..., float]:
+    def measure(*how: Any) -> float:
+        raise error
+
+    return measure
 
 
-@pytest.mark.parametrize("kind", ["write", "read"])
+@pytest.mark.parametrize(
+    ("holder", "name", "value", "reason"),
+    [
+        (KvikioStandIn, "garbles", True, "differ from those it wrote"),
+        (KvikioStandIn, "fails", {"write"}, "the probe failed"),
+        (KvikioStandIn, "fails", {"read"}, "the probe failed"),
+        (gpudirect, "_staged_seconds", failing(OSError("a faulty drive")), "failed: a faulty drive"),
+        (gpudirect, "_staged_seconds", failing(torch.OutOfMemoryError("none left")), "failed: none left"),
+    ],
+    ids=["other bytes", "write", "read", "drive", "memory"],
+)
 def test_a_probe_that_fails_says_no(
-    stand_in: KvikioStandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
-    stand_in.fails.add(kind)
-    used, line = chosen(tmp_path, caplog)
-    assert not used and "the probe failed" in line
-
-
-@pytest.mark.parametrize("error", [OSError("a faulty drive"), torch.OutOfMemoryError("none left")])
-def test_any_other_failure_of_the_probe_says_no(
     stand_in: KvikioStandIn,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-    error: Exception,
+    holder: Any,
+    name: str,
+    value: Any,
+    reason: str,
 ) -> None:
-    def failing(*how: Any) -> float:
-        raise error
-
-    monkeypatch.setattr(gpudirect, "_staged_seconds", failing)
+    monkeypatch.setattr(stand_in if holder is KvikioStandIn else holder, name, value)
     used, line = chosen(tmp_path, caplog)
-    assert not used and f"the probe failed: {error}" in line and stand_in.open_files == 0
+    assert not used and reason in line and stand_in.open_files == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"verify": "all"}, 'offload.verify is "all"'),
+        ({"capacity": "128KiB", "min_bytes": 1024}, "no room for its probe"),
+    ],
+    ids=["verified as a whole", "no room"],
+)
+def test_where_it_cannot_be_had_its_reason_is_said(
+    stand_in: KvikioStandIn,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    more: dict[str, Any],
+    reason: str,
+) -> None:
+    used, line = chosen(tmp_path, caplog, **more)
+    assert not used and reason in line and not stand_in.written
 
 
 def test_a_probe_that_hangs_says_no_and_nothing_waits_for_it(
@@ -355,7 +374,7 @@ def test_a_transfer_that_hangs_in_training_is_not_waited_for_for_ever(
     monkeypatch.setattr(storage, "_HUNG", pools)
     monkeypatch.setattr(hanging, "_HUNG", regions)
     runtime = make_runtime(ON, deadline="50ms", prefetch="512KiB")
-    engine, store = engine_of(runtime), runtime.offload.store
+    engine, store = runtime.engine, runtime.offload.store
     if kind == "write":
         stand_in.gate.clear()
     x, loss = chain(runtime)
@@ -402,13 +421,6 @@ def test_a_read_that_hangs_in_backward_is_given_up_for_one_through_host_memory(
     del x, loss
 
 
-def test_what_is_verified_as_a_whole_is_not_tried(
-    stand_in: KvikioStandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    used, line = chosen(tmp_path, caplog, verify="all")
-    assert not used and 'offload.verify is "all"' in line and not stand_in.written
-
-
 @pytest.mark.parametrize("choice", ["on", "auto"])
 def test_the_probe_is_not_counted(stand_in: KvikioStandIn, tmp_path: Path, choice: str) -> None:
     with Runtime(config(tmp_path, gpudirect=choice), seams=Seams(staged=True)) as runtime:
@@ -418,13 +430,6 @@ def test_the_probe_is_not_counted(stand_in: KvikioStandIn, tmp_path: Path, choic
         0,
         0,
     )
-
-
-def test_a_drive_without_room_for_the_probe_says_no(
-    stand_in: KvikioStandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    used, line = chosen(tmp_path, caplog, capacity="128KiB", min_bytes=1024)
-    assert not used and "no room for its probe" in line
 
 
 def test_demanded_and_not_possible_is_an_error_with_the_reason(

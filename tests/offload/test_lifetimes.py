@@ -28,7 +28,7 @@ SIZE = 128
 
 def graph(runtime: object, depth: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(SIZE, SIZE, requires_grad=True)
-    with runtime.forward():
+    with runtime.forward():  # type: ignore[attr-defined]
         y = x
         for _ in range(depth):
             y = y.sin()
@@ -39,7 +39,7 @@ def graph(runtime: object, depth: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_dropped_loss_frees_its_slots(variant: Variant, make_runtime: MakeRuntime) -> None:
     runtime = make_runtime(variant)
     _, loss = graph(runtime)
-    assert runtime.statistics().offload.live_regions > 0
+    assert runtime.statistics().offload.live_regions > 0  # type: ignore[union-attr]
     del loss, _
     holds_nothing(runtime)
 
@@ -93,6 +93,7 @@ def test_ctrl_c_while_backward_computes_is_heard(make_runtime: MakeRuntime) -> N
         settled(runtime)
         del y
         main = threading.main_thread().ident
+        assert main is not None
         timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGUSR1))
         with pytest.raises(Heard):
             timer.start()
@@ -138,13 +139,13 @@ def test_a_buffer_belongs_to_the_tensor_that_was_unpacked(make_runtime: MakeRunt
 
     class Steal(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
             y = x + 1
             ctx.save_for_backward(y)
             return y.clone()
 
         @staticmethod
-        def backward(ctx, grad):
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
             (y,) = ctx.saved_tensors
             kept.append((y, y.clone()))
             return grad
@@ -160,7 +161,7 @@ def test_a_buffer_belongs_to_the_tensor_that_was_unpacked(make_runtime: MakeRunt
         loss.backward()
         del loss, y
     assert len(kept) == 3 * 12 and all(torch.equal(tensor, copy) for tensor, copy in kept)
-    assert runtime.statistics().offload.outside_bytes > 0  # more than the arena holds
+    assert runtime.statistics().offload.outside_bytes > 0  # type: ignore[union-attr] # more than the arena holds
     kept.clear()
     gc.collect()
 
@@ -190,12 +191,12 @@ def test_what_backward_wrote_into_a_buffer_is_not_handed_out_again(
 
     class Scribble(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
             ctx.save_for_backward(x)
             return x.clone()
 
         @staticmethod
-        def backward(ctx, grad):
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
             (x,) = ctx.saved_tensors
             found.append(x.clone())
             x.zero_()
@@ -227,7 +228,7 @@ def test_what_backward_wrote_into_a_buffer_is_not_handed_out_again(
 
 def test_close_waits_and_makes_handles_inert(variant: Variant, make_runtime: MakeRuntime) -> None:
     runtime = make_runtime(variant)
-    runtime.expects_live = True
+    runtime.expects_live = True  # type: ignore[attr-defined]
     x, loss = graph(runtime)
     runtime.close()
     runtime.close()
@@ -249,13 +250,13 @@ def test_the_context_lives_as_long_as_its_graph(tmp_path: Path) -> None:
     loss.backward()
     plain = x.detach().clone().requires_grad_()
     plain.sin().sin().sum().backward()
-    assert torch.equal(x.grad, plain.grad)
+    assert torch.equal(x.grad, plain.grad)  # type: ignore[arg-type]
 
 
 def test_a_forked_child_neither_moves_nor_frees_anything(make_runtime: MakeRuntime) -> None:
     """Also with I/O in flight, whose operations belong to the parent."""
     runtime = make_runtime()
-    pool = runtime.offload.store.pool
+    pool = runtime.offload.store.pool  # type: ignore[union-attr]
     pool.hold(begun=True)
     x, loss = graph(runtime)
     child = os.fork()
@@ -275,7 +276,7 @@ def test_a_forked_child_neither_moves_nor_frees_anything(make_runtime: MakeRunti
     pool.release()
     assert os.waitstatus_to_exitcode(status) == 0
     loss.backward()
-    assert torch.isfinite(x.grad).all()
+    assert torch.isfinite(x.grad).all()  # type: ignore[arg-type, union-attr]
 
 
 # Importing torch takes minutes on a busy machine, so the limit on a hang begins after it; it prints every thread's stack.
@@ -327,7 +328,7 @@ def test_training_for_many_steps_grows_nothing(make_runtime: MakeRuntime) -> Non
     runtime = make_runtime()
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     sizes = set()
-    seen = runtime.engine.meter._seen
+    seen = runtime.engine.meter._seen  # type: ignore[union-attr]
     for step in range(60):
         x = zoo.noise(16 + step % 5, 64)
         with runtime.step(), runtime.forward():
@@ -345,7 +346,7 @@ def test_what_a_forward_that_raised_has_saved_is_counted_as_kept(make_runtime: M
     with pytest.raises(ZeroDivisionError), runtime.forward():
         y = (x * 2).sin()
         raise ZeroDivisionError
-    found = runtime.statistics().offload
+    found = runtime.statistics().offload  # type: ignore[union-attr]
     assert found.saved_bytes == found.kept_bytes + found.offloaded_bytes == y.nbytes
     y.sum().backward()
-    assert torch.equal(x.grad, (x * 2).cos() * 2)
+    assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from tests.offload.conftest import (
 )
 from tests.offload.test_equality import same
 from tests.offload.test_gpudirect import ON
-from tests.offload.test_races import SIZE, chain, engine_of, expected, pool_of
+from tests.offload.test_races import SIZE, chain, expected, pool_of
 from tests.support.kvikio_stand_in import KvikioStandIn, install
 from tests.support.tiers import tiered
 
@@ -213,7 +213,7 @@ def test_without_memory_for_the_copy_a_region_leaves_whole(
     def clone(source: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(engine_of(runtime).device, "clone", clone)
+    monkeypatch.setattr(runtime.engine.device, "clone", clone)
     with stored_forward(runtime):
         x, loss = chain(runtime)
     found = runtime.statistics().offload

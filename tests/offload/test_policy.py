@@ -75,7 +75,7 @@ def test_a_policy_of_ones_own_decides_by_module_with_codec_and_tier(tmp_path: Pa
         s.nbytes for s in offloaded
     )
     assert found.offload.encoded_bytes == sum(s.nbytes for s in offloaded)
-    assert found.store.host is not None and found.store.host.bytes_written == 0
+    assert found.store.host.bytes_written == 0
     assert [forward.saved_bytes for forward in policy.forwards] == [sum(s.nbytes for s in policy.seen)]
     assert {saved.module for saved in policy.seen} <= {name for name, _ in trained.named_modules()}
     runtime.close()

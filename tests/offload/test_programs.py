@@ -109,12 +109,14 @@ def make(directory: str, variant: Variant, options: dict[str, Any], faults: Faul
         if variant.part is not None:
             offload_parts(runtime, variant.part)
         if collecting:
-            runtime.engine._lock = CollectingLock()
+            assert runtime.engine is not None
+            runtime.engine._lock = CollectingLock()  # type: ignore[assignment]
         yield runtime
 
 
 def machine(runtime: Runtime, seed: int, *, keeps: bool = False) -> Machine:
     """Runs programs with the engine."""
+    assert runtime.engine is not None
     device = runtime.engine.device
     copied = device.wait_for_stores if isinstance(device, LaggingDevice) else lambda: None
     return Machine(runtime.forward, seed, lambda: settled(runtime), runtime.close, copied, keeps)
@@ -140,6 +142,7 @@ def any_program(variant: Variant, ways: Sequence[str] = WAYS, **how: Any) -> Non
             gc.collect()
             holds_nothing(runtime)
             found = runtime.statistics()
+            assert found is not None
             for name in WAYS:
                 went[name] += getattr(found.offload, name)
 
@@ -174,7 +177,7 @@ def test_no_program_frees_memory_that_a_copy_reads(tmp_path: Path, monkeypatch: 
     full = torch.full
     options = {"amount": "all", "collecting": False}
     with make(str(tmp_path), LAGGING, options, Faults()) as runtime:
-        device = runtime.engine.device
+        device = runtime.engine.device  # type: ignore[union-attr]
         assert isinstance(device, LaggingDevice)
         device._store._delay = lambda: 0.02
 

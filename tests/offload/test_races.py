@@ -56,14 +56,17 @@ def expected(depth: int = 6) -> torch.Tensor:
     for _ in range(depth):
         y = y.sin()
     y.sum().backward()
+    assert x.grad is not None
     return x.grad
 
 
 def pool_of(runtime: Runtime) -> object:
+    assert runtime.offload.store is not None
     return runtime.offload.store.pool
 
 
 def engine_of(runtime: Runtime) -> OffloadEngine:
+    assert runtime.engine is not None
     return runtime.engine
 
 
@@ -78,19 +81,20 @@ def begun(region: Region) -> bool:
 
 @pytest.fixture(params=[DIRECT, VARIANTS[1], STAGED], ids=["c", "python", "staged"])
 def way(request: pytest.FixtureRequest) -> Variant:
-    return request.param
+    return request.param  # type: ignore[no-any-return]
 
 
 def test_a_store_that_has_not_begun_is_cancelled(way: Variant, make_runtime: MakeRuntime) -> None:
     runtime = make_runtime(way)
-    pool_of(runtime).hold(reads=False)
+    pool_of(runtime).hold(reads=False)  # type: ignore[attr-defined]
     x, loss = chain(runtime)
     loss.backward()  # would hang if it waited for a store
     found = runtime.statistics()
+    assert found is not None
     assert found.offload.avoided_write_bytes == found.offload.saved_bytes > 0
     assert found.offload.loaded_bytes == found.store.bytes_written == found.offload.forwarded_bytes == 0
-    pool_of(runtime).release()
-    assert torch.equal(x.grad, expected())
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
 
 
 def test_a_store_that_must_be_written_is_though_backward_is_over_and_one_at_a_time(
@@ -99,35 +103,37 @@ def test_a_store_that_must_be_written_is_though_backward_is_over_and_one_at_a_ti
     """A drive slower than the steps is not given ever more."""
     runtime = make_runtime(way)
     offload_parts(runtime, 1.0, must_write=True)
-    pool_of(runtime).hold(reads=False)
+    pool_of(runtime).hold(reads=False)  # type: ignore[attr-defined]
     for _ in range(3):
         x, loss = chain(runtime)
         loss.backward()
         del loss
-        assert torch.equal(x.grad, expected())
+        assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
         found = runtime.statistics()
         assert found is not None and found.offload.saved_bytes > 0 == found.store.bytes_written
         assert found.offload.avoided_write_bytes > found.offload.live_regions == 0
         assert found.offload.in_flight_bytes == SIZE * SIZE * 4
-    pool_of(runtime).release()
-    pool_of(runtime).flush()
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+    pool_of(runtime).flush()  # type: ignore[attr-defined]
     holds_nothing(runtime)
     after = runtime.statistics()
+    assert after is not None
     assert after.store.bytes_written == after.offload.offloaded_bytes == SIZE * SIZE * 4
 
 
 def test_a_slow_store_is_forwarded(way: Variant, make_runtime: MakeRuntime) -> None:
     """Its bytes are still in memory (Megatron-LM #7398: an inline reload races its own store)."""
     runtime = make_runtime(way, threads=8)
-    pool_of(runtime).hold(begun=True, reads=False)
+    pool_of(runtime).hold(begun=True, reads=False)  # type: ignore[attr-defined]
     x, loss = chain(runtime)
-    pool_of(runtime).flush()
+    pool_of(runtime).flush()  # type: ignore[attr-defined]
     until(lambda: any(begun(region) for region in engine_of(runtime).mover.stores), "a store that has begun")
     loss.backward()
     found = runtime.statistics()
+    assert found is not None
     assert found.offload.forwarded_bytes > 0 and found.offload.loaded_bytes == 0
-    assert torch.equal(x.grad, expected())
-    pool_of(runtime).release()
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    pool_of(runtime).release()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["backward", "no-backward"])
@@ -137,18 +143,19 @@ def test_what_is_still_in_memory_when_backward_begins_is_not_read(
 ) -> None:
     """The drive has finished with it, and nobody has looked since."""
     runtime = make_runtime(way, prefetch="16MiB")
-    pool_of(runtime).hold()
+    pool_of(runtime).hold()  # type: ignore[attr-defined]
     x, loss = chain(runtime)
     stores = [region.transfer.operation for region in engine_of(runtime).mover.stores]
     assert len(stores) > 3
-    pool_of(runtime).release()
-    pool_of(runtime).flush()
+    pool_of(runtime).release()  # type: ignore[attr-defined]
+    pool_of(runtime).flush()  # type: ignore[attr-defined]
     until(lambda: all(store is not None and store.done() for store in stores), "the end of the stores")
     with runtime.backward() if named else nullcontext():
         loss.backward()
     found = runtime.statistics()
+    assert found is not None
     assert found.offload.loaded_bytes == 0 and found.offload.forwarded_bytes == found.offload.saved_bytes > 0
-    assert torch.equal(x.grad, expected())
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["backward", "no-backward"])
@@ -179,13 +186,13 @@ def test_a_store_is_forwarded_once_however_often_it_is_asked_for(
     way: Variant, make_runtime: MakeRuntime
 ) -> None:
     runtime = make_runtime(way, threads=8)
-    pool_of(runtime).hold(begun=True, reads=False)
+    pool_of(runtime).hold(begun=True, reads=False)  # type: ignore[attr-defined]
     _, loss = chain(runtime, depth=2)
-    pool_of(runtime).flush()
-    until(lambda: engine_of(runtime).mover.stores[0].transfer.operation.begun(), "the first store")
+    pool_of(runtime).flush()  # type: ignore[attr-defined]
+    until(lambda: engine_of(runtime).mover.stores[0].transfer.operation.begun(), "the first store")  # type: ignore[union-attr]
     for _ in range(3):
         loss.backward(retain_graph=True)
-    pool_of(runtime).release()
+    pool_of(runtime).release()  # type: ignore[attr-defined]
     settled(runtime)
     found = runtime.statistics()
     assert found is not None and 0 < found.offload.forwarded_bytes <= found.offload.saved_bytes
@@ -197,15 +204,16 @@ def test_unpack_overtakes_a_prefetch(way: Variant, make_runtime: MakeRuntime) ->
     x, loss = chain(runtime)
     settled(runtime)
     tape = runtime.offload.tape(0, -1)
+    assert tape is not None
     for begun in (False, True):
-        pool_of(runtime).hold(begun=begun, writes=False)
+        pool_of(runtime).hold(begun=begun, writes=False)  # type: ignore[attr-defined]
         engine_of(runtime).prefetch(tape)
         assert engine_of(runtime).mover.loads.prefetched_bytes > 0
-        timer = threading.Timer(0.05, pool_of(runtime).release)
+        timer = threading.Timer(0.05, pool_of(runtime).release)  # type: ignore[attr-defined]
         timer.start()
         loss.backward(retain_graph=not begun)
         timer.join()
-    assert torch.equal(x.grad, 2 * expected())
+    assert torch.equal(x.grad, 2 * expected())  # type: ignore[arg-type]
 
 
 def test_a_released_region_keeps_its_memory_until_its_store_has_ended(
@@ -214,9 +222,9 @@ def test_a_released_region_keeps_its_memory_until_its_store_has_ended(
     """Otherwise the drive reads from memory that somebody else is writing."""
     runtime = make_runtime(way)
     engine = engine_of(runtime)
-    pool_of(runtime).hold(begun=True)
+    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
     x, loss = chain(runtime, depth=2)
-    pool_of(runtime).flush()
+    pool_of(runtime).flush()  # type: ignore[attr-defined]
     until(lambda: any(map(begun, engine.mover.stores)), "a store that has begun")
     del x, loss
     engine.drain()  # cancels the stores that have not begun
@@ -227,9 +235,9 @@ def test_a_released_region_keeps_its_memory_until_its_store_has_ended(
         for region in busy
     ]
     assert all(written_from), "memory was let go under a store"
-    live = runtime.statistics().store.live_slots
+    live = runtime.statistics().store.live_slots  # type: ignore[union-attr]
     assert live >= len(busy), "a slot was free for others while an old store was in flight"
-    pool_of(runtime).release()
+    pool_of(runtime).release()  # type: ignore[attr-defined]
     del busy
     holds_nothing(runtime)
 
@@ -242,7 +250,8 @@ def test_a_released_region_keeps_its_buffer_until_its_load_has_ended(
     _, loss = chain(runtime)
     settled(runtime)
     tape = runtime.offload.tape(0, -1)
-    pool_of(runtime).hold(begun=True, writes=False)
+    assert tape is not None
+    pool_of(runtime).hold(begun=True, writes=False)  # type: ignore[attr-defined]
     engine.prefetch(tape)
     until(lambda: any(map(begun, engine.mover.busy())), "a load that has begun")
     assert engine.buffers.allocated > 0
@@ -250,7 +259,7 @@ def test_a_released_region_keeps_its_buffer_until_its_load_has_ended(
     engine.drain()  # cancels the loads that have not begun
     assert engine.mover.busy()
     assert engine.buffers.allocated > 0, "a buffer went back while the drive was writing into it"
-    pool_of(runtime).release()
+    pool_of(runtime).release()  # type: ignore[attr-defined]
     holds_nothing(runtime)
 
 
@@ -260,6 +269,7 @@ def test_a_pool_exhausted_by_prefetches_gives_way(way: Variant, make_runtime: Ma
     x, loss = chain(runtime, depth=40)
     settled(runtime)
     tape = runtime.offload.tape(0, -1)
+    assert tape is not None
     engine_of(runtime).prefetch(tape)
     first = next(
         region for region in tape.regions if region is not None and region.transfer.state is State.STORED
@@ -270,9 +280,9 @@ def test_a_pool_exhausted_by_prefetches_gives_way(way: Variant, make_runtime: Ma
     first.pending_unpacks += 1
     assert torch.equal(engine_of(runtime).unpack(handle), x.detach())
     del handle, first, tape
-    assert runtime.statistics().offload.evicted_bytes > 0
+    assert runtime.statistics().offload.evicted_bytes > 0  # type: ignore[union-attr]
     loss.backward()
-    assert torch.equal(x.grad, expected(40))
+    assert torch.equal(x.grad, expected(40))  # type: ignore[arg-type]
 
 
 def test_a_pool_exhausted_by_stores_makes_pack_wait_and_not_hang(
@@ -280,12 +290,12 @@ def test_a_pool_exhausted_by_stores_makes_pack_wait_and_not_hang(
 ) -> None:
     """1. stores have begun and take every buffer; 2. pack waits for one of them; 3. they end."""
     runtime = make_runtime(STAGED, buffer="2MiB", in_flight="2MiB", deadline=600)
-    pool_of(runtime).hold(begun=True)
+    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
     releases: list[threading.Timer] = []
 
     def released_meanwhile(operation: Operation, timeout: float) -> bool:
         if not releases:
-            releases.append(threading.Timer(0.05, pool_of(runtime).release))
+            releases.append(threading.Timer(0.05, pool_of(runtime).release))  # type: ignore[attr-defined]
             releases[0].start()
         return wait_quietly(operation, timeout)
 
@@ -297,21 +307,22 @@ def test_a_pool_exhausted_by_stores_makes_pack_wait_and_not_hang(
     assert found is not None and found.offload.store_wait_seconds > 0
     assert found.offload.kept_bytes == 0
     loss.backward()
-    assert torch.equal(x.grad, expected(20))
+    assert torch.equal(x.grad, expected(20))  # type: ignore[arg-type]
 
 
 def test_past_the_deadline_a_tensor_is_kept(
     way: Variant, make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = make_runtime(way, in_flight="512KiB", deadline=0.02)
-    pool_of(runtime).hold(begun=True)
+    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
     x, loss = chain(runtime)
     found = runtime.statistics()
+    assert found is not None
     assert found.offload.kept_late_bytes == found.offload.kept_bytes == 4 * SIZE * SIZE * 4
     assert sum("offload.deadline" in record.message for record in caplog.records) == 1
-    pool_of(runtime).release()
+    pool_of(runtime).release()  # type: ignore[attr-defined]
     loss.backward()
-    assert torch.equal(x.grad, expected())
+    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("codec", [None, "fp16"])
@@ -323,7 +334,7 @@ def test_what_is_larger_than_the_buffer_is_kept_and_the_buffer_named(
     small, large = torch.randn(64, 64, requires_grad=True), torch.randn(2048, 1024, requires_grad=True)
     if codec is None:
         # How large it gets is known: no store in flight, of which none ends here, would give it room.
-        pool_of(runtime).hold(begun=True)
+        pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
     with runtime.forward():
         loss = small.sin().sum() + large.sin().sin().sum()
     found = runtime.statistics()
@@ -332,20 +343,20 @@ def test_what_is_larger_than_the_buffer_is_kept_and_the_buffer_named(
     (said,) = [record.getMessage() for record in caplog.records if record.name == "ssdtrain"]
     assert f"is larger than offload.buffer ({2 * MiB} bytes)" in said
     assert (f"of {large.nbytes} bytes" in said) == (codec is None), "not as large as it is stored"
-    pool_of(runtime).release()
+    pool_of(runtime).release()  # type: ignore[attr-defined]
     loss.backward()
     values = large.detach()
-    assert torch.equal(large.grad, values.sin().cos() * values.cos())
+    assert torch.equal(large.grad, values.sin().cos() * values.cos())  # type: ignore[arg-type]
 
 
 def test_a_full_host_tier_overflows_to_the_drive(make_runtime: MakeRuntime) -> None:
     runtime = make_runtime(host="2MiB")
     x, loss = chain(runtime, depth=20)
     settled(runtime)
-    store = runtime.statistics().store
+    store = runtime.statistics().store  # type: ignore[union-attr]
     assert store.host is not None and store.host.bytes_written > 0 and store.ssd_bytes_written > 0
     loss.backward()
-    assert torch.equal(x.grad, expected(20))
+    assert torch.equal(x.grad, expected(20))  # type: ignore[arg-type]
 
 
 def test_a_handle_that_dies_under_the_lock_does_not_take_it(make_runtime: MakeRuntime) -> None:
@@ -370,10 +381,10 @@ def test_a_handle_that_dies_under_the_lock_does_not_take_it(make_runtime: MakeRu
 
 def test_close_during_io_waits_for_it(way: Variant, make_runtime: MakeRuntime) -> None:
     runtime = make_runtime(way)
-    runtime.expects_live = True
-    pool_of(runtime).hold(begun=True)
+    runtime.expects_live = True  # type: ignore[attr-defined]
+    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
     _, loss = chain(runtime)
-    timer = threading.Timer(0.1, pool_of(runtime).release)
+    timer = threading.Timer(0.1, pool_of(runtime).release)  # type: ignore[attr-defined]
     timer.start()
     runtime.close()
     timer.join()
@@ -382,12 +393,13 @@ def test_close_during_io_waits_for_it(way: Variant, make_runtime: MakeRuntime) -
 
 def test_a_closed_engine_makes_no_buffers(way: Variant, make_runtime: MakeRuntime) -> None:
     runtime = make_runtime(way, buffer=None) if way is not STAGED else make_runtime(way)
-    runtime.expects_live = True
+    runtime.expects_live = True  # type: ignore[attr-defined]
     _, loss = chain(runtime)
     settled(runtime)
     engine = engine_of(runtime)
     tape = runtime.offload.tape(0, -1)
     runtime.close()
+    assert tape is not None
     engine.prefetch(tape)
     with pytest.raises(RuntimeError, match="after the offload engine was closed"):
         loss.backward()
@@ -402,7 +414,7 @@ def test_two_threads_ask_for_the_same_region(way: Variant, make_runtime: MakeRun
         losses = [(y * 1.0).exp().sum(), y.cos().sum()]  # cos saves y, exp its own
         losses.append(y.sinh().sum())  # and so does sinh
     settled(runtime)
-    pool_of(runtime).hold(writes=False)
+    pool_of(runtime).hold(writes=False)  # type: ignore[attr-defined]
     gradients: dict[int, torch.Tensor] = {}
 
     def ask(index: int, losses: list[torch.Tensor], y: torch.Tensor) -> None:
@@ -412,7 +424,7 @@ def test_two_threads_ask_for_the_same_region(way: Variant, make_runtime: MakeRun
     for thread in threads:
         thread.start()
     time.sleep(0.05)
-    pool_of(runtime).release()
+    pool_of(runtime).release()  # type: ignore[attr-defined]
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()

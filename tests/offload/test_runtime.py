@@ -112,7 +112,7 @@ def test_pipeline_schedules_change_no_bit(name: str, variant: Variant, make_runt
     runtime = make_runtime(variant)
     assert same(plain, play(order, runtime)[0])
     found = runtime.statistics()
-    assert found is not None and found.steps == 2
+    assert found.steps == 2
     if "1F1B, last" in name:
         assert found.offload.kept_bytes == found.offload.saved_bytes > 0, (
             "its backward follows at once: nothing moves"
@@ -133,11 +133,9 @@ def test_the_next_tape_is_loaded_while_this_one_runs_backward(make_runtime: Make
     with runtime.backward(0, 0):
         losses[0].backward()
     del losses[0]
-    assert runtime.engine is not None and runtime.engine.mover.loads.prefetched_bytes > 0
+    assert runtime.engine.mover.loads.prefetched_bytes > 0
     tape = runtime.offload.tape(0, 1)
-    assert tape is not None and any(
-        region is not None and region.transfer.prefetched for region in tape.regions
-    )
+    assert any(region is not None and region.transfer.prefetched for region in tape.regions)
     del tape
     losses[1].backward()
 
@@ -229,7 +227,7 @@ def test_attach_takes_a_file(model: nn.Module, tmp_path: Path) -> None:
     path = tmp_path / "ssdtrain.yaml"
     path.write_text(f"offload:\n  directories: {tmp_path}/ssdtrain\n  min_bytes: 1KiB\n  amount: 60%\n")
     runtime = ssdtrain.attach(model, path)
-    assert runtime.config.offload is not None and runtime.config.offload.amount.value == 0.6
+    assert runtime.config.offload.amount.value == 0.6
     runtime.close()
 
 

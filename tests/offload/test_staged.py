@@ -20,7 +20,7 @@ from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults
 from tests.offload.conftest import VARIANTS, MakeRuntime, holds_nothing, settled
-from tests.offload.test_races import chain, engine_of, expected, pool_of, until
+from tests.offload.test_races import chain, expected, pool_of, until
 from tests.support.lagging import LaggingDevice
 
 STAGED = VARIANTS[2]
@@ -31,7 +31,7 @@ def test_a_released_region_keeps_its_buffer_and_not_its_tensor_until_its_store_h
 ) -> None:
     """The copy is in the buffer: device memory would stay taken for as long as the drive takes."""
     runtime = make_runtime(STAGED)
-    engine = engine_of(runtime)
+    engine = runtime.engine
     pool_of(runtime).hold(begun=True)
     x, loss = chain(runtime, depth=1)
     stores = list(engine.mover.stores)
@@ -51,7 +51,7 @@ def test_a_released_region_keeps_its_buffer_and_not_its_tensor_until_its_store_h
 def test_what_is_on_the_device_already_is_not_dropped_for_a_buffer(make_runtime: MakeRuntime) -> None:
     """Its staging buffer is back: dropping it would give none, and it would be read again."""
     runtime = make_runtime(STAGED, prefetch=0)
-    engine = engine_of(runtime)
+    engine = runtime.engine
     x, loss = chain(runtime)
     settled(runtime)
     first, *_, last = [
@@ -78,7 +78,7 @@ def test_a_buffer_outside_of_the_arena_is_host_memory_whatever_the_default_devic
 ) -> None:
     """The drive is read into it: with `torch.set_default_device("cuda")` it would be memory that no system call fills."""
     runtime = make_runtime(STAGED, prefetch=0)
-    engine = engine_of(runtime)
+    engine = runtime.engine
     x, loss = chain(runtime)
     settled(runtime)
     stored = [
@@ -87,7 +87,7 @@ def test_a_buffer_outside_of_the_arena_is_host_memory_whatever_the_default_devic
     with engine._lock, torch.device("meta"), patch.object(engine.buffers, "acquire", lambda nbytes: None):
         assert engine.mover.loads.begin(stored[-1], on_demand=True)
     loaded = stored[-1].transfer.loaded
-    assert loaded is not None and loaded.device.type == "cpu" and engine.mover.metrics.outside_bytes
+    assert loaded.device.type == "cpu" and engine.mover.metrics.outside_bytes
     del stored, loaded
     loss.backward()
     assert torch.equal(x.grad, expected())
@@ -143,7 +143,7 @@ def test_no_device_memory_ahead_of_need_is_no_error(
     make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = make_runtime(STAGED)
-    engine = engine_of(runtime)
+    engine = runtime.engine
     x, loss = chain(runtime)
     settled(runtime)
     prefetcher: Any = engine.prefetcher
@@ -170,7 +170,7 @@ def test_no_device_memory_ahead_of_need_is_no_error(
 def test_a_store_that_fails_after_close_leaves_its_bytes_where_they_are(make_runtime: MakeRuntime) -> None:
     """1. stores are under way; 2. the engine closes; 3. they fail; 4. the store closes; 5. backward."""
     runtime = make_runtime(VARIANTS[0], deadline=0, faults=Faults(write_failure=1.0))
-    engine = engine_of(runtime)
+    engine = runtime.engine
     pool_of(runtime).hold(begun=True)
     x, loss = chain(runtime)
     operations = [region.transfer.operation for region in engine.mover.busy()]
@@ -190,7 +190,7 @@ def test_a_pinned_host_tier_is_not_looked_at_after_close(tmp_path: Path) -> None
     with patch("ssdtrain.offload.build.device_for", lambda _: device):
         section = {"host": "4MiB", "min_bytes": 1024, "buffer": "4MiB", "in_flight": "1MiB"}
         runtime = Runtime(load_config({"offload": section}))
-    engine = engine_of(runtime)
+    engine = runtime.engine
     x, loss = chain(runtime)
     settled(runtime)
     engine.prefetch(runtime.offload.tape(0, -1))

@@ -25,12 +25,14 @@ class Keeps(torch.autograd.Function):
     seen: tuple[torch.Tensor, ...]
 
     @staticmethod
-    def forward(ctx, x, views: Callable[[], tuple[torch.Tensor, ...]]):
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, x, views: Callable[[], tuple[torch.Tensor, ...]]
+    ):
         ctx.save_for_backward(*views())
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
         Keeps.seen = tuple(saved.clone() for saved in ctx.saved_tensors)
         return grad, None
 
@@ -131,6 +133,7 @@ def refilled(recording: Callable[[], AbstractContextManager[Any]], by: str) -> l
         with recording():
             losses.append(model(values).square().mean())
     losses[1].backward()
+    assert model.weight.grad is not None
     return [loss.detach() for loss in losses] + [model.weight.grad]
 
 
@@ -150,6 +153,7 @@ def test_a_buffer_that_is_refilled_between_forwards(
             with recording():
                 losses.append(model(values).square().mean())
         losses[1].backward()
+        assert model.weight.grad is not None
         return [*losses, model.weight.grad]
 
     runtime = make_runtime(variant)
@@ -170,6 +174,7 @@ def test_numpy_writes_between_two_saves_of_one_forward(variant: Variant, make_ru
             loss = loss + (x * values).sum()
         array[0] = 5.0
         loss.backward()
+        assert x.grad is not None
         return x.grad
 
     assert torch.equal(case(stored_forward(make_runtime(variant))), case(nullcontext()))
@@ -182,6 +187,7 @@ def test_noise_that_is_saved_before_it_is_drawn(variant: Variant, make_runtime: 
         with recording:
             loss = F.rrelu(x * 1, training=True).sum()
         loss.backward()
+        assert x.grad is not None
         return x.grad
 
     assert torch.equal(case(stored_forward(make_runtime(variant))), case(nullcontext()))
@@ -193,6 +199,7 @@ def test_a_thin_view_is_not_copied_before_its_operator_has_ended(
     """Its bytes are copied together; no node is made between the hook and the fill, as inside of an operator."""
     runtime = make_runtime(variant)
     engine = runtime.engine
+    assert engine is not None
     thin = torch.zeros(SIZE, SIZE, 10)[..., 3]
     with stored_forward(runtime) as tape:
         held = engine.pack(tape, thin)
@@ -202,7 +209,7 @@ def test_a_thin_view_is_not_copied_before_its_operator_has_ended(
         thin.data.fill_(8)
     assert torch.equal(engine.unpack(held), torch.full((SIZE, SIZE), 7.0))
     del held, again
-    assert runtime.statistics().offload.packed_bytes == 4 * SIZE * SIZE
+    assert runtime.statistics().offload.packed_bytes == 4 * SIZE * SIZE  # type: ignore[union-attr]
 
 
 def test_what_was_modified_before_its_store_could_begin_is_not_stored(make_runtime: MakeRuntime) -> None:
@@ -240,7 +247,7 @@ def test_joining_a_region_moves_no_version(make_runtime: MakeRuntime) -> None:
         finally:
             sys.setprofile(None)
     assert not moved
-    assert runtime.statistics().offload.shared_tensors == 7
+    assert runtime.statistics().offload.shared_tensors == 7  # type: ignore[union-attr]
     del loss
 
 
@@ -248,7 +255,7 @@ def test_close_in_the_middle_of_a_forward_of_another_thread(make_runtime: MakeRu
     """What is saved after that stays in memory."""
     for turn in range(10):
         runtime = make_runtime(in_flight="32KiB")
-        runtime.expects_live = True
+        runtime.expects_live = True  # type: ignore[attr-defined]
         errors: list[BaseException] = []
         closed = threading.Event()
 
@@ -280,6 +287,7 @@ def test_close_between_the_look_and_the_lock(make_runtime: MakeRuntime) -> None:
     """The lock is taken when the engine has been closed since the hook was called."""
     runtime = make_runtime()
     engine = runtime.engine
+    assert engine is not None
     may_move = engine.eligible.may_move
 
     def and_close(tensor: torch.Tensor) -> bool:
@@ -287,7 +295,7 @@ def test_close_between_the_look_and_the_lock(make_runtime: MakeRuntime) -> None:
         runtime.close()
         return found
 
-    engine.eligible.may_move = and_close
+    engine.eligible.may_move = and_close  # type: ignore[method-assign]
     x = torch.randn(SIZE, SIZE, requires_grad=True)
     with runtime.forward():
         loss = x.sin().sum()
@@ -322,6 +330,7 @@ def test_a_kernel_that_writes_its_gradient_over_its_input_saves_that(make_runtim
             loss = FusedLoss.apply(logits) + other
         del shown
         loss.backward()
+        assert x.grad is not None
         return x.grad
 
     assert torch.equal(gradient(make_runtime()), gradient(None))
@@ -333,10 +342,10 @@ def test_a_write_beside_a_chunk_with_a_counter_of_its_own_is_none_to_the_chunk(
 ) -> None:
     """As in a GRU: `unsafe_chunk`, one part saved, then another one changed in place, before the first has been written."""
     runtime = make_runtime(variant)
-    pool = runtime.offload.store.pool
+    pool = runtime.offload.store.pool  # type: ignore[union-attr]
     x = torch.randn(64, SIZE, requires_grad=True)
     if not variant.staged:
-        pool.hold(begun=True, reads=False)
+        pool.hold(begun=True, reads=False)  # type: ignore[union-attr]
     with runtime.forward():
         one, other = (x * 1).unsafe_chunk(2, 1)
         y = one.sin()
@@ -344,7 +353,7 @@ def test_a_write_beside_a_chunk_with_a_counter_of_its_own_is_none_to_the_chunk(
         other.mul_(3)
         loss = y.sum()
     if not variant.staged:
-        pool.release()
+        pool.release()  # type: ignore[union-attr]
     settled(runtime)
     found = runtime.statistics()
     assert found is not None and found.offload.offloaded_bytes == one.nbytes

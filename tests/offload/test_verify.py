@@ -119,7 +119,7 @@ def test_what_comes_back_is_verified_as_the_config_says(
     runtime = make_runtime(variant, verify=verify)
     run_steps(runtime, attached(runtime), 20)
     found = runtime.statistics()
-    assert found is not None and found.offload.loaded_bytes
+    assert found.offload.loaded_bytes
     share = found.offload.verified_bytes / found.offload.loaded_bytes
     assert share == {"off": 0, "all": 1}[verify]
 
@@ -171,7 +171,7 @@ def test_a_proof_ends_after_its_steps_and_says_what_it_saw(
     runtime = make_runtime(variant, prove_steps=2)
     net = attached(runtime)
     run_steps(runtime, net, 3)
-    assert runtime.engine is not None and runtime.engine.prover is None
+    assert runtime.engine.prover is None
     [line] = [record.getMessage() for record in caplog.records if "prove_steps" in record.getMessage()]
     assert "first 2 steps" in line and " 0 saved tensors" not in line
 

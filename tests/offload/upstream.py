@@ -92,6 +92,7 @@ class Around:
             self._runtime = Runtime(
                 load_config({"offload": section}), seams=Seams(staged=way == STAGED or None), logs=False
             )
+            assert self._runtime.engine is not None
             if way == UNSHARED:
                 ssdtrain.offload.engine.find_region = lambda *_: None
 
@@ -139,6 +140,7 @@ class Around:
     @staticmethod
     def _close(runtime: Runtime) -> dict[str, Any]:
         statistics = runtime.statistics()
+        assert statistics is not None
         runtime.close()
         names = ("saved_tensors", "shared_tensors", "packed_bytes", "offloaded_bytes", "avoided_write_bytes")
         names += ("forwarded_bytes", "loaded_bytes", "kept_bytes")
@@ -281,5 +283,5 @@ def reason(name: str, way: str, ours: Run, copying: Run) -> str | None:
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.exit(0 if compare(Path(sys.argv[1]).absolute(), sys.argv[2:]) else 1)

@@ -105,7 +105,7 @@ def gpt_with_dropout(recording: Recording) -> list[torch.Tensor]:
 
 
 def gpt_compiled_eagerly(recording: Recording) -> list[torch.Tensor]:
-    return train(torch.compile(Gpt(), backend="aot_eager"), tokens(), recording)
+    return train(torch.compile(Gpt(), backend="aot_eager"), tokens(), recording)  # type: ignore[arg-type]
 
 
 def gpt_checkpointed(recording: Recording) -> list[torch.Tensor]:
@@ -251,7 +251,7 @@ class WithModifiedSaved(nn.Module):
         self.lins = nn.ModuleList([nn.Linear(D, D) for _ in range(4)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum(ReturnsItsSavedTensor.apply(lin(x)).mean() for lin in self.lins)
+        return sum(ReturnsItsSavedTensor.apply(lin(x)).mean() for lin in self.lins)  # type: ignore[return-value]
 
 
 def returns_modified_saved(recording: Recording) -> list[torch.Tensor]:
@@ -278,7 +278,7 @@ def double_backward(recording: Recording) -> list[torch.Tensor]:
         (slope,) = torch.autograd.grad(y, x, create_graph=True)
         penalty = slope.square().mean()
     penalty.backward()
-    return [slope.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+    return [slope.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]  # type: ignore[list-item]
 
 
 def in_place_activations(recording: Recording) -> list[torch.Tensor]:
@@ -332,7 +332,7 @@ def deep_copied_inputs(recording: Recording) -> list[torch.Tensor]:
 
         def forward(self, y: torch.Tensor) -> torch.Tensor:
             y = y.sin()
-            return sum(layer(y) for layer in self.model)
+            return sum(layer(y) for layer in self.model)  # type: ignore[return-value]
 
     return train(Fan(), x, recording)
 

@@ -92,7 +92,7 @@ def test_equal_with_activations_offloaded(engine: str, attach: Attach) -> None:
     assert run(recipe, model, optimizer, runtime) == losses
     assert same(model.state_dict(), parameters)
     found = runtime.statistics()
-    assert found is not None and found.offload.offloaded_bytes > 0
+    assert found.offload.offloaded_bytes > 0
 
 
 def test_equal_where_only_one_chunk_fits(attach: Attach) -> None:
@@ -111,7 +111,7 @@ def test_equal_where_only_one_chunk_fits(attach: Attach) -> None:
     assert run(recipe, model, optimizer, runtime) == losses
     assert same(model.state_dict(), parameters)
     found = runtime.statistics()
-    assert found is not None and found.values()["state/resident_peak_bytes"] <= smallest
+    assert found.values()["state/resident_peak_bytes"] <= smallest
 
 
 def test_the_norm_of_gradients_of_two_types(attach: Attach) -> None:

@@ -67,7 +67,7 @@ def test_a_limit_for_everything_moves_nothing(attach: Attach) -> None:
     assert run(recipe, model, optimizer, runtime) == losses
     assert same(dict(model.state_dict()), dict(parameters))
     found = runtime.statistics()
-    assert found is not None and found.values()["state/loaded_bytes"] == 0
+    assert found.values()["state/loaded_bytes"] == 0
 
 
 @pytest.mark.parametrize("tier", ["ssd", "host"])
@@ -79,7 +79,7 @@ def test_host_memory_that_transfers_passed_through_is_given_back_at_close(tier: 
     runtime = attach(model, optimizer, tier=tier, staged=True)
     run(recipe, model, optimizer, runtime)
     arena = runtime.state._arena
-    assert arena is not None and arena._map.nbytes
+    assert arena._map.nbytes
     runtime.close()
     assert not arena.allocated and not arena._map.nbytes
 
