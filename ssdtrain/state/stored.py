@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ssdtrain.state.checksum import checksum
-from ssdtrain.state.transfers import Transfer, Transfers
+from ssdtrain.state.transfers import Transfer, Transfers, failure_of
 from ssdtrain.storage import Slot, signals_deferred
 
 __all__ = ["MOVABLE", "GradientInTier", "StoredTensor", "is_movable", "users"]
@@ -139,6 +139,7 @@ class StoredTensor:
         return self.nbytes
 
     def _write(self) -> None:
+        self.in_slot, self._sum = False, None  # also where nothing can be submitted
         if self._watched:
             with torch.inference_mode(False):
                 self._sum = checksum(self._storage)
@@ -240,25 +241,18 @@ class StoredTensor:
         load = self._load
         if load is None:
             return
-        try:
-            load.wait()
-        except Exception:
-            if load.done():  # else a signal handler raised, and the read goes on
-                self._drop(load)
-            raise
+        failure = failure_of(load)
+        if failure is not None:
+            self._drop(load)
+            raise failure
         self._load = None
 
     def abandon(self) -> None:
         """Wait for a load whose bytes nobody needs, however it ends, and free them."""
         load = self._load
-        if load is None:
-            return
-        try:
-            load.wait()
-        except Exception:
-            if not load.done():
-                raise
-        self._drop(load)
+        if load is not None:
+            failure_of(load)
+            self._drop(load)
 
     def _drop(self, load: Transfer) -> None:
         """Free the memory of a load that has ended."""
