@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ssdtrain.integration.claims import related
-from ssdtrain.integration.patching import Patches, Wrap, call_after
+from ssdtrain.integration.patching import Function, Patches, Wrap, call_after
 from ssdtrain.offload.checkpoint import detach_leaves
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.identity import KEEPING_LEAVES, read_inputs_once
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from ssdtrain_megatron.attachment import Attachment
 
 __all__ = ["Installation", "installation"]
-
-Function = Callable[..., Any]
 
 
 class Installation:
