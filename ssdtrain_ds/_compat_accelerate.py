@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from ssdtrain.integration.patching import Patches
-from ssdtrain_ds.block import BLOCK
+from ssdtrain_ds.block import BLOCK_KEY
 
 __all__ = ["install"]
 
@@ -71,7 +71,7 @@ def _patch(patches: Patches) -> None:
 
 def _without_block(plain: Callable[..., Any]) -> Callable[..., Any]:
     def process(self: Any, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
-        if prefix == f"{BLOCK}.":
+        if prefix == f"{BLOCK_KEY}.":
             return None
         return plain(self, prefix, *args, **kwargs)
 

@@ -38,10 +38,10 @@ from ssdtrain_ds import (
     checkpointing,
     schedule,
 )
-from ssdtrain_ds.block import BLOCK, check_place
+from ssdtrain_ds.block import BLOCK_KEY, check_place
 from ssdtrain_ds.comm import CommAttachment
 from ssdtrain_ds.compact import check_layers, check_mode, follow_zero, take_over
-from ssdtrain_ds.conflicts import CONFLICTS
+from ssdtrain_ds.conflicts import DEEPSPEED_CONFLICTS
 from ssdtrain_ds.monitor import Monitor, patch_trainer
 from ssdtrain_ds.plan import HAS_NO_BLOCKS, NEVER_ENDS, plan_blocks, reject_compile
 
@@ -83,11 +83,11 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
         # A mistake in the block is found before the model is partitioned.
         try:
             check_place(written)
-            config = load_config(written[BLOCK], path=BLOCK) if BLOCK in written else None
+            config = load_config(written[BLOCK_KEY], path=BLOCK_KEY) if BLOCK_KEY in written else None
             if config is not None and config.active and (config.offload is not None or config.plans):
-                _check_instructions(type(self), written[BLOCK])
+                _check_instructions(type(self), written[BLOCK_KEY])
             if config is not None and config.active:
-                check_conflicts(CONFLICTS, config, written)
+                check_conflicts(DEEPSPEED_CONFLICTS, config, written)
                 check_mode(config)
                 if not _compat.is_pipeline(self):  # whose stages have some of the model each
                     _check_patterns(given["model"], config)
@@ -101,12 +101,12 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
             logger.warning(
                 "the %s block (%s) switches nothing on: without offload, comm and compact the rest of it has no effect; write "
                 '"offload": {"directories": ...}, "comm": {"preset": ...} or "compact": {} into it, or "enabled": false',
-                BLOCK,
-                ", ".join(written[BLOCK]) or "empty",
+                BLOCK_KEY,
+                ", ".join(written[BLOCK_KEY]) or "empty",
             )
         plain(self, *args, **kwargs)
         if config is not None and config.active:
-            self.__dict__[_ATTACHMENT] = _Attachment(self, config, written)
+            self.__dict__[_ATTACHMENT] = _EngineAttachment(self, config, written)
 
     return init
 
@@ -123,12 +123,12 @@ def _check_no_engine_made() -> None:
     """An engine that was made before `install` trains without its block."""
     for engine in _compat.existing_engines():
         written = _compat.config_of(engine)
-        if BLOCK in written and load_config(written[BLOCK], path=BLOCK).active:
+        if BLOCK_KEY in written and load_config(written[BLOCK_KEY], path=BLOCK_KEY).active:
             why = "is the block of an engine that deepspeed.initialize made before ssdtrain_ds.install() was called"
             allowed = (
                 "calling ssdtrain_ds.install() before deepspeed.initialize, or python -m ssdtrain_ds SCRIPT"
             )
-            raise ConfigError([ConfigIssue(BLOCK, written[BLOCK], why, allowed)])
+            raise ConfigError([ConfigIssue(BLOCK_KEY, written[BLOCK_KEY], why, allowed)])
 
 
 def _check_instructions(engine_class: type, block: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ def _check_instructions(engine_class: type, block: dict[str, Any]) -> None:
         why = f"cannot be had with the pipeline instructions {', '.join(foreign)}, which are not DeepSpeed's own"
         allowed = "the block without offload and plan, or a schedule of DeepSpeed's (1F1B, DualPipeV)"
         key = "offload" if "offload" in block else "plan"
-        raise ConfigError([ConfigIssue(f"{BLOCK}.{key}", block[key], why, allowed)])
+        raise ConfigError([ConfigIssue(f"{BLOCK_KEY}.{key}", block[key], why, allowed)])
 
 
 def uninstall() -> None:
@@ -154,7 +154,7 @@ def uninstall() -> None:
 def runtime_of(engine: Any) -> Runtime | None:
     """The runtime of `engine`, or None if its config has no active `ssdtrain` block or it was destroyed."""
     found = engine.__dict__.get(_ATTACHMENT)
-    return found.runtime if isinstance(found, _Attachment) else None
+    return found.runtime if isinstance(found, _EngineAttachment) else None
 
 
 def _compact_of_earlier_engines(engine: Any) -> Iterator[CompactLinear]:
@@ -165,7 +165,7 @@ def _compact_of_earlier_engines(engine: Any) -> Iterator[CompactLinear]:
             yield runtime.compact
 
 
-class _Attachment:
+class _EngineAttachment:
     """A runtime and what it changed about one engine.
 
     Args:
@@ -240,7 +240,7 @@ class _Attachment:
 
     def _prepare_offload(self, offload: OffloadEngine) -> None:
         undo = self.runtime.call_at_close
-        undo(claim(self.engine.module, f"DeepSpeed's {BLOCK} block"))
+        undo(claim(self.engine.module, f"DeepSpeed's {BLOCK_KEY} block"))
         if _compat.zero_stage(self.engine) == 3:
             gathered = GatheredStorages(_compat.gathering_points(self.engine.module))
             undo(gathered.remove)
@@ -315,7 +315,7 @@ class _Attachment:
             logger.warning(
                 "%s.offload is on, and a step was made without a call of the engine: what engine.module(...) saves is not "
                 "offloaded. Call engine(...) in its place",
-                BLOCK,
+                BLOCK_KEY,
             )
 
     def _destroy(self, plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from ssdtrain.planner.execute import recomputable_blocks
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.profile.blocks import names_a_module
 from ssdtrain_ds import _compat
-from ssdtrain_ds.block import BLOCK
+from ssdtrain_ds.block import BLOCK_KEY
 
 __all__ = ["HAS_NO_BLOCKS", "NEVER_ENDS", "plan_blocks", "reject_compile"]
 
@@ -116,15 +116,15 @@ def reject_compile(patches: Patches, engine: Any, problem: ConfigIssue) -> None:
 
 
 HAS_NO_BLOCKS = ConfigIssue(
-    f"{BLOCK}.plan",
+    f"{BLOCK_KEY}.plan",
     "auto",
     "decides about the blocks of the model, which engine.compile(...) would compile into one",
     '"recompute": "off" in the plan, which then offloads by region, or no engine.compile',
 )
-"""Of a compiled model, while a plan decides about blocks."""
+"""Problem of a compiled model, while a plan decides about blocks."""
 
 NEVER_ENDS = ConfigIssue(
-    f"{BLOCK}.offload",
+    f"{BLOCK_KEY}.offload",
     "on",
     "meets engine.compile(...) of a model that DeepSpeed's AutoTP divides: torch does not finish to trace its layers where "
     "saved-tensor hooks are, also without SSDTrain",

@@ -90,7 +90,8 @@ def _nothing() -> None:
 
 
 def names_of(chunks: Sequence[nn.Module]) -> dict[int, str]:
-    """By the identity of each module, its name as in a model that is not divided into stages: layers are numbered globally."""
+    """Return, by the identity of each module, its name as in a model that is not divided into stages: layers are numbered
+    globally."""
     found: dict[int, str] = {}
     for chunk in chunks:
         prefixes: dict[str, str] = {"": ""}

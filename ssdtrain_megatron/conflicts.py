@@ -13,7 +13,7 @@ from ssdtrain.config import DIMENSIONS, Config, ConfigError, ConfigIssue
 from ssdtrain.integration.compatibility import Conflict, conflicts
 from ssdtrain_megatron import _compat, _compat_comm
 
-__all__ = ["CONFLICTS", "check_conflicts", "flag", "option_problems", "wrappers_of"]
+__all__ = ["MEGATRON_CONFLICTS", "check_conflicts", "flag", "option_problems", "wrappers_of"]
 
 
 def _row(
@@ -23,7 +23,7 @@ def _row(
     dimensions: Sequence[str] = (),
     fine: Sequence[Any] = (False,),
 ) -> Conflict:
-    """A row of `CONFLICTS`.
+    """A row of `MEGATRON_CONFLICTS`.
 
     Args:
         dimensions: of `comm` that the option concerns; empty: all.
@@ -59,7 +59,7 @@ _COMBINED = (
 )
 _DISPATCHERS = ("allgather", "alltoall", "alltoall_seq")
 
-CONFLICTS: tuple[Conflict, ...] = (
+MEGATRON_CONFLICTS: tuple[Conflict, ...] = (
     _row(
         "fine_grained_activation_offloading",
         "offload",
@@ -140,7 +140,7 @@ def check_conflicts(chunks: Sequence[nn.Module], config: Config) -> None:
 
 def option_problems(options: Mapping[str, Any], config: Config) -> Iterator[ConfigIssue]:
     """The conflicts in the options of a model, or in Megatron-LM's parsed command line."""
-    return conflicts(CONFLICTS, config, options, lambda option: f"Megatron's {flag(option)}")
+    return conflicts(MEGATRON_CONFLICTS, config, options, lambda option: f"Megatron's {flag(option)}")
 
 
 def wrappers_of(chunk: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""From the events of a pipeline schedule to calls on the runtime.
+"""Translation of the events of a pipeline schedule to calls on the runtime.
 
 Note: [Order]
 A schedule runs each microbatch on each chunk once in a step. So a forward that comes when no step is under way, or that this
@@ -34,7 +34,7 @@ __all__ = ["BypassedSchedules", "Schedule", "ScheduledEvent", "StepOrder"]
 
 logger = logging.getLogger("ssdtrain")
 
-Key = tuple[int, int]
+TapeKey = tuple[int, int]
 """(chunk, microbatch): names a tape."""
 
 LOOKAHEAD = 2  # backwards whose tapes are named to the runtime
@@ -48,7 +48,7 @@ class ScheduledEvent(NamedTuple):
     microbatch: int
 
     @property
-    def key(self) -> Key:
+    def key(self) -> TapeKey:
         return self.chunk, self.microbatch
 
 
@@ -83,7 +83,7 @@ class StepOrder:
         at = len(self._seen)
         return self._expected[at] if self._expected is not None and at < len(self._expected) else None
 
-    def next_backwards(self, alive: set[Key]) -> list[Key]:
+    def next_backwards(self, alive: set[TapeKey]) -> list[TapeKey]:
         """The tapes among `alive` whose backwards come next, in order; at most AHEAD."""
         found = []
         for event in (self._expected or [])[len(self._seen) :]:
@@ -112,9 +112,9 @@ class Schedule:
         self._chunks = chunks
         self._open = False
         self._left = 0  # backwards until the step is complete
-        self._forwards: set[Key] = set()  # that the step had
-        self._alive: set[Key] = set()
-        self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], Key]] = {}
+        self._forwards: set[TapeKey] = set()  # that the step had
+        self._alive: set[TapeKey] = set()
+        self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], TapeKey]] = {}
 
     def forward(self, chunk: int, microbatch: int, count: int, call: Callable[[], Any]) -> Any:
         """Run `call`, the forward of `microbatch` on `chunk`, of `count` microbatches in the step.
@@ -197,7 +197,7 @@ class BypassedSchedules(Feature):
         self._handles: list[RemovableHandle] = []
 
     def attach(self, model: nn.Module) -> None:
-        self._handles.append(model.register_forward_pre_hook(_Before(self)))
+        self._handles.append(model.register_forward_pre_hook(_CountForward(self)))
 
     def forward(self) -> None:
         """A chunk's forward begins."""
@@ -224,7 +224,7 @@ class BypassedSchedules(Feature):
         self._handles.clear()
 
 
-class _Before:
+class _CountForward:
     """Copied or pickled as a hook without effect."""
 
     def __init__(self, schedules: BypassedSchedules) -> None:

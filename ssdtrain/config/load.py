@@ -17,7 +17,7 @@ from ssdtrain.config.section import Section
 from ssdtrain.config.similar import closest, resembles
 
 AUTO = "auto"
-"""As a value: the key's default, as if the key were omitted."""
+"""Value that stands for the key's default, as if the key were omitted."""
 LISTED = 20
 """Maximum unknown keys of a section that are reported individually."""
 

@@ -17,7 +17,7 @@ from ssdtrain.config.kinds import (
     Size,
     Switch,
 )
-from ssdtrain.config.section import Conflict, Section
+from ssdtrain.config.section import Section, ValueConflict
 from ssdtrain.config.storage import StorageSection
 from ssdtrain.config.units import KiB, exact_size
 
@@ -38,7 +38,7 @@ class EnduranceConfig(Section):
     tbw: PositiveSize | None = None
     """The rating of each drive in bytes written, such as "1200TB", in place of `dwpd`."""
 
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self) -> Iterator[ValueConflict]:
         if self.dwpd is not None and self.tbw is not None:
             why = "is a rating, and tbw gives another"
             yield "dwpd", self.dwpd, why, "leaving one of them out"
@@ -57,7 +57,7 @@ class OffloadConfig(StorageSection):
     decoded is not what was saved, and must not depend on times that were measured."""
 
     device_budget: PositiveSize | None = None
-    """With `amount: "auto"` (default): bytes of activations that should be on the device at most, at the least waiting. By
+    """Maximum bytes of activations on the device, at the least waiting, with `amount: "auto"` (default). By
     default as few as transfers can be hidden for."""
 
     include: Patterns = ()
@@ -102,9 +102,9 @@ class OffloadConfig(StorageSection):
     """When every tier is full: keep the tensor on its device with one warning, or raise."""
 
     prove_steps: Annotated[int, Field(ge=0)] = 0
-    """In so many first steps keep a copy of every saved tensor in host memory, and compare what backward gets with it, to the
-    bit: an error names the first tensor that differs, and its module (docs/equality.md). Takes host memory for all that is saved
-    between forward and backward."""
+    """Number of first steps in which a copy of every saved tensor is kept in host memory, to compare what backward gets with it,
+    to the bit: an error names the first tensor that differs, and its module (docs/equality.md). Takes host memory for all that is
+    saved between forward and backward."""
 
     endurance: EnduranceConfig | None = None
     """The wear of the drives. Without this section it is only reported."""
@@ -125,7 +125,7 @@ class OffloadConfig(StorageSection):
             written["amount"] = "auto"  # not the default of a lossy codec
         return written
 
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self) -> Iterator[ValueConflict]:
         yield from super().conflicts()
         if self.prove_steps and self._lossy:
             why = f'compares bits, but codec "{self.codec}" changes them'
@@ -143,7 +143,7 @@ class OffloadConfig(StorageSection):
         yield from self._too_large("prefetch", "buffer", "which loads pass through")
         yield from self._too_large("in_flight", "buffer", "which stores pass through")
 
-    def _too_large(self, key: str, bound: str, consequence: str) -> Iterator[Conflict]:
+    def _too_large(self, key: str, bound: str, consequence: str) -> Iterator[ValueConflict]:
         value, limit = getattr(self, key), getattr(self, bound)
         if value is not None and limit is not None and value > limit:
             why = f"is more than {bound} ({exact_size(limit)}), {consequence}"

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ssdtrain.config import paths
 from ssdtrain.config.kinds import Capacity, Directories, Size, Switch
-from ssdtrain.config.section import Conflict, Section
+from ssdtrain.config.section import Section, ValueConflict
 from ssdtrain.config.units import exact_size
 
 __all__ = ["StorageSection"]
@@ -47,7 +47,7 @@ class StorageSection(Section):
     that names tensor, directory and offset. It costs the I/O threads about one pass over the bytes, 0.04 s of CPU time per GB
     in each direction, and 0.1 s when they write CPU tensors (docs/storage.md)."""
 
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self) -> Iterator[ValueConflict]:
         if self.directories:
             return
         if not self.host:

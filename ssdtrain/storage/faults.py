@@ -7,7 +7,7 @@ the same faults independently of thread scheduling. No random generator is used.
 import errno
 from dataclasses import dataclass, field, replace
 
-MASK = (1 << 64) - 1
+HASH_MASK = (1 << 64) - 1
 
 # Questions: second argument of `chance`. Same numbers as in `_iopool_faults.h`.
 DELAY, DELAY_LENGTH, SHORT, SHORT_LENGTH, INTERRUPT, FAIL, FAIL_PIECE, SHUFFLE = range(1, 9)
@@ -60,15 +60,15 @@ class Faults:
 
 def mix(x: int) -> int:
     """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & HASH_MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & HASH_MASK
     return x ^ (x >> 31)
 
 
 def hashed(seed: int, question: int, kind: int, serial: int, piece: int, attempt: int) -> int:
-    x = seed & MASK
+    x = seed & HASH_MASK
     for value in (question, kind, serial, piece, attempt):
-        x = mix((x ^ value) + 0x9E3779B97F4A7C15 & MASK)
+        x = mix((x ^ value) + 0x9E3779B97F4A7C15 & HASH_MASK)
     return x
 
 

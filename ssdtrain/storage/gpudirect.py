@@ -33,7 +33,7 @@ from ssdtrain.storage.pieces import (
     ERRNO,
     EVENT,
     NOTHING_WRITTEN,
-    Piece,
+    ImagePiece,
     Request,
     TransferError,
 )
@@ -48,7 +48,7 @@ __all__ = ["GpuDirectPool", "abandon", "attach", "detach", "unavailable"]
 
 logger = logging.getLogger(__name__)
 
-PIECE = 32 << 20
+DEVICE_PIECE = 32 << 20
 """Bytes that one worker transfers at a time: each call costs the workers the GIL."""
 
 CLOSE_TIMEOUT = 30.0
@@ -56,7 +56,7 @@ CLOSE_TIMEOUT = 30.0
 
 CUFILE_CONFIG = Path("/etc/cufile.json")
 
-OLDEST = (25, 10)
+OLDEST_KVIKIO = (25, 10)
 """Version of kvikio: older ones hold the GIL while they transfer."""
 
 INSTALL = (
@@ -67,7 +67,7 @@ _HUNG: list[object] = []
 """Pools whose transfers may never end, and the memory that these use. See `abandon`."""
 
 _PARENTS: list[GpuDirectPool] = []
-"""In a forked child, the pools of its parent. See Note: [Files of kvikio]."""
+"""Pools of the parent, in a forked child. See Note: [Files of kvikio]."""
 
 
 def unavailable() -> str:
@@ -79,7 +79,7 @@ def unavailable() -> str:
     except (ImportError, OSError, RuntimeError) as error:  # or a library that it loads
         return f"kvikio cannot be imported ({error}): {INSTALL}"
     try:
-        if tuple(int(part) for part in kvikio.__version__.split(".")[:2]) < OLDEST:
+        if tuple(int(part) for part in kvikio.__version__.split(".")[:2]) < OLDEST_KVIKIO:
             return f"kvikio {kvikio.__version__} holds the GIL while it transfers, 25.10 does not: {INSTALL}"
         if defaults.get("compat_mode") == kvikio.CompatMode.ON:
             return "kvikio is in its compatibility mode, without cuFile: set KVIKIO_COMPAT_MODE=AUTO"
@@ -141,7 +141,7 @@ class GpuDirectPool:
             [(slab.fd, True) for slab in slabs],
             threads=threads,
             host_threads=0,
-            piece=PIECE,
+            piece=DEVICE_PIECE,
             make_error=ErrorMaker([str(slab.directory) for slab in slabs]),
             event_query=event_query,
             set_device=set_device,
@@ -171,7 +171,7 @@ class GpuDirectPool:
         self._device_pool.release()
 
     def counters(self) -> tuple[list[tuple[int, int, float, float]], int]:
-        """Of both pools, added up."""
+        """Return the counters of both pools, added up."""
         queues, cancelled = self.host_pool.counters()
         device_queues, device_cancelled = self._device_pool.counters()
         added = [
@@ -214,7 +214,7 @@ class GpuDirectPool:
             self.host_pool.close()
 
     def after_fork(self) -> None:
-        """In a forked child: see Note: [Files of kvikio]."""
+        """Close the files of kvikio in a forked child: see Note: [Files of kvikio]."""
         if not self._files:
             return  # closed: files of others may have these inodes by now
         _PARENTS.append(self)
@@ -282,7 +282,7 @@ class _CuFileTransfer:
         self._new_stream = new_stream
         self._stream: int | None = None
 
-    def __call__(self, operation: PythonOperation, piece: Piece) -> int:
+    def __call__(self, operation: PythonOperation, piece: ImagePiece) -> int:
         """Transfer one piece.
 
         Raises:

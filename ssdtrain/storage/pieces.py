@@ -25,7 +25,7 @@ WRITE, READ, COPY_IN, COPY_OUT, DEVICE_WRITE, DEVICE_READ = range(6)
 transfer device memory (`ssdtrain.storage.gpudirect`)."""
 
 
-ERRNO, END_OF_FILE, NOTHING_WRITTEN, EVENT, CHANGED, CORRUPTED = range(6)
+ERRNO, END_OF_FILE, NOTHING_WRITTEN, EVENT, SOURCE_CHANGED, CORRUPTED = range(6)
 """Meanings of an error code: an errno, a read beyond the end, a write of 0 bytes, the CUDA error of an event, a wrong sample, a
 wrong digest."""
 
@@ -64,7 +64,7 @@ class Request(NamedTuple):
     digest: int = 0
 
 
-class Piece(NamedTuple):
+class ImagePiece(NamedTuple):
     """Image bytes [start, end) at `offset` in the file of queue `queue`; `start` is block-aligned."""
 
     queue: int
@@ -78,7 +78,7 @@ def image_bytes(nbytes: int) -> int:
     return -(-(nbytes + ALIGNMENT - 1) // ALIGNMENT) * ALIGNMENT
 
 
-def cut(extents: Sequence[int], page_offset: int, nbytes: int, piece: int) -> Iterator[Piece]:
+def cut(extents: Sequence[int], page_offset: int, nbytes: int, piece: int) -> Iterator[ImagePiece]:
     """The pieces of an operation; `extents` is flat: queue, offset, length, queue, offset, length, ..."""
     end = page_offset + nbytes
     start = 0
@@ -88,5 +88,5 @@ def cut(extents: Sequence[int], page_offset: int, nbytes: int, piece: int) -> It
         for first in range(start, limit, piece):
             last = min(first + piece, limit)
             if last > page_offset:
-                yield Piece(queue, offset + first - start, first, last)
+                yield ImagePiece(queue, offset + first - start, first, last)
         start += length

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ssdtrain.storage.drive import drive_of
 from ssdtrain.storage.errors import HOST_MEMORY, CorruptedData, IOCancelled, IOFailure, SourceChanged
 from ssdtrain.storage.faults import Faults
-from ssdtrain.storage.pieces import CHANGED, CORRUPTED, END_OF_FILE, EVENT, NOTHING_WRITTEN, WRITE
+from ssdtrain.storage.pieces import CORRUPTED, END_OF_FILE, EVENT, NOTHING_WRITTEN, SOURCE_CHANGED, WRITE
 from ssdtrain.storage.python_engine import PythonPool
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class ErrorMaker:
         directory = self._directories[queue] if queue < len(self._directories) else HOST_MEMORY
         if detail == EVENT:
             return IOFailure(errno.EIO, "a CUDA event failed", directory, operation, offset, nbytes, code)
-        if detail == CHANGED:
+        if detail == SOURCE_CHANGED:
             return SourceChanged(
                 f"the {nbytes} bytes read from {directory} at offset {offset} differ from those submitted for writing: their"
                 " memory was freed, reused or modified before the write had read it, or the drive is faulty (see dmesg)"

@@ -33,7 +33,6 @@ from ssdtrain.storage.errors import IOCancelled, IOFailure, SourceChanged, Store
 from ssdtrain.storage.faults import mix
 from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.pieces import (
-    CHANGED,
     COPY_IN,
     CORRUPTED,
     END_OF_FILE,
@@ -41,8 +40,9 @@ from ssdtrain.storage.pieces import (
     EVENT,
     NOTHING_WRITTEN,
     READ,
+    SOURCE_CHANGED,
     WRITE,
-    Piece,
+    ImagePiece,
     Request,
     TransferError,
     cut,
@@ -55,17 +55,17 @@ MakeError = Callable[[int, int, int, int, int, int], IOFailure | SourceChanged]
 
 BOUNCE = 1 << 20
 """Size of a worker's bounce buffer, in bytes."""
-SECTOR = 512
+_SECTOR = 512
 """Granularity of a short O_DIRECT transfer, in bytes."""
 
 NOT_READY = 600
 """cudaErrorNotReady."""
-RELAXED = 2
+RELAXED_CAPTURE = 2
 """cudaStreamCaptureModeRelaxed: queries by this thread do not invalidate a capture of another thread."""
-SHORTEST, LONGEST = 20e-6, 500e-6
+_SHORTEST, _LONGEST = 20e-6, 500e-6
 """Seconds between two queries of an event, increased by half each time."""
 
-Transfer = Callable[["PythonOperation", Piece], int]
+TransferPiece = Callable[["PythonOperation", ImagePiece], int]
 """Transfers a piece and returns the digest of its bytes, 0 if none was asked for. Raises TransferError."""
 
 _WORKER = object()
@@ -74,7 +74,7 @@ _WORKER = object()
 class PythonOperation:
     """One write, read or copy. Thread-safe; `ssdtrain.storage.pool.Operation` documents the methods."""
 
-    def __init__(self, pool: PythonPool, request: Request, pieces: list[Piece]) -> None:
+    def __init__(self, pool: PythonPool, request: Request, pieces: list[ImagePiece]) -> None:
         self.request = request
         self.nbytes, self.checksum = request.nbytes, request.checksum
         self.pieces = pieces
@@ -117,7 +117,7 @@ class PythonOperation:
             self.finish()
         # Whoever cancelled may destroy the event next.
         while self.queried and threading.get_ident() not in self._pool.event_threads:
-            time.sleep(SHORTEST)
+            time.sleep(_SHORTEST)
         return owner is not _WORKER
 
     def failed(self) -> IOFailure | IOCancelled | SourceChanged | None:
@@ -171,7 +171,7 @@ class ThreadSetup:
         """Return 0 or a CUDA error."""
         code = self._set_device(self._device) if self._set_device is not None else 0
         if not code and self._relax is not None:
-            code = self._relax(ctypes.byref(ctypes.c_int(RELAXED)))
+            code = self._relax(ctypes.byref(ctypes.c_int(RELAXED_CAPTURE)))
         return int(code)
 
 
@@ -192,7 +192,7 @@ class PythonPool:
         host_threads: int,
         piece: int,
         make_error: MakeError,
-        make_transfer: Callable[[], Transfer] | None = None,
+        make_transfer: Callable[[], TransferPiece] | None = None,
         event_query: int = 0,
         set_device: int = 0,
         exchange_capture_mode: int = 0,
@@ -339,7 +339,7 @@ class PythonPool:
 
     def _completion(self, operation: PythonOperation) -> int:
         """Wait for the event of an operation, unless that is cancelled. Return its error code, or 0."""
-        pause = SHORTEST
+        pause = _SHORTEST
         while not self._closed:
             operation.queried = True  # before `done()`: see `PythonOperation.cancel`
             code = 0 if operation.done() else int(self._query(operation.request.event))
@@ -347,11 +347,11 @@ class PythonPool:
             if code != NOT_READY:
                 return code
             time.sleep(pause)
-            pause = min(1.5 * pause, LONGEST)
+            pause = min(1.5 * pause, _LONGEST)
         return 0
 
     def _error(
-        self, operation: PythonOperation, piece: Piece, code: int, detail: int, *, whole: bool = False
+        self, operation: PythonOperation, piece: ImagePiece, code: int, detail: int, *, whole: bool = False
     ) -> IOFailure | SourceChanged:
         nbytes = operation.nbytes if whole else piece.end - piece.start
         return self._make_error(operation.request.kind, piece.queue, code, detail, piece.offset, nbytes)
@@ -372,7 +372,9 @@ class PythonPool:
             del taken, operation  # while it waits for the next one
         waiting.put(None)  # for the other workers
 
-    def _run(self, transfer: Transfer, operation: PythonOperation, piece: Piece, activity: _Activity) -> None:
+    def _run(
+        self, transfer: TransferPiece, operation: PythonOperation, piece: ImagePiece, activity: _Activity
+    ) -> None:
         """Transfer one piece, unless another one of its operation has failed, and end the operation after its last one."""
         with self._lock:
             skip = operation.error is not None
@@ -413,15 +415,17 @@ class PythonPool:
         if request.digest and operation.digest != request.digest:
             operation.error = self._error(operation, operation.pieces[0], errno.EIO, CORRUPTED, whole=True)
         elif request.checksum and memory.sample(request.address, request.nbytes) != request.checksum:
-            operation.error = self._error(operation, operation.pieces[0], errno.EIO, CHANGED, whole=True)
+            operation.error = self._error(
+                operation, operation.pieces[0], errno.EIO, SOURCE_CHANGED, whole=True
+            )
 
 
-def _bounced_transfer(files: Sequence[tuple[int, bool]]) -> Transfer:
+def _bounced_transfer(files: Sequence[tuple[int, bool]]) -> TransferPiece:
     """Make the function of one worker that transfers between the caller's memory, and files or the host tier."""
     area = mmap.mmap(-1, BOUNCE)
     bounce, at_bounce = memoryview(area), ctypes.addressof(ctypes.c_char.from_buffer(area))
 
-    def transfer(operation: PythonOperation, piece: Piece) -> int:
+    def transfer(operation: PythonOperation, piece: ImagePiece) -> int:
         request = operation.request
         writing = not request.kind & 1
         digest = mix(piece.start + 1) if request.digest else 0
@@ -453,7 +457,7 @@ def _bounced_transfer(files: Sequence[tuple[int, bool]]) -> Transfer:
     return transfer
 
 
-def _copy_checked(target: int, source: int, nbytes: int, piece: Piece) -> None:
+def _copy_checked(target: int, source: int, nbytes: int, piece: ImagePiece) -> None:
     code = memory.copy_checked(target, source, nbytes)
     if code:
         raise TransferError(code, ERRNO, piece.offset)
@@ -467,7 +471,7 @@ def _call(fd: int, part: memoryview, offset: int, *, writing: bool, direct: bool
         except OSError as error:
             raise TransferError(error.errno or errno.EIO, ERRNO, offset) from error
         if done < len(part) and direct:
-            done -= done % SECTOR  # the rest is transferred again
+            done -= done % _SECTOR  # the rest is transferred again
         if done == 0:
             raise TransferError(errno.EIO, NOTHING_WRITTEN if writing else END_OF_FILE, offset)
         offset, part = offset + done, part[done:]

@@ -299,7 +299,7 @@ class SpillStore:
         self.close()
 
     def after_fork(self) -> None:
-        """In a forked child: close the files, so that the child does not keep their space allocated."""
+        """Close the files in a forked child, so that the child does not keep their space allocated."""
         self._closed = True
         for slab in self._slabs:
             slab.close()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ssdtrain.storage import Arena, CorruptedData, Faults, SpillStore, memory
-from ssdtrain.storage.faults import MASK, mix
+from ssdtrain.storage.faults import HASH_MASK, mix
 from tests.storage.conftest import blank, filled, payload
 
 MiB = 1 << 20
@@ -48,7 +48,7 @@ def reference(data: bytes, before: int) -> int:
     ]
     lanes[0] = crc32c(data[whole:], lanes[0])
     first = mix(before ^ (lanes[0] | lanes[1] << 32))
-    return mix(first ^ lanes[2] ^ (len(data) << 32 & MASK))
+    return mix(first ^ lanes[2] ^ (len(data) << 32 & HASH_MASK))
 
 
 def test_the_bitwise_crc_is_the_published_one() -> None:

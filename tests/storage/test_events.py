@@ -14,7 +14,7 @@ import pytest
 from ssdtrain.storage import Arena, IOCancelled, IOFailure, SpillStore
 from ssdtrain.storage.pieces import WRITE
 from ssdtrain.storage.pool import ErrorMaker
-from ssdtrain.storage.python_engine import NOT_READY, RELAXED, PythonPool
+from ssdtrain.storage.python_engine import NOT_READY, RELAXED_CAPTURE, PythonPool
 from tests.storage.conftest import blank, contents, filled, payload
 from tests.support.filesystems import eventually
 
@@ -213,7 +213,7 @@ def test_the_device_and_the_mode_of_capture_are_chosen_before_the_first_event(
     for event in (1, 2):
         assert store.write(slot, source.address, after_event=event).wait(30)
     (thread,) = events.threads
-    assert calls == [(thread, "device", 3), (thread, "mode", RELAXED)]
+    assert calls == [(thread, "device", 3), (thread, "mode", RELAXED_CAPTURE)]
     store.free(slot)
     source.release()
 

@@ -44,13 +44,13 @@ from ssdtrain.tools.cli.versions import OLDEST, TESTED, installed, too_old
 SLOW_BYTES_PER_SECOND = GiB
 NODES = Path("/sys/devices/system/node")
 FEW_FILES = 4096
-BLOCK = 8 * MiB
+_BLOCK = 8 * MiB
 THREADS = 4
-LEAST = THREADS * BLOCK
+_LEAST = THREADS * _BLOCK
 """Smallest measured size: a block for each thread, in bytes."""
 LITTLE_SPACE = GiB
 """Free bytes of a drive below which offloading soon finds it full."""
-EXAMPLES = """examples:
+_EXAMPLES = """examples:
   ssdtrain doctor /local_nvme/spill                 this machine, and that directory
   ssdtrain doctor /local_nvme/spill --measure 4GiB  and how fast it writes and reads
   ssdtrain doctor --config ds.json --json           can that config be used here? status 1 if not
@@ -130,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ssdtrain doctor",
         description=__doc__,
-        epilog=EXAMPLES,
+        epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -155,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--measure",
         nargs="?",
-        type=size(LEAST),
+        type=size(_LEAST),
         const=512 * MiB,
         default=0,
         metavar="SIZE",
@@ -443,7 +443,7 @@ def measure(directory: Path, nbytes: int) -> tuple[float, float]:
     descriptor = open_nameless(directory)
     try:
         direct_io_error(descriptor)  # switches the file to direct I/O where that works
-        blocks = range(0, max(LEAST, nbytes // BLOCK * BLOCK), BLOCK)
+        blocks = range(0, max(_LEAST, nbytes // _BLOCK * _BLOCK), _BLOCK)
         with ThreadPoolExecutor(THREADS) as threads:
             written = _timed(threads, blocks, lambda memory, at: os.pwritev(descriptor, [memory], at))
             began = time.perf_counter()
@@ -454,17 +454,17 @@ def measure(directory: Path, nbytes: int) -> tuple[float, float]:
             read = _timed(threads, blocks, lambda memory, at: os.preadv(descriptor, [memory], at))
     finally:
         os.close(descriptor)
-    return len(blocks) * BLOCK / written, len(blocks) * BLOCK / read
+    return len(blocks) * _BLOCK / written, len(blocks) * _BLOCK / read
 
 
 def _timed(threads: ThreadPoolExecutor, blocks: range, transfer: Callable[[mmap.mmap, int], int]) -> float:
     def some(first: int) -> None:
-        with mmap.mmap(-1, BLOCK) as memory:  # page-aligned, as direct I/O requires
-            memory[:] = os.urandom(4096) * (BLOCK // 4096)
+        with mmap.mmap(-1, _BLOCK) as memory:  # page-aligned, as direct I/O requires
+            memory[:] = os.urandom(4096) * (_BLOCK // 4096)
             for at in blocks[first::THREADS]:
                 moved = transfer(memory, at)
-                if moved != BLOCK:
-                    raise OSError(f"{moved} of {BLOCK} bytes were transferred at offset {at}")
+                if moved != _BLOCK:
+                    raise OSError(f"{moved} of {_BLOCK} bytes were transferred at offset {at}")
 
     began = time.perf_counter()
     list(threads.map(some, range(THREADS)))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdtrain.output_files import replace_file
-from ssdtrain.tools.report.run import RankJournal, Run, declared_metric
+from ssdtrain.tools.report.run import JournaledRun, RankJournal, declared_metric
 
 __all__ = ["merge_traces", "prometheus", "write_prometheus"]
 
@@ -20,7 +20,7 @@ LOGGED = "ssdtrain_logged"
 """Name of all values that SSDTrain does not declare."""
 
 
-def prometheus(run: Run) -> str:
+def prometheus(run: JournaledRun) -> str:
     """Return counters as totals of all lines, gauges as in the last line.
 
     Labels are run, rank and engine, dimension for values of a parallel dimension, and name for values of the training script.
@@ -47,7 +47,7 @@ def prometheus(run: Run) -> str:
     return "\n".join(line for lines in [steps, *samples.values()] for line in lines) + "\n"
 
 
-def write_prometheus(run: Run, file: Path) -> None:
+def write_prometheus(run: JournaledRun, file: Path) -> None:
     """Replace `file` in one step: a collector, which is another user, never reads half of it.
 
     Raises:
@@ -63,7 +63,7 @@ def _last(journal: RankJournal, name: str) -> float | None:
     return values[-1] if values else None
 
 
-def _labels(run: Run, journal: RankJournal, more: dict[str, str]) -> str:
+def _labels(run: JournaledRun, journal: RankJournal, more: dict[str, str]) -> str:
     labels = {"run": run.name, "rank": str(journal.rank), "engine": str(journal.engine), **more}
     return "{" + ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items()) + "}"
 

@@ -134,7 +134,7 @@ def test_only_the_leading_numbers_of_a_version_are_compared() -> None:
 
 
 def test_the_doctor_and_the_adapter_agree_on_what_was_tested() -> None:
-    assert TESTED["deepspeed"] == ssdtrain_ds._compat.TESTED
+    assert TESTED["deepspeed"] == ssdtrain_ds._compat.TESTED_DEEPSPEED
     assert TESTED["torch"] == TESTED_TORCH
 
 
