@@ -43,6 +43,8 @@ def _below(section: Any, path: str, depth: int) -> Iterator[ConfigIssue]:
         named = isinstance(key, str) and (key == BLOCK_KEY or resembles(key, BLOCK_KEY))
         if named and isinstance(value, Mapping):
             why = f"is inside of {path}, where it is not read"
-            yield ConfigIssue(full, value, why, f"the key {BLOCK_KEY!r} at the top level of the DeepSpeed config")
+            yield ConfigIssue(
+                full, value, why, f"the key {BLOCK_KEY!r} at the top level of the DeepSpeed config"
+            )
         else:
             yield from _below(value, full, depth + 1)
