@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ssdtrain.config import ConfigError, Problem
+from ssdtrain.config import ConfigError, ConfigIssue
 from ssdtrain.config.similar import resembles
 
 __all__ = ["BLOCK_KEY", "check_place"]
@@ -23,7 +23,7 @@ def check_place(written: Mapping[str, Any]) -> None:
         ConfigError: names every key that was probably meant to be the block, and its value.
     """
     problems = [
-        Problem(key, value, "is under a key that is not read", f"the key {BLOCK_KEY!r}")
+        ConfigIssue(key, value, "is under a key that is not read", f"the key {BLOCK_KEY!r}")
         for key, value in written.items()
         if isinstance(key, str) and resembles(key, BLOCK_KEY)
     ]
@@ -34,7 +34,7 @@ def check_place(written: Mapping[str, Any]) -> None:
         raise ConfigError(problems)
 
 
-def _below(section: Any, path: str, depth: int) -> Iterator[Problem]:
+def _below(section: Any, path: str, depth: int) -> Iterator[ConfigIssue]:
     """Blocks inside of another section."""
     if not isinstance(section, Mapping) or depth > _DEEPEST:
         return
@@ -43,6 +43,8 @@ def _below(section: Any, path: str, depth: int) -> Iterator[Problem]:
         named = isinstance(key, str) and (key == BLOCK_KEY or resembles(key, BLOCK_KEY))
         if named and isinstance(value, Mapping):
             why = f"is inside of {path}, where it is not read"
-            yield Problem(full, value, why, f"the key {BLOCK_KEY!r} at the top level of the DeepSpeed config")
+            yield ConfigIssue(
+                full, value, why, f"the key {BLOCK_KEY!r} at the top level of the DeepSpeed config"
+            )
         else:
             yield from _below(value, full, depth + 1)

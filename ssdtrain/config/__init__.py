@@ -8,7 +8,7 @@ ssdtrain, and creates no directory.
 
 from ssdtrain.config.amount import Amount, parse_amount
 from ssdtrain.config.comm import DIMENSIONS, CommConfig
-from ssdtrain.config.errors import ConfigError, InvalidValue, Problem
+from ssdtrain.config.errors import ConfigError, ConfigIssue, InvalidValue
 from ssdtrain.config.load import load_config
 from ssdtrain.config.offload import EnduranceConfig, OffloadConfig
 from ssdtrain.config.plan import PlanConfig
@@ -31,11 +31,11 @@ __all__ = [
     "CompactConfig",
     "Config",
     "ConfigError",
+    "ConfigIssue",
     "EnduranceConfig",
     "InvalidValue",
     "OffloadConfig",
     "PlanConfig",
-    "Problem",
     "ReportConfig",
     "StateConfig",
     "exact_size",

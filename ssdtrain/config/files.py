@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ssdtrain.config.errors import ConfigError, Problem, printable
+from ssdtrain.config.errors import ConfigError, ConfigIssue, printable
 from ssdtrain.config.schema import Config
 from ssdtrain.config.similar import resembles
 
@@ -28,14 +28,14 @@ def read_block(file: str | Path, *, path: str = KEY) -> dict[str, Any]:
     """
     written = str(file)
     if Path(file).suffix not in {".json", ".yaml", ".yml"}:
-        raise ConfigError([Problem(path, written, "has no known suffix", "a .yaml, .yml or .json file")])
+        raise ConfigError([ConfigIssue(path, written, "has no known suffix", "a .yaml, .yml or .json file")])
     name = Path(file)
     try:
         name = name.expanduser()
         text = _text_of(name)
     # UnicodeError: the name or the content; RuntimeError: a ~ that leads to no home; other ValueErrors: a NUL in the name.
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError([Problem(path, written, f"cannot be read ({error})", _FILE_ALLOWED)]) from error
+        raise ConfigError([ConfigIssue(path, written, f"cannot be read ({error})", _FILE_ALLOWED)]) from error
     try:
         content = (
             json.loads(text, object_pairs_hook=_Mapping.of_pairs)
@@ -46,7 +46,7 @@ def read_block(file: str | Path, *, path: str = KEY) -> dict[str, Any]:
         # Where a value is not what its tag says, PyYAML raises ValueError, KeyError, AttributeError and more.
         message = " ".join(str(error).split())
         why = f"is not readable as {name.suffix[1:]} ({printable(message[:500])})"
-        raise ConfigError([Problem(path, written, why, _FILE_ALLOWED)]) from error
+        raise ConfigError([ConfigIssue(path, written, why, _FILE_ALLOWED)]) from error
     return _block_of(content, printable(written), path)
 
 
@@ -62,26 +62,30 @@ def _text_of(name: Path) -> str:
 
 def _block_of(content: Any, file: str, path: str) -> dict[str, Any]:
     block, where = content, f"all of {file}"
-    problems: list[Problem] = []
+    problems: list[ConfigIssue] = []
     if isinstance(content, dict) and KEY in content:
         block, where = content[KEY], f'the key "{KEY}" of {file}'
         beside = [key for key in Config.model_fields if key in content and key != "checkpoint"]
         problems += [
-            Problem(f"{path}.{key}", content[key], f'stands beside the key "{KEY}"', f'inside "{KEY}"')
+            ConfigIssue(f"{path}.{key}", content[key], f'stands beside the key "{KEY}"', f'inside "{KEY}"')
             for key in beside
         ]
         if KEY in getattr(content, "repeated", ()):
-            problems.append(Problem(KEY, block, "is the last of several values of this key", "each key once"))
+            problems.append(
+                ConfigIssue(KEY, block, "is the last of several values of this key", "each key once")
+            )
     elif isinstance(content, dict):
         problems += [
-            Problem(key, content[key], f"is under an unknown key (did you mean {KEY}?)", f'the key "{KEY}"')
+            ConfigIssue(
+                key, content[key], f"is under an unknown key (did you mean {KEY}?)", f'the key "{KEY}"'
+            )
             for key in content
             if isinstance(key, str) and resembles(key, KEY)
         ][:1]
     if problems:
         raise ConfigError(problems, file)
     if not isinstance(block, dict):
-        raise ConfigError([Problem(path, block, f"is {where}", "a mapping of keys to values")])
+        raise ConfigError([ConfigIssue(path, block, f"is {where}", "a mapping of keys to values")])
     return block
 
 

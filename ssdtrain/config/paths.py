@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ssdtrain.config.errors import ConfigError, InvalidValue, Problem
+from ssdtrain.config.errors import ConfigError, ConfigIssue, InvalidValue
 
 logger = logging.getLogger(__name__)
 
@@ -189,10 +189,10 @@ def check_directories(paths: tuple[Path, ...], key: str) -> None:
     for index, path in enumerate(paths):
         why = problem_with_directory(path)
         if why is not None:
-            problems.append(Problem(f"{key}[{index}]", str(path), why, DIRECTORY_ALLOWED))
+            problems.append(ConfigIssue(f"{key}[{index}]", str(path), why, DIRECTORY_ALLOWED))
     for twice in repeated([Path(os.path.realpath(path)) for path in paths]):
         why = "is named twice (after placeholders and links)"
-        problems.append(Problem(key, str(twice), why, "each directory once; one slab is made in each"))
+        problems.append(ConfigIssue(key, str(twice), why, "each directory once; one slab is made in each"))
     if problems:
         raise ConfigError(problems)
     for index, path in enumerate(paths):

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ssdtrain.config import paths
 from ssdtrain.config.comm import CommConfig
-from ssdtrain.config.errors import ConfigError, Problem
+from ssdtrain.config.errors import ConfigError, ConfigIssue
 from ssdtrain.config.kinds import (
     Directory,
     Patterns,
@@ -110,7 +110,7 @@ class ReportConfig(Section):
         found = paths.expand_path(given, rank=rank, local_rank=local_rank, host=host, user=user)
         why = paths.problem_with_directory(found)
         if why is not None:
-            raise ConfigError([Problem(f"{path}.{key}", str(found), why, paths.DIRECTORY_ALLOWED)])
+            raise ConfigError([ConfigIssue(f"{path}.{key}", str(found), why, paths.DIRECTORY_ALLOWED)])
         return found
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from ssdtrain.config import Config, ConfigError, Problem, load_config
+from ssdtrain.config import Config, ConfigError, ConfigIssue, load_config
 from ssdtrain.config.errors import ConflictingValues
 from ssdtrain.config.files import LARGEST_FILE, read_block
 from ssdtrain.config.flags import flags
@@ -241,7 +241,9 @@ def test_long_values_are_shortened_and_key_start_and_remedy_stay(block: dict[str
 
 
 def test_of_many_errors_the_first_are_listed_with_how_many_there_are() -> None:
-    problems = [Problem(f"ssdtrain.offload.directories[{i}]", LONG, f"is {LONG}", LONG) for i in range(500)]
+    problems = [
+        ConfigIssue(f"ssdtrain.offload.directories[{i}]", LONG, f"is {LONG}", LONG) for i in range(500)
+    ]
     text = str(ConfigError(problems, source=f"/{LONG}.json"))
     assert (
         "(500 errors)" in text

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import format_size
 from ssdtrain.planner.step import Block
-from ssdtrain.state.plan import BUFFERS, plan_state
+from ssdtrain.state.plan import CHUNK_BUFFERS, plan_state
 from ssdtrain.tools.whatif.cluster_job import OPTIMIZER_TRAFFIC, ClusterJob
 
 __all__ = ["StatePlacement", "placements"]
@@ -121,7 +121,7 @@ def placements(job: ClusterJob, last: bool) -> list[StatePlacement]:
     chunks = [sum(one.values()) - (one["optimizer"] if job.cpu_rate else 0) for one in each]
     outside = max(0, sum(state.values()) - sum(chunks) - (optimizer if job.cpu_rate else 0))
     largest = max(chunks)
-    total, least = outside + sum(chunks), outside + BUFFERS * largest
+    total, least = outside + sum(chunks), outside + CHUNK_BUFFERS * largest
     limits = {outside + largest} if least >= available else {min(total, least)}
     limits |= {least + (available - least) * part // _PARTS for part in range(1, _PARTS)}
     limits |= {total}
