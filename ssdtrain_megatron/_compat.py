@@ -168,12 +168,6 @@ def is_transformer_layer(module: torch.nn.Module) -> bool:
     return isinstance(module, TransformerLayer)
 
 
-def has_transformer_engine(chunk: torch.nn.Module) -> bool:
-    """True where a module of the chunk is Transformer Engine's, or derived from one."""
-    classes = {base for module in chunk.modules() for base in type(module).__mro__}
-    return any(one.__module__.split(".")[0] == "transformer_engine" for one in classes)
-
-
 def tensor_group() -> Any:
     """The ranks of this one's tensor parallelism; None: there are no others."""
     group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
