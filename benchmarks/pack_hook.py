@@ -207,12 +207,13 @@ def main() -> None:
         help="measure CPU time beside peers on this device instead",
     )
     arguments.add_argument("--operators", type=int, default=128, help="of a chain on that device")
+    arguments.add_argument("--ways", nargs="*", default=(), help="of that device, beside plain; default: all")
     chosen = arguments.parse_args()
     with tempfile.TemporaryDirectory(prefix="ssdtrain-") as temporary:
         directory = chosen.directory or Path(temporary)
         if chosen.device is None:
             return finish(measure(chosen, directory), chosen.json)
-        figures = measure_cuda(chosen.size, chosen.operators, min(chosen.rounds, 25), directory)
+        figures = measure_cuda(chosen.size, chosen.operators, min(chosen.rounds, 25), directory, chosen.ways)
         finish({**figures, **hardware(directory), "torch": torch.__version__}, chosen.json)
 
 

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -339,8 +339,10 @@ def counted(way: Way, size: int, operators: int) -> dict[str, Any]:
     }
 
 
-def ways(size: int, operators: int, directory: Path) -> tuple[dict[str, Way], dict[str, str]]:
-    """All that can be had here, plain first; and why others cannot."""
+def ways(
+    size: int, operators: int, directory: Path, chosen: Sequence[str] = ()
+) -> tuple[dict[str, Way], dict[str, str]]:
+    """All (or plain and `chosen`) that can be had here, plain first; and why others cannot."""
     makers: dict[str, Callable[[], Way]] = {
         "plain": Way,
         "save_on_cpu": SaveOnCpu,
@@ -353,6 +355,8 @@ def ways(size: int, operators: int, directory: Path) -> tuple[dict[str, Way], di
     }
     made, missing = {}, {}
     for name, make in makers.items():
+        if chosen and name not in ("plain", *chosen):
+            continue
         try:
             made[name] = make()
         except ImportError as error:
@@ -360,12 +364,14 @@ def ways(size: int, operators: int, directory: Path) -> tuple[dict[str, Way], di
     return made, missing
 
 
-def measure_cuda(size: int, operators: int, rounds: int, directory: Path) -> dict[str, Any]:
-    """All figures, flat."""
+def measure_cuda(
+    size: int, operators: int, rounds: int, directory: Path, chosen: Sequence[str] = ()
+) -> dict[str, Any]:
+    """All figures, flat. `chosen` are the ways beside plain; () is all."""
     import emulated_cuda
 
     torch.set_num_threads(1)
-    made, missing = ways(size, operators, directory)
+    made, missing = ways(size, operators, directory, chosen)
     rows: dict[str, list[Seconds]] = {name: [] for name in made}
     figures: dict[str, Any] = {
         "tensor_bytes": size,
@@ -396,7 +402,7 @@ def measure_cuda(size: int, operators: int, rounds: int, directory: Path) -> dic
     peer = BEST_PEER if BEST_PEER in made else f"{BEST_PEER}_stand_in"
     for name in made:
         for kind in ("pack", "unpack", "all"):
-            if name.startswith("ssdtrain"):
+            if name.startswith("ssdtrain") and peer in made:
                 ratio = figures[f"{name}_{kind}_us"] / figures[f"{peer}_{kind}_us"]
                 figures[f"{name}_{kind}_over_{peer}"] = ratio
     return figures
