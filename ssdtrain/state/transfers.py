@@ -164,7 +164,7 @@ class Staged:
 
     def store(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
         buffer = _HostBuffer(self._arena.acquire(slot.nbytes), slot.nbytes)
-        copied = self._device.copy_to_host(_bytes_of(storage), buffer.tensor)
+        copied = self._device.copy_to_host(storage.data_ptr(), buffer.tensor.data_ptr(), storage.nbytes())
         if copied is not None:
             self._device.wait(copied)
         operation = None
@@ -183,7 +183,8 @@ class Staged:
         """Give the storage the bytes of `buffer` for what the current stream is given next; `buffer` is released after that."""
         ready = self._device.record(self._device.current_stream())
         after = [] if ready is None else [ready]
-        copied = self._device.copy_to_device(buffer.tensor, _bytes_of(storage), after)
+        nbytes = storage.nbytes()
+        copied = self._device.copy_to_device(buffer.tensor.data_ptr(), storage.data_ptr(), nbytes, after)
         if copied is not None:
             self._device.wait(copied)
         self._busy.append((None, copied, buffer))
@@ -257,7 +258,3 @@ class _StagedLoad:
         if self._buffer is not None:
             self._buffer.release()
             self._buffer = None
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
