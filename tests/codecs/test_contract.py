@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ssdtrain.codecs import (
-    ALIGNMENT,
     HEADER_BYTES,
+    PAYLOAD_ALIGNMENT,
     Codec,
     FixedSizeCodec,
     Key,
@@ -47,7 +47,7 @@ def codec(request: pytest.FixtureRequest) -> Codec:
 def test_any_length_of_any_float_comes_back(codec: Codec, numel: int, dtype: torch.dtype) -> None:
     x = randn(numel, dtype=dtype)
     buf = payload(codec, x)
-    assert buf.numel() % ALIGNMENT == 0
+    assert buf.numel() % PAYLOAD_ALIGNMENT == 0
     if isinstance(codec, FixedSizeCodec):
         assert buf.numel() == codec.payload_bytes(numel, dtype)
     y = decoded(codec, buf, x)

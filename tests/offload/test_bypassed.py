@@ -50,7 +50,7 @@ def calls_are_torchs_own_afterwards() -> Iterator[None]:
 
 def by_method(net: Net) -> None:
     """As Liger's and TRL's patches of a model."""
-    net.forward = types.MethodType(lambda self, x: self.head(self.body(x)), net)  # type: ignore[method-assign]
+    net.forward = types.MethodType(lambda self, x: self.head(self.body(x)), net)
 
 
 def by_rebinding(net: Net) -> None:
@@ -58,13 +58,13 @@ def by_rebinding(net: Net) -> None:
     forward = net.forward
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
-    net.forward = types.MethodType(forward.__func__, net)  # type: ignore[method-assign, attr-defined]
+    net.forward = types.MethodType(forward.__func__, net)
 
 
 def by_wrapper(net: Net) -> None:
     """As accelerate's autocast."""
     plain = net.forward
-    net.forward = functools.wraps(plain)(lambda *args: plain(*args))  # type: ignore[method-assign, assignment]
+    net.forward = functools.wraps(plain)(lambda *args: plain(*args))
 
 
 def nothing(net: Net) -> None:
@@ -86,10 +86,10 @@ def redirected(net: Net, x: torch.Tensor) -> torch.Tensor:
     plain = net.forward
 
     def method(x: torch.Tensor) -> torch.Tensor:
-        net.forward = plain  # type: ignore[method-assign]
+        net.forward = plain
         return in_parts(net, x)
 
-    net.forward = method  # type: ignore[method-assign]
+    net.forward = method
     return whole(net, x)
 
 
@@ -132,7 +132,7 @@ def test_calls_inside_of_a_forward_belong_to_it(x: torch.Tensor, make_runtime: M
     attach_model(runtime, net)
     forwards: list[str] = []
     plain = runtime.forward
-    runtime.forward = lambda *args, **kwargs: forwards.append("") or plain(*args, **kwargs)  # type: ignore
+    runtime.forward = lambda *args, **kwargs: forwards.append("") or plain(*args, **kwargs)
     net(x).sum().backward()
     assert len(forwards) == 1
     in_parts(net, x).sum().backward()
@@ -141,9 +141,7 @@ def test_calls_inside_of_a_forward_belong_to_it(x: torch.Tensor, make_runtime: M
         net(x), in_parts(net, x)
     assert len(forwards) == 3
     body = net.body
-    net.forward = lambda x: net.head(  # type: ignore[method-assign]
-        torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False)
-    )
+    net.forward = lambda x: net.head(torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False))
     net(x).sum().backward()
     assert len(forwards) == 4, "what backward runs again is no forward"
 
@@ -279,7 +277,7 @@ def test_the_runtime_lives_as_long_as_the_model(x: torch.Tensor, make_runtime: M
     gc.collect()
     net(x).sum().backward()
     found = alive()
-    assert found is not None and asked_for(found) > seen
+    assert asked_for(found) > seen
 
 
 def train(net: nn.Module, step: Callable[[], torch.Tensor], steps: int) -> None:
@@ -337,7 +335,7 @@ def test_compact_serves_a_replaced_forward(x: torch.Tensor) -> None:
     with ssdtrain.attach(net, config) as runtime:
         by_method(net)
         net(x).sum().backward()
-        assert runtime.compact is not None and runtime.compact.compression.counted.input_bytes > 0
+        assert runtime.compact.compression.counted.input_bytes > 0
 
 
 def test_a_plan_is_made_for_a_loop_that_calls_parts(x: torch.Tensor, tmp_path: Path) -> None:
@@ -352,7 +350,7 @@ def test_a_plan_is_made_for_a_loop_that_calls_parts(x: torch.Tensor, tmp_path: P
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
                 x = layer(x)
-            return self.head(x)  # type: ignore[no-any-return]
+            return self.head(x)
 
     def one(attached: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -364,7 +362,7 @@ def test_a_plan_is_made_for_a_loop_that_calls_parts(x: torch.Tensor, tmp_path: P
             hidden = x
             for layer in net.layers:
                 hidden = layer(hidden)
-            return net.head(hidden)  # type: ignore[no-any-return]
+            return net.head(hidden)
 
         train(net, step, 12)
         if runtime is not None:

@@ -39,7 +39,7 @@ def test_a_compiled_model_gives_the_same_bits(backend: str, outside: bool, make_
         if outside:
             compiled(zoo.tokens()).sum().backward()
             model.zero_grad()
-        return zoo.train(compiled, zoo.tokens(), recording)  # type: ignore[arg-type]
+        return zoo.train(compiled, zoo.tokens(), recording)
 
     plain = zoo.run(case, nullcontext)
     assert same(plain, zoo.run(case, runtime.forward))
@@ -53,8 +53,8 @@ def test_attach_to_a_compiled_model(make_runtime: MakeRuntime) -> None:
         torch._dynamo.reset()
         model = torch.compile(zoo.Gpt(layers=1), backend="aot_eager")
         if recording == runtime.forward:
-            attach_model(runtime, model)  # type: ignore[arg-type]
-        return zoo.train(model, zoo.tokens(), nullcontext)  # type: ignore[arg-type]
+            attach_model(runtime, model)
+        return zoo.train(model, zoo.tokens(), nullcontext)
 
     assert same(zoo.run(case, nullcontext), zoo.run(case, runtime.forward))
     assert asked_for(runtime) > 0
@@ -82,7 +82,7 @@ def test_the_hooks_are_not_compiled(make_runtime: MakeRuntime) -> None:
         loss.backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
-    assert runtime.statistics().offload.saved_tensors > 0  # type: ignore[union-attr]
+    assert runtime.statistics().offload.saved_tensors > 0
 
 
 def test_a_whole_graph_is_the_models(make_runtime: MakeRuntime) -> None:
