@@ -38,11 +38,6 @@ class Installation:
         # Models that have nothing in common with any chunk, as seen.
         self._unrelated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
-    @property
-    def in_force(self) -> bool:
-        """True while anything is attached."""
-        return bool(self._attachments)
-
     def add(self, attachment: Attachment) -> None:
         if not self._attachments:
             try:

@@ -25,7 +25,15 @@ from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.module_tally import ModuleTally
 from ssdtrain.offload.mover import Mover
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.policy import OFFLOAD, STAY, Action, ForwardProfile, OffloadPolicy, SavedTensorInfo
+from ssdtrain.offload.policy import (
+    OFFLOAD,
+    STAY,
+    Action,
+    AmountPolicy,
+    ForwardProfile,
+    OffloadPolicy,
+    SavedTensorInfo,
+)
 from ssdtrain.offload.prefetch import Prefetcher
 from ssdtrain.offload.proof import Prover, provable
 from ssdtrain.offload.region import Handle, Kept, Region, Releases, captured, modified
@@ -44,6 +52,7 @@ from ssdtrain.storage import SpillStore, forks, make_signal_safe_lock
 __all__ = ["OffloadEngine"]
 
 _graph_task = torch._C._current_graph_task_id
+REAP_EVERY = 4  # saved tensors of a device between two looks at what has ended
 PATIENCE = 60.0  # seconds of waiting for one load between warnings
 
 
@@ -155,7 +164,9 @@ class OffloadEngine:
                 return Kept(tensor)
             if not self._released.empty():
                 self._drain_released()
-            self.mover.reap()
+            # What is copied off a device leaves it at fixed points of the tape, not when its store has ended.
+            if not self._copies or self.metrics.saved_tensors % REAP_EVERY == 0:
+                self.mover.reap()
             operator = operator_number()
             if tape.unstored and tape.unstored[-1].operator != operator:
                 postponed = self._starter.begin(tape, storage)
@@ -222,6 +233,9 @@ class OffloadEngine:
         modules = self.modules.stack if self.modules.watching else ()
         if modules:
             region.module = modules[-1].name
+        policy = self.policy
+        if type(policy) is AmountPolicy and policy.always is not None:
+            return policy.always
         return self.policy.decide(SavedTensorInfo(
             tape.chunk, tape.microbatch, region.index, tape.nbytes, region.nbytes, region.dtype, modules
         ))  # fmt: skip
@@ -265,7 +279,7 @@ class OffloadEngine:
                 if region.changed():
                     raise modified(held.geometry[0], held.geometry[1], region.probe._version, region.version)
                 tensor = self._try_unpack(held)
-                self.prefetcher.run(region.tape)
+                self.prefetcher.run(region.tape, region.nbytes)
                 if tensor is not None:
                     if entered is not None:
                         ended, from_tier = self.device.timestamp(), region.transfer.slot is not None
@@ -285,8 +299,10 @@ class OffloadEngine:
 
     def _try_unpack(self, handle: Handle) -> torch.Tensor | None:
         """The tensor if its bytes are in memory; else None, with their load under way."""
-        region, tape = handle.region, handle.region.tape
-        self._drain_released()
+        region = handle.region
+        tape = region.tape
+        if not self._released.empty():
+            self._drain_released()
         if tape.cursor is None:
             tape.cursor = tape.place(region) + 1  # backward begins here, which need not be the end
             self.prefetcher.begin(tape)
@@ -365,13 +381,14 @@ class OffloadEngine:
         self._note_ends()
 
     def _drain_released(self) -> None:
-        while not self._released.empty():
-            released = self._released.next()
-            region = released.region
+        released = self._released
+        while not released.empty():
+            ref = released.next()
+            region = ref.region
             region.handles -= 1
-            if released.last_pass != region.last_pass:
+            if ref.last_pass != region.last_pass:
                 region.pending_unpacks -= 1
-            if region.handles == 0:
+            if not region.handles:
                 self.meter.release(region)
                 self._release(region)
                 self.metrics.live_regions -= 1

@@ -102,7 +102,8 @@ def make(directory: str, variant: Variant, options: dict[str, Any], faults: Faul
             device = LaggingDevice(faults.seed)
             stack.callback(device.close)
             stack.enter_context(patch("ssdtrain.offload.build.device_for", lambda _: device))
-        runtime = Runtime(load_config({"offload": section}), seams=Seams(faults, variant.staged or None))
+        injected = None if options.get("engine") == "python" else faults
+        runtime = Runtime(load_config({"offload": section}), seams=Seams(injected, variant.staged or None))
         stack.enter_context(runtime)
         if variant.slots is not None:
             only_slots(runtime, variant.slots)
