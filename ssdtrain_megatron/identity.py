@@ -31,10 +31,8 @@ from ssdtrain_megatron import _compat
 
 __all__ = ["KEEPING_LEAVES", "read_inputs_once"]
 
-Function = Callable[..., Any]
 
-
-def stash_saved_leaf(position: int, plain: Function) -> Function:
+def stash_saved_leaf(position: int, plain: Callable[..., Any]) -> Callable[..., Any]:
     """`forward(ctx, *args)` of an autograd function that keeps `args[position]` on `ctx` if it is a leaf with gradients.
 
     Args:
@@ -51,7 +49,7 @@ def stash_saved_leaf(position: int, plain: Function) -> Function:
     return forward
 
 
-def restore_saved_leaf(position: int, plain: Function) -> Function:
+def restore_saved_leaf(position: int, plain: Callable[..., Any]) -> Callable[..., Any]:
     """`backward(ctx, *gradients)` of such a function, which finds the leaf in `ctx.saved_tensors`.
 
     Args:
@@ -79,8 +77,8 @@ KEEPING_LEAVES: dict[str, Wrap] = {
 """Wrappers of functions of `_compat.replaceable`. Saved are (input, weight), and the arguments after the first two."""
 
 
-def _discarding_forward(plain: Function) -> Function:
-    def forward(ctx: Any, run_function: Function, discarding: Any, *args: Any) -> Any:
+def _discarding_forward(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(ctx: Any, run_function: Callable[..., Any], discarding: Any, *args: Any) -> Any:
         outputs = plain(ctx, run_function, discarding, *args)
         discarding.ctx = _Context(ctx, functools.partial(_leaves_of, ctx))  # for the recomputation
         return outputs
@@ -88,7 +86,7 @@ def _discarding_forward(plain: Function) -> Function:
     return forward
 
 
-def _discarding_backward(plain: Function) -> Function:
+def _discarding_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
     def backward(ctx: Any, *gradients: Any) -> Any:
         try:
             return plain(_Context(ctx, functools.partial(_leaves_of, ctx)), *gradients)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Installation", "installation"]
 
-Function = Callable[..., Any]
-
 
 class Installation:
     """Sends the events of megatron-core's schedules to the attachment of the model they are about.
@@ -98,7 +96,7 @@ class Installation:
         self._resized.clear()
         self._unrelated.clear()
 
-    def _forward_step(self, plain: Function) -> Function:
+    def _forward_step(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward_step(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
@@ -125,7 +123,7 @@ class Installation:
 
         return forward_step
 
-    def _backward_step(self, plain: Function) -> Function:
+    def _backward_step(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def backward_step(*args: Any, **kwargs: Any) -> Any:
             output = _compat.output_of(args, kwargs)
             for attachment in self._attachments:
@@ -135,8 +133,8 @@ class Installation:
 
         return backward_step
 
-    def _checkpoint(self, plain: Function) -> Function:
-        def checkpoint(function: Function, distribute_saved_activations: bool, *args: Any) -> Any:
+    def _checkpoint(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
             if not torch.is_grad_enabled():
                 # Nothing is saved. See Note: [Outputs that are parameters] in `recompute`.
                 return function(*args)

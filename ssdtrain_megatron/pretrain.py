@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["install_pretrain", "uninstall_pretrain"]
 
-Function = Callable[..., Any]
 
 _patches = Patches()
 _of_attachment = Patches()  # for the attachment that is alive
@@ -73,7 +72,7 @@ def _detach() -> None:
         _attachment = None
 
 
-def _attaching(training: Any, plain: Function) -> Function:
+def _attaching(training: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         # A mistake in the flags is found before the model is built.
         config = config_from_args(training.get_args())
