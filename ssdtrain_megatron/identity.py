@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 
-from ssdtrain.integration.patching import Patches, Wrap
+from ssdtrain.integration.patching import Function, Patches, Wrap
 from ssdtrain_megatron import _compat
 
 __all__ = ["KEEPING_LEAVES", "read_inputs_once"]
 
 
-def stash_saved_leaf(position: int, plain: Callable[..., Any]) -> Callable[..., Any]:
+def stash_saved_leaf(position: int, plain: Function) -> Function:
     """`forward(ctx, *args)` of an autograd function that keeps `args[position]` on `ctx` if it is a leaf with gradients.
 
     Args:
@@ -49,7 +49,7 @@ def stash_saved_leaf(position: int, plain: Callable[..., Any]) -> Callable[..., 
     return forward
 
 
-def restore_saved_leaf(position: int, plain: Callable[..., Any]) -> Callable[..., Any]:
+def restore_saved_leaf(position: int, plain: Function) -> Function:
     """`backward(ctx, *gradients)` of such a function, which finds the leaf in `ctx.saved_tensors`.
 
     Args:
@@ -77,8 +77,8 @@ KEEPING_LEAVES: dict[str, Wrap] = {
 """Wrappers of functions of `_compat.replaceable`. Saved are (input, weight), and the arguments after the first two."""
 
 
-def _discarding_forward(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(ctx: Any, run_function: Callable[..., Any], discarding: Any, *args: Any) -> Any:
+def _discarding_forward(plain: Function) -> Function:
+    def forward(ctx: Any, run_function: Function, discarding: Any, *args: Any) -> Any:
         outputs = plain(ctx, run_function, discarding, *args)
         discarding.ctx = _Context(ctx, functools.partial(_leaves_of, ctx))  # for the recomputation
         return outputs
@@ -86,7 +86,7 @@ def _discarding_forward(plain: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _discarding_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _discarding_backward(plain: Function) -> Function:
     def backward(ctx: Any, *gradients: Any) -> Any:
         try:
             return plain(_Context(ctx, functools.partial(_leaves_of, ctx)), *gradients)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ssdtrain.integration.claims import related
-from ssdtrain.integration.patching import Patches, Wrap, call_after
+from ssdtrain.integration.patching import Function, Patches, Wrap, call_after
 from ssdtrain.offload.checkpoint import detach_leaves
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.identity import KEEPING_LEAVES, read_inputs_once
@@ -96,7 +95,7 @@ class Installation:
         self._resized.clear()
         self._unrelated.clear()
 
-    def _forward_step(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _forward_step(self, plain: Function) -> Function:
         def forward_step(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
@@ -123,7 +122,7 @@ class Installation:
 
         return forward_step
 
-    def _backward_step(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _backward_step(self, plain: Function) -> Function:
         def backward_step(*args: Any, **kwargs: Any) -> Any:
             output = _compat.output_of(args, kwargs)
             for attachment in self._attachments:
@@ -133,8 +132,8 @@ class Installation:
 
         return backward_step
 
-    def _checkpoint(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+    def _checkpoint(self, plain: Function) -> Function:
+        def checkpoint(function: Function, distribute_saved_activations: bool, *args: Any) -> Any:
             if not torch.is_grad_enabled():
                 # Nothing is saved. See Note: [Outputs that are parameters] in `recompute`.
                 return function(*args)

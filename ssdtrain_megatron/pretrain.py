@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ssdtrain.config import Config, ConfigError, ConfigIssue
-from ssdtrain.integration.patching import Patches, call_after
+from ssdtrain.integration.patching import Function, Patches, call_after
 from ssdtrain.preflight import check_start
 from ssdtrain_megatron.flags import (
     add_arguments,
@@ -72,7 +72,7 @@ def _detach() -> None:
         _attachment = None
 
 
-def _attaching(training: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _attaching(training: Any, plain: Function) -> Function:
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         # A mistake in the flags is found before the model is built.
         config = config_from_args(training.get_args())

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssdtrain.comm import Communicator
+from ssdtrain.integration.patching import Function
 
 __all__ = ["Pipeline"]
 
@@ -41,9 +42,9 @@ _TAG_ROUND = 1 << 19
 class _Message:
     """How one tensor travels: in the place of a tensor of Megatron's call, or by itself."""
 
-    def __init__(self, alone: Callable[[], Callable[..., Any]]) -> None:
+    def __init__(self, alone: Callable[[], Function]) -> None:
         self._start_alone = alone
-        self._alone: Callable[..., Any] | None = None
+        self._alone: Function | None = None
         self.payload: Tensor | None = None
         self.carried: Any = None
         """The handle of Megatron's call that carries the payload, once there is one."""
@@ -70,7 +71,7 @@ class Pipeline:
         self._comm = comm
         self._sent_alone: Counter[tuple[str, int, bool]] = Counter()
 
-    def batched(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def batched(self, plain: Function) -> Function:
         """Replace `_batched_p2p_ops`, which returns a list of handles."""
 
         def batched_p2p_ops(**arguments: Any) -> Any:
@@ -81,7 +82,7 @@ class Pipeline:
 
         return batched_p2p_ops
 
-    def ordered(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def ordered(self, plain: Function) -> Function:
         """Replace `_p2p_ops`, which returns handles by name: "send_next" and so on."""
 
         def p2p_ops(**arguments: Any) -> Any:
@@ -112,7 +113,7 @@ class Pipeline:
             coded[argument] = message, work
         return coded
 
-    def _alone(self, dimension: str, peer: int, sends: bool, group: dist.ProcessGroup) -> Callable[..., Any]:
+    def _alone(self, dimension: str, peer: int, sends: bool, group: dist.ProcessGroup) -> Function:
         """Sends or receives the messages of one tensor. See Note: [Messages of unknown size]."""
         way = dimension, peer, sends
         tag = _TAGS[dimension] + self._sent_alone[way] % _TAG_ROUND

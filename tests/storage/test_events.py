@@ -14,7 +14,7 @@ import pytest
 from ssdtrain.storage import Arena, IOCancelled, IOFailure, SpillStore
 from ssdtrain.storage.pieces import WRITE
 from ssdtrain.storage.pool import ErrorMaker
-from ssdtrain.storage.python_engine import NOT_READY, RELAXED_CAPTURE, PythonPool
+from ssdtrain.storage.python_engine import EVENT_NOT_READY, RELAXED_CAPTURE, PythonPool
 from tests.storage.conftest import blank, contents, filled, payload
 from tests.support.filesystems import eventually
 
@@ -44,7 +44,7 @@ class Events:
             self.before(event)
             if not self.queried or self.queried[-1] != event:
                 self.queried.append(event)
-            return 0 if event in self.passed else NOT_READY
+            return 0 if event in self.passed else EVENT_NOT_READY
 
         self._query = query
         self.address = address_of(query)
