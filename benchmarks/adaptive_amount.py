@@ -97,9 +97,9 @@ class AutoRun:
         self._bandwidth = load.drive
         self._machine = Machine(load.pcie, [(load.drive, load.drive)], memory=memory)
         policy = AdaptivePolicy()
-        self._engine = _engine(self._machine, load, policy, capacity)
+        self.engine = _engine(self._machine, load, policy, capacity)
         self._controller = AdaptiveOffload(
-            self._engine, self._machine.store, policy, device_budget=device_budget, endurance=endurance
+            self.engine, self._machine.store, policy, device_budget=device_budget, endurance=endurance
         )
         self._steps = 0
 
@@ -113,7 +113,7 @@ class AutoRun:
         return self._controller.metric.predicted_peak_bytes / self.load.kept
 
     def snapshot(self) -> OffloadMetrics:
-        return self._engine.snapshot()
+        return self.engine.snapshot()
 
     @property
     def written(self) -> tuple[int, float]:
@@ -122,13 +122,13 @@ class AutoRun:
 
     def step(self) -> Found:
         self._steps += 1
-        seconds, found = _step(self._machine, self._engine, self.load, self._steps)
+        seconds, found = _step(self._machine, self.engine, self.load, self._steps)
         self._controller.on_step_end(Step(self._steps, seconds))
         return found
 
     def evaluate(self) -> None:
         """A forward whose backward never comes."""
-        train(self._machine, self._engine, self.load.layers, order=[("forward", 0)])
+        train(self._machine, self.engine, self.load.layers, order=[("forward", 0)])
 
     def throttle(self, factor: float) -> None:
         """The drive has this share of its bandwidth from now on."""
@@ -140,7 +140,7 @@ class AutoRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._engine.close()
+        self.engine.close()
         self._machine.close()
 
 

@@ -91,7 +91,7 @@ def run(load: Load, plan: Sequence[str], *, memory: bool = False) -> tuple[Run, 
 def problem_of(load: Load, machine: step.Machine) -> Problem:
     """The load as the planner is told it."""
     blocks = []
-    for number in range(BLOCKS):
+    for number in range(len(load.layers) // OPERATORS):
         layers = load.layers[number * OPERATORS : (number + 1) * OPERATORS]
         forward = sum(layer.forward for layer in layers)
         saved = sum(sum(layer.saved) for layer in layers)
