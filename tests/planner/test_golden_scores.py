@@ -16,11 +16,9 @@ import pytest
 from benchmarks.adaptive_amount import MEMORY, AutoRun
 from benchmarks.planner_simulated import problem_of, run
 from benchmarks.simulated_device import GB, Load, gpt, uniform
-from ssdtrain.config import PlanConfig
 from ssdtrain.config.units import MiB
-from ssdtrain.planner.finder import PlanFinder
-from ssdtrain.planner.plans import NoPlan
-from ssdtrain.planner.timeline import kept_step
+from ssdtrain.planner.finder import Goal, PlanFinder
+from ssdtrain.planner.plans import NoPlan, kept_step
 
 RECORDED = Path(__file__).with_name("golden_scores.json")
 SEEDS = 30
@@ -72,17 +70,18 @@ def by_blocks(seed: int) -> dict[str, float]:
     again, _ = run(load, ("recompute",) * count)
     share = draw.choice([0.0, 0.2, 0.4, 0.6, 0.8])
     limit = round(1.01 * again.peak + share * (kept.peak - again.peak))
-    config = PlanConfig(device_limit=limit)
+    goal = Goal(limit)
     if draw.random() < 0.3:
-        config = PlanConfig(objective="memory", max_slowdown=draw.choice([0.05, 0.3]))
+        slowdown = draw.choice([0.05, 0.3])
+        goal = Goal(memory=True, slowdown=slowdown, most_slowdown=slowdown)
     problem = problem_of(load, machine)
     with AutoRun(load) as running:
         try:
-            plan = PlanFinder(config, running.engine).find(problem, kept_step(problem)).plans[0]
+            plan = PlanFinder(goal, running.engine).find(problem, kept_step(problem)).plans[0]
         except NoPlan as error:
             plan = error.nearest
     found, _ = run(load, plan.actions)
-    limited = config.device_limit or 0
+    limited = goal.limit or 0
     return {
         "peak": found.peak / kept.peak,
         "seconds": found.seconds / kept.seconds,
@@ -99,7 +98,9 @@ def test_no_plan_is_worse_than_before(kind: str, seed: int) -> None:
     found, before = KINDS[kind](seed), json.loads(RECORDED.read_text())[kind][seed]
     # Under a limit of memory, what is there may be used.
     assert found["peak"] <= max(WORSE * before["peak"], found["limit"]), (found, before)
-    assert found["seconds"] <= WORSE * before["seconds"], (found, before)
+    # Without a limit a hundredth of the step may be paid for a lower peak.
+    allowed = 1.0 if found["limit"] else 1.01
+    assert found["seconds"] <= WORSE * max(before["seconds"], allowed), (found, before)
 
 
 if __name__ == "__main__":

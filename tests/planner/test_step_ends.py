@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ssdtrain
 from ssdtrain.planner import step_ends
-from ssdtrain.planner.controller import AdaptiveOffload
+from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.step_ends import OptimizerHook, StepEnds
 from ssdtrain.runtime import Runtime
 from tests.planner.test_auto import config, make_model, stepping_in_backward
@@ -35,8 +35,8 @@ class Clock:
         return self.now
 
 
-def controller_of(runtime: Runtime) -> AdaptiveOffload:
-    (found,) = [one for one in runtime.features if isinstance(one, AdaptiveOffload)]
+def controller_of(runtime: Runtime) -> PlanController:
+    (found,) = [one for one in runtime.features if isinstance(one, PlanController)]
     return found
 
 
@@ -75,17 +75,24 @@ def test_an_evaluation_with_gradients_is_no_step_that_stalls_are_judged_by(
     model = make_model()
     with ssdtrain.attach(model, config(tmp_path)) as runtime:
         controller = controller_of(runtime)
-        judged: list[float] = []
-        monkeypatch.setattr(controller, "_watch", lambda latest, fresh, seconds: judged.append(seconds))
+        judged: list[bool] = []
+        stalled = controller.subject.stalled
+
+        def judge(fresh: bool, total: float) -> float | None:
+            found = stalled(fresh, total)
+            judged.append(found is not None)
+            return found
+
+        monkeypatch.setattr(controller.subject, "stalled", judge)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        controller._replan_reason = ""
+        controller._reason = ""
         for step in range(6):
             model(torch.randn(512, 64)).square().sum().backward()
             if step == 3:
                 model(torch.randn(512, 64)).sum()  # its backward never comes
             optimizer.step()
-            controller._replan_reason = ""
-    assert [seconds > 0 for seconds in judged] == [True, True, False, True, True]
+            controller._reason = ""
+    assert judged == [True, True, False, True, True]
 
 
 class Reentrant(nn.Module):
@@ -112,19 +119,20 @@ def test_an_optimizer_inside_of_a_reentrant_backward_ends_each_step_once(
         updated, ends = [], []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _: updated.append(1))
-        take = controller._recorder.take
+        assert runtime.engine is not None
+        take = runtime.engine.recorder.take
 
         def taken(user: str = "plan") -> Any:
             ends.append(len(updated))
             return take(user)
 
-        monkeypatch.setattr(controller._recorder, "take", taken)
+        monkeypatch.setattr(runtime.engine.recorder, "take", taken)
         for step in range(8):
             x = torch.randn(512, 64, generator=torch.Generator().manual_seed(step)).requires_grad_()
             for one in (model, plain):
                 one(x).square().mean().backward()
         assert (
-            controller._steps == 6
+            controller.steps == 6
         )  # neither the first, nor the last, which ends when the next forward begins
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert ends == [8 * step for step in range(2, 8)]  # parameters: not in the middle of a backward
