@@ -126,7 +126,7 @@ class AutoRun:
     def step(self) -> Found:
         self._steps += 1
         seconds, found = _step(self._machine, self.engine, self.load, self._steps)
-        self.controller.on_step_end(Step(self._steps, seconds))
+        self.controller.on_step_end(Step(self._steps, seconds, forwards=1, elapsed=seconds))
         return found
 
     def evaluate(self) -> None:

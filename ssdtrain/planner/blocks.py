@@ -1,9 +1,5 @@
 """Plans by blocks of a model, which may be recomputed: profiles some steps, and carries out what was found.
 
-Note: [Steps]
-A plain loop need not announce its steps. A step ends before an optimizer runs (torch's global hook), or where the loop says so;
-ends between which no forward was recorded count as one. A plan changes there only.
-
 Note: [Memory while steps are profiled]
 What cannot fit must not be tried. With tiers everything is offloaded meanwhile. Without, and from the first forward on that is
 kept because its backward follows at once (`Forward.keep`: the last stage of a pipeline), all blocks are recomputed but the last
@@ -20,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdtrain import ranks
 from ssdtrain.compact.feature import CompactLinear
-from ssdtrain.config import ConfigError, PlanConfig, Problem
+from ssdtrain.config import ConfigError, ConfigIssue, PlanConfig
 from ssdtrain.features import Forward
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.engine import OffloadEngine
@@ -78,10 +74,7 @@ class Blocks(PlanSubject):
     """
 
     METRICS = "plan"
-    ENDLESS = (
-        "ssdtrain.plan: %d forwards ran without the end of a step: nothing is planned until one comes; call runtime.step_end() "
-        "after each step"
-    )
+    ENDLESS = "ssdtrain.plan: nothing is planned"
 
     def __init__(
         self,
@@ -96,7 +89,6 @@ class Blocks(PlanSubject):
     ) -> None:
         super().__init__()
         engine, blocks = offload.engine, named.blocks
-        self.announced = named.announced
         self.agreement = agreement = Agreement(named.group, tuple(blocks), engine.eligible.device)
         self._config, self._offload, self._policy, self._engine = config, offload, policy, engine
         self._blocks, self._tiers, self._compact = blocks, tiers, compact
@@ -165,23 +157,19 @@ class Blocks(PlanSubject):
         if self._spans is not None and not self.agreement.covers(group):
             self._spans.communicates()
 
-    def unended(self) -> bool:
-        if self._spans is None or self._spans.tape is not None:
-            return False
+    def unended(self) -> None:
         if self.controller.steps:
             self._recorder.stop("plan")
-            return False
-        self._recorder.request("plan", False)
-        self._records.clear()
-        self._found.clear()
-        return True
+        else:
+            self._recorder.request("plan", False)
+            self._records.clear()
+            self._found.clear()
 
     def failed(self) -> bool:
-        if self._spans is None:
-            return False
-        if not self.agreement.several:
-            self._exclude()
-        self._profile_again()
+        if self._spans is not None:
+            if not self.agreement.several:
+                self._exclude()
+            self._profile_again()
         return True
 
     def detach(self) -> None:
@@ -365,7 +353,7 @@ class Blocks(PlanSubject):
         if self._config.recompute != "on" or "recompute" in problem.actions:
             return
         text = f"can recompute no block{ranks.on_this_rank()}: {': '.join(self._why_none())}"
-        raise ConfigError([Problem("ssdtrain.plan.recompute", "on", text, '"auto" or "off"')])
+        raise ConfigError([ConfigIssue("ssdtrain.plan.recompute", "on", text, '"auto" or "off"')])
 
     def larger(self) -> float:
         saved = sum(piece.block.saved + piece.block.small for piece in self._measured)

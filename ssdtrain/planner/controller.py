@@ -34,7 +34,6 @@ from ssdtrain.planner.model.types import DEVICE, Block, Machine, StepTimeline
 from ssdtrain.planner.plan_metrics import PeakLimit, PlanMetrics
 from ssdtrain.planner.plans import OUTGROWN, NoPlan, Plan, SearchProblem, kept_step
 from ssdtrain.planner.regions import FASTER, Regions
-from ssdtrain.planner.step_ends import UNENDED, OptimizerHook, StepEnds
 from ssdtrain.planner.subject import PlanSubject
 from ssdtrain.storage import Endurance, SpillStore
 
@@ -101,59 +100,35 @@ class PlanController(Feature):
         self._known: set[tuple[str, ...]] = set()  # actions that were followed for forwards like these
         self._started = False  # a plan was followed
         self._outcome_due = self._same = False  # the latter: the plan is the one before
-        self._warned = self._warned_of_size = self._warned_of_no_end = False
-        self._forwards = 0  # of this step
-        self._ends: StepEnds | OptimizerHook | None = None
-        if by_regions:
-            self._ends = StepEnds(self._ended, engine.drain)
-        elif not subject.announced:
-            self._ends = OptimizerHook(self._blocks_ended, engine.drain)
+        self._warned = self._warned_of_size = False
+        self._unended = False  # this step has so many forwards that no more are recorded
         subject.begin(self)
 
     # Events
 
     def attach(self, model: nn.Module) -> None:
-        if self._ends is not None:
-            self._ends.attach(model)
         self.subject.attach(model)
 
     def before_call(self, module: nn.Module, arguments: Any) -> None:
         self.subject.before_call(module, arguments)
 
-    def before_forward(self) -> None:
-        if self._ends is not None:
-            self._ends.before_forward()
-
     def on_forward(self, forward: Forward) -> AbstractContextManager[Any] | None:
-        self._forwards += 1
-        if isinstance(self._ends, StepEnds):
-            self._ends.forward()
         watching = self.subject.on_forward(forward)
-        if self._forwards < UNENDED:
-            return watching
-        if self.subject.unended() and not self._warned_of_no_end:
-            self._warned_of_no_end = True
-            logger.warning(self.subject.ENDLESS, UNENDED)
-        return None
+        return None if self._unended else watching
+
+    def on_unended_step(self) -> str:
+        self._unended = True
+        self.subject.unended()
+        return self.subject.ENDLESS
 
     def on_step_end(self, step: Step) -> None:
-        if isinstance(self._ends, StepEnds):
-            self._ends.announced(step.seconds)
-        elif not step.failed:
-            self._blocks_ended()
-        elif self.subject.failed():
-            self._forwards = 0
-
-    def _blocks_ended(self) -> None:
-        """Ends between which no forward was recorded count as one."""
-        if self._forwards:
-            self._ended(0.0, 0.0)
-
-    def _ended(self, seconds: float, elapsed: float) -> None:
-        """A step is over, which took `seconds` (0.0: not known); the one before was over `elapsed` seconds ago."""
-        if self._engine.forked:
+        """Measure, and plan where that is due. Ends between which no forward came count as one; a last step is only counted."""
+        self._unended = False
+        if self._engine.forked or (step.failed and self.subject.failed()) or not step.forwards:
             return
-        self.steps, self._forwards = self.steps + 1, 0
+        self.steps += 1
+        if step.closing:
+            return
         if self.subject.resting:
             self.metric.idle_steps += 1
             self.subject.rested()
@@ -163,17 +138,17 @@ class PlanController(Feature):
         self._plot.step_ended()
         peaks = self._engine.meter.begin_recent()
         self._limit.step_ended(peaks.alive, planned=self.plan is not None)
-        self.derating.step_ended(self._store.metrics, self._engine.metrics.offloaded_bytes, elapsed)
+        self.derating.step_ended(self._store.metrics, self._engine.metrics.offloaded_bytes, step.elapsed)
         fresh = self.subject.step_ended(peaks.unoffloaded)
         # 2. Plan, where one is due.
         if not self._reason:
-            self._reason = self._due(fresh, seconds)
+            self._reason = self._due(fresh, step.seconds - step.idle)
         if self._reason and self.subject.ready(fresh):
             self._make()
         # 3. Say what came of the latest plan.
         elif self._outcome_due and self.steps >= self._planned_at + 2:
             self._outcome_due = False
-            self._report(self.subject.outcome(peaks, seconds))
+            self._report(self.subject.outcome(peaks, step.seconds - step.idle))
         self.subject.settle()
 
     # When to plan again
@@ -362,10 +337,6 @@ class PlanController(Feature):
         return self.subject.description(self.goal.limit)
 
     def detach(self) -> None:
-        if isinstance(self._ends, StepEnds):
-            self._ends.close()
-        elif self._ends is not None:
-            self._ends.remove()
         self._plot.cancel()
         self.subject.detach()
 

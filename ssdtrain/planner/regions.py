@@ -128,10 +128,7 @@ class Regions(PlanSubject):
     METRICS = "auto"
     MEASURES_OUTCOME = True  # what came of a plan is said with its table, two steps later
     SETTLES = SEVERAL
-    ENDLESS = (
-        'offload.amount is "auto", but %d forwards ran without the end of a step: everything is offloaded until one comes; call '
-        "runtime.step_end() after each step, or give an amount"
-    )
+    ENDLESS = 'offload.amount is "auto", and everything is offloaded; an amount that is given needs no steps'
 
     def __init__(
         self, engine: OffloadEngine, policy: AdaptivePolicy, *, limited: bool = False, strict: bool = False
@@ -168,12 +165,11 @@ class Regions(PlanSubject):
     def before_call(self, module: nn.Module, arguments: Any) -> None:
         self._input_sizes.called(module, arguments)
 
-    def unended(self) -> bool:
+    def unended(self) -> None:
         if self.controller.steps:  # they end, after many forwards
             self._recorder.stop("plan")
-            return False
-        self._recorder.request("plan", False)
-        return True
+        else:
+            self._recorder.request("plan", False)
 
     def detach(self) -> None:
         self._input_sizes.remove()

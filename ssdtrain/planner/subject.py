@@ -25,7 +25,6 @@ class PlanSubject:
     controller's; this says whether there is a reason that it alone can see. What is not overridden does nothing.
 
     Attributes:
-        announced: the loop announces the end of every step; else optimizers end steps, too.
         resting: forwards run without hooks.
         agreed: ranks have decided which blocks all of them recompute.
     """
@@ -33,13 +32,13 @@ class PlanSubject:
     METRICS: str
     """Prefix of the metrics' names."""
     ENDLESS: str
-    """Warning after so many forwards without the end of a step."""
+    """What is not done while no step ends: see `Feature.on_unended_step`."""
     MEASURES_OUTCOME = False
     """Whether what came of a plan is said with its table, two steps later."""
     SETTLES = ""
     """Reason of a plan of which it says nothing about the bandwidths that it is the one of before."""
 
-    announced = resting = agreed = False
+    resting = agreed = False
 
     def __init__(self) -> None:
         self._controller: weakref.ref[PlanController] | None = None
@@ -65,12 +64,11 @@ class PlanSubject:
     def on_forward(self, forward: Forward) -> AbstractContextManager[Any] | None:
         return None
 
-    def unended(self) -> bool:
-        """Record no more of a step of many forwards: records must not fill memory. Returns whether that is worth a warning."""
-        return False
+    def unended(self) -> None:
+        """Record no more of a step of many forwards: records must not fill memory."""
 
     def failed(self) -> bool:
-        """A step ended by an exception. Returns whether it was profiled."""
+        """A step ended by an exception. Returns whether it is no step that is planned from."""
         return False
 
     def rested(self) -> None:

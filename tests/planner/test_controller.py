@@ -72,7 +72,7 @@ def run_step(
     with runtime.backward():
         loss.backward()
     if controller is not None:
-        controller.on_step_end(Step(0, seconds))
+        controller.on_step_end(Step(0, seconds, forwards=1, elapsed=seconds))
 
 
 def planned(runtime: Runtime, controller: PlanController) -> None:

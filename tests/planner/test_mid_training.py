@@ -17,7 +17,7 @@ from ssdtrain.planner.plans import Limits, NoPlan, SearchProblem, actions_for
 from ssdtrain.planner.regions import Regions
 from ssdtrain.planner.room import DeviceHeadroom, DeviceMemory
 from ssdtrain.planner.search import search
-from ssdtrain.planner.step_ends import UNENDED
+from ssdtrain.steps import UNENDED_FORWARDS
 from tests.planner.test_plan_auto import QUIET, STEPS, auto_of, blocks_of, equal, gpt, train
 
 
@@ -115,7 +115,7 @@ def test_what_is_in_flight_follows_the_size_of_forwards_up_and_down(tmp_path: Pa
 def test_steps_of_many_forwards_are_recorded_as_far_as_memory_allows(
     amount: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ssdtrain.planner.controller.UNENDED", 4)
+    monkeypatch.setattr("ssdtrain.steps.UNENDED_FORWARDS", 4)
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
     model.forward = lambda x: model.layers[2](model.layers[1](model.layers[0](x).tanh()).tanh())
@@ -137,7 +137,7 @@ def test_a_plan_in_a_loop_that_ends_no_step_keeps_no_records(caplog: pytest.LogC
     model.forward = lambda x: model.layers[2](model.layers[1](model.layers[0](x).tanh()).tanh())
     with ssdtrain.attach(model, {"plan": "auto", **QUIET}) as runtime:
         auto = auto_of(runtime)
-        for _ in range(UNENDED + 5):
+        for _ in range(UNENDED_FORWARDS + 5):
             model(torch.randn(64, 64)).sum().backward()
         assert not runtime.engine.recorder.active and not blocks_of(runtime)._found
         for _ in range(WARM_UP + RECORDED + 1):

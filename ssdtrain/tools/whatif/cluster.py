@@ -12,13 +12,13 @@ from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.model.types import StepTimeline, one_forward_one_backward
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem, actions_for, kept_step
 from ssdtrain.planner.search import search
-from ssdtrain.tools.whatif.cluster_job import Job
-from ssdtrain.tools.whatif.cluster_state import Placement, placements
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.cluster_state import StatePlacement, placements
 
 __all__ = ["BRIEF", "ClusterPlan", "Stage", "best_plan", "plan_job", "problem_of", "replanned"]
 
 BRIEF = 0.1
-"""Of a search's simulations, to compare placements of model state, sizes of microbatches, and jobs with one thing better."""
+"""Part of a search's simulations, to compare placements of model state, sizes of microbatches, and jobs with one thing better."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Stage:
     alive: int
     simulated: int
     budget: int
-    placement: Placement
+    placement: StatePlacement
     slowdown: float | None = None
 
     @property
@@ -48,12 +48,12 @@ class Stage:
         return self.plans[0]
 
     def seconds(self, plan: Plan) -> float:
-        """Of one microbatch, forward and backward."""
+        """Seconds of one microbatch, forward and backward."""
         return plan.seconds / self.simulated
 
     @property
     def compute_seconds(self) -> float:
-        """Of one microbatch with everything kept."""
+        """Seconds of one microbatch with everything kept."""
         return sum(block.forward + block.backward for block in self.problem.blocks)
 
     @property
@@ -63,7 +63,7 @@ class Stage:
 
     @property
     def optimizer_seconds(self) -> float:
-        """That the device waits for the optimizer in a step."""
+        """Seconds that the device waits for the optimizer in a step."""
         backward = sum(
             block.backward + (block.recompute if action == "recompute" else 0.0)
             for block, action in zip(self.problem.blocks, self.plan.actions, strict=True)
@@ -79,7 +79,7 @@ class Stage:
 class ClusterPlan:
     """What a job comes to at one microbatch size."""
 
-    job: Job
+    job: ClusterJob
     microbatch: int
     stages: list[Stage]
 
@@ -93,7 +93,7 @@ class ClusterPlan:
 
     @property
     def microbatch_seconds(self) -> float:
-        """Of the slowest stage, or of the network under ZeRO-3 where that takes longer."""
+        """Seconds of the slowest stage, or of the network under ZeRO-3 where that takes longer."""
         return max(self.slowest.seconds(self.slowest.plan), self.job.sharding_seconds)
 
     @property
@@ -114,7 +114,8 @@ class ClusterPlan:
 
     @property
     def ideal_seconds(self) -> float:
-        """Of a step if everything fitted into the device: no recomputation and no stall, and the optimizer where it is faster."""
+        """Seconds of a step if everything fitted into the device: no recomputation and no stall, and the optimizer where it is
+        faster."""
         each = max(self.job.sharding_seconds, *(stage.compute_seconds for stage in self.stages))
         layout = self.job.layout
         reducing, updating = self.job.update_seconds()
@@ -128,7 +129,7 @@ class ClusterPlan:
 
     @property
     def flops_per_gpu(self) -> float:
-        """Of the model (recomputation not counted), per second."""
+        """FLOPs of the model (recomputation not counted), per second."""
         model, kinds = self.job.model, self.job.model.block_kinds
         forward = sum(model.block_flops(self.microbatch, kind) for kind in kinds) + model.head_flops(
             self.microbatch
@@ -149,7 +150,7 @@ class ClusterPlan:
         )
 
     def life_seconds(self) -> float | None:
-        """Of the drives at this rate; None: nothing is written, or their endurance is not known."""
+        """Return the seconds until the drives are worn at this rate; None: nothing is written, or their endurance is unknown."""
         ssds = self.job.ssds
         written = self.written_per_step() * self.job.local_node
         if ssds is None or not ssds.endurance or not written:
@@ -158,7 +159,7 @@ class ClusterPlan:
 
 
 def plan_job(
-    job: Job,
+    job: ClusterJob,
     microbatch: int,
     limits: Limits | None = None,
     objective: Objective | None = None,
@@ -188,14 +189,14 @@ def plan_job(
     return ClusterPlan(job, microbatch, stages)
 
 
-def simulated_microbatches(job: Job, microbatch: int, last: bool) -> tuple[int, int]:
-    """Those alive at once, and those that a time line plays."""
+def simulated_microbatches(job: ClusterJob, microbatch: int, last: bool) -> tuple[int, int]:
+    """Return the microbatches alive at once, and those that a time line plays."""
     count = job.microbatches(microbatch)
     alive = job.alive(last, count)
     return alive, min(count, alive + 2)
 
 
-def problem_of(job: Job, microbatch: int, place: Placement) -> tuple[SearchProblem, int]:
+def problem_of(job: ClusterJob, microbatch: int, place: StatePlacement) -> tuple[SearchProblem, int]:
     """What is searched for a pipeline stage whose model state is there, and bytes for activations on the device."""
     plain = job.blocks(microbatch, place.last)
     alive, simulated = simulated_microbatches(job, microbatch, place.last)
@@ -212,7 +213,7 @@ def problem_of(job: Job, microbatch: int, place: Placement) -> tuple[SearchProbl
 
 def replanned(
     plan: ClusterPlan,
-    job: Job,
+    job: ClusterJob,
     limits: Limits | None = None,
     objective: Objective | None = None,
     effort: float = 1.0,
@@ -247,13 +248,13 @@ class _Candidate:
     """
 
     microbatch: int
-    place: Placement
+    place: StatePlacement
     problem: SearchProblem
     budget: int
     kept: float
 
     @staticmethod
-    def of(job: Job, microbatch: int, place: Placement) -> _Candidate:
+    def of(job: ClusterJob, microbatch: int, place: StatePlacement) -> _Candidate:
         problem, budget = problem_of(job, microbatch, place)
         return _Candidate(microbatch, place, problem, budget, kept_step(problem).seconds)
 
@@ -291,7 +292,7 @@ def _search_stage(
 
 
 def _plan_stage(
-    job: Job,
+    job: ClusterJob,
     microbatch: int,
     last: bool,
     limits: Limits,
@@ -338,7 +339,7 @@ def _plan_stage(
     return best[1]
 
 
-def sizes(job: Job) -> Iterator[int]:
+def sizes(job: ClusterJob) -> Iterator[int]:
     """Microbatch sizes that divide the batch, by about a factor of sqrt(2)."""
     given = 1
     while given <= 4096:
@@ -348,7 +349,7 @@ def sizes(job: Job) -> Iterator[int]:
 
 
 def best_plan(
-    job: Job,
+    job: ClusterJob,
     limits: Limits | None = None,
     objective: Objective | None = None,
     slowdown: float | None = None,
