@@ -36,6 +36,7 @@ def test_an_evaluation_with_gradients_is_no_step_that_stalls_are_judged_by(
             return found
 
         monkeypatch.setattr(controller.subject, "stalled", judge)
+        monkeypatch.setattr(controller.subject, "due", str)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         controller._reason = ""
         for step in range(6):

@@ -88,6 +88,7 @@ class Simulation:
         self.backward_began: float | None = None  # the latest
         self.blocks = [[BlockTimes() for _ in chunk] for chunk in chunks]
         self.streaming = StateStreaming(self)
+        self.streams = any(block.forward_loads or block.backward_loads for chunk in chunks for block in chunk)
 
     def run(self, seconds: float) -> None:
         self.now += seconds
@@ -111,22 +112,26 @@ class Simulation:
             before, gate = self.gate, before
             self.wait(*gate)
             self.hook()
-            self.streaming.load((chunk, owners[index]), block.forward_loads, 0, times)
+            if self.streams:
+                self.streaming.load((chunk, owners[index]), block.forward_loads, 0, times)
             # 2. It computes, and saves.
             began = self.now
             self.run(block.forward)
-            self.streaming.used((chunk, owners[index]))
+            if self.streams:
+                self.streaming.used((chunk, owners[index]))
             whole = block.saved + block.small
             alive = min(whole, block.inputs + _largest_two(block)) if choice.recompute else whole
             self.hold(began, alive + block.fixed + block.forward_transient)
             while self.late:
                 self.leave(self.late.pop(), began, late=True)
-            self.hold(self.now, -block.forward_transient)
+            if block.forward_transient:
+                self.hold(self.now, -block.forward_transient)
             kept = block.saved
             if choice.recompute:
                 kept = block.inputs
                 self.hold(self.now, kept - alive)
-            self.run(choice.encode)
+            if choice.encode:
+                self.run(choice.encode)
             for partial, job, of in self.partial_releases.passed(block.saved):
                 self.wait_in_hook(job.left, of, host=False)
                 self.leave(partial, self.now)
@@ -166,10 +171,12 @@ class Simulation:
         if capacity is not None and server.used + nbytes > capacity:
             saved.rest = 0
             return
-        self.run(saved.storing)
+        if saved.storing:
+            self.run(saved.storing)
         full = self.admit(nbytes)
-        self.hold(self.now, saved.rest)
-        self.copy(saved.rest)
+        if saved.rest:
+            self.hold(self.now, saved.rest)
+            self.copy(saved.rest)
         job = self.begin(Job(nbytes, self.now), server, following)
         server.enqueue(job)
         server.used += nbytes
@@ -297,7 +304,8 @@ class Simulation:
                 self.blocks[chunk][index],
             )
             saved, key = tape[index], (chunk, self.owners[chunk][index])
-            self.streaming.load(key, block.backward_loads, block.forward_loads, times)
+            if self.streams:
+                self.streaming.load(key, block.backward_loads, block.forward_loads, times)
             # 1. What it saved is there, or comes back as far ahead as reads and copies go.
             left = 0.0
             requested = next((part.saved for part in reversed(block.parts) if part.saved), saved.nbytes)
@@ -318,7 +326,7 @@ class Simulation:
                 if ready > self.now:
                     times.load_stall += ready - self.now
                     self.now = ready
-                if saved.job is not None:
+                if saved.job is not None and block.loading:
                     self.run(block.loading)
                 left = self.lingers(saved, stored)
                 if saved.read is not None:  # the host has waited for it, and notices what has ended
@@ -326,14 +334,17 @@ class Simulation:
             # 2. It computes, and lets go.
             total += saved.nbytes
             began = self.now
-            self.hold(began, block.backward_transient)
-            self.run(choice.decode)
+            if block.backward_transient:
+                self.hold(began, block.backward_transient)
+            if choice.decode:
+                self.run(choice.decode)
             self.hold(began, block.saved - saved.nbytes)
             if choice.recompute:
                 self.hold(began, block.small)
                 self.run(block.recompute)
             self.run(block.backward)
-            self.streaming.used(key, block.backward_stores)
+            if self.streams:
+                self.streaming.used(key, block.backward_stores)
             pooled = saved.nbytes if saved.pooled else 0
             alive = block.saved + block.small + block.fixed + block.backward_transient
             lingers = saved.nbytes if left > self.host else 0
