@@ -73,7 +73,7 @@ test-cuda: $(CUDA)/.emulated $(CUDA)/.built
 	$(ON_DEVICE) -m gpu $(or $(TESTS),tests/cuda tests/gpu tests/test_device.py)
 	test -n "$(TESTS)" || TRITON_INTERPRET=1 $(ON_DEVICE) -m gpu tests/codecs/test_kernels.py
 	test -n "$(TESTS)" || SSDTRAIN_TEST_DEVICE=cuda $(ON_DEVICE) -m "not long" -k "not slow or 1-zero" \
-		tests/deepspeed/test_matrix.py tests/megatron/test_matrix.py
+		tests/deepspeed/test_matrix.py $(addprefix tests/megatron/test_,matrix.py comm.py estimated_bytes.py pretrain_on_device.py)
 
 test-long: $(STAMP)
 	$(PYTEST) -o faulthandler_timeout=3700 -m long $(TESTS)

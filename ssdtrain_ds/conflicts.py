@@ -10,7 +10,7 @@ from ssdtrain import ranks
 from ssdtrain.config import Config
 from ssdtrain.integration.compatibility import Conflict
 
-__all__ = ["CONFLICTS"]
+__all__ = ["DEEPSPEED_CONFLICTS"]
 
 
 def _with_deepcompile(value: Any, config: Config, written: Mapping[str, Any]) -> bool:
@@ -41,7 +41,7 @@ def _file_system(path: str | Path) -> int:
 
 _NEVER_RUN = "was never run with offload: compare losses with and without the block first"
 
-CONFLICTS: tuple[Conflict, ...] = (
+DEEPSPEED_CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "compile.offload_activation",
         "offload",

@@ -68,7 +68,7 @@ class Installation:
         return next((chunk for chunk in chunks if related(chunk, model)), None)
 
     def _check_unrelated(self, model: torch.nn.Module) -> None:
-        """Without this, an attachment to the model that was wrapped later would silently do nothing."""
+        """Refuse a model that was wrapped after it was attached: its attachment would silently do nothing."""
         if model in self._unrelated:
             return
         chunk = self.related_chunk(model)

@@ -24,10 +24,6 @@ _EXCLUDED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "fp4": ("keeps scales that a second run would change", (None,)),
     "num_moe_experts": ("has routers that count tokens in their forwards", (None,)),
     "mtp_num_layers": ("runs layers of its own beside the blocks", (None, 0)),
-    "context_parallel_size": (
-        "needs attention of Transformer Engine, with which this was never run",
-        (None, 1),
-    ),
     "enable_cuda_graph": ("replays forwards from CUDA graphs", (None, False)),
     "external_cuda_graph": ("replays forwards from CUDA graphs", (None, False)),
     "cuda_graph_impl": ("replays forwards from CUDA graphs", (None, "none")),
@@ -90,6 +86,4 @@ def _why_none(chunks: Sequence[nn.Module], config: Config) -> str:
     wrappers = wrappers_of(chunks[0])
     if wrappers:
         return f"{', '.join(wrappers)} gathers parameters in forwards"
-    if _compat.has_transformer_engine(chunks[0]):
-        return "it has modules of Transformer Engine, with which this was never run"
     return ""

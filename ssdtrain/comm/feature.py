@@ -30,7 +30,7 @@ class CompressedCollectives(Feature):
 
     @classmethod
     def from_config(cls, config: Config, place: Placement) -> CompressedCollectives | None:
-        """None where `comm` compresses nothing, or there is one rank (with a warning). A collective call."""
+        """Return None where `comm` compresses nothing, or there is one rank (with a warning). A collective call."""
         if not config.compresses or config.comm is None:
             return None
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -50,14 +50,14 @@ class CompressedCollectives(Feature):
             self.comm.step_end(step.skipped)
 
     def metrics(self) -> list[tuple[str, CommMetrics]]:
-        return [(f"comm/{dimension}", found) for dimension, found in self.comm.metrics().items()]
+        return [(f"comm/{dimension}", metrics) for dimension, metrics in self.comm.metrics().items()]
 
     def decisions(self) -> str:
-        """Why messages went uncompressed so far, by dimension."""
+        """Return why messages went uncompressed so far, by dimension."""
         return "\n".join(
-            f"comm.{dimension}: some messages go uncompressed: {', '.join(found.fallbacks)}"
-            for dimension, found in self.comm.metrics().items()
-            if found.fallbacks
+            f"comm.{dimension}: some messages go uncompressed: {', '.join(metrics.fallbacks)}"
+            for dimension, metrics in self.comm.metrics().items()
+            if metrics.fallbacks
         )
 
     def description(self) -> str:

@@ -24,7 +24,7 @@ from torch import nn
 from ssdtrain.compact.layers import CompactLayer, Compression, find_layers
 from ssdtrain.compact.linear import CompactForward, ReplacedForward
 from ssdtrain.compact.lowrank import LowRank, skips_step
-from ssdtrain.config import CompactConfig, ConfigError, Problem
+from ssdtrain.config import CompactConfig, ConfigError, ConfigIssue
 from ssdtrain.device.runtime import made_current
 from ssdtrain.features import FIRST_STEPS, Feature, Forward, Placement, Step
 from ssdtrain.metrics import MetricSet
@@ -83,31 +83,29 @@ class CompactLinear(Feature):
             low_rank.resume()
 
     def look_elsewhere(self, chunks: Sequence[nn.Module]) -> None:
-        """Before `attach` of the model chunks of a pipeline: only some of them, on any rank, may have the layers. A collective
-        call of the job."""
+        """Learn whether only some chunks of a pipeline, on any rank, have the layers; before `attach`, and a collective call."""
         mine = [bool(find_layers(chunk, self.config, self.rename, required=False)) for chunk in chunks]
-        found: list[Any] = [any(mine)]
+        everywhere: list[Any] = [any(mine)]
         if torch.distributed.is_initialized():
-            found *= torch.distributed.get_world_size()
+            everywhere *= torch.distributed.get_world_size()
             with made_current(self._device):
-                torch.distributed.all_gather_object(found, any(mine))
-        self.elsewhere = any(found) and not all(mine)
+                torch.distributed.all_gather_object(everywhere, any(mine))
+        self.elsewhere = any(everywhere) and not all(mine)
 
     def attach(self, model: nn.Module) -> None:
         """Raises ConfigError: no layer is found, one is compressed already, or the mode cannot be had."""
-        found = find_layers(model, self.config, self.rename, required=not self.elsewhere)
-        for layer in found:
+        layers = find_layers(model, self.config, self.rename, required=not self.elsewhere)
+        for layer in layers:
             if isinstance(layer.module.__dict__.get("forward"), ReplacedForward):
                 why = f"meets the layer {layer.name}, which another runtime compresses already"
                 allowed = "closing that one first"
-                raise ConfigError([Problem("ssdtrain.compact", self.config.mode, why, allowed)])
+                raise ConfigError([ConfigIssue("ssdtrain.compact", self.config.mode, why, allowed)])
         if self.config.mode == "lowrank":
-            self._low_rank.append(LowRank(model, found, self.compression, self.optimizer))
+            self._low_rank.append(LowRank(model, layers, self.compression, self.optimizer))
         else:
-            for layer in found:
-                self._forwards.append(
-                    CompactForward(layer.module, layer.kind, CompactLayer(layer, self.compression))
-                )
+            for layer in layers:
+                compact = CompactLayer(layer, self.compression)
+                self._forwards.append(CompactForward(layer.module, layer.kind, compact))
             self._activate()
         if self._counting is None:
             self._counting = call_after_steps(_without_owner(self._stepped))
@@ -116,7 +114,9 @@ class CompactLinear(Feature):
     def compress_in(self, modules: Iterable[nn.Module] | None) -> None:
         """Compress inputs only in layers inside of these modules, from the next forward on; None: in all. Not with "lowrank",
         which has other weights."""
-        self._inside = None if modules is None else {layer for one in modules for layer in one.modules()}
+        self._inside = (
+            None if modules is None else {layer for module in modules for layer in module.modules()}
+        )
         self._activate()
 
     def _activate(self) -> None:
@@ -124,7 +124,7 @@ class CompactLinear(Feature):
             forward.active = self._inside is None or forward.module in self._inside
 
     def merge(self) -> None:
-        """With "lowrank": add the trained low-rank matrices to the weights.
+        """Add the trained low-rank matrices to the weights.
 
         A save does not merge, because a single rank may save. If every rank calls this before a save, a resumed run continues
         bit for bit; otherwise up to rounding.
@@ -143,7 +143,7 @@ class CompactLinear(Feature):
         self.compression.forget()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Called after each step of any torch optimizer of this process."""
+        """Count a step of the optimizer; every torch optimizer of this process calls it."""
         if (self._finished and not self._low_rank) or skips_step(optimizer):
             return
         counted = self._counted_for() if self._counted_for is not None else None
@@ -224,8 +224,8 @@ def _without_owner(method: Callable[..., None]) -> Callable[..., None]:
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
-        found = reference()
-        if found is not None:
-            found(*args)
+        present = reference()
+        if present is not None:
+            present(*args)
 
     return call

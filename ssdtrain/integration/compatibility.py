@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ssdtrain.config import Config, ConfigError, Problem
+from ssdtrain.config import Config, ConfigError, ConfigIssue
 
 __all__ = [
     "Conflict",
@@ -99,7 +99,7 @@ def conflicts(
     config: Config,
     written: Mapping[str, Any],
     named: Callable[[str], str] = str,
-) -> Iterator[Problem]:
+) -> Iterator[ConfigIssue]:
     """The rows of kind "error" that apply to the framework's config; those of kind "warning" are logged.
 
     Args:
@@ -112,7 +112,7 @@ def conflicts(
         if getattr(config, row.section) is None or value is _ABSENT:
             continue
         if row.applies(value, config, written):
-            problem = Problem(named(row.key), value, row.why, row.remedy)
+            problem = ConfigIssue(named(row.key), value, row.why, row.remedy)
             if row.kind == "error":
                 yield problem
             else:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssdtrain.compact.feature import CompactLinear
-from ssdtrain.config import Config, ConfigError, OffloadConfig, Problem
+from ssdtrain.config import Config, ConfigError, ConfigIssue, OffloadConfig
 from ssdtrain.config.units import KiB, MiB
 from ssdtrain.features import Feature, Placement
 from ssdtrain.messages import report
@@ -161,15 +161,15 @@ def _check_plan(config: Config, named: PlanBlocks, policy: OffloadPolicy | None,
         reason = named.why if named.compress else "only ssdtrain.attach has that in this version"
         allowed = "leaving it out: what compact says is compressed everywhere"
         text = f"can compress no block here: {reason}"
-        raise ConfigError([Problem("ssdtrain.plan.compress", True, text, allowed)])
+        raise ConfigError([ConfigIssue("ssdtrain.plan.compress", True, text, allowed)])
     if named.blocks or named.empty_stage:
         return
     if config.plan.recompute == "on":
-        raise ConfigError([Problem("ssdtrain.plan.recompute", "on", why, '"auto" or "off"')])
+        raise ConfigError([ConfigIssue("ssdtrain.plan.recompute", "on", why, '"auto" or "off"')])
     if config.offload is None:
         allowed = "an offload section, whose tiers the plan uses"
         raise ConfigError(
-            [Problem("ssdtrain.plan", config.plan.mode, f"{why}, and there is no tier", allowed)]
+            [ConfigIssue("ssdtrain.plan", config.plan.mode, f"{why}, and there is no tier", allowed)]
         )
     if config.plan.recompute == "auto" and reports:
         report(f"plan: keep and offload only, because it {why}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ssdtrain.config import ConfigError, PlanConfig, Problem
+from ssdtrain.config import ConfigError, ConfigIssue, PlanConfig
 from ssdtrain.profile.blocks import names_a_module
 
 __all__ = ["PlanBlocks", "check_patterns"]
@@ -43,4 +43,4 @@ def check_patterns(model: nn.Module, plan: PlanConfig) -> None:
     if plan.blocks and not names_a_module(model, plan.blocks):
         why = f"names no module of {type(model).__name__}"
         allowed = 'patterns of their qualified names such as "layers.*", or leaving the key out'
-        raise ConfigError([Problem("ssdtrain.plan.blocks", list(plan.blocks), why, allowed)])
+        raise ConfigError([ConfigIssue("ssdtrain.plan.blocks", list(plan.blocks), why, allowed)])

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ssdtrain.comm import Communicator
-from ssdtrain.config import ConfigError, Problem
+from ssdtrain.config import ConfigError, ConfigIssue
 from ssdtrain.pytorch import ddp
 from ssdtrain.pytorch.sharded import fsdp_classes
 
@@ -52,7 +52,7 @@ def check_lowrank(model: nn.Module) -> None:
         if isinstance(module, (DistributedDataParallel, *fsdp_classes())):
             why = f"meets {type(module).__name__}, which has seen the whole weights"
             allowed = 'attaching before DistributedDataParallel wraps the model, or mode "reconstruct" where it is sharded'
-            raise ConfigError([Problem("ssdtrain.compact.mode", "lowrank", why, allowed)])
+            raise ConfigError([ConfigIssue("ssdtrain.compact.mode", "lowrank", why, allowed)])
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -61,4 +61,4 @@ def check_unwrapped(model: nn.Module) -> None:
         if isinstance(module, (DistributedDataParallel, *fsdp_classes())):
             why = "is in the model: it reduces or shards the same parameters"
             allowed = "one process without a wrapper, or fully_shard with CPUOffloadPolicy in place of the section state"
-            raise ConfigError([Problem("ssdtrain.state", type(module).__name__, why, allowed)])
+            raise ConfigError([ConfigIssue("ssdtrain.state", type(module).__name__, why, allowed)])

@@ -135,9 +135,14 @@ class UnannouncedSteps(Feature):
 
 
 class BypassedModel(Feature):
-    """Warns once where an optimizer of the attached model makes steps, and no forward of the model is recorded between them."""
+    """Warns once where an optimizer of the attached model makes steps, and no forward of the model is recorded between them.
 
-    def __init__(self) -> None:
+    Args:
+        again: called at the second step, may see to it that forwards are recorded.
+    """
+
+    def __init__(self, again: Callable[[], object] = lambda: None) -> None:
+        self._again = again
         self._models: list[weakref.ref[nn.Module]] = []
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         itself = weakref.ref(self)
@@ -159,6 +164,8 @@ class BypassedModel(Feature):
     def _optimizer_steps(self, optimizer: Optimizer) -> None:
         # One optimizer for each parameter makes many steps after one forward.
         self._steps[optimizer] = steps = self._steps.get(optimizer, 0) + 1
+        if steps == 2:
+            self._again()
         if steps < FIRST_STEPS:
             return
         model = next((model for known in self._models if (model := known()) is not None), None)

@@ -13,14 +13,14 @@ from ssdtrain.device.cuda import UNPIN_TIMEOUT
 from ssdtrain.patience import Patience
 from ssdtrain.storage import Arena, Lease, Operation, Slot, SpillStore, signals_deferred
 
-__all__ = ["InPlace", "Staged", "Transfer", "Transfers"]
+__all__ = ["InPlace", "Staged", "StateTransfer", "StateTransfers"]
 
 
-class Transfer(Protocol):
+class StateTransfer(Protocol):
     """A load or a store in flight."""
 
     def done(self) -> bool:
-        """Whether `wait` would not block, or only for the device."""
+        """Return whether `wait` would not block, or only for the device."""
 
     def wait(self) -> None:
         """Wait for the end; after a load, the storage has its bytes for what the current stream is given next.
@@ -33,20 +33,20 @@ class Transfer(Protocol):
         """Release what the bytes passed through. It has ended, or failed."""
 
 
-class Transfers(Protocol):
+class StateTransfers(Protocol):
     """Starts transfers between slots and storages of one device. Only `make_room` waits: the others are called while signals are
     deferred."""
 
     frees_at_once: bool
-    """True if the memory of a storage may be freed when its store has begun; False: when it has ended."""
+    """Whether the memory of a storage may be freed when its store has begun, not only when it has ended."""
 
     def make_room(self, nbytes: int) -> None:
         """Wait, where a transfer of `nbytes` needs host memory, until there is some or all transfers have ended."""
 
-    def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
-        """Into an empty storage, which is allocated when `wait` has returned, or before."""
+    def load(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
+        """Load into an empty storage, which is allocated when `wait` has returned, or before."""
 
-    def store(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer: ...
+    def store(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer: ...
 
 
 class _Direct:
@@ -67,7 +67,7 @@ class _Direct:
 
 
 class InPlace:
-    """Transfers of host memory itself.
+    """StateTransfers of host memory itself.
 
     Args:
         store: the tiers.
@@ -83,15 +83,15 @@ class InPlace:
     def make_room(self, nbytes: int) -> None:
         return None
 
-    def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
+    def load(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
         storage.resize_(slot.nbytes)
         return _Direct(self._store.read(slot, storage.data_ptr(), memory=storage), storage)
 
-    def store(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
+    def store(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
         return _Direct(self._store.write(slot, storage.data_ptr(), verify=self._verify), storage)
 
 
-class _Buffer:
+class _HostBuffer:
     """Host memory that a transfer passes through: pinned where the arena has room."""
 
     def __init__(self, lease: Lease | None, nbytes: int) -> None:
@@ -108,7 +108,7 @@ class _Buffer:
 
 
 class Staged:
-    """Transfers of device memory through an arena of host memory.
+    """StateTransfers of device memory through an arena of host memory.
 
     Note: [Order on the device]
         The current stream waits for both copies, so that memory that is freed after a store has begun is reused after its copy,
@@ -128,7 +128,7 @@ class Staged:
         self._device = device
         self._arena = arena
         self._verify = verify
-        self._busy: deque[tuple[Operation | None, Event | None, _Buffer]] = deque()
+        self._busy: deque[tuple[Operation | None, Event | None, _HostBuffer]] = deque()
 
     def make_room(self, nbytes: int) -> None:
         self._reclaim(block=False)
@@ -142,8 +142,8 @@ class Staged:
                 lease.release()
         return lease is not None
 
-    def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
-        buffer = _Buffer(self._arena.acquire(slot.nbytes), slot.nbytes)
+    def load(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
+        buffer = _HostBuffer(self._arena.acquire(slot.nbytes), slot.nbytes)
         try:
             operation = self._store.read(slot, buffer.tensor.data_ptr(), memory=buffer)
         except Exception:
@@ -151,8 +151,8 @@ class Staged:
             raise
         return _StagedLoad(self, operation, storage, buffer, slot.nbytes)
 
-    def store(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
-        buffer = _Buffer(self._arena.acquire(slot.nbytes), slot.nbytes)
+    def store(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
+        buffer = _HostBuffer(self._arena.acquire(slot.nbytes), slot.nbytes)
         copied = self._device.copy_to_host(storage.data_ptr(), buffer.tensor.data_ptr(), storage.nbytes())
         if copied is not None:
             self._device.wait(copied)
@@ -168,8 +168,8 @@ class Staged:
             self._busy.append((operation, copied, buffer))
         return _Direct(operation, storage)
 
-    def copy_in(self, buffer: _Buffer, storage: torch.UntypedStorage) -> None:
-        """The storage has the bytes of `buffer` for what the current stream is given next; `buffer` is released after that."""
+    def copy_in(self, buffer: _HostBuffer, storage: torch.UntypedStorage) -> None:
+        """Give the storage the bytes of `buffer` for what the current stream is given next; `buffer` is released after that."""
         ready = self._device.record(self._device.current_stream())
         after = [] if ready is None else [ready]
         nbytes = storage.nbytes()
@@ -231,13 +231,13 @@ class _StagedLoad:
         transfers: Staged,
         operation: Operation,
         storage: torch.UntypedStorage,
-        buffer: _Buffer,
+        buffer: _HostBuffer,
         nbytes: int,
     ) -> None:
         self._transfers = transfers
         self._operation = operation
         self._storage = storage
-        self._buffer: _Buffer | None = buffer
+        self._buffer: _HostBuffer | None = buffer
         self._nbytes = nbytes
 
     def done(self) -> bool:

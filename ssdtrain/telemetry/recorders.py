@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ssdtrain.comm import Communicator
-from ssdtrain.config import ConfigError, Problem, ReportConfig
+from ssdtrain.config import ConfigError, ConfigIssue, ReportConfig
 from ssdtrain.features import Feature, Placement
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.telemetry.journal import Journal
@@ -40,7 +40,7 @@ def open_journal(report: ReportConfig, place: Placement, *, logs: bool) -> Journ
             board.close()
         why = f"cannot be written ({Path(error.filename or str(path)).name} {error.strerror})"
         allowed = "a directory of this user's own"
-        raise ConfigError([Problem("ssdtrain.report.path", str(path), why, allowed)]) from error
+        raise ConfigError([ConfigIssue("ssdtrain.report.path", str(path), why, allowed)]) from error
 
 
 def recorders(

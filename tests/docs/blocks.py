@@ -72,6 +72,9 @@ RUN_BY = {
         f"{README_TESTS}::test_the_deepspeed_commands_run_a_script",
         "one process; the script only looks for the patch",
     ),
+    ("ARCHITECTURE.md", "import tempfile"): Ran(
+        "tests/docs/test_architecture.py::test_the_model_of_the_engine_agrees_with_the_engine"
+    ),
     ("CONTRIBUTING.md", "make test"): RECIPES,
     ("docs/bench.md", "ssdtrain bench"): Ran(
         f"{BLOCKS}::test_bench", "collective: test_bench_between_processes"
@@ -132,6 +135,7 @@ MEGATRON = (
 )
 NOT_RUN = {
     ("README.md", "torchrun --nproc_per_node 8 -m ssdtrain_megatron.run"): MEGATRON,
+    ("CONTRIBUTING.md", "offload: keep"): "shows what a commit message looks like",
     ("docs/clusters.md", "#SBATCH"): "needs Slurm",
     ("docs/clusters.md", "spec:"): "needs Kubernetes",
     (

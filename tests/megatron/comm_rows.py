@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.megatron.rows import DEALLOCATE, FULL, INTERLEAVED, MOE, Row
+from tests.support.processes import DEVICE
 
 DIMENSIONS = ("dp", "dp_gather", "tp", "pp_forward", "pp_backward", "ep", "zero_gather")
 
@@ -25,8 +26,8 @@ EXACT = ("raw", "raw, offload", "lossless", "all too small")
 """Ways that change no bit."""
 
 
-QUICK: tuple[str, ...] = ()
-"""`make test` trains none of these: one start of Megatron's ranks is a tenth of its time. "more ways" are the
+QUICK = ("tp2 sp", "dp2, distributed optimizer, overlap both, bf16") if DEVICE == "cuda" else ()
+"""`make test-cuda` trains these, `make test` none: one start of Megatron's ranks is a tenth of its time. "more ways" are the
 ways of a slow row that `make test-long` tries."""
 
 
@@ -55,7 +56,6 @@ CASES = (
     "overflow",
     "checkpoint",
     "loss_scale",
-    "spec",
     "transformer_engine",
     "compressed_inputs",
     "second_model",

@@ -38,7 +38,8 @@ from tests.support import processes
 
 CPU = torch.device("cpu")
 ON_GPU = processes.DEVICE == "cuda"
-"""Whether the ranks have a CUDA device (`make test-cuda`): then nothing that asks for one is replaced."""
+"""Whether the ranks have a CUDA device (`make test-cuda`): then nothing that asks for one is replaced, and there is Transformer
+Engine, with stand-ins for its kernels."""
 DEVICE = torch.device("cuda") if ON_GPU else CPU
 
 FACTORIES = ["zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange", "rand", "randn", "randint"]
@@ -206,13 +207,14 @@ def _arrange_fused_gradient() -> None:
 
 def finish() -> None:
     """Replace what megatron.core bound at its import, and mend what only works beside Transformer Engine."""
+    if ON_GPU:
+        return
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    if not ON_GPU:
-        random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-        random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
     # Without Transformer Engine `fp8=False` counts as fp8.
     plain_init = random.CheckpointWithoutOutput.__init__
@@ -243,6 +245,8 @@ def arrange_training() -> None:
     """More of the same for megatron.training: device properties, start-up barriers, fused kernels."""
     if not hasattr(typing, "override"):
         typing.override = typing_extensions.override  # type: ignore[attr-defined]  # of Python 3.12
+    if ON_GPU:
+        return
     cuda = torch.cuda
     cuda.device_count = lambda: 1
     cuda.get_device_capability = lambda *args: (8, 0)
@@ -278,9 +282,13 @@ def _without_triton() -> None:
 
 
 def finish_training() -> None:
-    """Start Megatron-LM's training without a GPU and without building its CUDA kernels."""
+    """Start Megatron-LM's training without a GPU, and without building what the installed package has built."""
     from megatron.training import initialize
 
+    initialize._compile_dependencies = _nothing
+    _with_built_helpers()
+    if ON_GPU:
+        return
     plain = initialize.initialize_megatron
 
     @functools.wraps(plain)
@@ -290,8 +298,6 @@ def finish_training() -> None:
     from megatron.training import training
 
     initialize.initialize_megatron = training.initialize_megatron = initialize_megatron
-    initialize._compile_dependencies = _nothing
-    _with_built_helpers()
     for module in (initialize, training):
         for name in ("_warmup_jit_function", "set_jit_fusion_options"):
             if hasattr(module, name):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.processes import DEVICE
+
 
 @dataclass(frozen=True)
 class Row:
@@ -29,6 +31,7 @@ class Row:
     pp: int = 1
     vp: int | None = None
     ep: int = 1
+    cp: int = 1
     model: str = "gpt"
     microbatches: int = 4
     bf16: bool = False
@@ -53,7 +56,7 @@ class Row:
 
     @property
     def dp(self) -> int:
-        return self.world // (self.tp * self.pp)
+        return self.world // (self.tp * self.pp * self.cp)
 
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -79,6 +82,7 @@ QUICK = (
     "dp2, distributed optimizer, overlap",
     "moe ep2",
     "tp2, plan, recompute",
+    "cp2, bf16",
 )
 """One row of each kind of parallelism: these are trained by `make test`, the others by `make test-all`."""
 
@@ -146,6 +150,15 @@ offload recomputes nothing, which changes no bit."""
 LEAST = {"objective": "memory", "max_slowdown": 0.99}
 """A plan that recomputes whatever may be."""
 PLANNED: dict[str, Any] = {"plan": LEAST, "tiers": False, "dropout": 0.1, "steps": 8, "counted": False}
+
+ON_DEVICES = [
+    Row("cp2, bf16", 2, cp=2, bf16=True),
+    Row("cp2, all to all, dropout", 2, cp=2, bf16=True, dropout=0.1, options={"cp_comm_type": "a2a"}),
+    Row("cp2, all gather", 2, cp=2, bf16=True, options={"cp_comm_type": "all_gather"}),
+    Row("cp2, plan, recompute", 2, cp=2, bf16=True, options={"attention_dropout": 0.0}, **PLANNED),
+    Row("tp2 sp cp2, recompute full", 4, tp=2, cp=2, bf16=True, options={"sequence_parallel": True, **FULL}),
+]
+"""Rows whose attention is Transformer Engine's, which needs a device: context parallelism."""
 
 UNWRITTEN = 14
 """Steps after which there is a plan in any case: before, one with tiers needs a store that has ended, and a slow drive may have
@@ -266,4 +279,4 @@ ROWS = [
         options=FULL,
         ddp={"use_distributed_optimizer": True},
     ),
-]
+] + (ON_DEVICES if DEVICE == "cuda" else [])

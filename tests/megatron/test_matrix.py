@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.megatron.batches import Matrix, tier
-from tests.megatron.rows import QUICK, ROWS, THOROUGH, Row
+from tests.megatron.rows import ON_DEVICES, QUICK, ROWS, THOROUGH, Row
 
 pytestmark = [
     pytest.mark.distributed,
@@ -55,7 +55,7 @@ def test_losses_norms_and_weights_are_equal_to_the_bit(row: Row) -> None:
 
 
 def test_the_rows_of_the_quick_tests_are_rows() -> None:
-    assert set(QUICK) | set(THOROUGH) <= {row.name for row in ROWS}
+    assert set(QUICK) | set(THOROUGH) <= {row.name for row in [*ROWS, *ON_DEVICES]}
     assert not set(QUICK) & set(THOROUGH)
 
 

@@ -22,10 +22,13 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.enums import ModelType
-from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert import bert_layer_specs
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.T5 import t5_spec
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -33,13 +36,17 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
 from torch.distributed import distributed_c10d
 
-from tests.megatron.cpu import DEVICE
+from tests.megatron.cpu import DEVICE, ON_GPU
 from tests.megatron.rows import Row
 
 VOCABULARY, LENGTH, SEQUENCES, HIDDEN, HEADS, LAYERS = 128, 64, 2, 64, 4, 4
 STEPS = 3
+
+gpt_layer_spec = get_gpt_layer_with_transformer_engine_spec if ON_GPU else get_gpt_layer_local_spec
+"""Makes the layers of GPT. Transformer Engine, the default of Megatron's command line, needs a device."""
 
 
 @contextmanager
@@ -50,6 +57,7 @@ def layout(row: Row) -> Iterator[None]:
         pipeline_model_parallel_size=row.pp,
         virtual_pipeline_model_parallel_size=row.vp,
         expert_model_parallel_size=row.ep,
+        context_parallel_size=row.cp,
     )
     try:
         yield
@@ -93,6 +101,7 @@ class Trainer:
                 "pipeline_model_parallel_size": row.pp,
                 "virtual_pipeline_model_parallel_size": row.vp,
                 "expert_model_parallel_size": row.ep,
+                "context_parallel_size": row.cp,
                 "pipeline_dtype": kind,
                 "params_dtype": kind,
                 "bf16": row.bf16,
@@ -164,18 +173,26 @@ class Trainer:
         }
         if self.row.model == "bert":
             model = BertModel(
-                config=self.config, num_tokentypes=2, transformer_layer_spec=bert_layer_local_spec, **common
+                config=self.config,
+                num_tokentypes=2,
+                transformer_layer_spec=(
+                    bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
+                    if ON_GPU
+                    else bert_layer_specs.bert_layer_local_spec
+                ),
+                **common,
             )
         elif self.row.model == "t5":
+            kind = "with_transformer_engine" if ON_GPU else "with_local"
             model = T5Model(
                 config=self.config,
                 encoder_config=self.config,
-                transformer_encoder_layer_spec=t5_spec.get_t5_encoder_with_local_block_spec(LAYERS),
-                transformer_decoder_layer_spec=t5_spec.get_t5_decoder_with_local_block_spec(LAYERS),
+                transformer_encoder_layer_spec=getattr(t5_spec, f"get_t5_encoder_{kind}_block_spec")(LAYERS),
+                transformer_decoder_layer_spec=getattr(t5_spec, f"get_t5_decoder_{kind}_block_spec")(LAYERS),
                 **common,
             )
         else:
-            spec = get_gpt_layer_local_spec(num_experts=self.config.num_moe_experts, moe_grouped_gemm=False)
+            spec = gpt_layer_spec(num_experts=self.config.num_moe_experts, moe_grouped_gemm=False)
             model = GPTModel(config=self.config, transformer_layer_spec=spec, vp_stage=stage, **common)
         model.model_type = ModelType.encoder_or_decoder
         return model.to(DEVICE)
@@ -226,11 +243,19 @@ def _forward_step(
 ) -> Any:
     tokens, labels = next(data)
     positions = torch.arange(LENGTH, device=DEVICE).expand(SEQUENCES, LENGTH)
+    # This rank's part of the sequences, where context parallelism divides them.
+    tokens, labels, positions = get_batch_on_this_cp_rank(
+        {"tokens": tokens, "labels": labels, "positions": positions}
+    ).values()
     if kind == "bert":
         output = model(tokens, torch.ones_like(tokens), torch.zeros_like(tokens), lm_labels=labels)
     elif kind == "t5":
-        seen = torch.zeros(SEQUENCES, 1, LENGTH, LENGTH, dtype=torch.bool, device=DEVICE)
-        output = model(tokens, labels, seen, _later(), seen, lm_labels=tokens)
+        seen = torch.zeros(SEQUENCES, 1, 1, LENGTH, dtype=torch.bool, device=DEVICE)
+        if ON_GPU:  # padding of queries and of keys; the decoder's own mask is causal by its spec
+            output = model(tokens, labels, seen, None, (seen, seen), lm_labels=tokens)
+        else:
+            seen = seen.expand(-1, -1, LENGTH, -1)
+            output = model(tokens, labels, seen, _later(), seen, lm_labels=tokens)
     else:
         output = model(tokens, positions, _later(), labels=labels)
     return output, _loss

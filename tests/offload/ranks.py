@@ -73,7 +73,6 @@ def train(scenario: str, directory: str) -> dict[str, Any]:
     found = {"scenario": scenario, "rank": rank, "losses": shown}
     if runtime is not None:
         statistics = runtime.statistics()
-        assert statistics is not None
         found |= {"kept": statistics.offload.kept_full_bytes, "loaded": statistics.offload.loaded_bytes}
         runtime.close()
     return found

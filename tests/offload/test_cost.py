@@ -35,7 +35,6 @@ def test_a_profile_has_the_time_in_which_a_host_that_computes_began_stores(
     """Each store begins in the hook of the next tensor, and takes a second of this clock."""
     runtime = make_runtime()
     engine = runtime.engine
-    assert engine is not None
     options = replace(engine.options, clock=itertools.count().__next__)
     monkeypatch.setattr(engine._starter, "_options", options)
     engine.recorder.request("test", True)

@@ -42,7 +42,6 @@ def attach(tmp_path: Path) -> Iterator[Attach]:
             runtime = ssdtrain.attach(model, config, optimizer=optimizer)
         else:
             runtime = Runtime(load_config(config), faults=faults, staged=staged, chunked_state=True)
-            assert runtime.state is not None
             runtime.state.optimizer = optimizer
             runtime.register(model)
         made.append(runtime)

@@ -50,6 +50,10 @@ def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+only_c = pytest.mark.parametrize("engine", ["c"], indirect=True)
+"""For tests of what the C engine alone has: injected faults, deferral, a second worker for a backlog."""
+
+
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     made = Arena(64 << 20)

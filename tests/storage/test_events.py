@@ -14,9 +14,7 @@ import pytest
 from ssdtrain.storage import Arena, IOCancelled, IOFailure, SpillStore
 from ssdtrain.storage.pieces import WRITE
 from ssdtrain.storage.pool import ErrorMaker
-from ssdtrain.storage.python_engine import PythonPool
-from ssdtrain.storage.python_events import NOT_READY, RELAXED
-from ssdtrain.storage.python_transfer import Transfer
+from ssdtrain.storage.python_engine import NOT_READY, RELAXED_CAPTURE, PythonPool
 from tests.storage.conftest import blank, contents, filled, payload
 from tests.support.filesystems import eventually
 
@@ -215,7 +213,7 @@ def test_the_device_and_the_mode_of_capture_are_chosen_before_the_first_event(
     for event in (1, 2):
         assert store.write(slot, source.address, after_event=event).wait(30)
     (thread,) = events.threads
-    assert calls == [(thread, "device", 3), (thread, "mode", RELAXED)]
+    assert calls == [(thread, "device", 3), (thread, "mode", RELAXED_CAPTURE)]
     store.free(slot)
     source.release()
 
@@ -257,7 +255,7 @@ def test_close_does_not_wait_longer_than_it_may_for_a_query_that_hangs(
             host_threads=1,
             piece=MiB,
             make_error=ErrorMaker([str(tmp_path)]),
-            make_transfer=None if host_memory else lambda: Transfer(None),
+            make_transfer=None if host_memory else lambda: lambda operation, piece: 0,
             event_query=events.address,
         )
         write = pool.submit(WRITE, source.address, 4096, 0, [0, 0, 4096], event=1)

@@ -1,13 +1,14 @@
 """What an operation promises: waiting, polling, cancelling, failing; forced into each race by `hold`."""
 
 import gc
+import os
 import signal
 import threading
 from collections.abc import Callable
 
 import pytest
 
-from ssdtrain.storage import Arena, Faults, IOCancelled, IOFailure, SpillStore, StoreClosed
+from ssdtrain.storage import Arena, IOCancelled, IOFailure, SpillStore, StoreClosed
 from ssdtrain.storage.memory import Map, fill
 from ssdtrain.storage.pieces import READ, WRITE
 from tests.storage.conftest import blank, contents, filled, payload
@@ -198,13 +199,14 @@ def test_reads_overtake_queued_writes(make_store: Make, arena: Arena) -> None:
 
 
 def test_a_failure_says_where_what_and_what_to_do(make_store: Make, arena: Arena) -> None:
-    store = make_store(faults=Faults(fail_reads=frozenset({1})))
+    store = make_store()
     source, target = filled(arena, 5000), blank(arena, 5000)
     slot = store.reserve(5000)
     assert store.write(slot, source.address).wait(30)
     assert store.read(slot, target.address).wait(30)
+    os.ftruncate(store._slabs[0].fd, 0)
     read = store.read(slot, target.address)
-    with pytest.raises(IOFailure) as raised:
+    with pytest.raises(IOFailure, match="ended early") as raised:
         read.wait(30)
     error = raised.value
     assert (error.errno, error.operation) == (5, "read") and error.nbytes >= 5000

@@ -16,7 +16,7 @@ from ssdtrain.storage import ALIGNMENT, Arena, Faults, IOFailure, SpillStore, St
 from ssdtrain.storage.pieces import COPY_OUT, READ
 from ssdtrain.storage.python_engine import PythonPool
 from ssdtrain.storage.store import FREE_BATCH
-from tests.storage.conftest import contents, filled, payload
+from tests.storage.conftest import contents, filled, only_c, payload
 from tests.support.filesystems import eventually, free_bytes
 
 MiB = 1 << 20
@@ -141,6 +141,7 @@ def test_an_injected_full_drive_is_passed_over(make_store: Make) -> None:
         store.free(slot)
 
 
+@only_c
 def test_a_retired_drive_takes_nothing_new_and_keeps_what_it_has(
     make_store: Make, arena: Arena, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_drive_that_fails_while_its_file_grows_is_passed_over(
     assert store.metrics.drives[0].used == 0, "what was taken for the first, failed attempt is free again"
 
 
+@only_c
 def test_of_a_striped_slot_only_the_drive_that_failed_is_retired(make_store: Make, arena: Arena) -> None:
     store = make_store(3, stripe=MiB, faults=Faults(fail_writes=frozenset({0})))
     source = filled(arena, 9 * MiB)
@@ -423,6 +425,7 @@ def test_freed_slots_are_poisoned_when_asked_for(
     target.release()
 
 
+@only_c
 def test_closing_from_several_threads_closes_once(make_store: Make, arena: Arena) -> None:
     store = make_store(leaks=True, faults=Faults(delay=1.0, max_delay=0.05))
     source = filled(arena, 20 * MiB)
@@ -449,26 +452,25 @@ def test_a_forgotten_store_closes_itself(make_store: Make, tmp_path: Path, engin
     source.release()
 
 
-@pytest.mark.parametrize("where", ["_take", "_ended"], ids=["with the pool's lock", "between transfers"])
 def test_a_store_that_is_collected_on_one_of_its_workers_ends_them_before_it_closes_its_files(
-    where: str, tmp_path: Path, arena: Arena
+    tmp_path: Path, arena: Arena
 ) -> None:
     """A worker writes to a descriptor, whose number the next file that is opened gets."""
     source = filled(arena, MiB)
     stores = [SpillStore([tmp_path], engine="python", capacity=4 * MiB)]
     pool, slab = stores[0].pool, stores[0]._slabs[0]
     assert isinstance(pool, PythonPool)
-    worker, closed_early, close = getattr(pool, where), [], slab.close
+    run, closed_early, close = pool._run, [], slab.close
 
     def collected(*arguments: Any) -> Any:
         stores.clear()
-        return worker(*arguments)
+        return run(*arguments)
 
     def close_file() -> None:
         closed_early.append(sum(thread.is_alive() for thread in pool._threads))
         close()
 
-    setattr(pool, where, collected)
+    pool._run = collected  # type: ignore[method-assign]
     slab.close = close_file  # type: ignore[method-assign]
     stores[0].write(stores[0].reserve(MiB), source.address)
     assert eventually(lambda: slab.fd < 0)

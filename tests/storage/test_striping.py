@@ -10,7 +10,7 @@ from ssdtrain.storage import ALIGNMENT, Arena, Faults, SpillStore, StoreFull
 from ssdtrain.storage.pieces import image_bytes
 from ssdtrain.storage.slab import Slab
 from ssdtrain.storage.striping import WINDOW, StripedDrives
-from tests.storage.conftest import contents, filled, payload
+from tests.storage.conftest import contents, filled, only_c, payload
 from tests.support.filesystems import eventually
 
 MiB = 1 << 20
@@ -132,6 +132,7 @@ def test_unequal_parts_come_back_bit_for_bit(make_store: Callable[..., SpillStor
         source.release()
 
 
+@only_c
 def test_time_counts_while_a_transfer_is_under_way(
     make_store: Callable[..., SpillStore], arena: Arena
 ) -> None:

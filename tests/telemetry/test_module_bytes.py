@@ -17,7 +17,7 @@ from ssdtrain.config import load_config
 from ssdtrain.offload.module_tally import ModuleTally
 from ssdtrain.runtime import Runtime
 from ssdtrain.telemetry.module_bytes import ModuleBytes
-from ssdtrain.tools.report.run import Run
+from ssdtrain.tools.report.run import JournaledRun
 from tests.support.filesystems import eventually
 
 LAYERS = 4
@@ -111,7 +111,7 @@ def test_waits_have_names_of_modules_also_in_steps_that_are_not_chosen(tmp_path:
     third, fourth = (line["load_waits"] for line in lines_of(tmp_path)[2:])
     assert [(wait["module"], round(wait["seconds"])) for wait in third[:2]] == [("1.0", 30), ("0.0", 20)]
     assert (fourth[0]["module"], round(fourth[0]["seconds"])) == ("1.0", 40)
-    run = Run.read(tmp_path / "out")
+    run = JournaledRun.read(tmp_path / "out")
     assert run.journals[0].modules_step == 4
     assert round(run.modules()["1.0"].load_wait_seconds) == 40
 

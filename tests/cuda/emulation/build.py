@@ -150,7 +150,10 @@ def write(path: Path, text: str) -> None:
 
 
 def install() -> None:
-    write(SITE / "emulated_cuda.pth", f"{HERE}\n{HERE.parents[2]}\nimport emulated_cuda\n")
+    write(
+        SITE / "emulated_cuda.pth",
+        f"{HERE}\n{HERE.parents[2]}\nimport emulated_cuda, emulated_transformer_engine\n",
+    )
     description = SITE / "emulated_cuda-1.dist-info"
     description.mkdir(exist_ok=True)
     write(description / "METADATA", "Metadata-Version: 2.1\nName: emulated-cuda\nVersion: 1\n")

@@ -272,6 +272,17 @@ def test_flags_that_a_script_leaves_unused_are_an_error_at_its_end(
         run.main([str(script), *command_line])
 
 
+@pytest.mark.parametrize("asked", ["-h", "--help"])
+def test_a_script_that_is_asked_for_help_trains_nothing(
+    asked: str, loop: Loop, command_line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "own.py"
+    script.write_text("import argparse; argparse.ArgumentParser().parse_args()")
+    with pytest.raises(SystemExit) as end:
+        run.main([str(script), *command_line, asked])
+    assert not end.value.code and "usage" in capsys.readouterr().out
+
+
 def test_an_error_of_the_script_is_its_own(loop: Loop, command_line: list[str], tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text("import sys; sys.exit(3)")

@@ -61,7 +61,7 @@ def test_a_shell_can_complete_every_option_of_every_command(monkeypatch: pytest.
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize("words", [*COMMANDS, *(f"bench {part}" for part in bench.EXAMPLES)])
+@pytest.mark.parametrize("words", [*COMMANDS, *(f"bench {part}" for part in bench.BENCH_EXAMPLES)])
 def test_the_help_of_every_command_has_an_example(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         whole_parser().parse_args([*words.split(), "--help"])

@@ -14,7 +14,7 @@ import pytest
 from ssdtrain.config import ConfigError
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB
-from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.hardware import find_gpu
 from ssdtrain.tools.whatif.megatron_command import CommandLine, read, takes
 from tests.support.processes import ROOT
@@ -37,7 +37,7 @@ def line(text: str, environment: Mapping[str, str] | None = None) -> CommandLine
     return read(words, environment or {}, find_gpu("h100"))
 
 
-def job(text: str, environment: Mapping[str, str] | None = None) -> Job:
+def job(text: str, environment: Mapping[str, str] | None = None) -> ClusterJob:
     return line(text, environment).job
 
 
