@@ -48,7 +48,7 @@ def make_runtime(size: int, directory: Path) -> Runtime:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     # An arena with room to spare: where malloc puts tensors decides how many pages each buffer takes.
     section = {"directories": str(directory), "amount": "all", "in_flight": 64 * size, "buffer": 64 * size}
-    return Runtime(load_config({"offload": section}), device=device, logs=False)
+    return Runtime(load_config({"offload": section}), device, logs=False)
 
 
 def keep_freed_memory() -> None:

@@ -51,7 +51,7 @@ def test_rocm_is_rejected_by_name_although_torch_calls_its_devices_cuda(
 
 def test_a_runtime_for_such_a_device_is_an_error_at_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="device xpu:0 is not supported yet"):
-        Runtime(load_config({"offload": {"directories": str(tmp_path)}}), device=torch.device("xpu", 0))
+        Runtime(load_config({"offload": {"directories": str(tmp_path)}}), torch.device("xpu", 0))
 
 
 def test_load_targets_are_not_filled_where_algorithms_are_deterministic() -> None:

@@ -9,6 +9,8 @@ nothing of Python.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ssdtrain.device import Device, Event, Timestamp
@@ -20,6 +22,7 @@ from ssdtrain.offload.functorch import modes, tracing, without_modes
 from ssdtrain.offload.gpudirect import GpuDirectTransfer
 from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.metrics import OffloadMetrics
+from ssdtrain.offload.module_tally import ModuleTally
 from ssdtrain.offload.mover import Mover
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import (
@@ -43,6 +46,7 @@ from ssdtrain.offload.transfer import DirectTransfer, Transfer
 from ssdtrain.offload.waiting import wait_for_load
 from ssdtrain.profile.modules import ModuleNames
 from ssdtrain.profile.passes import PassRecorder
+from ssdtrain.profile.time_spans import Spans
 from ssdtrain.storage import SpillStore, forks, make_signal_safe_lock
 
 __all__ = ["OffloadEngine"]
@@ -79,7 +83,7 @@ class OffloadEngine:
         self.modules = ModuleNames()
         self.device = device
         self.metrics = OffloadMetrics()
-        self.meter = ActivationMeter(timeline=options.timeline)
+        self.meter = ActivationMeter()
         self.eligible = Eligibility(max(1, options.min_bytes), torch_device)
         counted = self.meter if device.kind == "cpu" else None  # on a GPU the arena is host memory
         self.buffers = Buffers(options.buffer, device.host_register(), counted, device.numa_node())
@@ -91,7 +95,7 @@ class OffloadEngine:
         )
         self._copies = transfer.copies  # off a device with streams
         self.mover = Mover(store, transfer, self.metrics, raise_when_full=options.raise_when_full)
-        self.release = self.mover.release  # of a region whose last handle is gone; see `module_tally`
+        self._release = self.mover.release  # a region whose last handle is gone
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
         self._restorer = Restorer(self.mover, self.prefetcher, self.eligible.modules)
         self._released = Releases()
@@ -108,6 +112,17 @@ class OffloadEngine:
     def after_fork(self) -> None:
         """In a forked child: do nothing any more."""
         self.forked = self._closed = True
+
+    # What others record
+
+    def observe_releases(self, tally: ModuleTally | None) -> None:
+        """Let `tally` count each region that is released from now on; None: nothing is counted."""
+        release = self.mover.release
+        self._release = release if tally is None else functools.partial(tally.release, release)
+
+    def record_spans(self, spans: Spans | None) -> None:
+        """Record stores, loads and waits as spans from now on; None: record none."""
+        self.metrics.spans = spans
 
     # Rest
 
@@ -375,7 +390,7 @@ class OffloadEngine:
                 region.pending_unpacks -= 1
             if not region.handles:
                 self.meter.release(region)
-                self.release(region)
+                self._release(region)
                 self.metrics.live_regions -= 1
 
     def _note_ends(self) -> None:

@@ -323,7 +323,7 @@ def config_file(file: Path) -> Iterator[Finding]:
         return
     found: list[Finding] = []
     try:
-        check_start(config, rank=ranks.global_rank(), local_rank=ranks.local_rank())
+        check_start(config)
     except (ConfigError, MemoryError, OSError) as error:
         found.append(Finding(subject, str(error), BROKEN, correct))
     if config.offload is not None and config.offload.gpudirect == "on" and (why := no_gpudirect()):
