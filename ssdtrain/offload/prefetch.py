@@ -16,9 +16,6 @@ from ssdtrain.offload.transfer_state import State
 
 __all__ = ["Prefetcher"]
 
-MATTERS = 2 * MiB
-"""Bytes of a tape from which on an arena is compared with what has left memory: of less it is the smallest there is."""
-
 LARGE = 0.25
 """Of the limit of what is read ahead: a tensor above it is large."""
 
@@ -84,7 +81,7 @@ class Prefetcher:
             self.size(tape)
         if self._buffers.optional:
             left = (region.nbytes for region in tape.regions if region is not None and region.emptied)
-            self._away = sum(left) if tape.nbytes >= MATTERS else None
+            self._away = sum(left)
         self._mover.keep_tail(tape)
         self.run(tape)
 
