@@ -26,7 +26,7 @@ from benchmarks.common import finish, hardware, parser
 from benchmarks.compact_memory import activation_ratios, peaks
 from benchmarks.compact_training import BATCH, LATE_CHECKPOINTS, SEQUENCE, TRAINED, Llama, LlamaConfig, train
 from benchmarks.loss_gap import Results, upper_bound
-from ssdtrain.compact.layers import CODECS
+from ssdtrain.compact.layers import QUANTISERS
 from ssdtrain.tools.bench.ratios import interval
 
 FULL = "full"
@@ -56,8 +56,8 @@ def losses(seeds: list[int], steps: int, variants: list[str], path: Path) -> dic
         "sequence": SEQUENCE,
         "schedule": "cosine to zero",
         "late_checkpoints": LATE_CHECKPOINTS,
-        "int4": CODECS["int4"],
-        "int4_rotated": CODECS["int4_rotated"],
+        "int4": QUANTISERS["int4"],
+        "int4_rotated": QUANTISERS["int4_rotated"],
     }
     results = Results(path, settings)
     for seed in seeds:

@@ -13,11 +13,9 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 from ssdtrain.comm import Policy
 from ssdtrain.comm.policy import OFF, codec_of
-from ssdtrain.config import CommConfig, Config, ConfigError, OffloadConfig, Problem, ReportConfig
+from ssdtrain.config import CommConfig, Config, ConfigError, ConfigIssue, OffloadConfig, ReportConfig
 from ssdtrain.config.paths import WRITABLE_ALLOWED, problem_with_writing
 from ssdtrain.config.units import exact_size, format_size
 from ssdtrain.features import Placement
@@ -31,20 +29,12 @@ logger = logging.getLogger("ssdtrain")
 _DIRECTORIES = "ssdtrain.offload.directories"
 
 
-def check_start(
-    config: Config,
-    *,
-    device: torch.device | None = None,
-    rank: int | None = None,
-    local_rank: int | None = None,
-    local_world_size: int | None = None,
-) -> None:
+def check_start(config: Config, place: Placement | None = None) -> None:
     """Check that this rank can start with `config`. Does nothing if no feature is enabled.
 
     Args:
-        device: of the activations; None: unknown, skips checks that depend on it.
-        rank, local_rank: fill the placeholders of directories; None: torch.distributed's rank and the launcher's (`ranks`).
-        local_world_size: ranks that share this node's memory; None: the launcher's.
+        place: of this process; None: on an unknown device, which skips checks that depend on it, and where torch.distributed and
+            the launcher say.
 
     Raises:
         ConfigError: a directory is not writable or cannot be created; a package that a codec requires is missing; a codec does
@@ -53,10 +43,8 @@ def check_start(
     """
     if not config.active:
         return
-    problems: list[Problem] = []
-    place = Placement.of(
-        torch.device("cpu") if device is None else device, rank, local_rank, local_world_size
-    )
+    problems: list[ConfigIssue] = []
+    place = Placement.of("cpu") if place is None else place
     problems += _of_report(config.report, place)
     if config.offload is not None:
         problems += _of_offload(
@@ -71,7 +59,7 @@ def check_start(
     if config.plans and config.plan is not None and config.plan.plot and not _installed("matplotlib"):
         allowed = "pip install 'ssdtrain[plot]', or leaving it out"
         problems.append(
-            Problem("ssdtrain.plan.plot", True, "needs matplotlib, which is not installed", allowed)
+            ConfigIssue("ssdtrain.plan.plot", True, "needs matplotlib, which is not installed", allowed)
         )
     if problems:
         raise ConfigError(problems)
@@ -98,21 +86,21 @@ def check_state(config: Config, served: bool) -> None:
         allowed = "leaving out one of the two"
     else:
         return
-    raise ConfigError([Problem("ssdtrain.state", config.state.to_dict(), why, allowed)])
+    raise ConfigError([ConfigIssue("ssdtrain.state", config.state.to_dict(), why, allowed)])
 
 
-def _of_report(report: ReportConfig, place: Placement) -> Iterator[Problem]:
+def _of_report(report: ReportConfig, place: Placement) -> Iterator[ConfigIssue]:
     directories = {
         "path": report.expand(rank=place.rank, local_rank=place.local_rank),
         "tensorboard": report.expand_tensorboard(rank=place.rank, local_rank=place.local_rank),
     }
     for key, directory in directories.items():
         if directory is not None and (why := problem_with_writing(directory)) is not None:
-            yield Problem(f"ssdtrain.report.{key}", str(directory), why, WRITABLE_ALLOWED)
+            yield ConfigIssue(f"ssdtrain.report.{key}", str(directory), why, WRITABLE_ALLOWED)
     if report.tensorboard is not None and not _installed("tensorboard"):
         why = "needs tensorboard, which is not installed"
         allowed = 'leaving it out, or installing it: pip install "ssdtrain[tensorboard]"'
-        yield Problem("ssdtrain.report.tensorboard", report.tensorboard, why, allowed)
+        yield ConfigIssue("ssdtrain.report.tensorboard", report.tensorboard, why, allowed)
 
 
 def _installed(package: str) -> bool:
@@ -121,22 +109,22 @@ def _installed(package: str) -> bool:
     return found is not None and found.origin is not None
 
 
-def _of_offload(offload: OffloadConfig, directories: Sequence[Path]) -> Iterator[Problem]:
+def _of_offload(offload: OffloadConfig, directories: Sequence[Path]) -> Iterator[ConfigIssue]:
     yield from _unwritable(directories, _DIRECTORIES)
     if offload.engine == "c" and importlib.util.find_spec("ssdtrain.storage._iopool") is None:
         why = "requests the C engine, which was not built"
         allowed = '"auto" or "python", or reinstalling ssdtrain where a C compiler is'
-        yield Problem("ssdtrain.offload.engine", "c", why, allowed)
+        yield ConfigIssue("ssdtrain.offload.engine", "c", why, allowed)
 
 
-def _unwritable(directories: Sequence[Path], key: str) -> Iterator[Problem]:
+def _unwritable(directories: Sequence[Path], key: str) -> Iterator[ConfigIssue]:
     for index, directory in enumerate(directories):
         why = problem_with_writing(directory)
         if why is not None:
-            yield Problem(f"{key}[{index}]", str(directory), why, WRITABLE_ALLOWED)
+            yield ConfigIssue(f"{key}[{index}]", str(directory), why, WRITABLE_ALLOWED)
 
 
-def _of_comm(comm: CommConfig) -> Iterator[Problem]:
+def _of_comm(comm: CommConfig) -> Iterator[ConfigIssue]:
     for dimension, rule in Policy.from_config(comm).rules.items():
         for spec in {rule.inside, rule.between} - {OFF}:
             try:
@@ -144,7 +132,7 @@ def _of_comm(comm: CommConfig) -> Iterator[Problem]:
             except RuntimeError as error:  # a package is not installed
                 written = getattr(comm, dimension) or comm.preset
                 allowed = "installing the package, or another codec"
-                yield Problem(f"ssdtrain.comm.{dimension}", written, f"cannot be used: {error}", allowed)
+                yield ConfigIssue(f"ssdtrain.comm.{dimension}", written, f"cannot be used: {error}", allowed)
 
 
 def make_directories(directories: Sequence[Path], key: str = _DIRECTORIES) -> None:
@@ -162,7 +150,9 @@ def make_directories(directories: Sequence[Path], key: str = _DIRECTORIES) -> No
             for place in (*missing, *made):
                 _remove_if_empty(place)
             why = f"cannot be made ({error.strerror})"
-            raise ConfigError([Problem(f"{key}[{index}]", str(directory), why, WRITABLE_ALLOWED)]) from error
+            raise ConfigError(
+                [ConfigIssue(f"{key}[{index}]", str(directory), why, WRITABLE_ALLOWED)]
+            ) from error
         made = missing + made  # the deepest first
 
 

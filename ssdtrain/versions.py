@@ -1,4 +1,4 @@
-"""Whether two tensors have the same version counter, found by reading alone.
+"""Version counters of tensors: a probe that watches one, and whether two tensors have the same, found by reading alone.
 
 Note: [Addresses of version counters]
 PyTorch shows the value of a counter and not which one it is. To move one for a moment and look at the other is no way to find
@@ -14,10 +14,34 @@ import ctypes
 
 import torch
 
-__all__ = ["same_counter"]
+__all__ = ["VersionProbe", "same_counter"]
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _WORDS = 8  # of a tensor object that are looked at; it has three times as many
+
+
+class VersionProbe:
+    """Watches the version counter of a tensor, and keeps nothing of its memory.
+
+    Attributes:
+        version: that of the tensor when the probe was made.
+    """
+
+    __slots__ = ("_alias", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._alias = tensor.detach()  # shares the counter
+        self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.version = tensor._version
+
+    @property
+    def now(self) -> int:
+        """The present version; another one than `version` after a write that autograd would see."""
+        return self._alias._version
+
+    def watches(self, tensor: torch.Tensor) -> bool:
+        """Return True if `tensor` has this counter, as far as is known; False says nothing."""
+        return same_counter(self._alias, tensor)
 
 
 def same_counter(one: torch.Tensor, other: torch.Tensor) -> bool:

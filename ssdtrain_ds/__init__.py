@@ -6,8 +6,7 @@ into calls on `ssdtrain.runtime.Runtime`; it holds no algorithm, and touches Dee
 
 What lives here: `attach` (which engine gets a runtime, and its methods), `schedule` (pipelines), `checkpointing`
 (DeepSpeed's activation checkpointing), `comm` (compressed collectives), `block` and `conflicts` (checks of the config),
-`monitor` and `trainer` (metrics), `launch` and `autoload` (unchanged scripts). Importing the package imports neither torch nor
-deepspeed: `autoload` runs at the start of every interpreter.
+`monitor` (metrics), `launch` (unchanged scripts). Importing the package imports neither torch nor deepspeed.
 """
 
 from __future__ import annotations

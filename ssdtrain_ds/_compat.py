@@ -1,6 +1,6 @@
 """Every private name of DeepSpeed that this package relies on, checked at install.
 
-Run with the versions in `TESTED`. Others are tried with a warning; a missing name is an ImportError that names it.
+Run with the versions in `TESTED_DEEPSPEED`. Others are tried with a warning; a missing name is an ImportError that names it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
 from ssdtrain.integration.compatibility import check_nothing_missing, missing_names, warn_if_untested
 
-TESTED = ("0.16.9", "0.17.6", "0.18.9", "0.19.8")
+TESTED_DEEPSPEED = ("0.16.9", "0.17.6", "0.18.9", "0.19.8")
 
 # (where, the names that must be there)
 _NEEDED: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -76,8 +76,8 @@ def check() -> None:
     ]
     if not missing:
         missing = missing_names([(checkpointing, replaced_names())])
-    check_nothing_missing("DeepSpeed", deepspeed.__version__, missing, TESTED)
-    warn_if_untested("DeepSpeed", deepspeed.__version__, TESTED)
+    check_nothing_missing("DeepSpeed", deepspeed.__version__, missing, TESTED_DEEPSPEED)
+    warn_if_untested("DeepSpeed", deepspeed.__version__, TESTED_DEEPSPEED)
 
 
 def check_engine(engine: Any) -> None:
@@ -87,7 +87,7 @@ def check_engine(engine: Any) -> None:
         ImportError: names what is missing.
     """
     missing = [name for name in _NEEDED_ON_ENGINE if not hasattr(engine, name)]
-    check_nothing_missing("the engine of DeepSpeed", deepspeed.__version__, missing, TESTED)
+    check_nothing_missing("the engine of DeepSpeed", deepspeed.__version__, missing, TESTED_DEEPSPEED)
 
 
 def replaced_names() -> tuple[str, ...]:
@@ -129,7 +129,7 @@ def parameter_dict(config_class: Any) -> dict[str, Any]:
     """
     found = getattr(config_class, "_param_dict", None)
     missing = [] if isinstance(found, dict) else ["DeepSpeedConfig._param_dict"]
-    check_nothing_missing("DeepSpeed", deepspeed.__version__, missing, TESTED)
+    check_nothing_missing("DeepSpeed", deepspeed.__version__, missing, TESTED_DEEPSPEED)
     return dict(found or {})
 
 
@@ -297,3 +297,18 @@ def trainer_class() -> Any:
     """Hugging Face's Trainer, or None where it is not imported."""
     module = sys.modules.get("transformers.trainer")
     return getattr(module, "Trainer", None)
+
+
+PASSING_FUNCTIONS = ("PreBackwardFunctionForModule", "PostBackwardFunctionModule")
+"""ZeRO-3's functions around every module's outputs and inputs; they return what they got, and backward calls ZeRO by them."""
+
+_DIVIDED_LAYER = "TensorParallel_Layer"
+
+
+def tensor_parallel_layers(model: torch.nn.Module) -> list[str]:
+    """Return the qualified names of the layers that AutoTP has put into `model`."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(base.__name__ == _DIVIDED_LAYER for base in type(module).__mro__)
+    ]

@@ -7,13 +7,16 @@ block says "auto" where a key is left out. Its plugin goes through the config se
 from __future__ import annotations
 
 import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 from ssdtrain.integration.patching import Patches
-from ssdtrain_ds.autoload import after_import
-from ssdtrain_ds.block import BLOCK
+from ssdtrain_ds.block import BLOCK_KEY
 
 __all__ = ["install"]
 
@@ -23,12 +26,40 @@ _METHOD = "deepspeed_config_process"
 
 
 def install(patches: Patches) -> None:
-    """accelerate leaves the block alone; where it was not imported yet, as soon as it is.
+    """Let accelerate leave the block alone; where it was not imported yet, as soon as it is.
 
     Args:
         patches: active; takes the replacement, unless it has been undone by then.
     """
-    after_import(_MODULE, functools.partial(_patch, patches))
+    patch = functools.partial(_patch, patches)
+    if _MODULE in sys.modules:
+        patch()
+    elif not any(isinstance(finder, _ImportWatch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _ImportWatch(patch))
+
+
+class _ImportWatch(importlib.abc.MetaPathFinder):
+    """Calls `then` once the module has been imported, which the other finders find."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._then()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def _patch(patches: Patches) -> None:
@@ -40,7 +71,7 @@ def _patch(patches: Patches) -> None:
 
 def _without_block(plain: Callable[..., Any]) -> Callable[..., Any]:
     def process(self: Any, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
-        if prefix == f"{BLOCK}.":
+        if prefix == f"{BLOCK_KEY}.":
             return None
         return plain(self, prefix, *args, **kwargs)
 

@@ -28,7 +28,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ssdtrain.integration.compatibility import check_nothing_missing, missing_names
-from ssdtrain_ds._compat import TESTED, instruction_map, zero_stage
+from ssdtrain_ds._compat import TESTED_DEEPSPEED, instruction_map, zero_stage
 
 # Replaced on the optimizer or the coordinator of an engine.
 AVERAGE_TENSOR = "average_tensor"
@@ -59,7 +59,7 @@ _NEEDED: tuple[tuple[Any, tuple[str, ...]], ...] = (
 
 def check() -> None:
     """Raises ImportError: names all that compressed collectives need and this DeepSpeed lacks."""
-    check_nothing_missing("DeepSpeed", deepspeed.__version__, missing_names(_NEEDED), TESTED)
+    check_nothing_missing("DeepSpeed", deepspeed.__version__, missing_names(_NEEDED), TESTED_DEEPSPEED)
 
 
 def parameters_of_bucket(optimizer: Any, args: Sequence[Any]) -> list[tuple[torch.nn.Parameter, Any]]:
@@ -141,7 +141,7 @@ def gathers_one_by_one(engine: Any) -> bool:
 
 
 def modules_that_gather() -> tuple[ModuleType, ...]:
-    """Those in whose namespaces optimizers look up `GATHER_GROUPS`."""
+    """Modules in whose namespaces optimizers look up `GATHER_GROUPS`."""
     return tuple(module for module in (stage_1_and_2, bf16_optimizer) if hasattr(module, GATHER_GROUPS))
 
 
@@ -231,7 +231,7 @@ def loss_scale(engine: Any) -> Callable[[], float] | None:
 
 
 def _nodes() -> int:
-    """As DeepSpeed counts them where it decides whether to quantise gradients."""
+    """Return the number of nodes, as DeepSpeed counts them where it decides whether to quantise gradients."""
     return int(torch.distributed.get_world_size() // max(get_accelerator().device_count(), 1))
 
 

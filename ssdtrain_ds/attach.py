@@ -21,7 +21,7 @@ import torch
 import ssdtrain
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.compact.layers import find_layers
-from ssdtrain.config import Config, ConfigError, Problem, load_config
+from ssdtrain.config import Config, ConfigError, ConfigIssue, load_config
 from ssdtrain.integration.claims import claim
 from ssdtrain.integration.compatibility import check_conflicts
 from ssdtrain.integration.inner_hooks import InnerHooks
@@ -35,16 +35,14 @@ from ssdtrain_ds import (
     _compat,
     _compat_accelerate,
     _compat_comm,
-    _compat_compact,
     checkpointing,
     schedule,
-    trainer,
 )
-from ssdtrain_ds.block import BLOCK, check_place
+from ssdtrain_ds.block import BLOCK_KEY, check_place
 from ssdtrain_ds.comm import CommAttachment
 from ssdtrain_ds.compact import check_layers, check_mode, follow_zero, take_over
-from ssdtrain_ds.conflicts import CONFLICTS
-from ssdtrain_ds.monitor import Monitor
+from ssdtrain_ds.conflicts import DEEPSPEED_CONFLICTS
+from ssdtrain_ds.monitor import Monitor, patch_trainer
 from ssdtrain_ds.plan import HAS_NO_BLOCKS, NEVER_ENDS, plan_blocks, reject_compile
 
 __all__ = ["install", "runtime_of", "uninstall"]
@@ -85,11 +83,11 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
         # A mistake in the block is found before the model is partitioned.
         try:
             check_place(written)
-            config = load_config(written[BLOCK], path=BLOCK) if BLOCK in written else None
+            config = load_config(written[BLOCK_KEY], path=BLOCK_KEY) if BLOCK_KEY in written else None
             if config is not None and config.active and (config.offload is not None or config.plans):
-                _check_instructions(type(self), written[BLOCK])
+                _check_instructions(type(self), written[BLOCK_KEY])
             if config is not None and config.active:
-                check_conflicts(CONFLICTS, config, written)
+                check_conflicts(DEEPSPEED_CONFLICTS, config, written)
                 check_mode(config)
                 if not _compat.is_pipeline(self):  # whose stages have some of the model each
                     _check_patterns(given["model"], config)
@@ -103,12 +101,12 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
             logger.warning(
                 "the %s block (%s) switches nothing on: without offload, comm and compact the rest of it has no effect; write "
                 '"offload": {"directories": ...}, "comm": {"preset": ...} or "compact": {} into it, or "enabled": false',
-                BLOCK,
-                ", ".join(written[BLOCK]) or "empty",
+                BLOCK_KEY,
+                ", ".join(written[BLOCK_KEY]) or "empty",
             )
         plain(self, *args, **kwargs)
         if config is not None and config.active:
-            self.__dict__[_ATTACHMENT] = _Attachment(self, config, written)
+            self.__dict__[_ATTACHMENT] = _EngineAttachment(self, config, written)
 
     return init
 
@@ -125,12 +123,12 @@ def _check_no_engine_made() -> None:
     """An engine that was made before `install` trains without its block."""
     for engine in _compat.existing_engines():
         written = _compat.config_of(engine)
-        if BLOCK in written and load_config(written[BLOCK], path=BLOCK).active:
+        if BLOCK_KEY in written and load_config(written[BLOCK_KEY], path=BLOCK_KEY).active:
             why = "is the block of an engine that deepspeed.initialize made before ssdtrain_ds.install() was called"
             allowed = (
                 "calling ssdtrain_ds.install() before deepspeed.initialize, or python -m ssdtrain_ds SCRIPT"
             )
-            raise ConfigError([Problem(BLOCK, written[BLOCK], why, allowed)])
+            raise ConfigError([ConfigIssue(BLOCK_KEY, written[BLOCK_KEY], why, allowed)])
 
 
 def _check_instructions(engine_class: type, block: dict[str, Any]) -> None:
@@ -141,7 +139,7 @@ def _check_instructions(engine_class: type, block: dict[str, Any]) -> None:
         why = f"cannot be had with the pipeline instructions {', '.join(foreign)}, which are not DeepSpeed's own"
         allowed = "the block without offload and plan, or a schedule of DeepSpeed's (1F1B, DualPipeV)"
         key = "offload" if "offload" in block else "plan"
-        raise ConfigError([Problem(f"{BLOCK}.{key}", block[key], why, allowed)])
+        raise ConfigError([ConfigIssue(f"{BLOCK_KEY}.{key}", block[key], why, allowed)])
 
 
 def uninstall() -> None:
@@ -156,7 +154,7 @@ def uninstall() -> None:
 def runtime_of(engine: Any) -> Runtime | None:
     """The runtime of `engine`, or None if its config has no active `ssdtrain` block or it was destroyed."""
     found = engine.__dict__.get(_ATTACHMENT)
-    return found.runtime if isinstance(found, _Attachment) else None
+    return found.runtime if isinstance(found, _EngineAttachment) else None
 
 
 def _compact_of_earlier_engines(engine: Any) -> Iterator[CompactLinear]:
@@ -167,7 +165,7 @@ def _compact_of_earlier_engines(engine: Any) -> Iterator[CompactLinear]:
             yield runtime.compact
 
 
-class _Attachment:
+class _EngineAttachment:
     """A runtime and what it changed about one engine.
 
     Args:
@@ -182,7 +180,7 @@ class _Attachment:
         self.steps = 0
         self.forwards = 0
         planned = plan_blocks(engine, config, written)
-        self.runtime = Runtime(config, device=engine.device, plan_blocks=planned)
+        self.runtime = Runtime(config, engine.device, plan_blocks=planned)
         self.by_blocks = planned is not None and bool(planned.blocks)
         self.offload = self.runtime.engine
         try:
@@ -192,26 +190,41 @@ class _Attachment:
             raise
 
     def _attach(self, config: Config) -> None:
-        engine, undo = self.engine, self.runtime.call_at_close
-        if self.runtime.compact is not None:
-            check_layers(engine)
-            follow_zero()
-            take_over(_compact_of_earlier_engines(engine))
-            self.runtime.compact.step = lambda: int(engine.global_steps)
-            if _compat.is_pipeline(engine) and _compat.stages_of(engine) > 1:
-                self.runtime.compact.look_elsewhere([engine.module])
-        self.runtime.register(engine.module)
+        engine, runtime = self.engine, self.runtime
+        # 1. Features know the model.
+        if runtime.compact is not None:
+            self._prepare_compact(runtime.compact)
+        runtime.register(engine.module)
         if self.offload is not None:
             self._prepare_offload(self.offload)
         self.checkpoint = checkpointing.function_for(config.checkpoint)
-        self.monitor = Monitor(engine, self.runtime)
-        self._record_skipped_steps()
-        undo(lambda: engine.__dict__.pop(_ATTACHMENT, None))
-        patches, of_trainer = Patches(), Patches()
-        undo(patches.undo)
-        undo(of_trainer.undo)
+        # 2. Metrics go where DeepSpeed's and the Trainer's go.
+        self.monitor = Monitor(engine, runtime)
+        runtime.call_at_close(lambda: engine.__dict__.pop(_ATTACHMENT, None))
+        of_trainer = Patches()
+        runtime.call_at_close(of_trainer.undo)
         weakref.finalize(self, of_trainer.undo)
-        trainer.patch_trainer(of_trainer, engine, self.runtime)
+        patch_trainer(of_trainer, engine, runtime)
+        # 3. Forwards, backwards and steps reach the runtime.
+        self._record_skipped_steps()
+        self._patch_engine()
+        if runtime.comm is not None:
+            runtime.call_at_close(CommAttachment(engine, runtime.comm).detach)
+        runtime.step_begin()
+
+    def _prepare_compact(self, linear: CompactLinear) -> None:
+        engine = self.engine
+        check_layers(engine)
+        follow_zero()
+        take_over(_compact_of_earlier_engines(engine))
+        linear.step = lambda: int(engine.global_steps)
+        if _compat.is_pipeline(engine) and _compat.stages_of(engine) > 1:
+            linear.look_elsewhere([engine.module])
+
+    def _patch_engine(self) -> None:
+        """Give this engine methods of its own. See Note: [What is patched]."""
+        engine, patches = self.engine, Patches()
+        self.runtime.call_at_close(patches.undo)
         if _compat.is_pipeline(engine):
             schedule.patch_pipeline(patches, engine, self.runtime, self.recording, self.on_step_end)
             patches.replace(engine, _compat.EXEC_SCHEDULE, self._recording_skipped_steps)
@@ -222,15 +235,12 @@ class _Attachment:
         patches.replace(engine, "destroy", self._destroy)
         if self.by_blocks:
             reject_compile(patches, engine, HAS_NO_BLOCKS)
-        elif self.offload is not None and _compat_compact.tensor_parallel_layers(engine.module):
+        elif self.offload is not None and _compat.tensor_parallel_layers(engine.module):
             reject_compile(patches, engine, NEVER_ENDS)
-        if self.runtime.comm is not None:
-            undo(CommAttachment(engine, self.runtime.comm).detach)
-        self.runtime.step_begin()
 
     def _prepare_offload(self, offload: OffloadEngine) -> None:
         undo = self.runtime.call_at_close
-        undo(claim(self.engine.module, f"DeepSpeed's {BLOCK} block"))
+        undo(claim(self.engine.module, f"DeepSpeed's {BLOCK_KEY} block"))
         if _compat.zero_stage(self.engine) == 3:
             gathered = GatheredStorages(_compat.gathering_points(self.engine.module))
             undo(gathered.remove)
@@ -305,7 +315,7 @@ class _Attachment:
             logger.warning(
                 "%s.offload is on, and a step was made without a call of the engine: what engine.module(...) saves is not "
                 "offloaded. Call engine(...) in its place",
-                BLOCK,
+                BLOCK_KEY,
             )
 
     def _destroy(self, plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,8 +44,8 @@ RECOMPUTING = (_compat.checkpointing.__name__,)
 
 
 class _ThreadState(threading.local):
-    """Of the forwards that this thread is in: the innermost that offloads, what `checkpoint` calls in the innermost; and how many
-    of DeepSpeed's reentrant checkpoints are running."""
+    """State of the forwards that this thread is in: the innermost that offloads, what `checkpoint` calls in the innermost; and
+    how many of DeepSpeed's reentrant checkpoints are running."""
 
     forward: _Forward | None = None
     function: Checkpoint | None = None

@@ -8,9 +8,9 @@ from typing import Any
 
 from ssdtrain.compact import register_passing
 from ssdtrain.compact.feature import CompactLinear
-from ssdtrain.config import Config, ConfigError, Problem
-from ssdtrain_ds import _compat_compact
-from ssdtrain_ds.block import BLOCK
+from ssdtrain.config import Config, ConfigError, ConfigIssue
+from ssdtrain_ds import _compat
+from ssdtrain_ds.block import BLOCK_KEY
 
 __all__ = ["check_layers", "check_mode", "follow_zero", "take_over"]
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("ssdtrain")
 
 def follow_zero() -> None:
     """Look through what ZeRO-3 puts around the inputs and outputs of modules. Idempotent."""
-    register_passing(*_compat_compact.PASSING_FUNCTIONS)
+    register_passing(*_compat.PASSING_FUNCTIONS)
 
 
 def check_mode(config: Config) -> None:
@@ -27,19 +27,19 @@ def check_mode(config: Config) -> None:
     if config.compact is not None and config.compact.mode == "lowrank":
         why = "replaces the optimizer's parameters, which is not built for DeepSpeed in this version"
         allowed = '"reconstruct" or "quant"'
-        raise ConfigError([Problem(f"{BLOCK}.compact.mode", config.compact.mode, why, allowed)])
+        raise ConfigError([ConfigIssue(f"{BLOCK_KEY}.compact.mode", config.compact.mode, why, allowed)])
 
 
 def check_layers(engine: Any) -> None:
     """Raises ConfigError: layers of the engine's model cannot be compressed."""
-    found = _compat_compact.tensor_parallel_layers(engine.module)
+    found = _compat.tensor_parallel_layers(engine.module)
     if found:
         why = (
             f"meets layers that DeepSpeed's AutoTP divides among ranks ({found[0]} and {len(found) - 1} more); "
             "compressing their inputs is not in this version"
         )
         allowed = "leaving the compact section out, or a config without tensor_parallel"
-        raise ConfigError([Problem(f"{BLOCK}.compact", "compact", why, allowed)])
+        raise ConfigError([ConfigIssue(f"{BLOCK_KEY}.compact", "compact", why, allowed)])
 
 
 def take_over(earlier: Iterable[CompactLinear]) -> None:

@@ -84,7 +84,7 @@ def parse(arguments: list[str]) -> Command:
 
 
 def set_single_process(environment: MutableMapping[str, str]) -> None:
-    """Without a launcher DeepSpeed gets the rank from mpi4py: set the variables of a single process in `environment`."""
+    """Set the variables of a single process in `environment`: without a launcher DeepSpeed would ask mpi4py."""
     if any(name in environment for name in _OF_A_LAUNCHER):
         return
     environment.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")

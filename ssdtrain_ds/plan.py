@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ssdtrain
-from ssdtrain.config import Config, ConfigError, PlanConfig, Problem
+from ssdtrain.config import Config, ConfigError, ConfigIssue, PlanConfig
 from ssdtrain.integration.patching import Patches
 from ssdtrain.integration.random_trackers import register_trackers
 from ssdtrain.planner.block_times import set_parameter_shapes
@@ -15,7 +15,7 @@ from ssdtrain.planner.execute import recomputable_blocks
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.profile.blocks import names_a_module
 from ssdtrain_ds import _compat
-from ssdtrain_ds.block import BLOCK
+from ssdtrain_ds.block import BLOCK_KEY
 
 __all__ = ["HAS_NO_BLOCKS", "NEVER_ENDS", "plan_blocks", "reject_compile"]
 
@@ -103,7 +103,7 @@ def _super_offload(zero: Mapping[str, Any]) -> bool:
     return isinstance(section, dict) and bool(section.get("super_offload"))
 
 
-def reject_compile(patches: Patches, engine: Any, problem: Problem) -> None:
+def reject_compile(patches: Patches, engine: Any, problem: ConfigIssue) -> None:
     """Make `engine.compile` an error with this problem."""
 
     def compile_is_rejected(plain: Any) -> Any:
@@ -115,16 +115,16 @@ def reject_compile(patches: Patches, engine: Any, problem: Problem) -> None:
     patches.replace(engine, "compile", compile_is_rejected)
 
 
-HAS_NO_BLOCKS = Problem(
-    f"{BLOCK}.plan",
+HAS_NO_BLOCKS = ConfigIssue(
+    f"{BLOCK_KEY}.plan",
     "auto",
     "decides about the blocks of the model, which engine.compile(...) would compile into one",
     '"recompute": "off" in the plan, which then offloads by region, or no engine.compile',
 )
-"""Of a compiled model, while a plan decides about blocks."""
+"""Problem of a compiled model, while a plan decides about blocks."""
 
-NEVER_ENDS = Problem(
-    f"{BLOCK}.offload",
+NEVER_ENDS = ConfigIssue(
+    f"{BLOCK_KEY}.offload",
     "on",
     "meets engine.compile(...) of a model that DeepSpeed's AutoTP divides: torch does not finish to trace its layers where "
     "saved-tensor hooks are, also without SSDTrain",

@@ -1,9 +1,8 @@
 """SSDTrain for Megatron-LM.
 
 Lives here: the flags (`flags`), the attachment of a runtime to model chunks (`attachment`) with the events of the
-schedules (`schedule`, `installation`) and the checkpoint function (`recompute`), a warning for loops without them (`bypass`),
-the hooks into Megatron-LM's training loop (`pretrain`, `metrics`), the launcher (`run`), the layer spec (`spec`), compressed
-collectives (`comm`), and command lines as jobs for the planner (`command_line`, `command_flags`, `uncounted`).
+schedules (`schedule`, `installation`) and the checkpoint function (`recompute`),
+the hooks into Megatron-LM's training loop (`pretrain`, `metrics`), the launcher (`run`) and compressed collectives (`comm`).
 Import from this package: what `__all__` names. Importing it imports no part of megatron and changes nothing in it; it holds
 no algorithm of its own. Megatron's private names are touched in `_compat` and `_compat_comm` only.
 """

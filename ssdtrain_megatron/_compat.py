@@ -7,7 +7,6 @@ package registry) are checked by `check_training`, only where that loop is used.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -23,10 +22,10 @@ from megatron.core.utils import get_model_config
 
 from ssdtrain.integration.compatibility import check_nothing_missing, missing_names, warn_if_untested
 
-TESTED = ("0.14.0", "0.15.3", "0.16.1")
+TESTED_MEGATRON = ("0.14.0", "0.15.3", "0.16.1")
 """Versions of megatron-core that the tests were run with."""
 TESTED_IN_PART = ("0.17.1", "0.18.2", "0.19.0")
-"""Those of which only the rows named in docs/versions.md were run."""
+"""Versions of which only the rows named in docs/versions.md were run."""
 
 _PARAMETERS: dict[tuple[ModuleType, str], tuple[str, ...]] = {
     (schedules, "forward_step"): ("model", "num_microbatches", "current_microbatch"),
@@ -38,7 +37,7 @@ _METHODS = {
     "CheckpointWithoutOutput": ("checkpoint", "discard_output_and_register_recompute"),
     "CudaRNGStatesTracker": ("get_states", "set_states"),
 }
-"""Of classes of `random`."""
+"""Names of classes of `random`."""
 
 _FUNCTIONS: dict[tuple[ModuleType, str], tuple[str, ...]] = {
     (layers, "LinearWithGradAccumulationAndAsyncCommunication"): ("ctx", "input", "weight"),
@@ -51,8 +50,6 @@ _TRAINING: dict[str, tuple[str, ...]] = {
     "arguments": ("add_megatron_arguments",),
     "training": (
         "setup_model_and_optimizer",
-        "get_megatron_optimizer",
-        "load_checkpoint",
         "training_log",
         "save_checkpoint",
         "get_args",
@@ -81,8 +78,10 @@ def check() -> None:
     missing += missing_names(
         (getattr(random, name), names) for name, names in _METHODS.items() if hasattr(random, name)
     )
-    check_nothing_missing("megatron-core", megatron.core.__version__, missing, TESTED)
-    warn_if_untested("megatron-core", megatron.core.__version__, TESTED, TESTED_IN_PART, "docs/versions.md")
+    check_nothing_missing("megatron-core", megatron.core.__version__, missing, TESTED_MEGATRON)
+    warn_if_untested(
+        "megatron-core", megatron.core.__version__, TESTED_MEGATRON, TESTED_IN_PART, "docs/versions.md"
+    )
 
 
 def missing_parameters(needed: Mapping[tuple[ModuleType, str], Sequence[str]]) -> list[str]:
@@ -109,13 +108,10 @@ def check_training() -> tuple[ModuleType, ModuleType]:
             f"megatron-core: put the checkout on PYTHONPATH or start its script from there ({error})"
         ) from error
     missing = missing_names([(arguments, _TRAINING["arguments"]), (training, _TRAINING["training"])])
-    check_nothing_missing("the Megatron-LM of megatron-core", megatron.core.__version__, missing, TESTED)
+    check_nothing_missing(
+        "the Megatron-LM of megatron-core", megatron.core.__version__, missing, TESTED_MEGATRON
+    )
     return arguments, training
-
-
-def training_args() -> Any:
-    """The parsed command line of Megatron-LM's training loop; None where there is none, or it is not parsed yet."""
-    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
 class Step(NamedTuple):
@@ -124,7 +120,7 @@ class Step(NamedTuple):
     model: torch.nn.Module
     microbatch: int | None
     microbatches: int
-    """Of the whole step."""
+    """Microbatches of the whole step."""
 
 
 _forward_signature = inspect.signature(schedules.forward_step)

@@ -18,13 +18,13 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.tensor_parallel import layers, mappings
 
 from ssdtrain.integration.compatibility import check_nothing_missing, missing_names
-from ssdtrain_megatron._compat import TESTED, Place, missing_parameters
+from ssdtrain_megatron._compat import TESTED_MEGATRON, Place, missing_parameters
 
 TENSOR_PARALLEL = (mappings.__name__, layers.__name__, "ssdtrain_megatron.compact")
 """Modules whose calls of torch.distributed are tensor-parallel or expert-parallel traffic, by their group. The last computes
 compressed linear layers in the place of Megatron's."""
 
-BUFFERS = param_and_grad_buffer.__name__
+GRADIENT_BUFFERS = param_and_grad_buffer.__name__
 """The module whose calls of torch.distributed are data-parallel traffic."""
 
 CALLED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
@@ -58,7 +58,7 @@ def check() -> None:
         function = getattr(p2p_communication, name, None)
         if function is not None and set(inspect.signature(function).parameters) != _P2P:
             missing.append(f"the parameters {', '.join(sorted(_P2P))} of {p2p_communication.__name__}.{name}")
-    check_nothing_missing("megatron-core", megatron.core.__version__, missing, TESTED)
+    check_nothing_missing("megatron-core", megatron.core.__version__, missing, TESTED_MEGATRON)
 
 
 def places() -> dict[str, tuple[Place, ...]]:

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor, nn
 
 from ssdtrain.integration.compatibility import check_nothing_missing, missing_names
-from ssdtrain_megatron._compat import TESTED, missing_parameters
+from ssdtrain_megatron._compat import TESTED_MEGATRON, missing_parameters
 
 __all__ = ["LINEAR", "check", "gather_rows", "is_parallel_linear", "reduce_rows", "unsupported_layers"]
 
@@ -32,7 +32,7 @@ _UNSUPPORTED = (
 def check() -> None:
     """Raises ImportError: names what this megatron-core lacks."""
     missing = missing_parameters({(layers, LINEAR): _PARAMETERS}) + missing_names([(layers, _PARALLEL)])
-    check_nothing_missing("megatron-core", megatron.core.__version__, missing, TESTED)
+    check_nothing_missing("megatron-core", megatron.core.__version__, missing, TESTED_MEGATRON)
 
 
 def is_parallel_linear(module: nn.Module) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 from collections.abc import Mapping, Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +14,22 @@ import torch
 from torch import nn
 
 from ssdtrain.config import Config, load_config
+from ssdtrain.features import Placement
 from ssdtrain.integration import residuals
 from ssdtrain.integration.claims import check_not_attached, claim, related
 from ssdtrain.integration.inner_hooks import InnerHooks
 from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.runtime import Runtime, RuntimeMetrics
-from ssdtrain_megatron import _compat, _compat_comm, apex, compact
-from ssdtrain_megatron.bypass import BypassedSchedules
+from ssdtrain_megatron import _compat, _compat_comm, compact
 from ssdtrain_megatron.comm import Hooks
 from ssdtrain_megatron.conflicts import check_conflicts
 from ssdtrain_megatron.installation import installation
 from ssdtrain_megatron.plan import plan_blocks
 from ssdtrain_megatron.recompute import has_grad_mode_side_effects
-from ssdtrain_megatron.schedule import Schedule
+from ssdtrain_megatron.schedule import BypassedSchedules, Schedule
 
-__all__ = ["Attachment", "attach"]
+__all__ = ["Attachment", "apex_parts", "attach"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -221,15 +223,17 @@ def attach(
             )
     runtime = Runtime(
         read,
-        device=device_of(chunks) if device is None else device,
-        rank=rank,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
+        Placement.of(
+            device_of(chunks) if device is None else device,
+            rank,
+            local_rank,
+            local_world_size,
+        ),
         plan_blocks=plan_blocks(chunks, read),
         logs=logs,
     )
     attachment = Attachment(runtime, chunks, optimizer, iteration)
-    parts = apex.found() if runtime.engine is not None and runtime.rank == 0 else ()
+    parts = apex_parts() if runtime.engine is not None and runtime.rank == 0 else ()
     if parts:
         logger.info("apex is installed (%s): SSDTrain was never run with it", ", ".join(parts))
     return attachment
@@ -259,3 +263,24 @@ def device_of(chunks: Sequence[nn.Module]) -> torch.device:
         if torch.cuda.is_available()
         else torch.device("cpu")
     )
+
+
+APEX_PARTS = {
+    "FusedLayerNorm": "fused_layer_norm_cuda",
+    "FusedAdam": "amp_C",
+    "gradient accumulation fusion": "fused_weight_gradient_mlp_cuda",
+}
+"""Parts of NVIDIA's apex, by the extension module that each needs. They are expected to save ordinary tensors, which was neither
+run nor checked against their sources. apex is not on the package registry (the package of that name is another project), so it
+is found by what it holds."""
+
+
+def apex_parts() -> tuple[str, ...]:
+    """Return the parts of apex that this interpreter could import, without importing them. A Python file of an extension module's
+    name is a stub, which stands in for apex where nothing of it is used."""
+    return tuple(part for part, module in APEX_PARTS.items() if _is_extension(module))
+
+
+def _is_extension(module: str) -> bool:
+    spec = importlib.util.find_spec(module)
+    return spec is not None and str(spec.origin).endswith(tuple(EXTENSION_SUFFIXES))

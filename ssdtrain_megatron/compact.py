@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ssdtrain.compact import LinearKind, register_kind
 from ssdtrain.compact.linear import current_layer
-from ssdtrain.config import ConfigError, Problem
+from ssdtrain.config import ConfigError, ConfigIssue
 from ssdtrain.integration.patching import Patches
 from ssdtrain_megatron import _compat, _compat_compact
 
@@ -90,7 +90,8 @@ def _nothing() -> None:
 
 
 def names_of(chunks: Sequence[nn.Module]) -> dict[int, str]:
-    """By the identity of each module, its name as in a model that is not divided into stages: layers are numbered globally."""
+    """Return, by the identity of each module, its name as in a model that is not divided into stages: layers are numbered
+    globally."""
     found: dict[int, str] = {}
     for chunk in chunks:
         prefixes: dict[str, str] = {"": ""}
@@ -109,25 +110,25 @@ def refuse(chunks: Sequence[nn.Module], mode: str) -> None:
     if mode == "lowrank":
         why = "replaces the optimizer's parameters, which is not built for Megatron in this version"
         allowed = '"reconstruct" or "quant"'
-        raise ConfigError([Problem("ssdtrain.compact.mode", mode, why, allowed)])
+        raise ConfigError([ConfigIssue("ssdtrain.compact.mode", mode, why, allowed)])
     problems = list(dict.fromkeys(problem for chunk in chunks for problem in _problems(chunk)))
     if problems:
         raise ConfigError(problems)
 
 
-def _problems(chunk: nn.Module) -> Iterator[Problem]:
+def _problems(chunk: nn.Module) -> Iterator[ConfigIssue]:
     config = _compat.model_config(chunk)
     without = "leaving it out, or no compact section"
     if getattr(config, "gradient_accumulation_fusion", False):
         why = "computes the weight's gradient from the whole input in a kernel of its own"
-        yield Problem(
+        yield ConfigIssue(
             "Megatron's gradient_accumulation_fusion", True, why, "--no-gradient-accumulation-fusion"
         )
     if getattr(config, "defer_embedding_wgrad_compute", False):
         why = "computes the weight's gradient of the output layer later, from the whole input"
-        yield Problem("Megatron's --defer-embedding-wgrad-compute", True, why, without)
+        yield ConfigIssue("Megatron's --defer-embedding-wgrad-compute", True, why, without)
     for name in _compat_compact.unsupported_layers(chunk):
         why = "computes several layers in one kernel, or keeps its inputs by itself; compressing them is not in this version"
-        yield Problem(
+        yield ConfigIssue(
             "Megatron's layer", name, why, "the local transformer implementation without grouped GEMM"
         )

@@ -9,11 +9,11 @@ from typing import Any, Literal
 from torch import nn
 
 from ssdtrain.comm import Policy
-from ssdtrain.config import DIMENSIONS, Config, ConfigError, Problem
-from ssdtrain.integration.compatibility import Conflict, conflicts
+from ssdtrain.config import DIMENSIONS, Config, ConfigError, ConfigIssue
+from ssdtrain.integration.compatibility import FrameworkConflict, conflicts
 from ssdtrain_megatron import _compat, _compat_comm
 
-__all__ = ["CONFLICTS", "check_conflicts", "flag", "option_problems", "wrappers_of"]
+__all__ = ["MEGATRON_CONFLICTS", "check_conflicts", "flag", "option_problems", "wrappers_of"]
 
 
 def _row(
@@ -22,8 +22,8 @@ def _row(
     why: str,
     dimensions: Sequence[str] = (),
     fine: Sequence[Any] = (False,),
-) -> Conflict:
-    """A row of `CONFLICTS`.
+) -> FrameworkConflict:
+    """A row of `MEGATRON_CONFLICTS`.
 
     Args:
         dimensions: of `comm` that the option concerns; empty: all.
@@ -37,7 +37,7 @@ def _row(
 
     instead = ", ".join(f'"{name}": "off"' for name in dimensions) + " in" if dimensions else "no"
     remedy = f"leaving it out, or {instead} ssdtrain.{section}"
-    return Conflict(option, section, "error", why, remedy, applies)
+    return FrameworkConflict(option, section, "error", why, remedy, applies)
 
 
 def _compressed(config: Config, dimensions: Sequence[str]) -> list[str]:
@@ -59,7 +59,7 @@ _COMBINED = (
 )
 _DISPATCHERS = ("allgather", "alltoall", "alltoall_seq")
 
-CONFLICTS: tuple[Conflict, ...] = (
+MEGATRON_CONFLICTS: tuple[FrameworkConflict, ...] = (
     _row(
         "fine_grained_activation_offloading",
         "offload",
@@ -138,9 +138,9 @@ def check_conflicts(chunks: Sequence[nn.Module], config: Config) -> None:
         raise ConfigError(problems)
 
 
-def option_problems(options: Mapping[str, Any], config: Config) -> Iterator[Problem]:
+def option_problems(options: Mapping[str, Any], config: Config) -> Iterator[ConfigIssue]:
     """The conflicts in the options of a model, or in Megatron-LM's parsed command line."""
-    return conflicts(CONFLICTS, config, options, lambda option: f"Megatron's {flag(option)}")
+    return conflicts(MEGATRON_CONFLICTS, config, options, lambda option: f"Megatron's {flag(option)}")
 
 
 def wrappers_of(chunk: nn.Module) -> list[str]:
@@ -149,7 +149,7 @@ def wrappers_of(chunk: nn.Module) -> list[str]:
     return sorted({name for name in found if name is not None})
 
 
-def _problems(chunk: nn.Module, config: Config) -> Iterator[Problem]:
+def _problems(chunk: nn.Module, config: Config) -> Iterator[ConfigIssue]:
     parallelism = getattr(chunk, "ddp_config", None)
     options = {**vars(_compat.model_config(chunk)), **({} if parallelism is None else vars(parallelism))}
     yield from option_problems(options, config)
@@ -157,10 +157,10 @@ def _problems(chunk: nn.Module, config: Config) -> Iterator[Problem]:
     for enabled, why in ((config.offload is not None, _SHARDS), (config.compresses, _REDUCES)):
         if enabled:
             for name in wrappers:
-                yield Problem("Megatron's data parallelism", name, why, "DistributedDataParallel")
+                yield ConfigIssue("Megatron's data parallelism", name, why, "DistributedDataParallel")
     reduced = _compressed(config, _GRADIENTS_AND_WEIGHTS)
     if reduced and _compat_comm.layout()["dp"] > 1 and next(_compat_comm.buckets(chunk), None) is None:
         why = "has no gradient buckets, so what DistributedDataParallel reduces would go uncompressed"
         off = ", ".join(f'"{name}": "off"' for name in reduced)
         allowed = f"the chunk as DistributedDataParallel wraps it, or {off}"
-        yield Problem("a model chunk", type(chunk).__name__, why, allowed)
+        yield ConfigIssue("a model chunk", type(chunk).__name__, why, allowed)

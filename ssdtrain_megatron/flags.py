@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ssdtrain.config import DIMENSIONS, Config, ConfigError, Problem
+from ssdtrain.config import DIMENSIONS, Config, ConfigError, ConfigIssue
 from ssdtrain.config.flags import add_flags, check_unknown_flags, config_from_namespace, from_namespace
 from ssdtrain.integration.patching import Patches
 
@@ -35,13 +35,13 @@ class UnusedFlags:
         self._patches = Patches()
 
     def expect(self, arguments: Sequence[str]) -> None:
-        """Take the flags in a command line for unused ones, if they enable anything.
+        """Take the flags in a command line for unused ones, if they enable anything and it does not only ask for help.
 
         Raises:
             SystemExit: a flag is misspelled, or its value is invalid.
             ConfigError: as `config_from_args`.
         """
-        self._flags = given_flags(arguments)
+        self._flags = [] if {"-h", "--help"}.intersection(arguments) else given_flags(arguments)
         if self._flags:
             usage = "SCRIPT [its arguments and --ssdtrain-* flags]"
             parser = argparse.ArgumentParser(usage=usage, add_help=False, allow_abbrev=False)
@@ -75,7 +75,7 @@ class UnusedFlags:
                 "ssdtrain_megatron.config_from_args(get_args()), optimizer=optimizer), or no such flags"
             )
             flags = ", ".join(self._flags)
-            raise ConfigError([Problem("the command line", flags, f"is without effect: {why}", allowed)])
+            raise ConfigError([ConfigIssue("the command line", flags, f"is without effect: {why}", allowed)])
 
 
 unused_flags = UnusedFlags()
@@ -103,14 +103,16 @@ def _config_of(args: argparse.Namespace) -> Config | None:
         allowed = (
             "leaving it out: what --ssdtrain-compact-* says is compressed in every layer, without this key"
         )
-        raise ConfigError([Problem("ssdtrain.plan.compress (--ssdtrain-plan-compress)", True, why, allowed)])
+        raise ConfigError(
+            [ConfigIssue("ssdtrain.plan.compress (--ssdtrain-plan-compress)", True, why, allowed)]
+        )
     config = config_from_namespace(args)
     comm = config.comm if config is not None and config.enabled else None
     if comm is not None and comm.model_fields_set.isdisjoint(("preset", *DIMENSIONS)):
         why = "would compress nothing: neither a preset nor a codec is chosen"
         allowed = "together with --ssdtrain-comm-preset, or a codec such as --ssdtrain-comm-dp int8, or leaving it out"
         given = {key: getattr(comm, key) for key in comm.model_fields_set}
-        raise ConfigError([Problem("ssdtrain.comm", given, why, allowed)])
+        raise ConfigError([ConfigIssue("ssdtrain.comm", given, why, allowed)])
     if config is not None and config.enabled and not config.active:
         why = "would get no report: neither offloading nor compression is enabled"
         allowed = "together with --ssdtrain-offload-directories or --ssdtrain-comm-preset, or leaving it out"
@@ -122,7 +124,7 @@ def _config_of(args: argparse.Namespace) -> Config | None:
         if given:
             raise ConfigError(
                 [
-                    Problem(f"ssdtrain.report.{key} (--ssdtrain-report-{key})", value, why, allowed)
+                    ConfigIssue(f"ssdtrain.report.{key} (--ssdtrain-report-{key})", value, why, allowed)
                     for key, value in given.items()
                 ]
             )

@@ -36,7 +36,7 @@ class GatheredMetrics:
         self._runtime.reset_peak()
 
     def scalars(self) -> dict[str, float]:
-        """By name; of the parallel dimensions those that sent anything."""
+        """Return values by name; of the parallel dimensions those that sent anything."""
         silent = {
             name.rpartition("/")[0]
             for name, value in self._found.items()

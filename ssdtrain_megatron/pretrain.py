@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ssdtrain.config import Config, ConfigError, Problem
-from ssdtrain.integration.patching import Patches, call_after
+from ssdtrain.config import Config, ConfigError, ConfigIssue
+from ssdtrain.integration.patching import Function, Patches, call_after
 from ssdtrain.preflight import check_start
 from ssdtrain_megatron.flags import (
     add_arguments,
@@ -28,13 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = ["install_pretrain", "uninstall_pretrain"]
 
-Function = Callable[..., Any]
 
 _patches = Patches()
 _of_attachment = Patches()  # for the attachment that is alive
 _attachment: Attachment | None = None
-_of_spec = Patches()  # of a run with --spec that compresses
-_attached_by_spec = False
 
 
 def install_pretrain() -> None:
@@ -58,53 +55,11 @@ def install_pretrain() -> None:
     _patches.replace(training, "setup_model_and_optimizer", functools.partial(_attaching, training))
 
 
-def install_for_spec(config: Config) -> None:
-    """Attach a runtime to the model of a run with --spec, whose builder is at work, once its optimizer is made. Idempotent.
-
-    Args:
-        config: with a comm section.
-
-    Raises:
-        ConfigError: the config does not fit this machine.
-        ImportError: as `install_pretrain`.
-    """
-    global _attached_by_spec
-    if _of_spec.active:
-        return
-    from ssdtrain_megatron import _compat
-
-    check_start(config)
-    _, training = _compat.check_training()
-    _attached_by_spec = False
-
-    def attach_to(optimizer: Any, given: Mapping[str, Any]) -> None:
-        global _attached_by_spec
-        _attach(training, given["model_chunks"], optimizer, config)
-        _attached_by_spec = True
-
-    _of_spec.replace(training, "get_megatron_optimizer", call_after(attach_to))
-    _of_spec.replace(training, "load_checkpoint", call_after(lambda result, _: _load(training, result[0])))
-
-
-def attaches_for_spec() -> bool:
-    """Whether layers of --spec leave their work to the attachment of `install_for_spec`.
-
-    Raises:
-        ConfigError: it could not attach, because something else made the optimizer.
-    """
-    if _of_spec.active and not _attached_by_spec:
-        why = "is attached where get_megatron_optimizer makes the optimizer, with --spec, and this run made it otherwise"
-        allowed = "another --optimizer, the launcher (-m ssdtrain_megatron.run), or no comm section"
-        raise ConfigError([Problem("ssdtrain.comm", "(a section)", why, allowed)])
-    return _of_spec.active
-
-
 def uninstall_pretrain() -> None:
     """Put the training loop's functions back, and end what was attached. Idempotent."""
     _detach()
     unused_flags.used()
     _patches.undo()
-    _of_spec.undo()
 
 
 def _detach() -> None:
@@ -155,7 +110,7 @@ def _check_command_line(args: Any) -> None:
     if file and dropped:
         why = f"is read in place of the command line, and {', '.join(dropped)} would be without effect"
         allowed = "the keys in that file instead (ssdtrain_config: FILE), or no --yaml-cfg"
-        raise ConfigError([Problem("Megatron's --yaml-cfg", file, why, allowed)])
+        raise ConfigError([ConfigIssue("Megatron's --yaml-cfg", file, why, allowed)])
 
 
 def _attach(training: Any, chunks: Any, optimizer: Any, config: Config) -> bool:

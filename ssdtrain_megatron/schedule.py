@@ -1,4 +1,4 @@
-"""From the events of a pipeline schedule to calls on the runtime.
+"""Translation of the events of a pipeline schedule to calls on the runtime.
 
 Note: [Order]
 A schedule runs each microbatch on each chunk once in a step. So a forward that comes when no step is under way, or that this
@@ -16,23 +16,31 @@ Where it is the only tape alive (no pipeline, the last stage of 1F1B) it is all 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from ssdtrain.features import Feature, Forward
+from ssdtrain.profile.modules import no_hook
 from ssdtrain.runtime import Runtime
 
-__all__ = ["Event", "Schedule", "StepOrder"]
+__all__ = ["BypassedSchedules", "Schedule", "ScheduledEvent", "StepOrder"]
 
-Key = tuple[int, int]
+logger = logging.getLogger("ssdtrain")
+
+TapeKey = tuple[int, int]
 """(chunk, microbatch): names a tape."""
 
 LOOKAHEAD = 2  # backwards whose tapes are named to the runtime
 
 
-class Event(NamedTuple):
+class ScheduledEvent(NamedTuple):
     """One forward or backward of one microbatch on one chunk."""
 
     backward: bool
@@ -40,7 +48,7 @@ class Event(NamedTuple):
     microbatch: int
 
     @property
-    def key(self) -> Key:
+    def key(self) -> TapeKey:
         return self.chunk, self.microbatch
 
 
@@ -48,9 +56,9 @@ class StepOrder:
     """The events of steps by number of microbatches, as seen. See Note: [Order]."""
 
     def __init__(self) -> None:
-        self._known: dict[int, list[Event]] = {}
-        self._seen: list[Event] = []
-        self._expected: list[Event] | None = None
+        self._known: dict[int, list[ScheduledEvent]] = {}
+        self._seen: list[ScheduledEvent] = []
+        self._expected: list[ScheduledEvent] | None = None
         self._count = 0
 
     def begin(self, count: int) -> None:
@@ -59,7 +67,7 @@ class StepOrder:
         self._seen = []
         self._expected = self._known.get(count)
 
-    def record(self, event: Event) -> None:
+    def record(self, event: ScheduledEvent) -> None:
         """Record the next event of the step."""
         at = len(self._seen)
         if self._expected is not None and (at >= len(self._expected) or self._expected[at] != event):
@@ -70,12 +78,12 @@ class StepOrder:
         """The step is complete."""
         self._known[self._count] = self._seen
 
-    def next_event(self) -> Event | None:
+    def next_event(self) -> ScheduledEvent | None:
         """The event after the current one, if it is known."""
         at = len(self._seen)
         return self._expected[at] if self._expected is not None and at < len(self._expected) else None
 
-    def next_backwards(self, alive: set[Key]) -> list[Key]:
+    def next_backwards(self, alive: set[TapeKey]) -> list[TapeKey]:
         """The tapes among `alive` whose backwards come next, in order; at most AHEAD."""
         found = []
         for event in (self._expected or [])[len(self._seen) :]:
@@ -104,9 +112,9 @@ class Schedule:
         self._chunks = chunks
         self._open = False
         self._left = 0  # backwards until the step is complete
-        self._forwards: set[Key] = set()  # that the step had
-        self._alive: set[Key] = set()
-        self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], Key]] = {}
+        self._forwards: set[TapeKey] = set()  # that the step had
+        self._alive: set[TapeKey] = set()
+        self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], TapeKey]] = {}
 
     def forward(self, chunk: int, microbatch: int, count: int, call: Callable[[], Any]) -> Any:
         """Run `call`, the forward of `microbatch` on `chunk`, of `count` microbatches in the step.
@@ -114,13 +122,13 @@ class Schedule:
         Returns:
             What `call` returned. Pass `record_output` the output whose backward will come.
         """
-        event = Event(False, chunk, microbatch)
+        event = ScheduledEvent(False, chunk, microbatch)
         if not self._open or event.key in self._forwards:
             self._begin(count)
         self._forwards.add(event.key)
         self.order.record(event)
         following = self.order.next_event()
-        at_once = following == Event(True, chunk, microbatch)
+        at_once = following == ScheduledEvent(True, chunk, microbatch)
         keep = at_once and bool(self._alive)
         if following is not None and following.backward and not at_once:
             self.runtime.next_backward(*self.order.next_backwards(self._alive))
@@ -142,7 +150,7 @@ class Schedule:
     def backward(self, output: object, call: Callable[[], Any]) -> Any:
         """Run `call`, the backward of an output that this schedule `knows`."""
         _, key = self._outputs.pop(id(output))
-        self.order.record(Event(True, *key))
+        self.order.record(ScheduledEvent(True, *key))
         self._alive.discard(key)
         with self.runtime.backward(*key):
             self.runtime.next_backward(*self.order.next_backwards(self._alive))
@@ -172,3 +180,60 @@ class Schedule:
         self._alive.clear()
         self._outputs.clear()
         self.runtime.next_backward()
+
+
+LOOSE_FORWARDS = 10
+"""Forwards outside of a schedule, before any inside of one, that are taken for a loop's own beginning."""
+
+
+class BypassedSchedules(Feature):
+    """Warns once where a chunk's forwards with gradients do not come from a schedule, until the first one that does.
+
+    An adapter appends it to `Runtime.features`.
+    """
+
+    def __init__(self) -> None:
+        self._forwards = 0
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self, model: nn.Module) -> None:
+        self._handles.append(model.register_forward_pre_hook(_CountForward(self)))
+
+    def forward(self) -> None:
+        """A chunk's forward begins."""
+        if not torch.is_grad_enabled():
+            return
+        self._forwards += 1
+        if self._forwards == LOOSE_FORWARDS:
+            self.detach()
+            logger.warning(
+                "the model ran %d forwards with gradients, none of them by forward_step of "
+                "megatron.core.pipeline_parallel.schedules: nothing of them is offloaded or recomputed. A loop that calls the "
+                "model by itself uses ssdtrain.attach; a schedule of your own looks forward_step and backward_step up in that "
+                "module when it calls them",
+                LOOSE_FORWARDS,
+            )
+
+    def on_forward(self, forward: Forward) -> AbstractContextManager[Any] | None:
+        self.detach()
+        return None
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _CountForward:
+    """Copied or pickled as a hook without effect."""
+
+    def __init__(self, schedules: BypassedSchedules) -> None:
+        self._schedules = weakref.ref(schedules)
+
+    def __call__(self, *_: Any) -> None:
+        schedules = self._schedules()
+        if schedules is not None:
+            schedules.forward()
+
+    def __reduce__(self) -> Any:
+        return no_hook()

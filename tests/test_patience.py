@@ -7,7 +7,7 @@ import time
 from collections import deque
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -130,12 +130,9 @@ def test_memory_is_unpinned_when_a_device_that_is_far_behind_has_come_to_its_end
 def test_a_pool_closes_when_its_slow_transfers_have_ended_one_by_one(tmp_path: Path) -> None:
     """One operation of several pieces, the sum of which takes longer than the limit."""
 
-    class Slow:
-        def run(self, *_: object) -> None:
-            time.sleep(APART)
-
-        def close(self) -> None:
-            pass
+    def slow(*_: object) -> int:
+        time.sleep(APART)
+        return 0
 
     with (tmp_path / "slab").open("w+b") as file:
         pool = PythonPool(
@@ -144,7 +141,7 @@ def test_a_pool_closes_when_its_slow_transfers_have_ended_one_by_one(tmp_path: P
             host_threads=0,
             piece=4096,
             make_error=ErrorMaker([str(tmp_path)]),
-            make_transfer=lambda: cast(Any, Slow()),
+            make_transfer=lambda: slow,
         )
         data = bytearray(COUNT * 4096)
         address = torch.frombuffer(data, dtype=torch.uint8).data_ptr()

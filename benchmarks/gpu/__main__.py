@@ -30,7 +30,7 @@ from benchmarks.gpu.measure import WAYS, Geometry, be_deterministic
 from benchmarks.gpu.models import KINDS
 from benchmarks.gpu.sources import MEASURED, digest
 from ssdtrain.text import size_text
-from ssdtrain.tools.cli.bandwidth import measure as measure_drive
+from ssdtrain.tools.cli.doctor import measure as measure_drive
 
 GiB = 1 << 30
 PAPER = ((8192, 4), (12288, 3), (16384, 2))

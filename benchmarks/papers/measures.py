@@ -9,7 +9,7 @@ from ssdtrain.planner.plans import Limits, NoPlan, Objective
 from ssdtrain.planner.search import search
 from ssdtrain.text import YEAR_SECONDS
 from ssdtrain.tools.whatif.cluster import plan_job, problem_of
-from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.cluster_state import placements
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-def recomputed_seconds(job: Job, microbatch: int) -> float:
+def recomputed_seconds(job: ClusterJob, microbatch: int) -> float:
     """Of a step in which every block is recomputed."""
     each = max(
         sum(b.forward + b.backward + b.recompute for b in job.blocks(microbatch, last)) for last in job.ends
@@ -34,7 +34,7 @@ def recomputed_seconds(job: Job, microbatch: int) -> float:
     return (job.microbatches(microbatch) + bubble) * each + sum(job.update_seconds())
 
 
-def flop_rate(job: Job, microbatch: int) -> float:
+def flop_rate(job: ClusterJob, microbatch: int) -> float:
     """TFLOP/s of a GPU with every block recomputed, recomputation counted (arXiv 2104.04473, equation 3)."""
     model = job.model
     forward = sum(model.block_flops(1, kind) for kind in model.block_kinds)
@@ -42,19 +42,19 @@ def flop_rate(job: Job, microbatch: int) -> float:
     return flops / recomputed_seconds(job, microbatch) / job.layout.ranks / 1e12
 
 
-def bandwidth_for_all(job: Job, microbatch: int) -> float:
+def bandwidth_for_all(job: ClusterJob, microbatch: int) -> float:
     """GB/s that a GPU writes if everything is offloaded."""
     return job.bandwidth_for_all(microbatch) / 1e9
 
 
-def life(job: Job, microbatch: int) -> float:
+def life(job: ClusterJob, microbatch: int) -> float:
     """Years of the drives of a node if everything is offloaded: half of the time is forward's and writes."""
     assert job.ssds is not None
     rate = job.bandwidth_for_all(microbatch) / 2 * job.local_node
     return job.ssds.endurance * job.ssds.count / rate / YEAR_SECONDS
 
 
-def peak_reduction(job: Job, microbatch: int) -> float:
+def peak_reduction(job: ClusterJob, microbatch: int) -> float:
     """Percent by which the plan with the least memory that takes at most 2% longer is below keeping everything."""
     job = replace(job, gpu=replace(job.gpu, memory=10**13))
     kept = plan_job(replace(job, ssds=None, recompute=False), microbatch).stages[0].plan
@@ -62,10 +62,10 @@ def peak_reduction(job: Job, microbatch: int) -> float:
     return 100 * (1 - least.peak / kept.peak)
 
 
-def batch_gain(job: Job, microbatch: int) -> float:
+def batch_gain(job: ClusterJob, microbatch: int) -> float:
     """The largest batch with drives over the largest without, each within 2% of the time of keeping everything."""
 
-    def largest(given: Job) -> int:
+    def largest(given: ClusterJob) -> int:
         size = microbatch
         while _fits(replace(given, batch=size), size, 0.02):
             size += 1
@@ -74,15 +74,15 @@ def batch_gain(job: Job, microbatch: int) -> float:
     return largest(job) / largest(replace(job, ssds=None))
 
 
-def gain_over_recomputation(job: Job, microbatch: int) -> float:
+def gain_over_recomputation(job: ClusterJob, microbatch: int) -> float:
     """Throughput of the plan over that of recomputing every block."""
     return recomputed_seconds(job, microbatch) / plan_job(job, microbatch).step_seconds
 
 
-def largest_model(job: Job, microbatch: int) -> float | None:
+def largest_model(job: ClusterJob, microbatch: int) -> float | None:
     """Billions of parameters of the deepest model of this width that fits with every block recomputed."""
 
-    def deep(layers: int) -> Job:
+    def deep(layers: int) -> ClusterJob:
         return replace(job, model=replace(job.model, layers=layers))
 
     fits, too_deep = 0, 1
@@ -94,7 +94,7 @@ def largest_model(job: Job, microbatch: int) -> float | None:
     return deep(fits).model.parameters() / 1e9 if fits else None
 
 
-def share_of_ideal(job: Job, microbatch: int) -> float | None:
+def share_of_ideal(job: ClusterJob, microbatch: int) -> float | None:
     """Percent of the speed with unlimited memory; None: there is no plan."""
     try:
         plan = plan_job(job, microbatch)
@@ -103,7 +103,7 @@ def share_of_ideal(job: Job, microbatch: int) -> float | None:
     return 100 * plan.ideal_seconds / plan.step_seconds
 
 
-def _fits(job: Job, microbatch: int, slowdown: float | None = None) -> bool:
+def _fits(job: ClusterJob, microbatch: int, slowdown: float | None = None) -> bool:
     try:
         plan_job(job, microbatch, slowdown=slowdown)
     except (NoPlan, InvalidValue):
@@ -111,7 +111,7 @@ def _fits(job: Job, microbatch: int, slowdown: float | None = None) -> bool:
     return True
 
 
-def _fits_recomputed(job: Job, microbatch: int) -> bool:
+def _fits_recomputed(job: ClusterJob, microbatch: int) -> bool:
     try:
         for last in job.ends:
             problem, budget = problem_of(job, microbatch, placements(job, last)[0])

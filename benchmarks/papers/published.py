@@ -12,13 +12,13 @@ from typing import Any
 
 from benchmarks.papers import measures
 from ssdtrain.config.units import GiB
-from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.hardware import Ssds, find_gpu
-from ssdtrain.tools.whatif.models import Layout, Transformer
+from ssdtrain.tools.whatif.models import ParallelLayout, Transformer
 
 __all__ = ["Row", "rows"]
 
-Measure = Callable[[Job, int], float | None]
+Measure = Callable[[ClusterJob, int], float | None]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Row:
     high: float
     unit: str
     measure: Measure
-    jobs: tuple[Job, ...]
+    jobs: tuple[ClusterJob, ...]
     microbatch: int
 
     def computed(self) -> float | None:
@@ -71,7 +71,7 @@ def _one(
     value: float,
     unit: str,
     measure: Measure,
-    job: Job,
+    job: ClusterJob,
     microbatch: int = 1,
 ) -> Row:
     return Row(family, what, where, value, value, unit, measure, (job,), microbatch)
@@ -108,20 +108,20 @@ def _gpt(heads: int, hidden: int, layers: int) -> Transformer:
     return Transformer.of("gpt", hidden=hidden, layers=layers, heads=heads, sequence=2048, vocabulary=51200)
 
 
-def _same_model(billions: float, stages: int, gpus: int, batch: int) -> tuple[str, Job]:
+def _same_model(billions: float, stages: int, gpus: int, batch: int) -> tuple[str, ClusterJob]:
     model = _gpt(96, 12288, 96) if billions < 200 else _gpt(128, 20480, 105)
     if stages:
-        name, layout = f"TP 8, PP {stages}", Layout(tp=8, pp=stages, dp=gpus // (8 * stages))
+        name, layout = f"TP 8, PP {stages}", ParallelLayout(tp=8, pp=stages, dp=gpus // (8 * stages))
     else:
-        name, layout = "ZeRO-3", Layout(dp=gpus, zero=3)
-    return f"{billions}B on {gpus}, {name}", Job(model, layout, A100, batch=batch, network=25e9)
+        name, layout = "ZeRO-3", ParallelLayout(dp=gpus, zero=3)
+    return f"{billions}B on {gpus}, {name}", ClusterJob(model, layout, A100, batch=batch, network=25e9)
 
 
 def _megatron() -> list[Row]:
     found = []
     for billions, heads, hidden, layers, tp, pp, gpus, batch, rate in WEAK_SCALING:
-        layout = Layout(tp=tp, pp=pp, dp=gpus // (tp * pp))
-        job = Job(_gpt(heads, hidden, layers), layout, A100, batch=batch, network=25e9)
+        layout = ParallelLayout(tp=tp, pp=pp, dp=gpus // (tp * pp))
+        job = ClusterJob(_gpt(heads, hidden, layers), layout, A100, batch=batch, network=25e9)
         what = f"{billions}B on {gpus}, TP {tp}, PP {pp}"
         found.append(_one("rate", what, "Table 1", rate, "TFLOP/s", measures.flop_rate, job))
     for billions, stages, gpus, batch, microbatch, rate in SAME_MODEL:
@@ -159,13 +159,15 @@ def _two_gpus() -> list[Row]:
             model = Transformer.of(
                 family, hidden=hidden, layers=layers // depth, sequence=1024, heads=hidden // 128
             )
-            job = Job(model, Layout(tp=2), A100_40, P5800X, node=1, batch=16, optimizer=0, recompute=False)
+            job = ClusterJob(
+                model, ParallelLayout(tp=2), A100_40, P5800X, node=1, batch=16, optimizer=0, recompute=False
+            )
             what = f"{family.upper()}, hidden {hidden}, {layers} layers: peak lower by"
             reduced = ("IV-B, Fig. 6", 28.0, 40.0, "%", measures.peak_reduction)
             found.append(Row("memory", what, *reduced, (job,), 16))
     for hidden in (12288, 14336):
         model = Transformer.of("bert", hidden=hidden, layers=3, sequence=1024, heads=hidden // 128)
-        job = Job(model, Layout(tp=2), A100_40, P5800X, node=1, optimizer=0, recompute=False)
+        job = ClusterJob(model, ParallelLayout(tp=2), A100_40, P5800X, node=1, optimizer=0, recompute=False)
         what = f"BERT, hidden {hidden}, 3 layers: batch in the same memory"
         found.append(_one("memory", what, "IV-C, Fig. 7", 2, "times", measures.batch_gain, job))
     return found
@@ -181,7 +183,9 @@ def _protrain() -> list[Row]:
     jobs = {}
     for name, (family, hidden, layers, more) in shapes.items():
         model = Transformer.of(family, hidden=hidden, layers=layers, sequence=1024, **more)
-        jobs[name] = Job(model, Layout(dp=4, zero=3), A100, host=512 * GiB, batch=64, optimizer=0)
+        jobs[name] = ClusterJob(
+            model, ParallelLayout(dp=4, zero=3), A100, host=512 * GiB, batch=64, optimizer=0
+        )
     gain, unit = measures.gain_over_recomputation, "times"
     found = [
         Row(
@@ -203,7 +207,7 @@ def _protrain() -> list[Row]:
     wide = Transformer.of("gpt", hidden=4096, layers=1, sequence=1024)
     for name, value, host in (("rtx3090", 34, 384e9), ("a100", 75, 1e12)):
         away: dict[str, Any] = {"host": int(host), "state": "host", "cpu_rate": 200e9}
-        job = Job(wide, Layout(), find_gpu(name), batch=1, node=1, **away)
+        job = ClusterJob(wide, ParallelLayout(), find_gpu(name), batch=1, node=1, **away)
         where = "Table 2, second-hand"
         found.append(_one("size", name.upper(), where, value, "billion", measures.largest_model, job))
     return found
@@ -214,7 +218,7 @@ def _teraio() -> list[Row]:
 
     def job(
         batch: int, sequence: int, hidden: int, layers: int, heads: int, ffn: int, vocabulary: int
-    ) -> Job:
+    ) -> ClusterJob:
         model = Transformer.of(
             "llama",
             hidden=hidden,
@@ -225,7 +229,7 @@ def _teraio() -> list[Row]:
             sequence=sequence,
             vocabulary=vocabulary,
         )
-        return Job(model, Layout(pp=2), gpu, H100_DRIVES, batch=batch)
+        return ClusterJob(model, ParallelLayout(pp=2), gpu, H100_DRIVES, batch=batch)
 
     llama = job(128, 4096, 4096, 32, 32, 14336, 128256)
     granite = job(128, 4096, 4096, 36, 32, 14336, 49152)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import logging
 import os
 import time
@@ -24,10 +25,15 @@ from megatron.core.distributed import (
 )
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from examples.megatron_gpt.options import parser
@@ -35,11 +41,17 @@ from examples.megatron_gpt.text import ByteTokenizer, library_text
 from ssdtrain_megatron.attachment import Attachment, attach
 from ssdtrain_megatron.flags import config_from_args
 from ssdtrain_megatron.metrics import GatheredMetrics
-from ssdtrain_megatron.spec import default_spec
 
 __all__ = ["Trainer", "initialize", "main", "training_set"]
 
 Batches = Iterator[dict[str, torch.Tensor]]
+
+
+def layer_spec() -> ModuleSpec:
+    """Return Transformer Engine's layer where it is installed, the local one elsewhere."""
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return get_gpt_layer_with_transformer_engine_spec()
+    return get_gpt_layer_local_spec()
 
 
 def initialize(options: argparse.Namespace) -> None:
@@ -163,7 +175,7 @@ class Trainer:
         step = 128 * self.options.tensor_model_parallel_size
         model = GPTModel(
             config=self.config,
-            transformer_layer_spec=default_spec(),
+            transformer_layer_spec=layer_spec(),
             vocab_size=-(-ByteTokenizer.vocab_size // step) * step,
             max_sequence_length=self.options.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),

@@ -10,9 +10,9 @@ threads after a call, and access neither files nor process groups.
 """
 
 from ssdtrain.codecs.base import (
-    ALIGNMENT,
     FORMAT_VERSION,
     HEADER_BYTES,
+    PAYLOAD_ALIGNMENT,
     Codec,
     FixedSizeCodec,
     Key,
@@ -23,9 +23,9 @@ from ssdtrain.codecs.base import (
 from ssdtrain.codecs.registry import available, make_codec, make_fixed_size_codec
 
 __all__ = [
-    "ALIGNMENT",
     "FORMAT_VERSION",
     "HEADER_BYTES",
+    "PAYLOAD_ALIGNMENT",
     "Codec",
     "FixedSizeCodec",
     "Key",

@@ -4,7 +4,7 @@ A payload is one uint8 buffer: a header of 16 bytes, followed by the codec's bod
 
     byte 0       format version
     byte 1       0 if every value decodes to a finite number, 1 if the tensor held (or rounded to) Inf or NaN
-    byte 2       dtype of the encoded tensor: its index in `DTYPES`
+    byte 2       dtype of the encoded tensor: its index in `PAYLOAD_DTYPES`
     byte 3       0
     bytes 4-7    CRC-32 of the codec's spec, little endian
     bytes 8-15   number of elements, little endian
@@ -31,14 +31,14 @@ import torch
 from torch import Tensor
 
 HEADER_BYTES = 16
-ALIGNMENT = 16
+PAYLOAD_ALIGNMENT = 16
 FORMAT_VERSION = 2
 
 _HEADER = struct.Struct("<BBBBIQ")
 _NOT_FINITE_BYTE = 1
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # The position in this tuple is the header's dtype byte: append only.
-DTYPES = (
+PAYLOAD_DTYPES = (
     torch.float32,
     torch.float16,
     torch.bfloat16,
@@ -63,13 +63,11 @@ class PayloadError(ValueError):
 class Key(NamedTuple):
     """Identifies a stream of random numbers: the same key gives the same payload on any device, in any order, after any restart.
 
-    Encodings with independent errors (of different tensors, slices, ranks or steps) need different keys.
+    Encodings with independent errors (different tensors, slices, ranks or steps) need different keys.
 
     Args:
-        seed: of the run, 64 bits.
-        step: training step, 32 bits.
-        tensor: number of the tensor or slice, 32 bits.
-        rank: of the sender, 32 bits.
+        seed: 64 bits, the run's.
+        step, tensor, rank: 32 bits each: the training step, the number of the tensor or slice, the sender's rank.
     """
 
     seed: int
@@ -96,9 +94,9 @@ class Pieces(NamedTuple):
 
     number: int
     stride: int
-    """From one tensor to the next, in elements."""
+    """Distance of two tensors, in elements."""
     payload_bytes: int
-    """From one payload to the next."""
+    """Distance of two payloads."""
     skip: int
 
 
@@ -111,7 +109,7 @@ def _device_header(header: Header, device: torch.device) -> Tensor:
 
 def align(nbytes: int) -> int:
     """`nbytes` rounded up to the alignment of payloads and their sections."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return -(-nbytes // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
 
 
 def payload_finite(buf: Tensor) -> Tensor:
@@ -238,17 +236,17 @@ class Codec(ABC):
                 f"{self.spec} needs {need} bytes for {other.numel()} values of {other.dtype}, "
                 f"the payload buffer has {buf.numel()}"
             )
-        if buf.data_ptr() % ALIGNMENT:
+        if buf.data_ptr() % PAYLOAD_ALIGNMENT:
             raise ValueError(
-                f"the payload buffer's address {buf.data_ptr():#x} is not a multiple of {ALIGNMENT} bytes"
+                f"the payload buffer's address {buf.data_ptr():#x} is not a multiple of {PAYLOAD_ALIGNMENT} bytes"
             )
 
     def _fingerprint(self) -> int:
         return zlib.crc32(self.spec.encode())
 
     def header(self, dtype: torch.dtype, numel: int) -> Header:
-        """Of a payload of `numel` finite values of `dtype`."""
-        return Header(FORMAT_VERSION | DTYPES.index(dtype) << 16, self._fingerprint(), numel)
+        """The header of a payload of `numel` finite values of `dtype`."""
+        return Header(FORMAT_VERSION | PAYLOAD_DTYPES.index(dtype) << 16, self._fingerprint(), numel)
 
     def _write_header(self, out: Tensor, x: Tensor, finite: Tensor | bool) -> None:
         out[:HEADER_BYTES].copy_(_device_header(self.header(x.dtype, x.numel()), out.device))
@@ -268,12 +266,12 @@ class Codec(ABC):
             raise PayloadError(
                 f"the payload of {self.spec} holds {numel} values, the output tensor has {out.numel()}"
             )
-        if dtype >= len(DTYPES):
-            raise PayloadError(f"the payload of {self.spec} names the dtype {dtype}, of {len(DTYPES)}")
-        if self.lossless and DTYPES[dtype] != out.dtype:
+        if dtype >= len(PAYLOAD_DTYPES):
             raise PayloadError(
-                f"{self.spec} decodes to the dtype it encoded, {DTYPES[dtype]}, not to {out.dtype}"
+                f"the payload of {self.spec} names the dtype {dtype}, of {len(PAYLOAD_DTYPES)}"
             )
+        if self.lossless and (encoded := PAYLOAD_DTYPES[dtype]) != out.dtype:
+            raise PayloadError(f"{self.spec} decodes to the dtype it encoded, {encoded}, not to {out.dtype}")
 
 
 class FixedSizeCodec(Codec):
@@ -291,7 +289,10 @@ class FixedSizeCodec(Codec):
         size = self.payload_bytes(x.numel(), x.dtype)
         if flat.numel() and self._encode_payload(flat, out[:size], self.header(x.dtype, x.numel()), key):
             return size
-        finite = self._encode(flat, out[HEADER_BYTES:size], key) if flat.numel() else True
+        finite: Tensor | bool = True
+        if flat.numel():
+            finite = self._encode(flat, out[HEADER_BYTES:size], key)
+            out[HEADER_BYTES + self._body_bytes(x.numel(), x.dtype) : size].zero_()
         self._write_header(out, flat, finite)
         return size
 
@@ -343,6 +344,23 @@ class VariableSizeCodec(Codec):
     def _encode(self, flat: Tensor, body: Tensor) -> tuple[Tensor | bool, int]:
         """Encode the contiguous, non-empty `flat` [numel] into `body`; returns the finite flag and the bytes
         written."""
+
+
+class ExactCodec(Codec):
+    """A codec that restores every bit."""
+
+    unbiased = True
+    contractive = True
+    lossless = True
+
+
+def write(values: Tensor, out: Tensor, accumulate: bool) -> None:
+    """Copy the first values of contiguous `values` to `out` [numel], or add them to it."""
+    flat = values.reshape(-1)[: out.numel()]
+    if accumulate:
+        out.add_(flat)
+    else:
+        out.copy_(flat)
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

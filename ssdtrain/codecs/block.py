@@ -4,9 +4,10 @@ Shapes: N blocks, B values per block.
 
 Note: [Block codes]
     Body: bfloat16 scales [N]; for asymmetric blocks bfloat16 zero points [N]; zeros up to a multiple of 16
-    bytes; codes, bits * B / 8 bytes per block. A code is unsigned. Two four-bit codes that share a byte are
-    B/2 apart in their block (the earlier one in the low bits), four two-bit codes B/4 apart: contiguous
-    halves and quarters, so that packing is the same operation on whole vectors.
+    bytes; codes, bits * B / 8 bytes per block; zeros up to a multiple of 16. A code is unsigned.
+    Two four-bit codes that share a byte are B/2 apart in their block (the earlier one in the low bits), four
+    two-bit codes B/4 apart: contiguous halves and quarters, so that packing is the same operation on whole
+    vectors.
 
     symmetric:   value = (code - 2^(bits-1)) * scale,  codes 1 .. 2^bits - 1
     asymmetric:  value = zero + code * scale,          codes 0 .. 2^bits - 1
@@ -14,20 +15,78 @@ Note: [Block codes]
     Scales are rounded up and zero points down to bfloat16, so every value lies within the codes.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ssdtrain.codecs import kernels, native, scales
-from ssdtrain.codecs.base import FixedSizeCodec, Header, Key, Pieces
+from ssdtrain.codecs.base import FixedSizeCodec, Header, Key, Pieces, write
 from ssdtrain.codecs.philox import uniform_blocks
 
 ROUNDINGS = ("nearest", "stochastic")
 
 
+class BlockCodec(FixedSizeCodec):
+    """A codec of blocks that share a scale: C in host memory, Triton on CUDA, or the reference."""
+
+    block: int
+    backend: str
+
+    @property
+    @abstractmethod
+    def block_format(self) -> scales.BlockFormat:
+        """The format, as the C and Triton implementations take it."""
+
+    @property
+    def bits_per_value(self) -> float:
+        return self.block_format.bits + 16 * self.block_format.vectors / self.block
+
+    def check_key(self, key: Key | None, numel: int) -> None:
+        """Refuse stochastic rounding without a key, and more values than one key has counters for."""
+        if not self.block_format.stochastic:
+            return
+        if key is None:
+            raise ValueError(f"{self.spec} rounds stochastically and needs a Key(seed, step, tensor, rank)")
+        scales.check_counters(numel)
+
+    def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        layout = self.block_format
+        return scales.sections(numel, self.block, layout.vectors, layout.bits)[2]
+
+    def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
+        self.check_key(key, flat.numel())
+        if native.usable(self.backend, flat, body):
+            return native.block_encode(self.block_format, flat, body, key)
+        return self._encode_reference(flat, body, key)
+
+    def _encode_payload(
+        self, flat: Tensor, payload: Tensor, header: Header, key: Key | None, pieces: Pieces | None = None
+    ) -> bool:
+        if native.usable(self.backend, flat, payload) or not kernels.usable(self.backend, flat, payload):
+            return False
+        self.check_key(key, flat.numel())
+        kernels.block_encode(self.block_format, flat, payload, header, key, flat.dtype, pieces)
+        return True
+
+    def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
+        if native.usable(self.backend, body, out):
+            native.block_decode(self.block_format, body, out, accumulate)
+        elif kernels.usable(self.backend, body, out):
+            kernels.block_decode(self.block_format, body, out, accumulate)
+        else:
+            self._decode_reference(body, out, accumulate)
+
+    @abstractmethod
+    def _encode_reference(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor: ...
+
+    @abstractmethod
+    def _decode_reference(self, body: Tensor, out: Tensor, accumulate: bool) -> None: ...
+
+
 @dataclass(frozen=True)
-class IntBlock(FixedSizeCodec):
+class IntBlock(BlockCodec):
     """Block quantisation to integers.
 
     Range: values above LARGEST of their dtype (scales.py) are clipped to it, less than 0.8%; no step is below
@@ -91,10 +150,6 @@ class IntBlock(FixedSizeCodec):
         return self.block * step**2 / 4 < 1
 
     @property
-    def bits_per_value(self) -> float:
-        return self.bits + 16 * self.vectors / self.block
-
-    @property
     def vectors(self) -> int:
         """bfloat16 numbers per block: a scale, and a zero point where the block is asymmetric."""
         return 1 if self.symmetric else 2
@@ -103,39 +158,6 @@ class IntBlock(FixedSizeCodec):
     def block_format(self) -> scales.BlockFormat:
         kind = scales.SYMMETRIC if self.symmetric else scales.ASYMMETRIC
         return scales.BlockFormat(self.block, self.bits, kind, self.largest_code, self.stochastic)
-
-    def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return scales.sections(numel, self.block, self.vectors, self.bits)[2]
-
-    def check_key(self, key: Key | None, numel: int) -> None:
-        """Refuse stochastic rounding without a key, and more values than one key has counters for."""
-        if self.stochastic and key is None:
-            raise ValueError(f"{self.spec} rounds stochastically and needs a Key(seed, step, tensor, rank)")
-        if self.stochastic:
-            scales.check_counters(numel)
-
-    def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
-        self.check_key(key, flat.numel())
-        if native.usable(self.backend, flat, body):
-            return native.block_encode(self.block_format, flat, body, key)
-        return self._encode_reference(flat, body, key)
-
-    def _encode_payload(
-        self, flat: Tensor, payload: Tensor, header: Header, key: Key | None, pieces: Pieces | None = None
-    ) -> bool:
-        if native.usable(self.backend, flat, payload) or not kernels.usable(self.backend, flat, payload):
-            return False
-        self.check_key(key, flat.numel())
-        kernels.block_encode(self.block_format, flat, payload, header, key, flat.dtype, pieces)
-        return True
-
-    def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
-        if native.usable(self.backend, body, out):
-            native.block_decode(self.block_format, body, out, accumulate)
-        elif kernels.usable(self.backend, body, out):
-            kernels.block_decode(self.block_format, body, out, accumulate)
-        else:
-            self._decode_reference(body, out, accumulate)
 
     def _encode_reference(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor:
         blocks, codes, end = scales.sections(flat.numel(), self.block, self.vectors, self.bits)
@@ -177,11 +199,8 @@ class IntBlock(FixedSizeCodec):
         head_N = scales.divide(torch.full_like(zero_N, largest), self.largest_code)
         most_N = scales.floor_bf16((head_N - foot_N).clamp(min=0.0))
         scale_N = torch.minimum(scales.ceil_bf16(spread_N), most_N).clamp(min=2 * scales.SMALLEST_SCALE)
-        return (
-            torch.where(finite_N, scale_N, torch.nan),
-            torch.where(finite_N, zero_N, torch.nan),
-            finite_N,
-        )
+        scale_N, zero_N = (torch.where(finite_N, x_N, torch.nan) for x_N in (scale_N, zero_N))
+        return scale_N, zero_N, finite_N
 
     def _decode_reference(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         blocks, codes, end = scales.sections(out.numel(), self.block, self.vectors, self.bits)
@@ -192,7 +211,7 @@ class IntBlock(FixedSizeCodec):
         else:
             zero_N1 = body[2 * blocks : 4 * blocks].view(torch.bfloat16).to(torch.float32)[:, None]
             value_NB = (zero_N1 * 0.5 + q_NB * (scale_N1 * 0.5)) * 2.0
-        scales.write(value_NB, out, accumulate)
+        write(value_NB, out, accumulate)
 
 
 def _round_stochastically(y_NB: Tensor, key: Key) -> Tensor:

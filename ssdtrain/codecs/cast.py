@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ssdtrain.codecs import native
-from ssdtrain.codecs.base import FixedSizeCodec, Key
+from ssdtrain.codecs.base import ExactCodec, FixedSizeCodec, Key, write
 
 _TARGETS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -18,6 +18,9 @@ class Cast(FixedSizeCodec):
     Values beyond the target's range become Inf, as the cast does, and clear the finite flag. float16 flushes
     values below 2^-25 to zero, so it does not contract; bfloat16 has the range of float32.
     """
+
+    unbiased = False
+    bits_per_value = 16.0
 
     target: str
     backend: str = field(default="auto", compare=False)
@@ -31,23 +34,14 @@ class Cast(FixedSizeCodec):
         return _TARGETS[self.target]
 
     @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
     def contractive(self) -> bool:
         return self.target == "bf16"
-
-    @property
-    def bits_per_value(self) -> float:
-        return 16.0
 
     def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return 2 * numel
 
     def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
         data = body[: 2 * flat.numel()].view(self.dtype)
-        body[2 * flat.numel() :].zero_()
         if self.target == "bf16" and native.usable(self.backend, flat, body):
             return native.bf16_encode(flat, data)
         data.copy_(flat)
@@ -57,35 +51,16 @@ class Cast(FixedSizeCodec):
         data = body[: 2 * out.numel()].view(self.dtype)
         if self.target == "bf16" and native.usable(self.backend, body, out):
             native.bf16_decode(data, out, accumulate)
-        elif accumulate:
-            out.add_(data)
         else:
-            out.copy_(data)
+            write(data, out, accumulate)
 
 
 @dataclass(frozen=True)
-class Raw(FixedSizeCodec):
+class Raw(ExactCodec, FixedSizeCodec):
     """The unchanged bits of the tensor, behind the header: the codec to compare the others with."""
 
-    @property
-    def spec(self) -> str:
-        return "raw"
-
-    @property
-    def unbiased(self) -> bool:
-        return True
-
-    @property
-    def contractive(self) -> bool:
-        return True
-
-    @property
-    def lossless(self) -> bool:
-        return True
-
-    @property
-    def bits_per_value(self) -> float:
-        return 32.0
+    spec = "raw"
+    bits_per_value = 32.0
 
     def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return numel * dtype.itemsize
@@ -93,12 +68,7 @@ class Raw(FixedSizeCodec):
     def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
         nbytes = flat.numel() * flat.dtype.itemsize
         body[:nbytes].view(flat.dtype).copy_(flat)
-        body[nbytes:].zero_()
         return native.all_finite(flat) if native.usable("auto", flat) else torch.isfinite(flat).all()
 
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
-        data = body[: out.numel() * out.dtype.itemsize].view(out.dtype)
-        if accumulate:
-            out.add_(data)
-        else:
-            out.copy_(data)
+        write(body[: out.numel() * out.dtype.itemsize].view(out.dtype), out, accumulate)

@@ -5,20 +5,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ssdtrain.codecs import kernels, native, scales
-from ssdtrain.codecs.base import FixedSizeCodec, Header, Key, Pieces
+from ssdtrain.codecs import scales
+from ssdtrain.codecs.base import Key, write
+from ssdtrain.codecs.block import BlockCodec
 
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True)
-class Float8Block(FixedSizeCodec):
+class Float8Block(BlockCodec):
     """Blocks of float8 e4m3 (largest 448) or e5m2 (largest 57344), scaled so that the block's largest
     magnitude fits, rounded to nearest even.
 
     Body: bfloat16 scales [blocks], padded to 16 bytes, then one byte per value. Values above LARGEST of the
     dtype (scales.py) are clipped to it, less than 0.8%.
     """
+
+    unbiased = False
+    contractive = True
 
     format: str = "e4m3"
     block: int = 128
@@ -38,28 +42,11 @@ class Float8Block(FixedSizeCodec):
         return _FORMATS[self.format]
 
     @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    def contractive(self) -> bool:
-        return True
-
-    @property
-    def bits_per_value(self) -> float:
-        return 8 + 16 / self.block
-
-    @property
     def block_format(self) -> scales.BlockFormat:
         kind = scales.E4M3 if self.format == "e4m3" else scales.E5M2
         return scales.BlockFormat(self.block, 8, kind, torch.finfo(self.dtype).max)
 
-    def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return scales.sections(numel, self.block, 1, 8)[2]
-
-    def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
-        if native.usable(self.backend, flat, body):
-            return native.block_encode(self.block_format, flat, body, key)
+    def _encode_reference(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor:
         blocks, codes, end = scales.sections(flat.numel(), self.block, 1, 8)
         largest = torch.finfo(self.dtype).max
         v_NB = scales.split(flat, self.block)
@@ -70,22 +57,8 @@ class Float8Block(FixedSizeCodec):
         body[codes:end].view(self.dtype).copy_(y_NB.view(-1))
         return finite_N.all()
 
-    def _encode_payload(
-        self, flat: Tensor, payload: Tensor, header: Header, key: Key | None, pieces: Pieces | None = None
-    ) -> bool:
-        if native.usable(self.backend, flat, payload) or not kernels.usable(self.backend, flat, payload):
-            return False
-        kernels.block_encode(self.block_format, flat, payload, header, None, flat.dtype, pieces)
-        return True
-
-    def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
-        if native.usable(self.backend, body, out):
-            native.block_decode(self.block_format, body, out, accumulate)
-            return
-        if kernels.usable(self.backend, body, out):
-            kernels.block_decode(self.block_format, body, out, accumulate)
-            return
+    def _decode_reference(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         blocks, codes, end = scales.sections(out.numel(), self.block, 1, 8)
         scale_N = body[: 2 * blocks].view(torch.bfloat16).to(torch.float32)
         y_NB = body[codes:end].view(self.dtype).to(torch.float32).view(blocks, self.block)
-        scales.write(y_NB * scale_N[:, None], out, accumulate)
+        write(y_NB * scale_N[:, None], out, accumulate)

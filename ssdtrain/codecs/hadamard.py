@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ssdtrain.codecs import kernels, native
-from ssdtrain.codecs.base import FixedSizeCodec, Header, Key, Pieces
-from ssdtrain.codecs.block import IntBlock
-from ssdtrain.codecs.fp8 import Float8Block
+from ssdtrain.codecs.base import FixedSizeCodec, Header, Key, Pieces, write
+from ssdtrain.codecs.block import BlockCodec
 from ssdtrain.codecs.philox import philox
 from ssdtrain.codecs.scales import Rotation
 
@@ -64,8 +63,7 @@ class Hadamard(FixedSizeCodec):
     def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
         block = self._fused_block(flat, body)
         if block is not None:
-            if isinstance(block, IntBlock):
-                block.check_key(key, flat.numel())
+            block.check_key(key, flat.numel())
             return native.block_encode(block.block_format, flat, body, key, self._rotation())
         return self.inner._encode(self._rotated(flat), body, key)
 
@@ -105,16 +103,12 @@ class Hadamard(FixedSizeCodec):
         if kernels.usable(self.backend, out):
             kernels.unrotate(rotated, out, signs(self.size, out.device), _unit(self.size), accumulate)
             return
-        values = (rotate(rotated.view(-1, self.size)) * signs(self.size, out.device)).view(-1)[: out.numel()]
-        if accumulate:
-            out.add_(values)
-        else:
-            out.copy_(values)
+        write(rotate(rotated.view(-1, self.size)) * signs(self.size, out.device), out, accumulate)
 
-    def _fused_block(self, *tensors: Tensor) -> IntBlock | Float8Block | None:
+    def _fused_block(self, *tensors: Tensor) -> BlockCodec | None:
         """The inner codec if the C implementation can rotate its blocks on the fly, without a copy of the tensor."""
         inner = self.inner
-        if not isinstance(inner, (IntBlock, Float8Block)) or inner.block != self.size:
+        if not isinstance(inner, BlockCodec) or inner.block != self.size:
             return None
         return inner if native.usable(self.backend, *tensors) else None
 

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from ssdtrain.codecs import native
-from ssdtrain.codecs.base import DTYPES, FLOATS, HEADER_BYTES, PayloadError, VariableSizeCodec, align
+from ssdtrain.codecs.base import (
+    FLOATS,
+    HEADER_BYTES,
+    PAYLOAD_DTYPES,
+    ExactCodec,
+    PayloadError,
+    VariableSizeCodec,
+    align,
+)
 
 _SAMPLE = 1 << 16
 _WORTHWHILE = 0.97  # of the raw bytes; above that a plane is stored uncompressed
@@ -37,7 +45,7 @@ def _zstandard() -> ModuleType:
 
 
 @dataclass(frozen=True)
-class Lossless(VariableSizeCodec):
+class Lossless(ExactCodec, VariableSizeCodec):
     """Restores every bit, including NaN payloads and the sign of zero. Any dtype, host memory only.
 
     Body: one int64 per byte plane, its bytes in the payload (as many as values: not compressed), padded to 16 bytes; the planes.
@@ -49,7 +57,8 @@ class Lossless(VariableSizeCodec):
     level: int = 1
     backend: str = field(default="auto", compare=False)
 
-    inputs = DTYPES
+    inputs = PAYLOAD_DTYPES
+    bits_per_value = 32.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.level <= 22:
@@ -60,28 +69,9 @@ class Lossless(VariableSizeCodec):
     def spec(self) -> str:
         return f"lossless:level={self.level}"
 
-    @property
-    def unbiased(self) -> bool:
-        return True
-
-    @property
-    def contractive(self) -> bool:
-        return True
-
-    @property
-    def lossless(self) -> bool:
-        return True
-
-    @property
-    def bits_per_value(self) -> float:
-        return 32.0
-
     def max_payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return (
-            align(HEADER_BYTES + align(8 * dtype.itemsize) + numel * dtype.itemsize)
-            if numel
-            else HEADER_BYTES
-        )
+        planes = align(8 * dtype.itemsize) + numel * dtype.itemsize if numel else 0
+        return align(HEADER_BYTES + planes)
 
     def _encode(self, flat: Tensor, body: Tensor) -> tuple[Tensor | bool, int]:
         self._check_host(flat)
@@ -104,7 +94,7 @@ class Lossless(VariableSizeCodec):
         return _finite(flat, self.backend), at
 
     def _compressor(self, dtype: torch.dtype) -> object:
-        """At level 1 exponents get the smallest match table: they do not repeat in strings, and what a search finds
+        """Exponents get the smallest match table at level 1: they do not repeat in strings, and what a search finds
         by chance costs time (a factor of 3) and space (a tenth) against entropy coding alone."""
         zstandard = _zstandard()
         if self.level > 1 or dtype not in _ROTATED:

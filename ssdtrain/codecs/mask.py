@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ssdtrain.codecs import native
-from ssdtrain.codecs.base import Codec, FixedSizeCodec, Key, PayloadError, VariableSizeCodec, align
+from ssdtrain.codecs.base import ExactCodec, FixedSizeCodec, Key, PayloadError, VariableSizeCodec, align
 
 _DENSE = -1
 
@@ -33,37 +33,18 @@ def _unpack(packed: Tensor, out: Tensor, backend: str) -> None:
     out.copy_((packed[:, None] >> place & 1).view(-1)[: out.numel()])
 
 
-class _MaskProperties(Codec):
-    """Masks come back as they were."""
-
+class _MaskCodec(ExactCodec):
     inputs = (torch.bool,)
-
-    @property
-    def unbiased(self) -> bool:
-        return True
-
-    @property
-    def contractive(self) -> bool:
-        return True
-
-    @property
-    def lossless(self) -> bool:
-        return True
-
-    @property
-    def bits_per_value(self) -> float:
-        return 1.0
+    bits_per_value = 1.0
 
 
 @dataclass(frozen=True)
-class Mask(_MaskProperties, FixedSizeCodec):
+class Mask(_MaskCodec, FixedSizeCodec):
     """One bit per value of a bool tensor (dropout and attention masks): an eighth of its bytes."""
 
-    backend: str = field(default="auto", compare=False)
+    spec = "mask"
 
-    @property
-    def spec(self) -> str:
-        return "mask"
+    backend: str = field(default="auto", compare=False)
 
     def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return _packed_bytes(numel)
@@ -79,18 +60,16 @@ class Mask(_MaskProperties, FixedSizeCodec):
 
 
 @dataclass(frozen=True)
-class SparseMask(_MaskProperties, VariableSizeCodec):
+class SparseMask(_MaskCodec, VariableSizeCodec):
     """The positions of the true values, four bytes each, where fewer than one value in 32 is true (expert routing maps); else one
     bit per value. Finding the positions makes the host wait for the device.
 
     Body: int64 number of positions (-1: packed bits follow), padded to 16 bytes; int32 positions.
     """
 
-    backend: str = field(default="auto", compare=False)
+    spec = "mask:sparse"
 
-    @property
-    def spec(self) -> str:
-        return "mask:sparse"
+    backend: str = field(default="auto", compare=False)
 
     def max_payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return align(32 + _packed_bytes(numel)) if numel else 16

@@ -44,19 +44,24 @@ def usable(backend: str, *tensors: Tensor) -> bool:
     if host and module() is not None:
         return True
     if backend == "native":
-        where = (
-            "the C extension is not built"
-            if host
-            else f"the tensor is on {tensors[0].device}, not in host memory"
-        )
+        elsewhere = f"the tensor is on {tensors[0].device}, not in host memory"
+        where = "the C extension is not built" if host else elsewhere
         raise RuntimeError(f"codec backend native: {where}")
     return False
 
 
 def _native() -> ModuleType:
-    found = module()
-    assert found is not None, "call usable() first"
-    return found
+    extension = module()
+    assert extension is not None, "call usable() first"
+    return extension
+
+
+def _address(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), _DTYPE[tensor.dtype]
+
+
+def _values(tensor: Tensor) -> tuple[int, int, int]:
+    return *_address(tensor), tensor.numel()
 
 
 def block_encode(
@@ -72,25 +77,15 @@ def block_encode(
         cap = scales.largest_scale(codec.largest_code, source)
     start = body.data_ptr()
     return _native().block_encode(
-        flat.data_ptr(),
-        _DTYPE[flat.dtype],
-        flat.numel(),
-        codec.block,
-        codec.bits,
-        codec.kind,
-        codec.stochastic,
-        start,
-        start + codes,
-        cap,
-        -scales.largest_scale(1, source),
-        key.seed & 0xFFFFFFFFFFFFFFFF,
-        key.step & 0xFFFFFFFF,
-        key.tensor & 0xFFFFFFFF,
-        key.rank & 0xFFFFFFFF,
-        rotation.signs.data_ptr() if rotation else 0,
-        rotation.unit if rotation else 0.0,
-        torch.get_num_threads(),
-    )
+        *_values(flat), codec.block, codec.bits, codec.kind, codec.stochastic, start, start + codes,
+        cap, -scales.largest_scale(1, source),
+        key.seed & 0xFFFFFFFFFFFFFFFF, key.step & 0xFFFFFFFF, key.tensor & 0xFFFFFFFF, key.rank & 0xFFFFFFFF,
+        *_rotation(rotation), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _rotation(rotation: Rotation | None) -> tuple[int, float]:
+    return (rotation.signs.data_ptr(), rotation.unit) if rotation else (0, 0.0)
 
 
 def block_decode(
@@ -100,112 +95,72 @@ def block_decode(
     _, codes, _ = scales.sections(out.numel(), codec.block, codec.vectors, codec.bits)
     start = body.data_ptr()
     _native().block_decode(
-        start,
-        start + codes,
-        out.numel(),
-        codec.block,
-        codec.bits,
-        codec.kind,
-        out.data_ptr(),
-        _DTYPE[out.dtype],
-        accumulate,
-        rotation.signs.data_ptr() if rotation else 0,
-        rotation.unit if rotation else 0.0,
-        torch.get_num_threads(),
-    )
+        start, start + codes, out.numel(), codec.block, codec.bits, codec.kind, *_address(out), accumulate,
+        *_rotation(rotation), torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def all_finite(flat: Tensor) -> bool:
     """Whether float32, float16 or bfloat16 `flat` [numel] holds neither Inf nor NaN."""
-    return _native().all_finite(flat.data_ptr(), _DTYPE[flat.dtype], flat.numel())
+    return _native().all_finite(*_values(flat))
 
 
 def bf16_encode(flat: Tensor, data: Tensor) -> bool:
     """Round `flat` [numel] to bfloat16 `data` [numel]; returns whether every result is finite."""
-    return _native().bf16_encode(
-        flat.data_ptr(), _DTYPE[flat.dtype], flat.numel(), data.data_ptr(), torch.get_num_threads()
-    )
+    return _native().bf16_encode(*_values(flat), data.data_ptr(), torch.get_num_threads())
 
 
 def bf16_decode(data: Tensor, out: Tensor, accumulate: bool) -> None:
-    """bfloat16 `data` [numel] into `out` [numel], or onto it."""
-    _native().bf16_decode(
-        data.data_ptr(), out.numel(), out.data_ptr(), _DTYPE[out.dtype], accumulate, torch.get_num_threads()
-    )
+    """Write bfloat16 `data` [numel] to `out` [numel], or add it."""
+    _native().bf16_decode(data.data_ptr(), out.numel(), *_address(out), accumulate, torch.get_num_threads())
 
 
 def rotate(flat: Tensor, rotated: Tensor, rotation: Rotation) -> None:
-    """Hadamard rotation of blocks as long as its signs; `rotated` is float32, padded to whole
-    blocks."""
+    """Rotate blocks as long as the signs; `rotated` is float32, padded to whole blocks."""
+    signs, unit = rotation
     _native().rotate(
-        flat.data_ptr(),
-        _DTYPE[flat.dtype],
-        flat.numel(),
-        rotation.signs.data_ptr(),
-        rotation.signs.numel(),
-        rotation.unit,
-        rotated.data_ptr(),
-        torch.get_num_threads(),
+        *_values(flat), signs.data_ptr(), signs.numel(), unit, rotated.data_ptr(), torch.get_num_threads()
     )
 
 
 def unrotate(rotated: Tensor, out: Tensor, rotation: Rotation, accumulate: bool) -> None:
-    """The inverse into `out` [numel], or onto it; overwrites `rotated`."""
+    """Rotate back into `out` [numel], or onto it; overwrites `rotated`."""
+    signs, unit = rotation
     _native().unrotate(
-        rotated.data_ptr(),
-        out.numel(),
-        rotation.signs.data_ptr(),
-        rotation.signs.numel(),
-        rotation.unit,
-        out.data_ptr(),
-        _DTYPE[out.dtype],
-        accumulate,
+        rotated.data_ptr(), out.numel(), signs.data_ptr(), signs.numel(), unit, *_address(out), accumulate,
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
 
 
 def zfp_encode(flat: Tensor, body: Tensor, block_bits: int) -> bool:
     """Encode `flat` [numel]; returns whether every block is finite."""
     return _native().zfp_encode(
-        flat.data_ptr(),
-        _DTYPE[flat.dtype],
-        flat.numel(),
-        block_bits,
-        body.data_ptr(),
-        body.numel(),
-        torch.get_num_threads(),
+        *_values(flat), block_bits, body.data_ptr(), body.numel(), torch.get_num_threads()
     )
 
 
 def zfp_decode(body: Tensor, out: Tensor, block_bits: int, accumulate: bool) -> None:
     """Decode into `out` [numel], or add to it."""
     _native().zfp_decode(
-        body.data_ptr(),
-        body.numel(),
-        block_bits,
-        out.numel(),
-        out.data_ptr(),
-        _DTYPE[out.dtype],
-        accumulate,
-        torch.get_num_threads(),
-    )
+        body.data_ptr(), body.numel(), block_bits, out.numel(), *_address(out), accumulate, torch.get_num_threads()
+    )  # fmt: skip
 
 
 def mask_pack(flat: Tensor, packed: Tensor) -> None:
-    """bool [numel] to bits."""
+    """Pack bool `flat` [numel] into bits."""
     _native().mask_pack(flat.data_ptr(), flat.numel(), packed.data_ptr())
 
 
 def mask_unpack(packed: Tensor, out: Tensor) -> None:
-    """Bits to bool [numel]."""
+    """Unpack bits into bool `out` [numel]."""
     _native().mask_unpack(packed.data_ptr(), out.numel(), out.data_ptr())
 
 
 def split_planes(flat: Tensor, planes: Tensor, turn: bool) -> None:
-    """[numel] of a dtype of 2 or 4 bytes to uint8 `planes` [2 or 4, numel], rotated left by one bit first if `turn`."""
+    """Split values of 2 or 4 bytes into uint8 `planes` [2 or 4, numel], rotated left by one bit first if `turn`."""
     _native().split_planes(flat.data_ptr(), flat.numel(), flat.dtype.itemsize, turn, planes.data_ptr())
 
 
 def merge_planes(planes: Tensor, out: Tensor, turn: bool) -> None:
-    """The inverse of `split_planes`."""
+    """Invert `split_planes`."""
     _native().merge_planes(planes.data_ptr(), out.numel(), out.dtype.itemsize, turn, out.data_ptr())

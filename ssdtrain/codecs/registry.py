@@ -16,7 +16,7 @@ from ssdtrain.codecs.hadamard import Hadamard
 from ssdtrain.codecs.lossless import Lossless
 from ssdtrain.codecs.mask import Mask, SparseMask
 from ssdtrain.codecs.zfp import Zfp
-from ssdtrain.config.codecs import CODECS, parse_codec
+from ssdtrain.config.codecs import CODEC_KINDS, parse_codec
 from ssdtrain.config.errors import InvalidValue
 
 BACKENDS = ("auto", "torch", "native", "triton")
@@ -73,7 +73,7 @@ def available() -> dict[str, str]:
     """Description and parameters by name."""
     return {
         name: kind.about + (f" ({', '.join(kind.parameters)})" if kind.parameters else "")
-        for name, kind in CODECS.items()
+        for name, kind in CODEC_KINDS.items()
     }
 
 

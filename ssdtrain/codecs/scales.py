@@ -61,15 +61,6 @@ def split(flat: Tensor, block: int) -> Tensor:
     return flat.to(torch.float32).view(-1, block)
 
 
-def write(values: Tensor, out: Tensor, accumulate: bool) -> None:
-    """float32 `values` [blocks, block] to `out` [numel], or onto it."""
-    flat = values.reshape(-1)[: out.numel()]
-    if accumulate:
-        out.add_(flat)
-    else:
-        out.copy_(flat)
-
-
 def ceil_bf16(x: Tensor) -> Tensor:
     """The smallest bfloat16 >= x, as float32, for finite x >= 0."""
     return ((x.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ssdtrain.codecs import kernels, native
-from ssdtrain.codecs.base import FixedSizeCodec, Key
+from ssdtrain.codecs.base import FixedSizeCodec, Key, write
 from ssdtrain.codecs.zfp_tables import decode_table, encode_table
 
 _MASK32 = 0xFFFFFFFF
@@ -27,9 +27,9 @@ _NEGABINARY = 0xAAAAAAAA
 _BIAS = 127
 _HEADER_BITS = 9  # not all zero, exponent
 _SMALLEST_BITS = (
-    9  # the library widens a lower rate to the header, which its Python binding does not allow for
+    _HEADER_BITS  # the library widens a lower rate to the header, which its Python binding does not allow for
 )
-_LONGEST = 7  # bits of the longest code of one plane
+_LONGEST_CODE = 7  # bits of one plane's
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Zfp(FixedSizeCodec):
     here they are encoded like all others.
     """
 
+    unbiased = False  # planes that are cut off round towards zero
+    contractive = (
+        False  # a block of one large and three small values may err by more than its norm at a low rate
+    )
+
     rate: float = 8.0
     backend: str = field(default="auto", compare=False)
 
@@ -55,16 +60,6 @@ class Zfp(FixedSizeCodec):
     @property
     def spec(self) -> str:
         return f"zfp:rate={self.rate:g}"
-
-    @property
-    def unbiased(self) -> bool:
-        return False  # planes that are cut off round towards zero
-
-    @property
-    def contractive(self) -> bool:
-        return (
-            False  # a block of one large and three small values may err by more than its norm at a low rate
-        )
 
     @property
     def bits_per_value(self) -> float:
@@ -109,11 +104,7 @@ class Zfp(FixedSizeCodec):
         values_N4 = (q_N4.to(torch.float32).to(torch.float64) * scale_N[:, None]).to(torch.float32)
         values_N4 = torch.where((header_N & 1 == 1)[:, None], values_N4, 0.0)
         values_N4 = torch.where((header_N == 1)[:, None], torch.nan, values_N4)
-        flat = values_N4.view(-1)[: out.numel()]
-        if accumulate:
-            out.add_(flat)
-        else:
-            out.copy_(flat)
+        write(values_N4, out, accumulate)
 
 
 def _blocks(flat: Tensor) -> Tensor:
@@ -191,7 +182,7 @@ def _encode_planes(u_N4: Tensor, block_bits: int) -> Tensor:
     # Every plane has at least one bit, so no more planes than bits can be reached.
     for k in range(31, 31 - min(32, block_bits - _HEADER_BITS), -1):
         index = significant * 16 + ((u_N4 >> k & 1) * weights).sum(dim=1)
-        left = (block_bits - at).clamp(min=0, max=_LONGEST)
+        left = (block_bits - at).clamp(min=0, max=_LONGEST_CODE)
         shifted = (code_table[index] & (1 << left) - 1) << (at & 31)
         word = (at >> 5).clamp(max=words.shape[1] - 2)
         words.scatter_add_(1, word[:, None], (shifted & _MASK32)[:, None])
@@ -211,7 +202,7 @@ def _decode_planes(words_NW: Tensor, block_bits: int) -> Tensor:
     for k in range(31, 31 - min(32, block_bits - _HEADER_BITS), -1):
         word = (at >> 5)[:, None]
         pair = words_NW.gather(1, word) | words_NW.gather(1, word + 1) << 32
-        left = (block_bits - at).clamp(max=_LONGEST)
+        left = (block_bits - at).clamp(max=_LONGEST_CODE)
         index = (significant * 8 + left) * 128 + (pair[:, 0] >> (at & 31) & 127)
         u_N4 |= (plane_table[index][:, None] >> positions & 1) << k
         at = at + length_table[index]

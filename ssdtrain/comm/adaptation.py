@@ -17,16 +17,14 @@ from torch import Tensor
 logger = logging.getLogger("ssdtrain")
 
 LEVELS = ("int2:block=32,asymmetric,hadamard=32", "int4:block=128,hadamard", "int8:block=128")
-INTERVAL = 50
+DECISION_INTERVAL = 50
 # One level down multiplies the error of a uniform quantiser by about this.
 _ERROR_PER_LEVEL = 20.0
 
 _all_reduce = dist.all_reduce
 
 
-class _Bucket(NamedTuple):
-    """A bucket of one group."""
-
+class _GroupBucket(NamedTuple):
     ranks: tuple[int, ...]
     """Global ranks of the group, which are the same in a resumed run."""
     name: str
@@ -43,28 +41,28 @@ class AdaptiveBitWidth:
     def __init__(self, target: float, start: str) -> None:
         self.target = target
         self._start = LEVELS.index(start) if start in LEVELS else 1
-        self._levels: dict[_Bucket, int] = {}
-        self._worst: dict[_Bucket, Tensor] = {}
+        self._levels: dict[_GroupBucket, int] = {}
+        self._worst: dict[_GroupBucket, Tensor] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def codec(self, group: dist.ProcessGroup, bucket: str) -> str:
         return LEVELS[self._levels.get(self._key(group, bucket), self._start)]
 
-    def _key(self, group: dist.ProcessGroup, bucket: str) -> _Bucket:
+    def _key(self, group: dist.ProcessGroup, bucket: str) -> _GroupBucket:
         ranks = tuple(dist.get_process_group_ranks(group))
         self._groups[ranks] = group  # the latest, where one was destroyed and made again
-        return _Bucket(ranks, bucket)
+        return _GroupBucket(ranks, bucket)
 
     def measured(self, group: dist.ProcessGroup, bucket: str, errors: list[Tensor]) -> None:
-        """What the pieces of a bucket lost in this step."""
+        """Note the relative errors of a bucket's pieces in this step."""
         # A piece of zeros has lost nothing of nothing; an overflow says nothing about the codec.
         worst = torch.stack(errors).nan_to_num_(nan=0.0, posinf=0.0).max()
         before = self._worst.get(key := self._key(group, bucket))
         self._worst[key] = worst if before is None else torch.maximum(before, worst)
 
     def decide(self, step: int) -> None:
-        """Every `INTERVAL` steps, together with all ranks: buckets go up or down."""
-        if not self._worst or step % INTERVAL:
+        """Move buckets up or down, every `DECISION_INTERVAL` steps. A collective call of all ranks."""
+        if not self._worst or step % DECISION_INTERVAL:
             return
         # Groups in the order of their first call, which all their ranks share. Of one that this run has not called yet there is
         # only what a checkpoint brought.
@@ -79,12 +77,12 @@ class AdaptiveBitWidth:
         self._worst.clear()
 
     def clear(self) -> None:
-        """All buckets are at the start again."""
+        """Return all buckets to the start."""
         self._levels.clear()
         self._worst.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: numbers only."""
+        """Return levels and errors as numbers, for a checkpoint."""
         return {
             "levels": [(list(ranks), name, LEVELS[level]) for (ranks, name), level in self._levels.items()],
             "worst": [(list(ranks), name, error.item()) for (ranks, name), error in self._worst.items()],
@@ -94,11 +92,11 @@ class AdaptiveBitWidth:
         """Take the levels of `state_dict`, and what was measured since they were decided."""
         self.clear()
         for ranks, name, level in state["levels"]:
-            self._levels[_Bucket(tuple(ranks), name)] = LEVELS.index(level)
+            self._levels[_GroupBucket(tuple(ranks), name)] = LEVELS.index(level)
         for ranks, name, error in state["worst"]:
-            self._worst[_Bucket(tuple(ranks), name)] = torch.tensor(error, device=device)
+            self._worst[_GroupBucket(tuple(ranks), name)] = torch.tensor(error, device=device)
 
-    def _decide(self, bucket: _Bucket, error: float) -> None:
+    def _decide(self, bucket: _GroupBucket, error: float) -> None:
         before = level = self._levels.get(bucket, self._start)
         if error > self.target and level + 1 < len(LEVELS):
             level += 1

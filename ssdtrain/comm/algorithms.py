@@ -5,8 +5,8 @@ all-reduce is a reduce-scatter and an all-gather. Nothing is quantised again on 
 the other nodes, and the whole sum before it is gathered. What is gathered is decoded by its owner as well, so that all ranks hold
 the same bits.
 
-Functions are `Steps` (see `work`): they yield the messages that they wait for. Tensors are flat; a "piece" is a contiguous part
-of one, small enough that its coding hides behind the messages of the pieces before it.
+Functions are `MessageSteps` (see `work`): they yield the messages that they wait for. Tensors are flat; a "piece" is a contiguous
+part of one, small enough that its coding hides behind the messages of the pieces before it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch import Tensor
 
 from ssdtrain.codecs import Key
 from ssdtrain.codecs.base import Pieces
-from ssdtrain.comm.coding import Coder, Piece
+from ssdtrain.comm.coding import Coder, TensorPiece
 from ssdtrain.comm.feedback import Feedback
 from ssdtrain.comm.meter import CommMetrics
 from ssdtrain.comm.topology import Topology
-from ssdtrain.comm.work import Steps
+from ssdtrain.comm.work import MessageSteps
 
 # Taken before anybody replaces the module's attributes.
 _all_to_all = dist.all_to_all_single
 # Newer torch has another name for it and warns of this one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+plain_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # Payloads of unequal size are padded for an all-gather if that adds no more than this.
 _PADDING = 1.02
@@ -39,7 +39,7 @@ _PADDING = 1.02
 
 @dataclass(frozen=True)
 class Coders:
-    """What codes within a node and between nodes."""
+    """Coders within a node and between nodes."""
 
     inside: Coder
     between: Coder
@@ -47,7 +47,7 @@ class Coders:
 
 @dataclass
 class Call:
-    """What the pieces of one call share."""
+    """State shared by the pieces of one call."""
 
     topology: Topology
     scatter: Coders
@@ -57,17 +57,16 @@ class Call:
     """Names the residuals and the random numbers; the same in every step for the same gradients."""
     key: Key
     collective: str = ""
-    """Names the residuals too: one bucket is cut into other pieces by another collective."""
+    """Second part of the residuals' name: another collective cuts a bucket into other pieces."""
     average: bool = False
     feedback: Feedback | None = None
     measured: bool = False
     errors: list[Tensor] = field(default_factory=list)
     """Relative error of each encoded piece, where error feedback measures it."""
 
-    def encode(self, coder: Coder, piece: Piece, out: Tensor, what: str) -> None:
-        """The payload of `piece` into `out`, with feedback where there is one and the codec loses anything."""
-        name = f"{self.name}|{what}"
-        key = self.key._replace(tensor=zlib.crc32(name.encode()))
+    def encode(self, coder: Coder, piece: TensorPiece, out: Tensor, what: str) -> None:
+        """Write the payload of `piece` to `out`, with feedback where there is one and the codec loses anything."""
+        name, key = self._keyed(what)
         if self.feedback is None or not coder.encodes(piece):
             coder.encode(piece, out, key)
             return
@@ -76,10 +75,10 @@ class Call:
             self.errors.append(error)
 
     def encode_for_peers(
-        self, coder: Coder, outgoing: Sequence[Sequence[Piece]], index: int, packed: Tensor, what: str
+        self, coder: Coder, outgoing: Sequence[Sequence[TensorPiece]], index: int, packed: Tensor, what: str
     ) -> bool:
-        """The payloads of all peers, without this rank's own (`index`), into `packed` at once. False: encode them one by one,
-        because they differ in size, do not lie at equal distances, or no kernel does it."""
+        """Write the payloads of all peers, without this rank's own (`index`), to `packed` at once. False: encode them one by
+        one, because they differ in size, do not lie at equal distances, or no kernel does it."""
         if self.feedback is not None or any(len(pieces) != 1 for pieces in outgoing):
             return False
         pieces = [piece for (piece,) in outgoing]
@@ -95,12 +94,15 @@ class Call:
                 return False
         peers = len(pieces) - 1
         places = Pieces(peers, stride // first.element_size(), packed.numel() // peers, index)
+        return coder.encode_pieces(first, packed, places, self._keyed(what)[1])
+
+    def _keyed(self, what: str) -> tuple[str, Key]:
         name = f"{self.name}|{what}"
-        return coder.encode_pieces(first, packed, places, self.key._replace(tensor=zlib.crc32(name.encode())))
+        return name, self.key._replace(tensor=zlib.crc32(name.encode()))
 
 
-def reduce_scatter(call: Call, shards: Sequence[Piece], part: str) -> Generator[Any, None, Tensor]:
-    """The sum over ranks of the shard that this rank owns, float32 [numel].
+def reduce_scatter(call: Call, shards: Sequence[TensorPiece], part: str) -> Generator[Any, None, Tensor]:
+    """Sum the shard that this rank owns over ranks; returns float32 [numel].
 
     Args:
         shards: by group rank, the same sizes on all ranks.
@@ -131,8 +133,8 @@ def reduce_scatter(call: Call, shards: Sequence[Piece], part: str) -> Generator[
     return total.div_(where.size) if call.average else total
 
 
-def all_gather(call: Call, mine: Piece, outs: Sequence[Piece], part: str) -> Steps:
-    """Every rank's piece into `outs` [by group rank], this one's included.
+def all_gather(call: Call, mine: TensorPiece, outs: Sequence[TensorPiece], part: str) -> MessageSteps:
+    """Gather every rank's piece in `outs` [by group rank], this one's included.
 
     Args:
         mine: what this rank contributes; may share memory with its place in `outs`. With a reference, all of `outs` have one.
@@ -151,12 +153,12 @@ def all_gather(call: Call, mine: Piece, outs: Sequence[Piece], part: str) -> Ste
         by_place = [[sizes[rank] for rank in ranks] for ranks in where.columns]
         packed = column[0] if len(column) == 1 else torch.cat(column)
         arrived = yield from _gather(
-            call, packed, [sum(found) for found in by_place], where.place, where.inside
+            call, packed, [sum(each) for each in by_place], where.place, where.inside
         )
-        rows = {place: list(found.split(by_place[place])) for place, found in enumerate(arrived)}
+        rows = {place: list(column.split(by_place[place])) for place, column in enumerate(arrived)}
     for place, payloads in rows.items():
-        for rank, found in zip(where.columns[place], payloads, strict=True):
-            coder.decode(found, outs[rank])
+        for rank, received in zip(where.columns[place], payloads, strict=True):
+            coder.decode(received, outs[rank])
 
 
 def all_to_all(
@@ -166,8 +168,8 @@ def all_to_all(
     coders: Sequence[Coder],
     min_bytes: int,
     part: str,
-) -> Steps:
-    """`outgoing[i]` to group rank i, whose `incoming` takes it; the own one is copied.
+) -> MessageSteps:
+    """Send `outgoing[i]` to group rank i, whose `incoming` takes it; the own one is copied.
 
     Args:
         coders: by group rank: one for each pair of ranks, the same on both sides.
@@ -175,14 +177,14 @@ def all_to_all(
     """
     where = call.topology
 
-    def coded(tensors: Sequence[Tensor]) -> tuple[list[tuple[Coder, Piece]], list[int]]:
-        """How each tensor is coded, and its bytes; none for this rank's own."""
-        found = [
-            (replace(coder, codec=None) if values.nbytes < min_bytes else coder, Piece(values))
+    def coded(tensors: Sequence[Tensor]) -> tuple[list[tuple[Coder, TensorPiece]], list[int]]:
+        """Return how each tensor is coded, and its bytes: none for this rank's own."""
+        pieces = [
+            (replace(coder, codec=None) if values.nbytes < min_bytes else coder, TensorPiece(values))
             for coder, values in zip(coders, tensors, strict=True)
         ]
-        return found, [
-            0 if i == where.rank else coder.nbytes(piece) for i, (coder, piece) in enumerate(found)
+        return pieces, [
+            0 if i == where.rank else coder.nbytes(piece) for i, (coder, piece) in enumerate(pieces)
         ]
 
     (to, sends), (by, receives) = coded(outgoing), coded(incoming)
@@ -198,7 +200,7 @@ def all_to_all(
 
 
 def reduce_scatter_bytes(where: Topology, inside: Sequence[int], between: Sequence[int]) -> list[int]:
-    """What each group rank sends in `reduce_scatter`.
+    """Return the bytes that each group rank sends in `reduce_scatter`.
 
     Args:
         inside: payload bytes of each rank's shard on the hop inside nodes.
@@ -215,7 +217,7 @@ def reduce_scatter_bytes(where: Topology, inside: Sequence[int], between: Sequen
 
 
 def all_gather_bytes(where: Topology, sizes: Sequence[int]) -> list[int]:
-    """What each group rank sends in `all_gather`.
+    """Return the bytes that each group rank sends in `all_gather`.
 
     Args:
         sizes: payload bytes of each rank's piece.
@@ -229,7 +231,7 @@ def all_gather_bytes(where: Topology, sizes: Sequence[int]) -> list[int]:
 
 
 def _gather_bytes(sizes: Sequence[int]) -> list[int]:
-    """What each rank sends in `_gather`."""
+    """Return the bytes that each rank sends in `_gather`."""
     if _is_padded(sizes):
         return [max(sizes) * (len(sizes) - 1)] * len(sizes)
     return [size * (len(sizes) - 1) for size in sizes]
@@ -242,7 +244,7 @@ def _is_padded(sizes: Sequence[int]) -> bool:
 def _swap(
     call: Call, packed: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup
 ) -> Generator[Any, None, list[Tensor]]:
-    """Its part of `packed` to each peer, by bytes; returns what comes from each."""
+    """Send each peer its bytes of `packed`; returns what comes from each."""
     arrived = torch.empty(sum(receives), dtype=torch.uint8, device=packed.device)
     work = _all_to_all(arrived, packed, receives, sends, group=group, async_op=True)
     call.metrics.wire_bytes += packed.numel()
@@ -255,15 +257,15 @@ def _exchange(
     coder: Coder,
     group: dist.ProcessGroup,
     index: int,
-    outgoing: Sequence[Sequence[Piece]],
-    incoming: Sequence[Piece],
+    outgoing: Sequence[Sequence[TensorPiece]],
+    incoming: Sequence[TensorPiece],
     names: Sequence[Sequence[str]],
 ) -> Generator[Any, None, list[list[Tensor]]]:
-    """One message to each peer: the payloads of `outgoing[peer]`, one behind the other. What peers send has the shapes of
+    """Send one message to each peer: the payloads of `outgoing[peer]`, one behind the other. What peers send has the shapes of
     `incoming`. Returns the payloads of each peer, without this rank's own."""
     sizes = [[coder.nbytes(piece) for piece in pieces] for pieces in outgoing]
     sizes[index] = []
-    sends = [sum(found) for found in sizes]
+    sends = [sum(payloads) for payloads in sizes]
     message = [coder.nbytes(piece) for piece in incoming]
     receives = [0 if peer == index else sum(message) for peer in range(len(outgoing))]
     packed = torch.empty(sum(sends), dtype=torch.uint8, device=incoming[0].values.device)
@@ -274,13 +276,13 @@ def _exchange(
         for piece, name, out in zip(outgoing[peer], names[peer], place.split(sizes[peer]), strict=True):
             call.encode(coder, piece, out, name)
     arrived = yield from _swap(call, packed, sends, receives, group)
-    return [list(found.split(message)) for peer, found in enumerate(arrived) if peer != index]
+    return [list(received.split(message)) for peer, received in enumerate(arrived) if peer != index]
 
 
 def _gather(
     call: Call, mine: Tensor, sizes: Sequence[int], index: int, group: dist.ProcessGroup
 ) -> Generator[Any, None, list[Tensor]]:
-    """The payloads of all ranks of `group`."""
+    """Gather the payloads of all ranks of `group`."""
     count, largest = len(sizes), max(sizes)
     if largest == 0:
         return [mine] * count
@@ -291,12 +293,12 @@ def _gather(
         else:
             padded = mine
         out = torch.empty(largest * count, dtype=torch.uint8, device=mine.device)
-        work = _all_gather(out, padded, group=group, async_op=True)
+        work = plain_all_gather(out, padded, group=group, async_op=True)
         call.metrics.wire_bytes += largest * (count - 1)
         yield work
-        return [found[:size] for found, size in zip(out.split(largest), sizes, strict=True)]
+        return [payload[:size] for payload, size in zip(out.split(largest), sizes, strict=True)]
     sends = [0 if peer == index else mine.numel() for peer in range(count)]
     receives = [0 if peer == index else size for peer, size in enumerate(sizes)]
-    found = yield from _swap(call, mine.repeat(count - 1), sends, receives, group)
-    found[index] = mine
-    return found
+    payloads = yield from _swap(call, mine.repeat(count - 1), sends, receives, group)
+    payloads[index] = mine
+    return payloads

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ssdtrain.codecs import ALIGNMENT, FixedSizeCodec, Key
+from ssdtrain.codecs import PAYLOAD_ALIGNMENT, FixedSizeCodec, Key
 from ssdtrain.codecs.base import Pieces, align
 
 Ranges = tuple[tuple[int, int], ...]
 """Ascending, disjoint (start, stop) of elements."""
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """Part of a flat tensor: what is encoded, or the place that a payload is decoded into."""
 
     values: Tensor
@@ -39,8 +39,8 @@ class Piece(NamedTuple):
 
 
 def clip(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """The part of `ranges` in [start, stop), counted from `start`. Only few of the others are looked at: a tensor that is laid
-    out by rank has ranges for each of them, and is clipped for each."""
+    """Return the part of `ranges` in [start, stop), counted from `start`. A tensor laid out by rank has ranges for each, and is
+    clipped for each: so they are bisected."""
     first = bisect_right(ranges, start, key=itemgetter(1))
     last = bisect_left(ranges, stop, lo=first, key=itemgetter(0))
     return tuple((max(a, start) - start, min(b, stop) - start) for a, b in ranges[first:last])
@@ -72,22 +72,20 @@ class Coder:
     def _excluded_dtype(self) -> torch.dtype:
         return self.excluded_dtype or self.dtype
 
-    def encodes(self, piece: Piece) -> bool:
-        """Whether the codec is applied to a piece of this size. See Note: [No payload larger than its piece]."""
+    def encodes(self, piece: TensorPiece) -> bool:
+        """Return whether the codec is applied to a piece of this size. See Note: [No payload larger than its piece]."""
         return self.nbytes(piece) < piece.values.numel() * self.dtype.itemsize
 
-    def nbytes(self, piece: Piece) -> int:
-        """Size of a piece's payload, at most that of the piece; a multiple of 16 where the codec is applied."""
+    def nbytes(self, piece: TensorPiece) -> int:
+        """Return the size of a piece's payload, at most that of the piece; a multiple of 16 where the codec is applied."""
         numel, kept = piece.values.numel(), _count(piece.uncompressed_ranges)
         raw = numel * self.dtype.itemsize
         if self.codec is None:
             return raw
-        coded = self.codec.payload_bytes(numel - kept, torch.float32) + align(
-            kept * self._excluded_dtype.itemsize
-        )
-        return min(raw, coded)
+        uncompressed = align(kept * self._excluded_dtype.itemsize)
+        return min(raw, self.codec.payload_bytes(numel - kept, torch.float32) + uncompressed)
 
-    def encode(self, piece: Piece, out: Tensor, key: Key) -> None:
+    def encode(self, piece: TensorPiece, out: Tensor, key: Key) -> None:
         """Write the payload of `piece` to `out`, uint8 [nbytes]."""
         x, ranges, reference = piece
         if self.codec is None or not self.encodes(piece):
@@ -103,19 +101,19 @@ class Coder:
             _write(out[size:], [x[a:b] for a, b in ranges], self._excluded_dtype)
         payload = out[:size]
         # Behind an uncompressed message of any length.
-        aligned = payload if payload.data_ptr() % ALIGNMENT == 0 else torch.empty_like(payload)
+        aligned = payload if payload.data_ptr() % PAYLOAD_ALIGNMENT == 0 else torch.empty_like(payload)
         self.codec.encode(lossy, aligned, key)
         if aligned is not payload:
             payload.copy_(aligned)
 
     def encode_pieces(self, first: Tensor, out: Tensor, pieces: Pieces, key: Key) -> bool:
-        """The payloads of several pieces without uncompressed ranges; see `FixedSizeCodec.encode_pieces`."""
+        """Encode several pieces without uncompressed ranges; see `FixedSizeCodec.encode_pieces`."""
         codec = self.codec
-        if codec is None or first.dtype not in codec.inputs or out.data_ptr() % ALIGNMENT:
+        if codec is None or first.dtype not in codec.inputs or out.data_ptr() % PAYLOAD_ALIGNMENT:
             return False
         return codec.encode_pieces(first, out, pieces, key)
 
-    def decode(self, payload: Tensor, out: Piece, accumulate: bool = False) -> None:
+    def decode(self, payload: Tensor, out: TensorPiece, accumulate: bool = False) -> None:
         """Decode into `out.values`, or add to them. With a reference they are the sum of it and the decoded difference, rounded
         once."""
         values, ranges, reference = out
@@ -123,7 +121,7 @@ class Coder:
         if self.codec is None or not self.encodes(out):
             write(values, _read(payload, values.numel(), self.dtype))
             return
-        aligned = payload if payload.data_ptr() % ALIGNMENT == 0 else payload.clone()
+        aligned = payload if payload.data_ptr() % PAYLOAD_ALIGNMENT == 0 else payload.clone()
         if not ranges and reference is None:
             self.codec.decode(aligned, values, accumulate)
             return
@@ -136,13 +134,13 @@ class Coder:
         )
         if reference is not None:
             lossy += _select(reference, ranges).float()
-        for places, found in ((_others(ranges, values.numel()), lossy), (ranges, uncompressed)):
-            for (a, b), part in zip(places, found.split([b - a for a, b in places]), strict=True):
+        for places, decoded in ((_others(ranges, values.numel()), lossy), (ranges, uncompressed)):
+            for (a, b), part in zip(places, decoded.split([b - a for a, b in places]), strict=True):
                 write(values[a:b], part)
 
 
 def _select(x: Tensor, uncompressed_ranges: Ranges) -> Tensor:
-    """The elements of flat `x` that the codec is applied to, in order."""
+    """Return the elements of flat `x` that the codec is applied to, in order."""
     if not uncompressed_ranges:
         return x
     parts = [x[a:b] for a, b in _others(uncompressed_ranges, x.numel())]

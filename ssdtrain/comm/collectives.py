@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssdtrain.comm import algorithms
-from ssdtrain.comm.algorithms import Call
-from ssdtrain.comm.coding import Piece, Ranges, clip
-from ssdtrain.comm.work import Steps
+from ssdtrain.comm.algorithms import Call, plain_all_gather
+from ssdtrain.comm.coding import Ranges, TensorPiece, clip
+from ssdtrain.comm.work import MessageSteps
 
 # Pieces are cut at multiples of this, so that no block of a codec straddles two.
 GRAIN = 256
@@ -29,9 +29,8 @@ SMALL_MESSAGE = 128
 
 # Taken before anybody replaces the module's attributes.
 _all_reduce = dist.all_reduce
-# Newer torch has other names for these two and warns of these.
+# Newer torch has another name for it and warns of this one.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Parts = list[tuple[int, int]]
 """(start, stop) in the whole tensor of each rank's part of one piece."""
@@ -41,25 +40,25 @@ class Collective(ABC):
     """One call: what is sent, and how."""
 
     name: ClassVar[str]
-    """For messages."""
+    """Name in messages."""
     scatters: ClassVar[bool] = False
     """Whether it has a reduction: then a call without a codec is the framework's own, whose order of summation differs."""
     op: Any = dist.ReduceOp.SUM
     dtype: torch.dtype
     nbytes: int | None
-    """Of the whole tensor; None where ranks send different sizes, and each message is looked at by itself."""
+    """Bytes of the whole tensor; None where ranks send different sizes, and each message is looked at by itself."""
 
     def fits(self, ranks: int) -> bool:
-        """Whether dtypes and sizes of the tensors fit each other. Otherwise the plain one raises an error with the reason."""
+        """Return whether dtypes and sizes of the tensors fit each other. If not, the plain one raises an error."""
         return len({tensor.dtype for tensor in self.tensors}) == 1
 
     @abstractmethod
     def raw_bytes(self, ranks: int) -> int:
-        """What the plain one sends from this rank."""
+        """Return the bytes that the plain one sends from this rank."""
 
     @abstractmethod
-    def steps(self, call: Call, chunk: int) -> list[Steps]:
-        """The messages of this call.
+    def steps(self, call: Call, chunk: int) -> list[MessageSteps]:
+        """Return the messages of this call.
 
         Args:
             chunk: bytes of the whole tensor that make a piece.
@@ -68,7 +67,7 @@ class Collective(ABC):
     @property
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
-        """What must live until the call is over."""
+        """Tensors that must live until the call is over."""
 
 
 class Sharded(Collective):
@@ -108,7 +107,7 @@ class Sharded(Collective):
 
     @classmethod
     def ring_bytes(cls, nbytes: int, ranks: int) -> int:
-        """Bytes that one rank sends in a ring of `ranks` for a whole tensor of `nbytes`: (N-1)/N of it in each half."""
+        """Return the bytes that one rank sends in a ring of `ranks` for a whole tensor of `nbytes`: (N-1)/N in each half."""
         return (cls.scatters + cls.gathers) * (ranks - 1) * nbytes // ranks
 
     def raw_bytes(self, ranks: int) -> int:
@@ -116,51 +115,51 @@ class Sharded(Collective):
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """What `wire_bytes` depends on, beside the call."""
+        """All that `wire_bytes` depends on beside the call."""
         return type(self), self.whole.numel(), self.dtype, self.uncompressed_ranges
 
     def parts(self, ranks: int, chunk: int) -> Iterator[Parts]:
-        """The parts of each piece, by group rank."""
+        """Yield the parts of each piece, by group rank."""
         share = self.whole.numel() // ranks
         for a, b in _spans(share, chunk // self.dtype.itemsize // ranks):
             yield [(rank * share + a, rank * share + b) for rank in range(ranks)]
 
-    def steps(self, call: Call, chunk: int) -> list[Steps]:
+    def steps(self, call: Call, chunk: int) -> list[MessageSteps]:
         pieces = enumerate(self.parts(call.topology.size, chunk))
         return [self._piece(call, parts, str(n)) for n, parts in pieces]
 
     @abstractmethod
-    def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
-        """The steps of one piece."""
+    def _piece(self, call: Call, parts: Parts, part: str) -> MessageSteps:
+        """Return the steps of one piece."""
 
     def wire_bytes(self, call: Call, chunk: int) -> list[int]:
-        """What each group rank sends in `steps`, known from sizes alone, so that all ranks find the same."""
+        """Return the bytes each group rank sends in `steps`, from sizes alone, so that all ranks find the same."""
         total = [0] * call.topology.size
         for parts in self.parts(call.topology.size, chunk):
             pieces = self._pieces(parts)
-            found: list[list[int]] = []
+            halves: list[list[int]] = []
             if self.scatters:
                 hops = (
                     [coder.nbytes(piece) for piece in pieces]
                     for coder in (call.scatter.inside, call.scatter.between)
                 )
-                found.append(algorithms.reduce_scatter_bytes(call.topology, *hops))
+                halves.append(algorithms.reduce_scatter_bytes(call.topology, *hops))
             if self.gathers:
                 payloads = [call.gather.nbytes(piece) for piece in pieces]
-                found.append(algorithms.all_gather_bytes(call.topology, payloads))
-            total = [sum(sent) for sent in zip(total, *found, strict=True)]
+                halves.append(algorithms.all_gather_bytes(call.topology, payloads))
+            total = [sum(sent) for sent in zip(total, *halves, strict=True)]
         return total
 
     def agreement_bytes(self, ranks: int) -> int:
-        """What a rank sends at most so that all agree that the call can be made, and the plain one does not send."""
+        """Return the most bytes a rank sends so that all agree on the call; the plain one sends none."""
         return 0
 
     @abstractmethod
     def plain(self, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
-        """torch's own collective, to its end unless `async_op`."""
+        """Run torch's own collective, to its end unless `async_op`."""
 
     def sample(self, ranks: int) -> Sharded:
-        """The same on copies of the start of the tensors, in proportion."""
+        """Return the same on copies of the start of the tensors, in proportion."""
         share = -(-min(self.whole.numel(), SAMPLE // self.dtype.itemsize) // ranks)
         values, into = (
             tensor[: share * ranks if tensor is self.whole else share].clone()
@@ -168,8 +167,8 @@ class Sharded(Collective):
         )
         return type(self)(values, values if self.into is self.values else into, (), self.op)
 
-    def _pieces(self, parts: Parts) -> list[Piece]:
-        return [Piece(self.whole[a:b], clip(self.uncompressed_ranges, a, b)) for a, b in parts]
+    def _pieces(self, parts: Parts) -> list[TensorPiece]:
+        return [TensorPiece(self.whole[a:b], clip(self.uncompressed_ranges, a, b)) for a, b in parts]
 
 
 class AllReduce(Sharded):
@@ -186,7 +185,7 @@ class AllReduce(Sharded):
             share = -(-(stop - start) // ranks // GRAIN) * GRAIN
             yield list(pairwise([min(start + i * share, stop) for i in range(ranks)] + [stop]))
 
-    def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
+    def _piece(self, call: Call, parts: Parts, part: str) -> MessageSteps:
         shards = self._pieces(parts)
         total = yield from algorithms.reduce_scatter(call, shards, part)
         own = shards[call.topology.rank]
@@ -202,7 +201,7 @@ class ReduceScatter(Sharded):
     name = "reduce_scatter"
     scatters = True
 
-    def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
+    def _piece(self, call: Call, parts: Parts, part: str) -> MessageSteps:
         total = yield from algorithms.reduce_scatter(call, self._pieces(parts), part)
         self.into[slice(*parts[0])].copy_(total)
 
@@ -216,13 +215,13 @@ class AllGather(Sharded):
     name = "all_gather"
     gathers = True
 
-    def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
+    def _piece(self, call: Call, parts: Parts, part: str) -> MessageSteps:
         (a, b), outs = parts[0], self._pieces(parts)
         mine = outs[call.topology.rank]._replace(values=self.values[a:b])
         return algorithms.all_gather(call, mine, outs, part)
 
     def plain(self, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
-        return _all_gather(self.into, self.values, group=group, async_op=async_op)
+        return plain_all_gather(self.into, self.values, group=group, async_op=async_op)
 
 
 class DeltaAllGather(AllGather):
@@ -246,7 +245,7 @@ class DeltaAllGather(AllGather):
     def sample(self, ranks: int) -> Sharded:
         return AllGather(self.values, self.into).sample(ranks)
 
-    def _piece(self, call: Call, parts: Parts, part: str) -> Steps:
+    def _piece(self, call: Call, parts: Parts, part: str) -> MessageSteps:
         assert self.reference is not None
         (a, b), rank = parts[0], call.topology.rank
         outs = [out._replace(reference=out.values) for out in self._pieces(parts)]
@@ -282,22 +281,22 @@ class AllToAll(Collective):
     def raw_bytes(self, ranks: int) -> int:
         return sum(part.nbytes for rank, part in enumerate(self.outgoing) if rank != self.own)
 
-    def steps(self, call: Call, chunk: int) -> list[Steps]:
-        """One message to each rank: coded where its payload is smaller, which both sides know from its size."""
+    def steps(self, call: Call, chunk: int) -> list[MessageSteps]:
+        """Return one message to each rank: coded where its payload is smaller, which both sides know from its size."""
         coders, nodes = call.scatter, call.topology.nodes
         of_peers = [coders.inside if node == nodes[self.own] else coders.between for node in nodes]
         return [algorithms.all_to_all(call, self.incoming, self.outgoing, of_peers, self.min_bytes, "0")]
 
 
 def _spans(total: int, step: int) -> Iterator[tuple[int, int]]:
-    """[0, total) in spans of about `step`."""
+    """Cut [0, total) at about every `step`."""
     step = max(GRAIN, step // GRAIN * GRAIN)
     for start in range(0, total, step):
         yield start, min(start + step, total)
 
 
 def flattened(tensor: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
-    """`tensor` as a vector; where that is a copy, also what writes it back."""
+    """Return `tensor` as a vector; where that is a copy, also what writes it back."""
     flat = tensor.detach().contiguous().view(-1)
     if flat.data_ptr() == tensor.data_ptr():
         return flat, None

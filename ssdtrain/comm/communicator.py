@@ -27,7 +27,6 @@ from torch import Tensor
 from ssdtrain.codecs import Key
 from ssdtrain.codecs.warm_up import warm_up
 from ssdtrain.comm.adaptation import AdaptiveBitWidth
-from ssdtrain.comm.agreement import agreed_hosts
 from ssdtrain.comm.algorithms import Call, Coders
 from ssdtrain.comm.coding import Ranges
 from ssdtrain.comm.collectives import (
@@ -42,13 +41,15 @@ from ssdtrain.comm.collectives import (
 )
 from ssdtrain.comm.feedback import Feedback
 from ssdtrain.comm.meter import CommMetrics, Meter
-from ssdtrain.comm.notices import FIRST_STEPS, Notices, add_inactive, few_bytes_saved
+from ssdtrain.comm.notices import Notices, add_inactive, few_bytes_saved
 from ssdtrain.comm.point_to_point import PointToPoint
 from ssdtrain.comm.policy import Policy, codec_of
 from ssdtrain.comm.references import References
-from ssdtrain.comm.routing import CHANGED, IN_FULL, NO_FEWER_BYTES, Route, Router
-from ssdtrain.comm.topology import world_if_none
+from ssdtrain.comm.routing import CHANGED, IN_FULL, Route, Router
+from ssdtrain.comm.topology import node_name, world_if_none
 from ssdtrain.comm.work import ChainedWork, CompressedWork, Streams, UnderWay
+from ssdtrain.device.runtime import made_current
+from ssdtrain.features import FIRST_STEPS
 
 logger = logging.getLogger("ssdtrain")
 
@@ -83,27 +84,28 @@ class Communicator:
         self.meter = Meter()
         self.rank = dist.get_rank()
         self.notices = Notices(self.device)
-        self.router = Router(policy, agreed_hosts(policy, self.device), self.meter, self.notices, self.device)
+        self.bit_widths: AdaptiveBitWidth | None = None
+        if policy.adapt is not None:
+            self.bit_widths = AdaptiveBitWidth(policy.adapt, policy.rules["dp"].between)
+        hosts = agreed_hosts(policy, self.device)
+        self.router = Router(policy, hosts, self.meter, self.notices, self.device, self.bit_widths)
         self.point_to_point = PointToPoint(self.router, self.key)
         self.feedback = None if policy.feedback == "off" else Feedback(policy.feedback)
         self.references = References(self.meter)
         self.steps = 0
-        self._made = 0
+        self._applied_steps = 0
         self.rounds_excluded = True
         """Whether `comm.excluded` applies; see `keep_excluded`."""
         self.loss_scale: Callable[[], float] | None = None
-        """The factor by which the gradients of a backward are multiplied, read once in each: of float16 training. None: 1."""
+        """Factor that float16 training multiplies the gradients of a backward by, read once in each. None: 1."""
         self._scaled_at: tuple[int, int] | None = None
-        self.bit_widths: AdaptiveBitWidth | None = None
-        if policy.adapt is not None:
-            self.bit_widths = AdaptiveBitWidth(policy.adapt, policy.rules["dp"].between)
         self._streams = Streams(self.device)
         self._under_way = UnderWay()
         for spec in sorted(policy.specs(self.steps)):
             warm_up(codec_of(spec), self.device, (torch.float32, torch.bfloat16))
 
     def key(self) -> Key:
-        """The key of this rank's random numbers in this step."""
+        """Return the key of this rank's random numbers in this step."""
         return Key(self.policy.seed, self.steps, 0, self.rank)
 
     def all_reduce(
@@ -133,10 +135,8 @@ class Communicator:
         op: Any = dist.ReduceOp.SUM,
         bucket: Bucket | None = None,
     ) -> CompressedWork | None:
-        """Sum the contiguous `tensor` over ranks; each gets its share of it in `out`, as torch's reduce_scatter_tensor.
-
-        `out` may be a part of `tensor`. Sums are in float32.
-        """
+        """Sum the contiguous `tensor` over ranks, in float32; each gets its share in `out`, as torch's reduce_scatter_tensor.
+        `out` may be a part of `tensor`."""
         collective = ReduceScatter(tensor.detach().view(-1), out.detach().view(-1), _ranges(bucket), op)
         return self._start(collective, dimension, group, bucket)
 
@@ -148,18 +148,15 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         bucket: Bucket | None = None,
     ) -> CompressedWork | None:
-        """Every rank's `tensor` into the contiguous `out`, this rank's own decoded like the others, as torch's
-        all_gather_into_tensor.
-
-        `tensor` may be a part of `out`.
-        """
+        """Gather every rank's `tensor` in the contiguous `out`, as torch's all_gather_into_tensor; its own is decoded like the
+        others. `tensor` may be a part of `out`."""
         collective = AllGather(flattened(tensor)[0], out.detach().view(-1), _ranges(bucket))
         return self._start(collective, dimension, group, bucket)
 
     def gather_weights(
         self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup | None, bucket: Bucket
     ) -> CompressedWork | ChainedWork | None:
-        """`all_gather` of updated weights, by their difference from what all ranks have in `out`.
+        """Gather updated weights by their difference from what all ranks have in `out`.
 
         `out` [ranks x n] holds what this gave the last time, except for this rank's part, which may be anything. The first gather
         and that of weights that other code changed meanwhile, on any rank, are in full. See `references`.
@@ -200,49 +197,15 @@ class Communicator:
         bucket: Bucket | None,
         then: Callable[[], Any] | None = None,
     ) -> CompressedWork | None:
-        """Look up, probe, launch."""
-        group = world_if_none(group)
-        route = self._route(collective, dimension, group, bucket)
-        if route is None:
-            return None
-        return self._launch(collective, dimension, route, bucket, then)
+        """Choose a route and launch; None: the call is sent uncompressed."""
+        route = self._route(collective, dimension, world_if_none(group), bucket)
+        return None if route is None else self._launch(collective, dimension, route, bucket, then)
 
     def _route(
         self, collective: Sharded, dimension: str, group: dist.ProcessGroup, bucket: Bucket | None = None
     ) -> Route | None:
-        """The route of the call; None: it is sent uncompressed, and counted as such."""
-        second = "dp_gather" if dimension == "dp" and collective.gathers else dimension
-        planned = self.router.route(collective, (dimension, second), group)
-        if planned is None:
-            return None
-        planned = self._adapted(planned, dimension, bucket)
-        warming_up = self.steps < self.policy.warmup_steps
-        with_more_bits = None if warming_up or not self.policy.probe else self.router.with_more_bits(planned)
-
-        def trial(route: Route) -> Call:
-            return self._call(dimension, route, collective.dtype, CommMetrics(), Bucket("probe"))
-
-        routes = [
-            route
-            for route in (planned, with_more_bits)
-            if route is not None and self.router.sends_fewer(collective, trial(route), route, warming_up)
-        ]
-        if not routes:
-            self.router.count_fallback(dimension, NO_FEWER_BYTES, collective.raw_bytes(planned.topology.size))
-            return None
-        if not self.policy.probe:
-            return routes[0]
-        feedback = self._feedback_of(dimension)
-        tried = None if feedback is None else Feedback(feedback.kind)
-
-        def run(sample: Sharded, route: Route) -> None:
-            call = trial(route)
-            call.feedback = tried
-            CompressedWork(
-                sample.steps(call, self.policy.chunk), call.metrics, self.meter, self._streams.of(dimension)
-            ).wait()
-
-        return self.router.probed(collective, dimension, routes, trial(routes[0]), warming_up, run)
+        trials = _RouteTrials(self, dimension, collective.dtype)
+        return self.router.choose(collective, dimension, group, self.steps, bucket and bucket.name, trials)
 
     def _launch(
         self,
@@ -280,7 +243,7 @@ class Communicator:
         in_splits: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> CompressedWork | None:
-        """As torch's all_to_all_single: `tensor` [rows, ...] split by rows, one part for each rank.
+        """Exchange rows as torch's all_to_all_single: `tensor` [rows, ...] split by rows, one part for each rank.
 
         Ranks may send different numbers of rows, so whether a message is worth coding is decided for each pair.
         """
@@ -316,17 +279,17 @@ class Communicator:
                 logger.info("comm: %d residuals of buckets that were rebuilt are dropped", stale)
         if self.bit_widths is not None:
             self.bit_widths.decide(self.steps)
-        self._made += not skipped  # of a step that was skipped no weights are gathered
-        if self._made == FIRST_STEPS and not skipped:
+        self._applied_steps += not skipped  # a skipped step gathers no weights
+        if self._applied_steps == FIRST_STEPS and not skipped:
             add_inactive(self.notices, self.policy, self.metrics())
         self.notices.step_end(self.steps, self.policy.warmup_steps)
 
     def metrics(self) -> dict[str, CommMetrics]:
-        """Metrics of this rank by dimension, since the start."""
+        """Return this rank's metrics by dimension, since the start."""
         return self.meter.snapshot()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run continues from: this rank's residuals, and the bits chosen for its buckets."""
+        """Return this rank's residuals and the bits chosen for its buckets, from which a resumed run continues."""
         return {
             "steps": self.steps,
             "policy": self.policy.digest(),
@@ -358,9 +321,7 @@ class Communicator:
             )  # fmt: skip
             return
         self.feedback.load_state_dict(state["feedback"], self.device)
-        if (
-            self.bit_widths is not None and state.get("bit_widths") is not None
-        ):  # earlier versions did not save them
+        if self.bit_widths is not None and state.get("bit_widths") is not None:
             self.bit_widths.load_state_dict(state["bit_widths"], self.device)
 
     def keep_excluded(self, repeated: Collection[Any]) -> None:
@@ -379,12 +340,9 @@ class Communicator:
             parameters: of those that train, the elements and whether they are excluded.
             dtypes: by dimension, what gradients or weights are sent in.
         """
+        several_nodes = len(set(self.router.hosts)) > 1
         savings = few_bytes_saved(
-            self.policy,
-            len(set(self.router.hosts)) > 1,
-            list(parameters),
-            dtypes,
-            rounds_excluded=self.rounds_excluded,
+            self.policy, several_nodes, list(parameters), dtypes, rounds_excluded=self.rounds_excluded
         )
         if savings is not None and self.rank == 0:
             share, remedy = savings
@@ -423,13 +381,42 @@ class Communicator:
             self.feedback.scale = float(self.loss_scale())
         return self.feedback
 
-    def _adapted(self, route: Route, dimension: str, bucket: Bucket | None) -> Route:
-        if self.bit_widths is None or bucket is None or dimension != "dp":
-            return route
-        spec = self.bit_widths.codec(route.topology.group, bucket.name)
-        inside = spec if route.topology.between is None else route.scatter[0]
-        return Route(route.topology, (inside, spec), route.gather)
+
+class _RouteTrials:
+    """Calls that the router compares: their results, metrics and residuals are dropped."""
+
+    def __init__(self, comm: Communicator, dimension: str, dtype: torch.dtype) -> None:
+        self._comm = comm
+        self._dimension = dimension
+        self._dtype = dtype
+        has_feedback = comm.feedback is not None and dimension == "dp"
+        self._feedback = Feedback(comm.policy.feedback) if has_feedback else None
+
+    def call(self, route: Route) -> Call:
+        return self._comm._call(self._dimension, route, self._dtype, CommMetrics(), Bucket("probe"))
+
+    def run(self, sample: Sharded, route: Route) -> None:
+        comm, call = self._comm, self.call(route)
+        call.feedback = self._feedback
+        steps = sample.steps(call, comm.policy.chunk)
+        CompressedWork(steps, call.metrics, comm.meter, comm._streams.of(self._dimension)).wait()
 
 
 def _ranges(bucket: Bucket | None) -> Ranges:
     return () if bucket is None else bucket.uncompressed_ranges
+
+
+def agreed_hosts(policy: Policy, device: torch.device) -> list[str]:
+    """Return the node of every rank, once all have the same policy. A collective call; errors: see `Communicator`."""
+    answers: list[Any] = [None] * dist.get_world_size()
+    with made_current(device):
+        dist.all_gather_object(answers, (node_name(), policy.digest()))
+    digests = [digest for _, digest in answers]
+    if len(set(digests)) > 1:
+        most = max(set(digests), key=digests.count)
+        others = [rank for rank, digest in enumerate(digests) if digest != most]
+        raise RuntimeError(
+            f"ranks {others} have another ssdtrain.comm config, or another version of ssdtrain, than the rest "
+            f"({', '.join(digests[rank] for rank in others[:8])} instead of {most}): give all ranks the same"
+        )
+    return [node for node, _ in answers]

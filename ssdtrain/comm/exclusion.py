@@ -28,12 +28,7 @@ _BIAS_LEAF = re.compile(r"(^|_)bias(\d*$|_[ih]h)", re.IGNORECASE)
 
 
 def is_norm(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
-    """A scale or shift of a normalisation.
-
-    Args:
-        name: of the parameter in the model, dotted.
-        module: the one that holds it.
-    """
+    """Return whether `parameter`, at the dotted `name` in `module`, is a scale or shift of a normalisation."""
     if _NORM_CLASS.search(type(module).__name__):
         return True
     *path, leaf = name.split(".")
@@ -42,12 +37,12 @@ def is_norm(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
 
 
 def is_bias(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
-    """What is added to every token; arguments as those of `is_norm`."""
+    """Return whether it is added to every token. Arguments: see `is_norm`."""
     return bool(_BIAS_LEAF.search(name.rpartition(".")[2]))
 
 
 def is_embedding(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
-    """A table of rows, of which a batch uses some, or an output layer tied to one; arguments as those of `is_norm`."""
+    """Return whether it is a table of which a batch uses some rows, or an output layer tied to one. Arguments: see `is_norm`."""
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) or "embedding" in type(module).__name__.lower():
         return True
     return "embed" in name.rpartition(".")[2].lower()
@@ -57,24 +52,21 @@ _KINDS = {"norm": is_norm, "bias": is_bias, "embedding": is_embedding}
 
 
 def excluded(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
-    """The parameters of `model` that are sent uncompressed; a set of the objects themselves.
-
-    A parameter with several names (tied weights) is excluded if any of them is.
+    """Return the parameters of `model` that are sent uncompressed: of tied weights those with any excluded name.
 
     Args:
-        model: as the framework wrapped it; the names that patterns meet are those below the wrappers too, so that a pattern need
-            not know of "module.".
+        model: as the framework wrapped it; patterns also meet the names below the wrappers, without "module.".
         patterns: `Policy.exclude`: "norm", "bias", "embedding", or patterns of whole names as `fnmatch` reads them.
     """
-    found = set()
+    parameters = set()
     names = [pattern for pattern in patterns if pattern not in _KINDS]
     kinds = [_KINDS[pattern] for pattern in patterns if pattern in _KINDS]
     for path, module in model.named_modules(remove_duplicate=False):
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{path}.{leaf}" if path else leaf
             if any(kind(name, parameter, module) for kind in kinds) or _matches(name, names):
-                found.add(parameter)
-    return found
+                parameters.add(parameter)
+    return parameters
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -85,7 +77,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def ranges_of(places: Mapping[_T, tuple[int, int]], chosen: Iterable[_T]) -> Ranges:
-    """The elements of a flat bucket that `chosen` parameters take, neighbours joined: what `Bucket.uncompressed_ranges` takes.
+    """Return the elements of a flat bucket that `chosen` parameters take, neighbours joined, for `Bucket.uncompressed_ranges`.
 
     Args:
         places: (start, stop) of each parameter in the bucket; chosen ones that are not in it are left out.
@@ -94,7 +86,7 @@ def ranges_of(places: Mapping[_T, tuple[int, int]], chosen: Iterable[_T]) -> Ran
 
 
 def ranges_in_order(slices: Iterable[tuple[int, bool]]) -> Ranges:
-    """`ranges_of` for tensors that lie one behind the other: (elements, whether they are excluded) of each."""
+    """Return `ranges_of` tensors that lie one behind the other: (elements, whether they are excluded) of each."""
     slices = list(slices)
     stops = accumulate(numel for numel, _ in slices)
     pairs = zip(stops, slices, strict=True)
@@ -102,7 +94,7 @@ def ranges_in_order(slices: Iterable[tuple[int, bool]]) -> Ranges:
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Ascending `ranges` without empty ones, neighbours joined."""
+    """Drop empty `ranges` of ascending ones, and join neighbours."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and start <= joined[-1][1]:

@@ -16,24 +16,22 @@ import torch
 from torch import Tensor
 
 from ssdtrain.codecs import Key, make_fixed_size_codec, payload_finite
-from ssdtrain.comm.coding import Coder, Piece
+from ssdtrain.comm.coding import Coder, TensorPiece
 
 _INT8 = make_fixed_size_codec("int8:block=128")
 
 
 def _all_finite(coder: Coder, payload: Tensor) -> bool:
-    """The finite flag of a payload in host memory; uncompressed elements are outside of it."""
+    """Read the finite flag of a payload in host memory; uncompressed elements are outside of it."""
     return coder.codec is not None and bool(payload_finite(payload))
 
 
 class _Residual(NamedTuple):
-    """What is kept of one piece."""
-
     kept: Tensor
     """A payload of int8, or float32 [numel]."""
     numel: int
     scale: float
-    """Loss scale of the gradients that it was lost from."""
+    """Loss scale of the gradients that lost it."""
 
 
 class Feedback:
@@ -54,17 +52,11 @@ class Feedback:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the residuals take."""
-        return sum(found.kept.nbytes for found in self._residuals.values())
+        """Bytes of the residuals."""
+        return sum(residual.kept.nbytes for residual in self._residuals.values())
 
     def encode(
-        self,
-        name: str,
-        coder: Coder,
-        piece: Piece,
-        out: Tensor,
-        key: Key,
-        measured: bool = False,
+        self, name: str, coder: Coder, piece: TensorPiece, out: Tensor, key: Key, measured: bool = False
     ) -> Tensor | None:
         """Encode `piece` plus its residual into `out` and keep the new residual.
 
@@ -92,18 +84,18 @@ class Feedback:
         return error
 
     def corrected(self, name: str, x: Tensor) -> Tensor:
-        """A copy of `x` with what is kept under `name` added."""
+        """Return a copy of `x` with what is kept under `name` added."""
         corrected = x.to(torch.float32, copy=True)
         self._used.add(name)
-        found = self._residuals.get(name)
-        if found is None:
+        residual = self._residuals.get(name)
+        if residual is None:
             return corrected
-        kept = found.kept
-        if found.numel != x.numel() or kept.device != x.device:
+        kept = residual.kept
+        if residual.numel != x.numel() or kept.device != x.device:
             del self._residuals[name]
             self.rebuilt += 1
             return corrected
-        ratio = self.scale / found.scale
+        ratio = self.scale / residual.scale
         if self.kind == "fp32":
             return corrected.add_(kept, alpha=ratio)
         if ratio == 1.0:
@@ -111,11 +103,11 @@ class Feedback:
         return corrected.add_(_INT8.decode(kept, torch.empty_like(corrected)), alpha=ratio)
 
     def residual(self, name: str) -> Tensor | None:
-        """What is kept under `name`, as float32 [numel]."""
-        found = self._residuals.get(name)
-        if found is None:
+        """Return what is kept under `name`, as float32 [numel]."""
+        residual = self._residuals.get(name)
+        if residual is None:
             return None
-        return self.corrected(name, torch.zeros(found.numel, device=found.kept.device))
+        return self.corrected(name, torch.zeros(residual.numel, device=residual.kept.device))
 
     def _keep(self, name: str, lost: Tensor) -> None:
         kept = lost
@@ -145,13 +137,13 @@ class Feedback:
         return count
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: plain tensors and numbers, on the CPU."""
+        """Return plain tensors on the CPU and numbers, for a checkpoint."""
         return {
             "kind": self.kind,
             "pieces": {
                 name: (kept.to("cpu", copy=True), numel) for name, (kept, numel, _) in self._residuals.items()
             },
-            "scales": {name: found.scale for name, found in self._residuals.items()},
+            "scales": {name: residual.scale for name, residual in self._residuals.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
@@ -164,6 +156,5 @@ class Feedback:
             raise ValueError(f"the residuals are {state['kind']}, this run keeps {self.kind}")
         self.clear()
         for name, (kept, numel) in state["pieces"].items():
-            # Checkpoints of earlier versions do not have it.
             scale = state.get("scales", {}).get(name, self.scale)
             self._residuals[name] = _Residual(kept.to(device, copy=True), numel, scale)

@@ -25,23 +25,23 @@ class CommMetrics(MetricSet):
     codec_seconds: float = counter(Unit.SECONDS, "codec time", ranks=Reduce.MAX)
     """Encoding, decoding and summing, on the host; on a GPU `device_seconds` holds all."""
     wait_seconds: float = counter(Unit.SECONDS, "waited", ranks=Reduce.MAX)
-    """Waiting for messages that were under way."""
+    """Time waited for messages under way."""
     device_seconds: float = counter(Unit.SECONDS, ranks=Reduce.MAX)
-    """From the start to the end of compressed calls on the communication stream."""
+    """Time from start to end of compressed calls on the communication stream."""
     compressed: int = counter(Unit.COUNT)
     """Calls that were compressed."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Reason -> calls that went uncompressed."""
     dimension: str = field(default="", compare=False)
     spans: Spans | None = field(default=None, repr=False, compare=False)
-    """Also gets each interval; None: no trace is recorded."""
+    """Trace that gets each interval; None: none is recorded."""
 
     def count_codec(self, began: float) -> None:
-        """Something was encoded or decoded, from `began` (`time.perf_counter`) until now."""
+        """Count encoding or decoding from `began` (`time.perf_counter`) until now."""
         self.codec_seconds += self._since(began, "codec")
 
     def count_wait(self, began: float) -> None:
-        """A message was waited for, from `began` until now."""
+        """Count the wait for a message from `began` until now."""
         self.wait_seconds += self._since(began, "collective")
 
     def _since(self, began: float, kind: str) -> float:
@@ -65,10 +65,9 @@ class Meter:
         self._pending: list[tuple[CommMetrics, Callable[[], float | None]]] = []
 
     def of(self, dimension: str) -> CommMetrics:
-        found = self._metrics.get(dimension)
-        if found is None:
-            found = self._metrics[dimension] = CommMetrics(dimension=dimension, spans=self._spans)
-        return found
+        if dimension not in self._metrics:
+            self._metrics[dimension] = CommMetrics(dimension=dimension, spans=self._spans)
+        return self._metrics[dimension]
 
     def record(self, spans: Spans | None) -> None:
         """Add the intervals of all dimensions to `spans` too; None: no more."""
@@ -94,27 +93,22 @@ class Meter:
         return metrics.fallbacks[reason] == 1
 
     def add_device_seconds(self, metrics: CommMetrics, seconds: Callable[[], float | None]) -> None:
-        """Add device seconds as soon as they are known.
-
-        Args:
-            seconds: returns None while the device has not got there."""
+        """Add device seconds as soon as `seconds` returns them: None while the device has not got there."""
         self._pending.append((metrics, seconds))
         if len(self._pending) > 256:
             self._read()
 
     def snapshot(self) -> dict[str, CommMetrics]:
-        """Copies, by dimension."""
+        """Return copies, by dimension."""
         self._read()
-        return {
-            name: replace(found, fallbacks=Counter(found.fallbacks))
-            for name, found in [*self._metrics.items()]
-        }
+        metrics = list(self._metrics.items())
+        return {name: replace(each, fallbacks=Counter(each.fallbacks)) for name, each in metrics}
 
     def _read(self) -> None:
         pending, self._pending = self._pending, []
         for metrics, seconds in pending:
-            found = seconds()
-            if found is None:
+            elapsed = seconds()
+            if elapsed is None:
                 self._pending.append((metrics, seconds))
             else:
-                metrics.device_seconds += found
+                metrics.device_seconds += elapsed

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from ssdtrain.comm.meter import CommMetrics
 from ssdtrain.comm.policy import Policy, codec_of
 from ssdtrain.device.runtime import made_current
+from ssdtrain.features import FIRST_STEPS
 
 logger = logging.getLogger("ssdtrain")
 
-# Steps at whose end ranks exchange messages: the first ones, then one in `INTERVAL`.
-FIRST_STEPS = 3
-INTERVAL = 50
+# Ranks exchange messages at the ends of the first steps, then of one in this many.
+EXCHANGE_INTERVAL = 50
 # Share of the plain bytes from which on a job is told at start how few it saves.
 MUCH = 0.9
 
@@ -46,25 +46,25 @@ class Notices:
 
     def step_end(self, step: int, warmup_steps: int) -> None:
         """Exchange pending messages, if that is due. A collective call of the job."""
-        if step <= FIRST_STEPS or step == warmup_steps + 1 or step % INTERVAL == 0:
+        if step <= FIRST_STEPS or step == warmup_steps + 1 or step % EXCHANGE_INTERVAL == 0:
             self.exchange()
 
     def exchange(self) -> None:
         """Write the pending messages of all ranks. A collective call of the job."""
-        found: list[Any] = [None] * dist.get_world_size()
+        of_ranks: list[Any] = [None] * dist.get_world_size()
         with made_current(self._device):
-            dist.all_gather_object(found, self._waiting)
-        self._written |= {subject for one in found for subject in one}
+            dist.all_gather_object(of_ranks, self._waiting)
+        self._written |= {subject for waiting in of_ranks for subject in waiting}
         self._waiting = {}
         if dist.get_rank() != 0:
             return
         texts: dict[str, tuple[str, bool, list[int]]] = {}
-        for rank, one in enumerate(found):
-            for subject, (text, unanimous) in one.items():
+        for rank, waiting in enumerate(of_ranks):
+            for subject, (text, unanimous) in waiting.items():
                 texts.setdefault(subject, (text, unanimous, []))[2].append(rank)
         for text, unanimous, ranks in texts.values():
-            if not unanimous or len(ranks) == len(found):
-                logger.warning("%s [%s]", text, _named(ranks, len(found)))
+            if not unanimous or len(ranks) == len(of_ranks):
+                logger.warning("%s [%s]", text, _named(ranks, len(of_ranks)))
 
 
 def add_inactive(notices: Notices, policy: Policy, metrics: Mapping[str, CommMetrics]) -> None:
@@ -72,9 +72,9 @@ def add_inactive(notices: Notices, policy: Policy, metrics: Mapping[str, CommMet
     if not metrics and not policy.configured:
         none = f"comm compressed nothing in the first {FIRST_STEPS} steps: none of its messages was sent between ranks"
         notices.add("inactive", none, unanimous=True)
-    for dimension, found in metrics.items():
-        if found.calls and not found.compressed and not policy.rules[dimension].off:
-            reasons = ", ".join(f"{reason} ({count})" for reason, count in found.fallbacks.items())
+    for dimension, counted in metrics.items():
+        if counted.calls and not counted.compressed and not policy.rules[dimension].off:
+            reasons = ", ".join(f"{reason} ({count})" for reason, count in counted.fallbacks.items())
             inactive = f"comm.{dimension} compressed nothing in the first {FIRST_STEPS} steps: {reasons}"
             notices.add(f"{dimension} inactive", inactive)
     for dimension in policy.configured:
@@ -95,7 +95,8 @@ def few_bytes_saved(
     *,
     rounds_excluded: bool = True,
 ) -> tuple[float, str] | None:
-    """What is sent of the plain bytes after warm-up, with why and what to change, if it is `MUCH` or more; headers are left out.
+    """Return the share of the plain bytes sent after warm-up, with why and what to change, if it is `MUCH` or more; headers are
+    left out.
 
     Args:
         between_nodes: the job has several nodes.

@@ -7,8 +7,8 @@ Note: [Both sides make the same choice]
 Note: [Frames]
     A payload of a lossless codec has a size of its own. It follows a message of 8 bytes with that size. A tensor that does not
     shrink follows uncompressed, so such a message costs at most these 8 bytes more than the plain one. The receiver begins to
-    receive the payload only when it waits; two neighbours that send to each other and wait for their sends first would wait for
-    ever. So the wait of a framed send returns at once (the message is a copy), and what is under way is waited for at the step's
+    receive the payload only when it waits; two neighbours that send to each other and wait for their sends first would never
+    end. So the wait of a framed send returns at once (the message is a copy), and what is under way is waited for at the step's
     end.
 """
 
@@ -66,13 +66,13 @@ class PointToPoint:
         metrics.count_codec(begun)
         if isinstance(codec, FixedSizeCodec):
             metrics.wire_bytes += size
-            return ChainedWork(issue(payload), held=(payload,))
+            return ChainedWork(issue(payload), keep_alive=(payload,))
         message, frame = payload[:size], torch.tensor([size], dtype=torch.int64, device="cpu")
         if size >= tensor.nbytes:
             message, frame = tensor.detach().clone().contiguous(), torch.zeros_like(frame)
         metrics.wire_bytes += frame.nbytes + message.nbytes
         for part in (frame, message):
-            self._outstanding.append(ChainedWork(issue(part), held=(part,)))
+            self._outstanding.append(ChainedWork(issue(part), keep_alive=(part,)))
         while len(self._outstanding) > MOST_OUTSTANDING:
             self._outstanding.popleft().wait()
         return ChainedWork(None)
@@ -88,26 +88,26 @@ class PointToPoint:
         if isinstance(codec, FixedSizeCodec):
             payload = torch.empty(size, dtype=torch.uint8, device=tensor.device)
             return ChainedWork(
-                issue(payload), lambda: self._decode(codec, payload, target, dimension), held=(payload,)
+                issue(payload), lambda: self._decode(codec, payload, target, dimension), keep_alive=(payload,)
             )
         frame = torch.zeros(1, dtype=torch.int64, device="cpu")
 
         def rest() -> None:
-            found = int(frame.item())
-            if not 0 <= found <= size:
+            nbytes = int(frame.item())
+            if not 0 <= nbytes <= size:
                 raise RuntimeError(
-                    f"comm.{dimension}: a message from rank {peer} says it has {found} bytes of at most {size}"
+                    f"comm.{dimension}: a message from rank {peer} says it has {nbytes} bytes of at most {size}"
                 )
-            if found == _AS_IT_IS:
+            if nbytes == _AS_IT_IS:
                 values = torch.empty(target.shape, dtype=target.dtype, device="cpu")
                 ChainedWork(issue(values)).wait()
                 target.copy_(values)
                 return
-            payload = torch.empty(found, dtype=torch.uint8, device="cpu")
+            payload = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             ChainedWork(issue(payload)).wait()
             self._decode(codec, payload, target, dimension)
 
-        return ChainedWork(issue(frame), rest, held=(frame,))
+        return ChainedWork(issue(frame), rest, keep_alive=(frame,))
 
     def wait_outstanding(self) -> None:
         """Wait for framed messages that are still under way."""

@@ -11,9 +11,10 @@ from functools import lru_cache
 import torch
 
 from ssdtrain.codecs import FORMAT_VERSION, Codec, FixedSizeCodec, make_codec
-from ssdtrain.config import DIMENSIONS, CommConfig, ConfigError, Problem
+from ssdtrain.config import DIMENSIONS, CommConfig, ConfigError, ConfigIssue
 from ssdtrain.config.codecs import OFF, split_rule
 from ssdtrain.config.comm import FEEDBACK, FRAMED, PRESETS
+from ssdtrain.ranks import global_rank
 
 logger = logging.getLogger("ssdtrain")
 
@@ -58,7 +59,7 @@ class Policy:
 
     @classmethod
     def from_config(cls, config: CommConfig, path: str = "ssdtrain.comm") -> Policy:
-        """Presets filled in, rules split.
+        """Fill in presets and split rules.
 
         Raises:
             ConfigError: `adapt` without error feedback, which depends on the preset.
@@ -73,7 +74,7 @@ class Policy:
         if config.adapt is not None and feedback == OFF:
             allowed = '"feedback": "int8" beside it, or leaving adapt out'
             why = "needs error feedback, and it is off"
-            raise ConfigError([Problem(f"{path}.adapt", config.adapt, why, allowed)])
+            raise ConfigError([ConfigIssue(f"{path}.adapt", config.adapt, why, allowed)])
         return cls(
             rules=rules,
             exclude=tuple(name for name in config.exclude if name != "none"),
@@ -106,13 +107,11 @@ class Policy:
         why = "works in host memory only, and the tensors of this job are on a GPU"
         if named := [name for name in on_host if name in self.configured]:
             rules = {name: self.rules[name] for name in named}
+            codecs = {name: f"{rule.inside}/{rule.between}" for name, rule in rules.items()}
             raise ConfigError(
-                [
-                    Problem(f"{path}.{name}", f"{rule.inside}/{rule.between}", why, allowed)
-                    for name, rule in rules.items()
-                ]
+                [ConfigIssue(f"{path}.{name}", each, why, allowed) for name, each in codecs.items()]
             )
-        if on_host:
+        if on_host and global_rank() == 0:
             logger.warning(
                 "comm.preset: %s stay uncompressed: the preset's codec for them %s", ", ".join(on_host), why
             )
@@ -123,32 +122,32 @@ class Policy:
         return replace(self, rules=rules, chunk=max(self.chunk, DEVICE_CHUNK))
 
     def digest(self) -> str:
-        """A hash that is equal on two ranks if they encode and decode messages in the same way."""
+        """Return a hash that is equal on two ranks if they encode and decode messages in the same way."""
         of_messages = {name: value for name, value in asdict(self).items() if name != "configured"}
         text = json.dumps([of_messages, FORMAT_VERSION], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def specs(self, step: int) -> set[str]:
-        """The codecs that collectives may use from step `step` on."""
-        found = {spec for rule in self.rules.values() for spec in (rule.inside, rule.between)} - {OFF}
-        return found | {WARMUP_CODEC} if found and step < self.warmup_steps else found
+        """Return the codecs that collectives may use from step `step` on."""
+        specs = {spec for rule in self.rules.values() for spec in (rule.inside, rule.between)} - {OFF}
+        return specs | {WARMUP_CODEC} if specs and step < self.warmup_steps else specs
 
     def codec(self, spec: str, step: int) -> FixedSizeCodec | None:
-        """The codec of a collective in step `step`; None: elements are sent uncompressed."""
+        """Return the codec of a collective in step `step`; None: elements are sent uncompressed."""
         if spec == OFF:
             return None
-        found = codec_of(spec)
-        if step < self.warmup_steps and found.bits_per_value < 8:
-            found = codec_of(WARMUP_CODEC)
-        assert isinstance(found, FixedSizeCodec), spec
-        return found
+        codec = codec_of(spec)
+        if step < self.warmup_steps and codec.bits_per_value < 8:
+            codec = codec_of(WARMUP_CODEC)
+        assert isinstance(codec, FixedSizeCodec), spec
+        return codec
 
     def excluded_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which excluded gradients of `dtype` are sent."""
+        """Return the dtype in which excluded gradients of `dtype` are sent."""
         return torch.bfloat16 if self.excluded == "bf16" and dtype == torch.float32 else dtype
 
     def is_identity(self, spec: str, dtype: torch.dtype) -> bool:
-        """Whether `spec` has no fewer bits than `dtype`; sums are then left to the framework."""
+        """Return whether `spec` has no fewer bits than `dtype`; sums are then left to the framework."""
         return spec in (OFF, "raw") or codec_of(spec).bits_per_value >= 8 * dtype.itemsize
 
 
@@ -158,5 +157,5 @@ def _has_fixed_size(spec: str) -> bool:
 
 @lru_cache(maxsize=256)
 def codec_of(spec: str) -> Codec:
-    """The codec of `spec`, made once: codecs are immutable."""
+    """Make the codec of `spec` once: codecs are immutable."""
     return make_codec(spec)

@@ -31,12 +31,10 @@ _all_reduce = dist.all_reduce
 
 
 class Verdict(NamedTuple):
-    """What a probe found."""
-
     chosen: int
     """Index of the chosen way."""
     seconds: tuple[float, ...]
-    """Median of each, of the slowest rank."""
+    """Median time of each way on the slowest rank."""
     rounds: int
 
 
@@ -62,12 +60,12 @@ def choose(
         if chosen is not None:
             break
     assert chosen is not None
-    medians = tuple(statistics.median(found) for found in zip(*rounds, strict=True))
+    medians = tuple(statistics.median(times) for times in zip(*rounds, strict=True))
     return Verdict(chosen, medians, len(rounds))
 
 
 def decide(rounds: Sequence[Sequence[float]], before: int, last: bool) -> int | None:
-    """The index of the way to take after these rounds; None: more rounds are needed.
+    """Return the index of the way to take after these rounds; None: more rounds are needed.
 
     Args:
         rounds: seconds of each way, the plain one last, by round.
@@ -76,7 +74,7 @@ def decide(rounds: Sequence[Sequence[float]], before: int, last: bool) -> int | 
     """
     plain = len(rounds[0]) - 1
     for way in range(plain):
-        ratios = [found[way] / found[plain] for found in rounds]
+        ratios = [times[way] / times[plain] for times in rounds]
         middle = statistics.median(ratios)
         slower = middle > BAND and statistics.fmean(ratio > BAND for ratio in ratios) >= _AGREEING
         faster = middle < 1 / BAND and statistics.fmean(ratio < 1 / BAND for ratio in ratios) >= _AGREEING
@@ -90,7 +88,7 @@ def decide(rounds: Sequence[Sequence[float]], before: int, last: bool) -> int | 
 
 
 def _round(ways: Sequence[Callable[[], object]], device: torch.device, number: int) -> list[float]:
-    """Seconds of each way. The order alternates, so that no way always runs after the same other one."""
+    """Measure the seconds of each way. The order alternates, so that no way always runs after the same other one."""
     taken = [0.0] * len(ways)
     order = range(len(ways)) if number % 2 == 0 else reversed(range(len(ways)))
     for index in order:
@@ -103,8 +101,7 @@ def _round(ways: Sequence[Callable[[], object]], device: torch.device, number: i
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait for what this stream was given, and for nothing else: other streams may hold work that waits for a peer, which may
-    wait for this rank."""
+    """Wait for this stream alone: others may hold work that waits for a peer, which may wait for this rank."""
     if device.type == "cuda":
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(device))

@@ -34,15 +34,13 @@ _all_reduce = dist.all_reduce
 
 
 @dataclass
-class _Kept:
-    """Of one bucket."""
-
+class _BucketReference:
     reference: Tensor
     group: dist.ProcessGroup
     others: tuple[Tensor, ...] = ()
     """The parts of the gathered tensor that other ranks own."""
     sums: Tensor | None = None
-    """Of `others`, after the last gather."""
+    """Bit sums of `others` after the last gather."""
 
 
 class References:
@@ -54,7 +52,7 @@ class References:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _BucketReference] = {}
         self._verified: dict[dist.ProcessGroup, int] = {}
 
     def verify(self, group: dist.ProcessGroup, step: int) -> list[str]:
@@ -78,7 +76,7 @@ class References:
         return stale
 
     def find(self, name: str, tensor: Tensor) -> Tensor | None:
-        """The other ranks' copy of this rank's shard, flat [n]; None where it is not known.
+        """Return the other ranks' copy of this rank's shard, flat [n]; None where it is not known.
 
         Args:
             tensor: [n]; the shard that is to be gathered.
@@ -89,11 +87,11 @@ class References:
         return kept.reference
 
     def remember(self, name: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        """`tensor` is gathered as it is now."""
-        self._kept[name] = _Kept(tensor.detach().reshape(-1).clone(), group)
+        """Note that `tensor` is gathered as it is now."""
+        self._kept[name] = _BucketReference(tensor.detach().reshape(-1).clone(), group)
 
     def gathered(self, name: str, out: Tensor, start: int) -> None:
-        """A gather has ended.
+        """Note the end of a gather.
 
         Args:
             out: flat; all ranks' parts.
@@ -105,34 +103,34 @@ class References:
         kept.sums = bit_sums(kept.others)
 
     def forget(self, name: str) -> None:
-        """The next gather of this bucket is in full."""
+        """Let the next gather of this bucket be in full."""
         self._kept.pop(name, None)
 
     def clear(self) -> None:
-        """Forget what the others have: the next gathers are in full."""
+        """Let the next gathers be in full."""
         self._kept.clear()
 
 
-def _changed(kept: _Kept) -> Tensor:
+def _changed(kept: _BucketReference) -> Tensor:
     if kept.sums is None:
         return torch.zeros((), dtype=torch.bool, device=kept.reference.device)
     return (bit_sums(kept.others) != kept.sums).any()
 
 
 def bit_sums(tensors: tuple[Tensor, ...]) -> Tensor:
-    """Sums of the bits of flat tensors, int64 [a few for each 4096 words of 8 bytes], on their device. See Note: [Weights changed
+    """Sum the bits of flat tensors, int64 [a few for each 4096 words of 8 bytes], on their device. See Note: [Weights changed
     by other code]."""
-    found = []
+    sums = []
     for tensor in tensors:
         raw = tensor.view(torch.uint8)
         head = min(-raw.storage_offset() % 8, raw.numel())
         words = (raw.numel() - head) // 8
         if words == 0:
-            found.append(raw.long())
+            sums.append(raw.long())
             continue
         body = raw[head : head + 8 * words].view(torch.int64)
         rows = words // _COLUMNS
         square = body[: rows * _COLUMNS].view(rows, _COLUMNS)
-        found += [raw[:head].long(), raw[head + 8 * words :].long(), body[rows * _COLUMNS :]]
-        found += [square.sum(0), square.sum(1)]
-    return torch.cat(found)
+        sums += [raw[:head].long(), raw[head + 8 * words :].long(), body[rows * _COLUMNS :]]
+        sums += [square.sum(0), square.sum(1)]
+    return torch.cat(sums)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from ssdtrain.comm import probe
+from ssdtrain.comm.adaptation import AdaptiveBitWidth
 from ssdtrain.comm.algorithms import Call
 from ssdtrain.comm.coding import Coder
 from ssdtrain.comm.collectives import Collective, Sharded
@@ -21,7 +23,7 @@ from ssdtrain.device.runtime import made_current
 
 # Calls of different sizes whose bytes are remembered.
 MOST_SIZES = 4096
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COMPRESSIBLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SUMS = ("SUM", "AVG")
 OFF_EVERYWHERE = "off in the config"
 OFF_INSIDE = "off inside a node"
@@ -43,20 +45,16 @@ class Route:
 
     topology: Topology
     scatter: Specs
-    """Of a reduce-scatter, an all-to-all, or the first half of an all-reduce."""
+    """Codecs of a reduce-scatter, an all-to-all, or the first half of an all-reduce."""
     gather: Specs
-    """Of an all-gather, or the second half of an all-reduce."""
+    """Codecs of an all-gather, or the second half of an all-reduce."""
 
     @property
     def specs(self) -> tuple[str, ...]:
         """The codecs in use, those inside of a node first."""
-        found = []
-        for inside, between in (self.scatter, self.gather):
-            if self.topology.inside is not None:
-                found.append(inside)
-            if self.topology.between is not None:
-                found.append(between)
-        return tuple(found)
+        groups = self.topology.inside, self.topology.between
+        hops = zip(self.scatter + self.gather, groups * 2, strict=True)
+        return tuple(spec for spec, group in hops if group is not None)
 
 
 def op_name(op: object) -> str:
@@ -75,7 +73,7 @@ def reason_against(
     """
     if all(rule.off for rule in rules):
         return OFF_EVERYWHERE
-    if dtype not in DTYPES:
+    if dtype not in COMPRESSIBLE_DTYPES:
         return f"dtype {str(dtype).removeprefix('torch.')}"
     if op_name(op) not in SUMS:
         return f"reduction {op_name(op)}"
@@ -84,18 +82,35 @@ def reason_against(
     return None
 
 
+class Trials(Protocol):
+    """Calls of one collective by routes that are compared."""
+
+    def call(self, route: Route) -> Call:
+        """Return a call whose sizes are those of a real one."""
+
+    def run(self, sample: Sharded, route: Route) -> None:
+        """Run a sample of the collective to its end."""
+
+
 class Router:
     """Chooses the route of each call. All ranks of a group choose the same one, by policy, sizes, dtypes and shared measurements.
 
     Args:
         hosts: the node of each global rank.
+        bit_widths: chooses the codec of gradient buckets; None: the policy does.
 
     Raises:
         ConfigError: `two_hop` is "on", and the job's nodes do not have two hops.
     """
 
     def __init__(
-        self, policy: Policy, hosts: Sequence[str], meter: Meter, notices: Notices, device: torch.device
+        self,
+        policy: Policy,
+        hosts: Sequence[str],
+        meter: Meter,
+        notices: Notices,
+        device: torch.device,
+        bit_widths: AdaptiveBitWidth | None = None,
     ) -> None:
         if policy.two_hop == "on":
             check_two_hop(hosts)
@@ -104,31 +119,74 @@ class Router:
         self.meter = meter
         self.notices = notices
         self.device = device
+        self._bit_widths = bit_widths
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
         self._fewer: dict[tuple[object, ...], bool] = {}
         self._verdicts: dict[tuple[object, ...], int] = {}
         self._last: dict[tuple[object, ...], int] = {}
 
     def topology(self, group: dist.ProcessGroup) -> Topology:
-        """The grid of `group`. The first call is a collective of its ranks."""
-        found = self._topologies.get(group)
-        if found is None:
+        """Return the grid of `group`. The first call is a collective of its ranks."""
+        if group not in self._topologies:
             with made_current(self.device):
-                found = find_topology(group, self.hosts, self.policy.two_hop)
-            self._topologies[group] = found
-        return found
+                self._topologies[group] = find_topology(group, self.hosts, self.policy.two_hop)
+        return self._topologies[group]
+
+    def choose(
+        self,
+        collective: Sharded,
+        dimension: str,
+        group: dist.ProcessGroup,
+        step: int,
+        bucket: str | None,
+        trials: Trials,
+    ) -> Route | None:
+        """Choose the route of a call by policy, errors of the bucket, bytes and measured times; None: it is sent uncompressed,
+        and counted as such.
+
+        Args:
+            bucket: name of the gradients' bucket.
+            trials: calls of this collective.
+        """
+        second = "dp_gather" if dimension == "dp" and collective.gathers else dimension
+        planned = self.route(collective, (dimension, second), group)
+        if planned is None:
+            return None
+        if bucket is not None and dimension == "dp":
+            planned = self._adapted(planned, bucket)
+        warming_up = step < self.policy.warmup_steps
+        with_more_bits = None if warming_up or not self.policy.probe else self.with_more_bits(planned)
+        routes = [
+            route
+            for route in (planned, with_more_bits)
+            if route is not None and self._sends_fewer(collective, trials.call(route), route, warming_up)
+        ]
+        if not routes:
+            self.count_fallback(dimension, NO_FEWER_BYTES, collective.raw_bytes(planned.topology.size))
+            return None
+        return (
+            self._probed(collective, dimension, routes, trials, warming_up)
+            if self.policy.probe
+            else routes[0]
+        )
+
+    def _adapted(self, route: Route, bucket: str) -> Route:
+        if self._bit_widths is None:
+            return route
+        spec = self._bit_widths.codec(route.topology.group, bucket)
+        inside = spec if route.topology.between is None else route.scatter[0]
+        return Route(route.topology, (inside, spec), route.gather)
 
     def route(
         self, collective: Collective, dimensions: tuple[str, str], group: dist.ProcessGroup
     ) -> Route | None:
-        """The route of a call; None: it is sent uncompressed, and counted as such. A call that sends nothing, or cannot be made,
-        is not counted.
+        """Return the policy's route of a call; None: it is sent uncompressed, and counted as such. A call that sends nothing, or
+        cannot be made, is not counted.
 
         Args:
             dimensions: of the reduction and of the gather; the same twice for calls that are only one of them.
         """
-        ranks = dist.get_world_size(group)
-        # Of a group without this rank it is -1.
+        ranks = dist.get_world_size(group)  # -1 for a group without this rank
         if ranks < 2 or not collective.fits(ranks):
             return None
         rules = [self.policy.rules[name] for name in dimensions]
@@ -136,18 +194,18 @@ class Router:
         if reason is None:
             topology = self.topology(group)
             scatter, gather = ((rule.inside, rule.between) for rule in rules)
-            found = Route(topology, scatter, gather)
-            if all(spec == OFF for spec in found.specs):
+            route = Route(topology, scatter, gather)
+            if all(spec == OFF for spec in route.specs):
                 reason = OFF_INSIDE
-            elif collective.scatters and self.is_identity(found, collective.dtype):
+            elif collective.scatters and self.is_identity(route, collective.dtype):
                 reason = NOTHING_SAVED
             else:
-                return found
+                return route
         self.count_fallback(dimensions[0], reason, collective.raw_bytes(ranks))
         return None
 
     def is_identity(self, route: Route, dtype: torch.dtype) -> bool:
-        """Whether no codec of `route` has fewer bits than `dtype`."""
+        """Return whether no codec of `route` has fewer bits than `dtype`."""
         return all(self.policy.is_identity(spec, dtype) for spec in route.specs)
 
     def count_fallback(self, dimension: str, reason: str, raw_bytes: int) -> None:
@@ -157,66 +215,50 @@ class Router:
             self.notices.add(f"{dimension}: {reason}", text)
 
     def coder(self, spec: str, dtype: torch.dtype, step: int, excluded_dtype: torch.dtype) -> Coder:
-        """The coder of `spec` for tensors of `dtype` in this step."""
+        """Return the coder of `spec` for tensors of `dtype` in this step."""
         codec = None if self.policy.is_identity(spec, dtype) else self.policy.codec(spec, step)
         return Coder(codec, dtype, excluded_dtype)
 
     def with_more_bits(self, route: Route) -> Route | None:
-        """The same route with int8 wherever `route` has fewer bits; None where it has none."""
+        """Return `route` with int8 wherever it has fewer bits; None where it has none."""
         scatter, gather = (
             (_at_least_8_bits(inside), _at_least_8_bits(between))
             for inside, between in (route.scatter, route.gather)
         )
-        found = Route(route.topology, scatter, gather)
-        return found if found != route else None
+        wider = Route(route.topology, scatter, gather)
+        return wider if wider != route else None
 
-    def sends_fewer(self, collective: Sharded, call: Call, route: Route, warming_up: bool) -> bool:
-        """Whether no rank sends more than the plain collective would, and all together fewer bytes, agreement included; all ranks
-        find the same, from sizes alone. Where the config says "raw", the same number of bytes is enough."""
+    def _sends_fewer(self, collective: Sharded, call: Call, route: Route, warming_up: bool) -> bool:
+        """Return whether no rank sends more than the plain collective would, and all together fewer bytes with agreement. All
+        ranks find the same, from sizes alone. Where the config says "raw", the same number of bytes is enough."""
         key = (*collective.sizes, route.topology.group, route.scatter, route.gather, warming_up)
-        found = self._fewer.get(key)
-        if found is None:
+        if key not in self._fewer:
             sent = collective.wire_bytes(call, self.policy.chunk)
             plain = collective.raw_bytes(len(sent))
             agreement = collective.agreement_bytes(len(sent))
             fewer = sum(sent) < (plain - agreement) * len(sent) or self.is_identity(route, collective.dtype)
-            found = max(sent) <= plain and fewer
             if len(self._fewer) >= MOST_SIZES:
                 self._fewer.clear()
-            self._fewer[key] = found
-        return found
+            self._fewer[key] = max(sent) <= plain and fewer
+        return self._fewer[key]
 
-    def probed(
-        self,
-        collective: Sharded,
-        dimension: str,
-        routes: Sequence[Route],
-        call: Call,
-        warming_up: bool,
-        run: Callable[[Sharded, Route], None],
+    def _probed(
+        self, collective: Sharded, dimension: str, routes: Sequence[Route], trials: Trials, warming_up: bool
     ) -> Route | None:
-        """The route to take, measured at the first call of each kind and size; None: the call is sent uncompressed, and counted
-        as such.
-
-        Args:
-            routes: in order of preference.
-            call: by the first of them.
-            run: a sample of the collective to its end, by a route.
-        """
+        """Measure `routes`, in order of preference, at the first call of each kind and size."""
         where = routes[0].topology
         raw = collective.raw_bytes(where.size)
         like = (collective.name, dimension, where.group)
         key = (*like, routes[0].specs, warming_up, collective.nbytes.bit_length() // 2)
         if key not in self._verdicts:
             sample = collective.sample(where.size)
-            ways = [partial(run, sample, route) for route in routes]
+            ways: list[Callable[[], object]] = [partial(trials.run, sample, route) for route in routes]
+            ways.append(partial(sample.plain, where.group))
             before = min(self._last.get(like, 0), len(routes))
-            verdict = probe.choose(
-                [*ways, lambda: sample.plain(where.group)], where.group, self.device, before
-            )
+            verdict = probe.choose(ways, where.group, self.device, before)
             self._verdicts[key] = self._last[like] = verdict.chosen
             if verdict.chosen:
-                sent = max(sample.wire_bytes(call, self.policy.chunk))
+                sent = max(sample.wire_bytes(trials.call(routes[0]), self.policy.chunk))
                 self._write(sample, dimension, routes, verdict, sent)
         chosen = self._verdicts[key]
         if chosen == len(routes):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ssdtrain.config import ConfigError, Problem
+from ssdtrain.config import ConfigError, ConfigIssue
 
 NODE = "SSDTRAIN_NODE"
 
@@ -33,14 +33,13 @@ _subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], d
 
 
 def node_name() -> str:
-    """The name of this node: the environment's SSDTRAIN_NODE (for containers that share a host name), or the host's
-    name."""
+    """Return this node's name: SSDTRAIN_NODE of the environment (for containers that share a host name), or the host's."""
     return os.environ.get(NODE) or socket.gethostname()
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this rank stands in a group.
+    """Place of this rank in a group.
 
     `grid[m][l]` is the group rank at place l of node m; this rank is `grid[node][place]`.
     """
@@ -71,7 +70,7 @@ class Topology:
 
 
 def grid_of(nodes: Sequence[str], two_hop: bool) -> tuple[tuple[int, ...], ...] | None:
-    """Group ranks by node and place; None where two hops are asked for and the nodes are uneven.
+    """Return group ranks by node and place; None where two hops are asked for and the nodes are uneven.
 
     Args:
         nodes: the node of each group rank.
@@ -93,7 +92,7 @@ def grid_of(nodes: Sequence[str], two_hop: bool) -> tuple[tuple[int, ...], ...] 
 
 
 def check_two_hop(hosts: Sequence[str]) -> None:
-    """Whether `two_hop: "on"` can be had in this job. All ranks find the same.
+    """Check that `two_hop: "on"` can be had in this job. All ranks find the same.
 
     Args:
         hosts: the node of each global rank.
@@ -113,7 +112,11 @@ def _no_two_hops(ranks: Sequence[int], nodes: Sequence[str]) -> ConfigError:
         f"{_shortened(ranks)} are {counts} ({NODE} in the environment names a node)"
     )
     return ConfigError(
-        [Problem("ssdtrain.comm.two_hop", "on", why, '"auto", which takes two hops where they can be had')]
+        [
+            ConfigIssue(
+                "ssdtrain.comm.two_hop", "on", why, '"auto", which takes two hops where they can be had'
+            )
+        ]
     )
 
 
@@ -122,7 +125,7 @@ def _shortened(ranks: Sequence[int]) -> str:
 
 
 def find_topology(group: dist.ProcessGroup, hosts: Sequence[str], two_hop: str) -> Topology:
-    """The grid of `group`, and the subgroups of two hops where there are two. All ranks of the group call it together.
+    """Return the grid of `group`, and the subgroups of two hops where there are two. All ranks of the group call it together.
 
     Args:
         hosts: the node of each global rank.
@@ -157,16 +160,16 @@ def find_topology(group: dist.ProcessGroup, hosts: Sequence[str], two_hop: str) 
 
 
 def _can_split(group: dist.ProcessGroup) -> bool:
-    """Whether the ranks of `group` would call a new group alike: its name counts the groups that each rank knows, which differs
-    where groups were made on some ranks only."""
+    """Return whether the ranks of `group` would call a new group alike: its name counts the groups that each rank knows, which
+    differs where groups were made on some ranks only."""
     world = getattr(dist.distributed_c10d, "_world", None)
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, len(getattr(world, "pg_names", ())), group=group)
-    return len(set(found)) == 1
+    counts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(counts, len(getattr(world, "pg_names", ())), group=group)
+    return len(set(counts)) == 1
 
 
 def _subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
-    """The group of some ranks of `group`, which waits for its messages as long as `group` does."""
+    """Return the group of some ranks of `group`, which waits for its messages as long as `group` does."""
     known = _subgroups.setdefault(group, {})
     key = tuple(ranks)
     if key not in known:
@@ -175,13 +178,13 @@ def _subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
 
 
 def _timeout(group: Any) -> timedelta | None:
-    """That of `group`; None where this torch does not have it: then a new group gets torch's default."""
+    """Return the timeout of `group`; None where this torch does not have it: then a new group gets torch's default."""
     backends = (group._get_backend(device) for device in getattr(group, "_device_types", ()))
-    return next((getattr(getattr(one, "options", None), "_timeout", None) for one in backends), None)
+    return next((getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends), None)
 
 
 def world_if_none(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """`group`, or that of all ranks."""
-    found = group or dist.group.WORLD
-    assert found is not None, "torch.distributed is not initialised"
-    return found
+    """Return `group`, or that of all ranks."""
+    group = group or dist.group.WORLD
+    assert group is not None, "torch.distributed is not initialised"
+    return group

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ssdtrain.comm.meter import CommMetrics, Meter
 
-Steps = Generator[Any, None, None]
+MessageSteps = Generator[Any, None, None]
 """Yields what has a `wait()`."""
 
 
@@ -57,11 +57,11 @@ class UnderWay:
         self._lines: defaultdict[dist.ProcessGroup, deque[CompressedWork]] = defaultdict(deque)
 
     def of(self, group: dist.ProcessGroup) -> deque[CompressedWork]:
-        """In the order of issue."""
+        """Return the work under way on `group`, in the order of issue."""
         return self._lines[group]
 
     def complete(self) -> None:
-        """Wait for what nobody has waited for."""
+        """Wait for all that has not been waited for."""
         for line in self._lines.values():
             while line:
                 line[-1].wait()
@@ -70,15 +70,25 @@ class UnderWay:
 class CompressedWork:
     """A collective under way; what `async_op=True` returns. It has the one method of torch's Work that frameworks call."""
 
-    __slots__ = ("_after", "_device", "_done", "_error", "_event", "_held", "_line", "_metrics", "_waiting")
+    __slots__ = (
+        "_after",
+        "_device",
+        "_done",
+        "_error",
+        "_event",
+        "_keep_alive",
+        "_line",
+        "_metrics",
+        "_waiting",
+    )
 
     def __init__(
         self,
-        steps: Sequence[Steps],
+        steps: Sequence[MessageSteps],
         metrics: CommMetrics,
         meter: Meter,
         stream: torch.cuda.Stream | None = None,
-        held: Sequence[Tensor] = (),
+        keep_alive: Sequence[Tensor] = (),
         after: Callable[[], None] | None = None,
         line: deque[CompressedWork] | None = None,
     ) -> None:
@@ -87,19 +97,19 @@ class CompressedWork:
         Args:
             steps: run side by side, each in its order.
             stream: the communication stream where the tensors are on a GPU.
-            held: tensors that must live until the end.
+            keep_alive: tensors that must live until the end.
             after: runs at the end, on the stream.
             line: what is under way on the same group, in the order of issue; see Note: [Waits in any order]. None: waited for at
                 once.
         """
         self._metrics = metrics
-        self._waiting: deque[tuple[Steps, Any]] = deque()
+        self._waiting: deque[tuple[MessageSteps, Any]] = deque()
         self._done = False
         self._error: BaseException | None = None
         self._line: deque[CompressedWork] = deque() if line is None else line
         self._event: torch.cuda.Event | None = None
         self._device = stream.device if stream is not None else None
-        self._held = tuple(held)
+        self._keep_alive = tuple(keep_alive)
         self._after = after
         on_stream: AbstractContextManager[Any] = nullcontext()
         if stream is not None:
@@ -107,8 +117,8 @@ class CompressedWork:
             on_stream = torch.cuda.stream(stream)
         with on_stream:
             begun = _mark(stream)
-            for one in steps:
-                self._advance(one)
+            for messages in steps:
+                self._advance(messages)
             if stream is not None:
                 self._finish()
                 self._event = _mark(stream)
@@ -117,7 +127,7 @@ class CompressedWork:
         if not self._done:
             self._line.append(self)
 
-    def _advance(self, steps: Steps) -> None:
+    def _advance(self, steps: MessageSteps) -> None:
         begun = time.perf_counter()
         message = next(steps, None)
         self._metrics.count_codec(begun)
@@ -147,7 +157,7 @@ class CompressedWork:
             raise
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until the result is there; on a GPU the current stream waits, not the host.
+        """Wait for the result; on a GPU the current stream waits, not the host.
 
         Raises:
             RuntimeError: a peer is gone or a message timed out, as the process group reports it. So does every later wait, of
@@ -159,25 +169,25 @@ class CompressedWork:
             raise self._error
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
-        self._held = ()
+        self._keep_alive = ()
         return True
 
 
 class ChainedWork:
     """A handle with a function that runs when it has been waited for."""
 
-    __slots__ = ("_error", "_held", "_then", "_work")
+    __slots__ = ("_error", "_keep_alive", "_then", "_work")
 
     def __init__(
-        self, work: dist.Work | None, then: Callable[[], Any] | None = None, held: Sequence[Tensor] = ()
+        self, work: dist.Work | None, then: Callable[[], Any] | None = None, keep_alive: Sequence[Tensor] = ()
     ) -> None:
         self._work = work
         self._then = then
-        self._held = tuple(held)
+        self._keep_alive = tuple(keep_alive)
         self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As torch's; what was sent is kept until here. Where it raised, it does so every time."""
+        """Wait as torch's handle does; what was sent is kept until here. After an error, each further call raises it too."""
         if self._error is not None:
             raise self._error
         try:
@@ -190,7 +200,7 @@ class ChainedWork:
         except BaseException as error:
             self._error = error
             raise
-        self._held = ()
+        self._keep_alive = ()
         return True
 
 

@@ -1,7 +1,7 @@
 """Linear layers that save a compressed input for the gradient of their weight (CompAct, arXiv 2410.15352).
 
 What lives here: random projections (`projection`), compressed inputs (`saved`), the linear function and the replacement of a
-layer's forward (`linear`), low-rank layers (`lowrank`, `lowrank_linear`), saved tensors that backward recomputes (`recompute`),
+layer's forward (`linear`), low-rank layers (`lowrank`), saved tensors that backward recomputes (`recompute`),
 selection of layers (`layers`), and the feature of the runtime (`feature`).
 
 What may be imported: config, codecs, profile, features, and of offload `counters` alone. Adapters register the classes of their

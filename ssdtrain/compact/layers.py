@@ -24,31 +24,28 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ssdtrain.codecs import FixedSizeCodec, Key, make_fixed_size_codec
-from ssdtrain.compact.linear import (
-    Communication,
-    LinearKind,
-    compact_linear,
-    kind_of,
-)
-from ssdtrain.compact.projection import Layout, Projections, layer_key, layout_of
+from ssdtrain.compact.autograd_nodes import missing_names
+from ssdtrain.compact.linear import Communication, LinearKind, compact_linear, kind_of
+from ssdtrain.compact.projection import ProjectionLayout, Projections, layer_key, layout_of
 from ssdtrain.compact.recompute import kept_by_producer, release_copies
 from ssdtrain.compact.saved import Projected, Quantised, SavedInput
-from ssdtrain.config import CompactConfig, ConfigError, Problem
+from ssdtrain.config import CompactConfig, ConfigError, ConfigIssue
 from ssdtrain.metrics import MetricSet, Unit, counter
 from ssdtrain.profile.modules import Running, matches
-from ssdtrain.versions import same_counter
+from ssdtrain.versions import VersionProbe
 
-__all__ = ["CODECS", "CompactLayer", "CompactMetrics", "Compression", "Found", "find_layers"]
+__all__ = ["QUANTISERS", "CompactLayer", "CompactMetrics", "Compression", "LayerToCompress", "find_layers"]
 
-CODECS = {
+QUANTISERS = {
     "int8": "int8:block=128,round=stochastic",
     "int4": "int4:block=32,round=stochastic,asymmetric",
     "int2": "int2:block=32,round=stochastic,asymmetric",
     "int4_rotated": "int4:block=32,round=stochastic,asymmetric,hadamard=32",
     "int2_rotated": "int2:block=32,round=stochastic,asymmetric,hadamard=32",
 }
-"""Of `compact.codec`: 8.125, 5, 3, 5 and 3 bits for a value. A rotation spreads large values over their block: it makes the error
-of silu(gate) * up smaller, and that of inputs with one sign or little spread much larger (docs/compact.md)."""
+"""Codecs of `compact.codec`: 8.125, 5, 3, 5 and 3 bits for a value. A rotation spreads large values over
+their block: it makes the error of silu(gate) * up smaller, and that of inputs with one sign or little spread much larger
+(docs/compact.md)."""
 
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 """Prefixes that wrappers for data parallelism, mixed precision and torch.compile add to module names."""
@@ -70,14 +67,14 @@ class CompactMetrics(MetricSet):
     """Inputs saved uncompressed, because the operation that produced them saves them anyway."""
 
 
-class Found(NamedTuple):
+class LayerToCompress(NamedTuple):
     """A layer to compress."""
 
     name: str
     """Qualified, without the prefixes of wrappers."""
     module: nn.Module
     kind: LinearKind
-    layout: Layout | None
+    layout: ProjectionLayout | None
     """None with quantisation."""
 
 
@@ -87,7 +84,7 @@ def find_layers(
     rename: Callable[[str, nn.Module], str] | None = None,
     *,
     required: bool = True,
-) -> list[Found]:
+) -> list[LayerToCompress]:
     """The linear layers of `model` that the config names.
 
     Args:
@@ -99,7 +96,7 @@ def find_layers(
             in its own way (quantised weights).
     """
     stacks: dict[str, tuple[Running, ...]] = {}
-    found: list[Found] = []
+    layers: list[LayerToCompress] = []
     linear = 0
     wrapped: dict[str, str] = {}  # name of a layer -> class of its weight
     projections = Projections(config.projection, config.seed)
@@ -117,7 +114,7 @@ def find_layers(
             wrapped[name] = type(module.weight).__name__
             continue
         if config.mode == "quant":
-            found.append(Found(name, module, kind, None))
+            layers.append(LayerToCompress(name, module, kind, None))
             continue
         ratio = next((ratio for pattern, ratio in config.ratio if fnmatchcase(name, pattern)), None)
         if ratio is None:
@@ -129,20 +126,20 @@ def find_layers(
             allowed = '"orthonormal", or an exclude that has this layer'
             why = f"does not fit the layer {name}: {error}"
             raise ConfigError(
-                [Problem("ssdtrain.compact.projection", config.projection, why, allowed)]
+                [ConfigIssue("ssdtrain.compact.projection", config.projection, why, allowed)]
             ) from None
-        found.append(Found(name, module, kind, layout))
+        layers.append(LayerToCompress(name, module, kind, layout))
     if wrapped:
         kinds, names = ", ".join(sorted(set(wrapped.values()))), ", ".join(list(wrapped)[:4])
         why = f"has {len(wrapped)} layers whose weights, which are trained, are of the class {kinds}: {names}"
         allowed = "an exclude that has them, or freezing them"
-        raise ConfigError([Problem("ssdtrain.compact.exclude", list(config.exclude), why, allowed)])
-    if required and not found:
+        raise ConfigError([ConfigIssue("ssdtrain.compact.exclude", list(config.exclude), why, allowed)])
+    if required and not layers:
         key, value = _that_leaves_nothing(config)
         why = f"leaves no layer to compress: of {type(model).__name__}, {linear} modules are linear layers that are known"
         allowed = "patterns of their names or classes (torch.nn.Linear, Conv1D, and those of an adapter)"
-        raise ConfigError([Problem(f"ssdtrain.compact.{key}", value, why, allowed)])
-    return found
+        raise ConfigError([ConfigIssue(f"ssdtrain.compact.{key}", value, why, allowed)])
+    return layers
 
 
 def _computes_in_its_own_way(weight: object) -> bool:
@@ -178,11 +175,10 @@ class _Shared(threading.local):
 
     def __init__(self) -> None:
         self.storage: StorageWeakRef | None = None
-        self.probe: Tensor | None = None
-        """Without storage; shares the version counter of the input."""
+        self.probe: VersionProbe | None = None
         self.tensor: weakref.ref[Tensor] | None = None
         self.geometry: tuple[Any, ...] = ()
-        self.layout: Layout | None = None
+        self.layout: ProjectionLayout | None = None
         self.layer = 0
         self.dtype = torch.float32
         self.saved_input: SavedInput | None = None
@@ -190,18 +186,17 @@ class _Shared(threading.local):
 
     def remember(self, x: Tensor) -> None:
         self.storage, self.geometry = StorageWeakRef(x.untyped_storage()), _geometry(x)
-        self.tensor, self.probe = weakref.ref(x), x.detach()
-        self.probe.data = x.new_empty(0)
+        self.tensor, self.probe = weakref.ref(x), VersionProbe(x)
 
     def matches(self, x: Tensor) -> bool:
         return (
             self.storage is not None
             and self.probe is not None
             and self.tensor is not None
-            and (self.tensor() is x or same_counter(self.probe, x))
+            and (self.tensor() is x or self.probe.watches(x))
             and not self.storage.expired()
             and self.geometry == _geometry(x)
-            and self.probe._version == x._version
+            and self.probe.now == x._version
         )
 
     def forget(self) -> None:
@@ -218,16 +213,23 @@ class Compression:
     Args:
         config: the `compact` section.
         rank: the rounding of different ranks is independent; projections are the same on all.
+
+    Raises:
+        ConfigError: `recompute` is on, and this torch's autograd lacks private names that it reads.
     """
 
     def __init__(self, config: CompactConfig, rank: int = 0) -> None:
+        if config.recompute and (missing := missing_names()):
+            why = f"reads private names of autograd that torch {torch.__version__} does not have: {', '.join(missing)}"
+            allowed = "false, or a version of torch that docs/versions.md lists"
+            raise ConfigError([ConfigIssue("ssdtrain.compact.recompute", True, why, allowed)])
         self.config = config
         self.rank = rank
         self.step: Callable[[], int] = lambda: 0
         self.counted = CompactMetrics()
         self.codec: FixedSizeCodec | None = None
         if config.mode == "quant":
-            self.codec = make_fixed_size_codec(CODECS[config.codec])
+            self.codec = make_fixed_size_codec(QUANTISERS[config.codec])
         self.projections = Projections(config.projection, config.seed, config.steps_per_projection)
         self._shared = _Shared()
         self._encoded = 0
@@ -238,7 +240,7 @@ class Compression:
         self._shared.forget()
 
     def compressed(
-        self, original: Tensor, x: Tensor, layout: Layout | None, layer: int
+        self, original: Tensor, x: Tensor, layout: ProjectionLayout | None, layer: int
     ) -> tuple[SavedInput, Tensor]:
         """The compression of a layer's input, and the compressed tensor to save.
 
@@ -270,15 +272,15 @@ class Compression:
         shared.saved_input, shared.saved = saved_input, saved
         return saved_input, saved
 
-    def _is_shared(self, original: Tensor, layout: Layout | None) -> bool:
+    def _is_shared(self, original: Tensor, layout: ProjectionLayout | None) -> bool:
         shared = self._shared
         return shared.layout == layout and shared.matches(original)
 
-    def key_for(self, original: Tensor, layout: Layout | None, layer: int) -> int:
+    def key_for(self, original: Tensor, layout: ProjectionLayout | None, layer: int) -> int:
         """The key of the layer that compressed `original` already, or else `layer`."""
         return self._shared.layer if self._is_shared(original, layout) else layer
 
-    def _saved_input(self, x: Tensor, layout: Layout | None, layer: int) -> SavedInput:
+    def _saved_input(self, x: Tensor, layout: ProjectionLayout | None, layer: int) -> SavedInput:
         step = self.step()
         if layout is not None:
             return Projected(self.projections.block(layout, layer, step, x))
@@ -294,11 +296,11 @@ class Compression:
 class CompactLayer:
     """The forward of one layer with a compressed input."""
 
-    def __init__(self, found: Found, compression: Compression) -> None:
-        self.name = found.name
-        self.layout = found.layout
-        self.transposed = found.kind.transposed
-        self.key = layer_key(found.name)
+    def __init__(self, layer: LayerToCompress, compression: Compression) -> None:
+        self.name = layer.name
+        self.layout = layer.layout
+        self.transposed = layer.kind.transposed
+        self.key = layer_key(layer.name)
         self.compression = compression
 
     def reads(self, x: Tensor) -> None:

@@ -123,11 +123,11 @@ def compact_linear(
     Returns:
         [..., m]
     """
-    found: Tensor = _CompactLinear.apply(x, weight, bias, saved_input, saved, transposed, communication)  # type: ignore[no-untyped-call]
-    return found
+    y: Tensor = _LinearFunction.apply(x, weight, bias, saved_input, saved, transposed, communication)  # type: ignore[no-untyped-call]
+    return y
 
 
-class _CompactLinear(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
@@ -190,7 +190,7 @@ class LayerForward(Protocol):
     """Computes a layer's output from its parameters."""
 
     def reads(self, x: Tensor) -> None:
-        """Called by a frozen layer with its input: release the copies behind it."""
+        """Release the copies behind the input of a frozen layer."""
 
     def compresses(self, x: Tensor) -> bool:
         """Whether to compress this input; if not, the layer's own forward runs unchanged."""
@@ -209,8 +209,8 @@ _running = threading.local()
 
 def current_layer() -> LayerForward | None:
     """The compressed layer whose forward is running on this thread."""
-    found: LayerForward | None = getattr(_running, "layer", None)
-    return found
+    layer: LayerForward | None = getattr(_running, "layer", None)
+    return layer
 
 
 @contextmanager

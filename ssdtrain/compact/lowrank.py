@@ -30,17 +30,18 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ssdtrain.compact.layers import Compression, Found
+from ssdtrain.compact.layers import Compression, LayerToCompress
 from ssdtrain.compact.linear import ReplacedForward
-from ssdtrain.compact.lowrank_linear import LowRankLinear
-from ssdtrain.compact.projection import Layout, layer_key, unproject
+from ssdtrain.compact.projection import ProjectionLayout, layer_key, project, unproject
 from ssdtrain.compact.recompute import kept_by_producer
-from ssdtrain.config import ConfigError, Problem
+from ssdtrain.config import ConfigError, ConfigIssue
 from ssdtrain.features import FIRST_STEPS
+from ssdtrain.steps import call_after_steps
 
-__all__ = ["FACTOR", "LowRank", "skips_step"]
+__all__ = ["FACTOR", "LowRank"]
 
 FACTOR = "lowrank_weight"
 """The parameter B of a layer's module; no `state_dict` has it."""
@@ -49,14 +50,58 @@ Optimizer = torch.optim.Optimizer
 _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
+class LowRankLinear(torch.autograd.Function):
+    """x W^T + z B^T, which saves z, or x where `saved` is x."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        saved: Tensor,
+        weight: Tensor,
+        factor: Tensor,
+        bias: Tensor | None,
+        block: Tensor,
+        whole: bool,
+        transposed: bool,
+    ) -> Tensor:
+        # Q is saved with z: a recomputation after a merge uses another projection.
+        ctx.save_for_backward(saved, weight, factor, block)
+        ctx.whole, ctx.transposed = whole, transposed
+        with torch.autocast(x.device.type, enabled=False):
+            z = project(x, block) if whole else saved
+            cast = weight.to(x.dtype)
+            y = F.linear(x, cast.t() if transposed else cast, bias.to(x.dtype) if bias is not None else None)
+            return y + F.linear(z, factor.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        saved, weight, factor, block = ctx.saved_tensors
+        needs_x, _, _, needs_factor, needs_bias = ctx.needs_input_grad[:5]
+        dx = dfactor = dbias = None
+        with torch.autocast(gradient.device.type, enabled=False):
+            gradient_NM = gradient.reshape(-1, gradient.shape[-1])
+            if needs_x:
+                cast = weight.to(gradient.dtype)
+                dx = gradient @ (cast.t() if ctx.transposed else cast)
+                dx = dx + unproject(gradient @ factor.to(gradient.dtype), block)
+            if needs_factor:
+                z = project(saved, block) if ctx.whole else saved
+                dfactor = (gradient_NM.t() @ z.reshape(gradient_NM.shape[0], -1)).to(factor.dtype)
+            if needs_bias:
+                dbias = gradient_NM.sum(0)
+        return dx, None, None, dfactor, dbias, None, None, None
+
+
 def _problem(why: str, allowed: str) -> ConfigError:
-    return ConfigError([Problem("ssdtrain.compact.mode", "lowrank", why, allowed)])
+    return ConfigError([ConfigIssue("ssdtrain.compact.mode", "lowrank", why, allowed)])
 
 
-def skips_step(optimizer: Optimizer) -> bool:
+def _skips_step(optimizer: Optimizer) -> bool:
     """True if a fused optimizer skips this step because gradients overflowed (torch.amp.GradScaler)."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
+    overflowed = getattr(optimizer, "found_inf", None)
+    return overflowed is not None and bool(overflowed)
 
 
 class LowRank:
@@ -64,8 +109,9 @@ class LowRank:
 
     Args:
         model: holds these layers.
-        found: layers to convert; those whose weight is frozen or not in the optimizer are skipped.
+        layers: those to convert; those whose weight is frozen or not in the optimizer are skipped.
         optimizer: SGD, Adam or AdamW, without state for these weights. In its groups the low-rank matrices replace the weights.
+        made_step: called after each of its steps that was not skipped.
 
     Raises:
         ConfigError: names `compact.mode`: there is no optimizer, or it is not supported.
@@ -74,16 +120,17 @@ class LowRank:
     def __init__(
         self,
         model: nn.Module,
-        found: Sequence[Found],
+        layers: Sequence[LayerToCompress],
         compression: Compression,
         optimizer: Optimizer | None,
+        made_step: Callable[[], None] | None = None,
     ) -> None:
         groups = _checked(optimizer)
         assert optimizer is not None
         places = {id(p): (group, at) for group in groups for at, p in enumerate(group["params"])}
         chosen = [
             layer
-            for layer in found
+            for layer in layers
             if isinstance(layer.module.weight, nn.Parameter)
             and layer.module.weight.requires_grad
             and id(layer.module.weight) in places
@@ -94,10 +141,12 @@ class LowRank:
         ]
         self._optimizer = optimizer
         self._steps = 0
+        self._made_step = made_step
         self._stepping = optimizer.register_step_post_hook(self._stepped)
+        self._others = call_after_steps(self._check_optimizer)
 
     def _check(
-        self, model: nn.Module, chosen: list[Found], places: dict[int, Any], optimizer: Optimizer
+        self, model: nn.Module, chosen: list[LayerToCompress], places: dict[int, Any], optimizer: Optimizer
     ) -> None:
         if not chosen:
             raise _problem(
@@ -136,7 +185,7 @@ class LowRank:
                 )
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if skips_step(optimizer):
+        if _skips_step(optimizer):
             return
         self._decay()
         self._steps += 1
@@ -147,6 +196,8 @@ class LowRank:
                 "another function reads their weights, or none does, and compact.mode lowrank does not train them; name them "
                 "in compact.exclude"
             )
+        if self._made_step is not None:
+            self._made_step()
 
     @torch.no_grad()
     def _decay(self) -> None:
@@ -158,7 +209,7 @@ class LowRank:
             if decay and layer.factor.grad is not None:
                 layer.weight.mul_(1 - float(group["lr"]) * decay)
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
+    def _check_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Raises RuntimeError: `optimizer` made a step with these matrices and is not the one given to `attach`."""
         factors = {id(layer.factor) for layer in self.layers}
         if optimizer is not self._optimizer and any(
@@ -175,18 +226,19 @@ class LowRank:
             layer.merge()
 
     def advance(self) -> None:
-        """Called when the step has changed: merge the layers whose projection changes."""
+        """Follow a new step: merge the layers whose projection changes."""
         for layer in self.layers:
             layer.advance()
 
     def resume(self) -> None:
-        """Called when the step was set after a resume: keep the optimizer's state, which belongs to that step's projection."""
+        """Follow the step set after a resume: keep the optimizer's state, which belongs to that step's projection."""
         for layer in self.layers:
             layer.resume()
 
     def restore(self) -> None:
         """Merge, and restore weights, forwards and the optimizer's parameters."""
         self._stepping.remove()
+        self._others.remove()
         while self.layers:
             self.layers.pop().restore()
 
@@ -223,22 +275,23 @@ class LowRankLayer:
 
     def __init__(
         self,
-        found: Found,
+        layer: LayerToCompress,
         compression: Compression,
         optimizer: Optimizer,
         group: dict[str, Any],
         place: int,
     ) -> None:
-        assert found.layout is not None
-        self.name, self.module = found.name, found.module
-        self.layout: Layout = found.layout
-        self.transposed = found.kind.transposed
+        assert layer.layout is not None
+        self.name, self.module = layer.name, layer.module
+        self.layout: ProjectionLayout = layer.layout
+        self.transposed = layer.kind.transposed
         self.compression = compression
         self.called = False
         self._optimizer = optimizer
         self._key: int | None = None
         self._period = self._present_period()
-        weight = found.module.weight
+        module = layer.module
+        weight = module.weight
         assert isinstance(weight, nn.Parameter)
         self.weight = weight
         outputs = weight.shape[1 if self.transposed else 0]
@@ -246,7 +299,6 @@ class LowRankLayer:
         weight.requires_grad_(False)
         weight.grad = None
         group["params"][place] = self.factor
-        module = found.module
         module.register_parameter(FACTOR, self.factor)
         self._forward = ReplacedForward(module, self._computed)
         self._hooks = [
@@ -294,10 +346,10 @@ class LowRankLayer:
             _, saved = compression.compressed(original, x, self.layout, key)
         elif torch.is_grad_enabled():
             compression.counted.skipped_inputs += 1
-        found: Tensor = LowRankLinear.apply(  # type: ignore[no-untyped-call]
+        y: Tensor = LowRankLinear.apply(  # type: ignore[no-untyped-call]
             x, saved, self.weight, self.factor, bias, block, whole, self.transposed
         )
-        return found
+        return y
 
     def advance(self) -> None:
         """If the projection of the current step is a new one, merge and reset the optimizer's state."""
@@ -355,7 +407,7 @@ class LowRankLayer:
 
 
 def _disable_fast_path(module: nn.Module, args: Any) -> None:
-    """See Note: [Direct reads of a weight]."""
+    """Do nothing. See Note: [Direct reads of a weight]."""
 
 
 def _write_merged_weight(

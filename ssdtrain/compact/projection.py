@@ -31,11 +31,20 @@ from ssdtrain.codecs.base import Key
 from ssdtrain.codecs.hadamard import rotate
 from ssdtrain.codecs.philox import philox
 
-__all__ = ["BLOCK", "Kind", "Layout", "Projections", "layer_key", "layout_of", "project", "unproject"]
+__all__ = [
+    "FEATURES_OF_BLOCK",
+    "ProjectionKind",
+    "ProjectionLayout",
+    "Projections",
+    "layer_key",
+    "layout_of",
+    "project",
+    "unproject",
+]
 
-Kind = Literal["orthonormal", "gaussian", "hadamard"]
+ProjectionKind = Literal["orthonormal", "gaussian", "hadamard"]
 
-BLOCK = 64
+FEATURES_OF_BLOCK = 64
 """Features of a block, where that divides the width."""
 _SMALLEST = 16
 _STEPS = 16
@@ -44,7 +53,7 @@ _REMEMBERED = 4096
 """Series of `_STEPS` projections, about 128 KiB each at n / 4, of which a model needs one for each layer."""
 
 
-class Layout(NamedTuple):
+class ProjectionLayout(NamedTuple):
     """How a projection divides `width` input features. See Note: [Blocks]."""
 
     width: int
@@ -65,7 +74,7 @@ def layer_key(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def layout_of(width: int, ratio: float) -> Layout:
+def layout_of(width: int, ratio: float) -> ProjectionLayout:
     """The layout for `width` features of which `ratio` is kept.
 
     Args:
@@ -77,11 +86,11 @@ def layout_of(width: int, ratio: float) -> Layout:
     """
     if not 0 < ratio <= 1:
         raise ValueError(f"ratio {ratio} is not above 0 and at most 1")
-    block = math.gcd(width, BLOCK)
+    block = math.gcd(width, FEATURES_OF_BLOCK)
     if block < _SMALLEST:
-        divisors = [b for b in range(_SMALLEST, BLOCK + 1) if width % b == 0]
+        divisors = [b for b in range(_SMALLEST, FEATURES_OF_BLOCK + 1) if width % b == 0]
         block = max(divisors, default=width)
-    return Layout(width, block, max(1, round(ratio * block)))
+    return ProjectionLayout(width, block, max(1, round(ratio * block)))
 
 
 class Projections:
@@ -94,14 +103,14 @@ class Projections:
         every: steps that share a projection.
     """
 
-    def __init__(self, kind: Kind, seed: int, every: int = 1) -> None:
+    def __init__(self, kind: ProjectionKind, seed: int, every: int = 1) -> None:
         self.kind = kind
         self.seed = seed
         self.every = every
-        self._series: OrderedDict[tuple[Layout, int, int], Tensor] = OrderedDict()
-        self._cast: dict[tuple[Layout, int], tuple[int, torch.dtype, torch.device, Tensor]] = {}
+        self._series: OrderedDict[tuple[ProjectionLayout, int, int], Tensor] = OrderedDict()
+        self._cast: dict[tuple[ProjectionLayout, int], tuple[int, torch.dtype, torch.device, Tensor]] = {}
 
-    def check(self, layout: Layout) -> None:
+    def check(self, layout: ProjectionLayout) -> None:
         """Raises ValueError: there is no projection of this kind for such a layout."""
         if self.kind == "hadamard" and layout.block & (layout.block - 1):
             raise ValueError(
@@ -112,7 +121,7 @@ class Projections:
         """The number of the projection that is used at `step`."""
         return step // self.every
 
-    def block(self, layout: Layout, layer: int, step: int, like: Tensor) -> Tensor:
+    def block(self, layout: ProjectionLayout, layer: int, step: int, like: Tensor) -> Tensor:
         """Q [b, r] in the dtype and on the device of `like`.
 
         Args:
@@ -120,27 +129,27 @@ class Projections:
         """
         period = self.period(step)
         # The host waits for all that a device has been given, at each copy to it: so there is one for many steps.
-        count = 1 if like.device.type == "cpu" or layout.block > BLOCK else _STEPS
+        count = 1 if like.device.type == "cpu" or layout.block > FEATURES_OF_BLOCK else _STEPS
         first = period - period % count
-        held = self._cast.get((layout, layer))
-        if held is None or held[:3] != (first, like.dtype, like.device):
-            found = self._made(layout, layer, first, count).to(device=like.device, dtype=like.dtype)
-            held = self._cast[layout, layer] = (first, like.dtype, like.device, found)
-        return held[3][period - first]
+        cast = self._cast.get((layout, layer))
+        if cast is None or cast[:3] != (first, like.dtype, like.device):
+            blocks = self._blocks(layout, layer, first, count).to(device=like.device, dtype=like.dtype)
+            cast = self._cast[layout, layer] = (first, like.dtype, like.device, blocks)
+        return cast[3][period - first]
 
-    def _made(self, layout: Layout, layer: int, period: int, count: int) -> Tensor:
-        """Those of `count` periods, which lie in one series."""
+    def _blocks(self, layout: ProjectionLayout, layer: int, period: int, count: int) -> Tensor:
+        """Return Q of `count` periods, which lie in one series."""
         first = period - period % _STEPS
         key = (layout, layer, first)
-        found = self._series.get(key)
-        if found is None:
-            found = self._series[key] = self._make(layout, layer, first)
+        series = self._series.get(key)
+        if series is None:
+            series = self._series[key] = self._make(layout, layer, first)
             while len(self._series) > _REMEMBERED:
                 self._series.popitem(last=False)
         self._series.move_to_end(key)
-        return found[period - first :][:count]
+        return series[period - first :][:count]
 
-    def _make(self, layout: Layout, layer: int, first: int) -> Tensor:
+    def _make(self, layout: ProjectionLayout, layer: int, first: int) -> Tensor:
         """Q of `_STEPS` periods from `first` on, float64 [_STEPS, b, r] on the host."""
         _, b, r = layout
         if self.kind == "hadamard":
@@ -165,11 +174,11 @@ class Projections:
         """Float64 [_STEPS, count], by Box and Muller."""
         words = self._words(layer, first, -(-count // 4))
         uniform = [(word.double() + 0.5) * 2.0**-32 for word in words]
-        found = []
+        normal = []
         for radius, angle in (uniform[:2], uniform[2:]):
             length = (-2.0 * radius.log()).sqrt()
-            found += [length * (2 * math.pi * angle).cos(), length * (2 * math.pi * angle).sin()]
-        return torch.cat(found, dim=1)[:, :count]
+            normal += [length * (2 * math.pi * angle).cos(), length * (2 * math.pi * angle).sin()]
+        return torch.cat(normal, dim=1)[:, :count]
 
 
 def _hadamard(size: int) -> Tensor:

@@ -39,18 +39,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ssdtrain.compact.autograd_nodes import (
+    CAST,
+    FACTORS,
+    MEAN_SQUARE,
+    PRODUCT,
+    SILU,
+    SQUARED,
+    VIEWS,
+    output_dtype,
+    saved_factors,
+    saved_input,
+    saves_its_result,
+    set_hooks,
+)
+from ssdtrain.versions import VersionProbe
+
 __all__ = ["kept_by_producer", "register_passing", "release_copies"]
 
-_PRODUCT = "MulBackward0"
-_SILU = "SiluBackward0"
-_CAST = "ToCopyBackward0"
-_MEAN_SQUARE = ("RsqrtBackward0", "AddBackward0", "MeanBackward1", "PowBackward0")
-"""Of `rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)`, from the result to x."""
-_VIEWS = frozenset({"ViewBackward0", "TransposeBackward0", "PermuteBackward0", "ReshapeAliasBackward0"})
-_RESULTS = ("_raw_saved_result", "_raw_saved_output", "_raw_saved_out")
-_LONGEST = 8
+_MOST_VIEWS = 8
 _MODIFIED = "modified by an inplace operation"
-"""Of the error of autograd."""
+"""Part of autograd's error."""
 _HALVES = (torch.bfloat16, torch.float16)
 _passing: set[str] = set()
 
@@ -68,14 +77,14 @@ def _producer(x: Tensor) -> Any:
 
 
 def kept_by_producer(x: Tensor) -> bool:
-    """True if the node that made `x` saves it too. See Note: [Inputs saved by their producer]."""
+    """Return True if the node that made `x` saves it too. See Note: [Inputs saved by their producer]."""
     node = _producer(x)
-    for _ in range(_LONGEST):
+    for _ in range(_MOST_VIEWS):
         if node is None:
             return False
-        if any(hasattr(type(node), name) for name in _RESULTS):
+        if saves_its_result(node):
             return True
-        if node.name() not in _VIEWS and node.name() not in _passing:
+        if node.name() not in VIEWS and node.name() not in _passing:
             return False
         node = node.next_functions[0][0]
     return False
@@ -90,13 +99,11 @@ def release_copies(x: Tensor) -> int:
     if type(x) is not Tensor or x.is_meta:
         return 0
     node = _before_cast(_producer(x))
-    if node is None or node.name() != _PRODUCT:
+    if node is None or node.name() != PRODUCT:
         return 0
     freed = 0
     written = []
-    for place, (producer, _) in zip(
-        ("_raw_saved_self", "_raw_saved_other"), node.next_functions, strict=True
-    ):
+    for place, (producer, _) in zip(FACTORS, node.next_functions, strict=True):
         freed += _narrow_norm_input(_before_cast(producer))
         again = _again(producer)
         if again is None:
@@ -120,26 +127,26 @@ class _SavedTensorHooks:
         self.nbytes = 0
         """Bytes released."""
         self.dtype = torch.float32
-        self.version = 0
-        self.packing = False
-        """`pack` was called."""
+        self.probe: VersionProbe | None = None
+        """Counter of the saved tensor, from `pack` on."""
         self.unchanged: Tensor | None = None
-        """A flag on the device: nothing was written between the save and `pack`. None: the version shows it."""
-        self._probe: Tensor | None = None
+        """Flag on the device: nothing was written between the save and `pack`. None: the version shows it."""
+
+    @property
+    def version(self) -> int:
+        """Version of the saved tensor at `pack`."""
+        return self.probe.version if self.probe is not None else 0
 
     def pack(self, saved: Tensor) -> Tensor | None:
-        self.packing = True
-        self.dtype, self.version = saved.dtype, saved._version
-        self._probe = saved.detach()  # shares the version counter
-        self._probe.data = torch.empty(0, device=saved.device)
+        self.dtype, self.probe = saved.dtype, VersionProbe(saved)
         return saved if self.version else self.reduced(saved)
 
     def unpack(self, kept: Tensor | None) -> Tensor:
-        assert self._probe is not None
-        if self._probe._version != self.version:
+        assert self.probe is not None
+        if self.probe.now != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: it is at "
-                f"version {self._probe._version}; expected version {self.version} instead"
+                f"version {self.probe.now}; expected version {self.version} instead"
             )
         if self.unchanged is not None:
             torch._assert_async(
@@ -153,11 +160,11 @@ class _SavedTensorHooks:
             return self.restored(kept).to(self.dtype)
 
     def reduced(self, saved: Tensor) -> Tensor | None:
-        """What is kept in place of `saved`."""
+        """Return what is kept in place of `saved`."""
         raise NotImplementedError
 
     def restored(self, kept: Tensor | None) -> Tensor:
-        """The values of the saved tensor."""
+        """Return the values of the saved tensor."""
         raise NotImplementedError
 
 
@@ -201,35 +208,34 @@ class _Narrow(_SavedTensorHooks):
 
 
 def _hooked(node: Any, place: str, hooks: _SavedTensorHooks) -> bool:
-    """Whether `hooks` could be set: False where `node` saves nothing there, or other hooks are in force."""
+    """Set `hooks`; False where `node` saves nothing there, or other hooks are in force."""
     try:
-        getattr(node, place).register_hooks(hooks.pack, hooks.unpack)
+        set_hooks(node, place, hooks.pack, hooks.unpack)
     except RuntimeError:
-        if hooks.packing:  # lack of memory, for example
+        if hooks.probe is not None:  # `pack` raised it, for lack of memory
             raise
         return False
     return True
 
 
 def _still_made(product: Any, x: Tensor) -> Tensor:
-    """A flag on the device: `x` is the product of what `product` saved. See Note: [Written in place]."""
+    """Return a flag on the device: `x` is the product of what `product` saved. See Note: [Written in place]."""
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         try:
-            one, other = product._saved_self, product._saved_other
+            factor, other = saved_factors(product)
         except RuntimeError as error:  # autograd's own check of the other factor
             if _MODIFIED not in str(error):
                 raise  # lack of memory, for example
-            return torch.zeros((), dtype=torch.bool, device="cpu")
-        again = (one * other).to(x.dtype)
-        return (
-            _same(again, x.detach())
-            if again.shape == x.shape
-            else torch.zeros((), dtype=torch.bool, device="cpu")
-        )
+        else:
+            again = (factor * other).to(x.dtype)
+            if again.shape == x.shape:
+                return _same(again, x.detach())
+    return torch.zeros((), dtype=torch.bool, device="cpu")
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in `dtype`, if that has its values; else `x`. With CUDA, where a look would stall the host, an error of the device."""
+    """Cast `x` to `dtype`, if that has its values. If not, return `x`; with CUDA, where a look would stall the host, the device
+    raises an error."""
     narrow = x.to(dtype)
     same = _same(narrow.to(x.dtype), x)
     if x.device.type != "cuda":
@@ -242,55 +248,52 @@ def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     return narrow
 
 
-def _same(one: Tensor, other: Tensor) -> Tensor:
-    """A flag on the device: equal everywhere; NaN is equal to NaN."""
-    return ((one == other) | (one.isnan() & other.isnan())).all()
+def _same(x: Tensor, y: Tensor) -> Tensor:
+    """Return a flag on the device: equal everywhere; NaN is equal to NaN."""
+    return ((x == y) | (x.isnan() & y.isnan())).all()
 
 
 def _narrow_norm_input(product: Any) -> int:
-    """Where `product` is `x * rsqrt(mean(x^2) + eps)` of an x cast to float32: save x in its own dtype; returns bytes freed.
+    """Save x in its own dtype if `product` is `x * rsqrt(mean(x^2) + eps)` of an x cast to float32; returns bytes freed.
 
     See Note: [Float32 inputs of norms].
     """
-    if product is None or product.name() != _PRODUCT:
+    if product is None or product.name() != PRODUCT:
         return 0
     (cast, _), (square, _) = product.next_functions
-    for at, name in enumerate(_MEAN_SQUARE):
+    for at, name in enumerate(MEAN_SQUARE):
         if at:
             square = square.next_functions[0][0]
         if square is None or square.name() != name:
             return 0
-    if cast is None or cast.name() != _CAST or square.next_functions[0][0] is not cast:
+    if cast is None or cast.name() != CAST or square.next_functions[0][0] is not cast:
         return 0
     source, output = cast.next_functions[0]
-    narrow = source._input_metadata[output].dtype
-    if narrow not in _HALVES or cast._input_metadata[0].dtype != torch.float32:
+    narrow = output_dtype(source, output)
+    if narrow not in _HALVES or output_dtype(cast) != torch.float32:
         return 0
     first = _Narrow(narrow)
-    if not _hooked(product, "_raw_saved_self", first):
+    # Of a tensor that was written to autograd checks the version of what the square saved, which is the same tensor and older.
+    if not _hooked(product, FACTORS[0], first) or first.version:
         return 0
-    if (
-        first.version
-    ):  # autograd checks the version of what the square saved, which is the same tensor and older
-        return 0
-    return first.nbytes if _hooked(square, "_raw_saved_self", _Narrow(narrow, first)) else 0
+    return first.nbytes if _hooked(square, SQUARED, _Narrow(narrow, first)) else 0
 
 
 def _before_cast(node: Any) -> Any:
-    """What made the input of `node` where that is a cast, else `node`."""
-    return node.next_functions[0][0] if node is not None and node.name() == _CAST else node
+    """Return the node that made the input of `node` where that is a cast, else `node`."""
+    return node.next_functions[0][0] if node is not None and node.name() == CAST else node
 
 
 def _again(node: Any) -> Callable[[], Tensor] | None:
-    """Recomputes the result of `node` from its saved tensors; None if that is not possible."""
+    """Return what recomputes the result of `node` from its saved tensors; None if that is not possible."""
     if node is None:
         return None
     name = node.name()
-    if name == _CAST:
+    if name == CAST:
         below = _before_cast(node)
-        return _again(below) if below is not None and below.name() == _PRODUCT else None
-    if name == _SILU:
-        return lambda: F.silu(node._saved_self)
-    if name == _PRODUCT and all(function is not None for function, _ in node.next_functions):
-        return lambda: node._saved_self * node._saved_other
+        return _again(below) if below is not None and below.name() == PRODUCT else None
+    if name == SILU:
+        return lambda: F.silu(saved_input(node))
+    if name == PRODUCT and all(function is not None for function, _ in node.next_functions):
+        return lambda: torch.mul(*saved_factors(node))
     return None

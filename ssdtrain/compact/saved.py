@@ -49,7 +49,7 @@ class Quantised(NamedTuple):
     codec: FixedSizeCodec
     key: Key
     shape: torch.Size
-    """Of the input of one rank."""
+    """Shape of the input of one rank."""
     dtype: torch.dtype
 
     def compress(self, x: Tensor) -> Tensor:

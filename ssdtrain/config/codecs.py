@@ -18,7 +18,7 @@ OFF = "off"
 
 
 @dataclass(frozen=True)
-class Parameter:
+class CodecParameter:
     """How a parameter's value is parsed."""
 
     allowed: str
@@ -34,7 +34,7 @@ class CodecKind:
     """A codec and its parameters."""
 
     about: str
-    parameters: Mapping[str, Parameter]
+    parameters: Mapping[str, CodecParameter]
     floats: bool = True
     """Encodes floating-point tensors."""
     fixed_size: bool = True
@@ -50,7 +50,7 @@ class CodecSpec:
     """The given parameters. A switch without a value is True."""
 
 
-def _among(*choices: Any) -> Parameter:
+def _among(*choices: Any) -> CodecParameter:
     texts = {str(choice): choice for choice in choices}
 
     def read(text: str) -> Any:
@@ -58,7 +58,7 @@ def _among(*choices: Any) -> Parameter:
             raise ValueError
         return texts[text]
 
-    return Parameter(f"one of {', '.join(texts)}", read)
+    return CodecParameter(f"one of {', '.join(texts)}", read)
 
 
 def _level(text: str) -> int:
@@ -79,10 +79,10 @@ def _no_value(text: str) -> bool:
     raise ValueError
 
 
-_SWITCH = Parameter("no value", _no_value, switch=True)
+_SWITCH = CodecParameter("no value", _no_value, switch=True)
 _BLOCK = _among(32, 64, 128, 256)
 _ROTATION = _among(16, 32, 64, 128, 256)
-_HADAMARD = Parameter(f"no value, or {_ROTATION.allowed}", _ROTATION.read, switch=True)
+_HADAMARD = CodecParameter(f"no value, or {_ROTATION.allowed}", _ROTATION.read, switch=True)
 _INTEGER = {
     "block": _BLOCK,
     "round": _among("nearest", "stochastic"),
@@ -90,7 +90,7 @@ _INTEGER = {
     "hadamard": _HADAMARD,
 }
 
-CODECS: dict[str, CodecKind] = {
+CODEC_KINDS: dict[str, CodecKind] = {
     "raw": CodecKind("the bits, unchanged", {}),
     "bf16": CodecKind("bfloat16", {"hadamard": _HADAMARD}),
     "fp16": CodecKind("float16", {"hadamard": _HADAMARD}),
@@ -104,13 +104,13 @@ CODECS: dict[str, CodecKind] = {
     "zfp": CodecKind(
         "ZFP in one dimension at a fixed rate",
         {
-            "rate": Parameter("a multiple of 0.25 from 2.25 to 32 bits per value", _rate),
+            "rate": CodecParameter("a multiple of 0.25 from 2.25 to 32 bits per value", _rate),
             "hadamard": _HADAMARD,
         },
     ),
     "lossless": CodecKind(
         "byte planes and zstandard, in host memory, size depends on the data",
-        {"level": Parameter("a whole number from 1 to 22", _level)},
+        {"level": CodecParameter("a whole number from 1 to 22", _level)},
         fixed_size=False,
     ),
     "mask": CodecKind(
@@ -119,7 +119,7 @@ CODECS: dict[str, CodecKind] = {
 }
 
 OFFLOAD_ALLOWED = (
-    f"one of {', '.join(name for name, kind in CODECS.items() if kind.floats)}, with its parameters as in "
+    f"one of {', '.join(name for name, kind in CODEC_KINDS.items() if kind.floats)}, with its parameters as in "
     '"int8:block=64", or leaving it out'
 )
 
@@ -131,11 +131,11 @@ def parse_codec(text: str) -> CodecSpec:
         InvalidValue: unknown name, parameter or value; an empty parameter.
     """
     name, colon, rest = text.strip().partition(":")
-    kind = CODECS.get(name)
+    kind = CODEC_KINDS.get(name)
     if kind is None:
-        near = closest(name, CODECS)
+        near = closest(name, CODEC_KINDS)
         hint = f' (did you mean "{near}"?)' if near else ""
-        raise InvalidValue(f"is not a codec{hint}", f"one of {', '.join(CODECS)}")
+        raise InvalidValue(f"is not a codec{hint}", f"one of {', '.join(CODEC_KINDS)}")
     takes = f"{name} takes {', '.join(kind.parameters) or 'no parameters'}"
     values: dict[str, Any] = {}
     for part in rest.split(",") if colon else ():
@@ -164,7 +164,7 @@ def parse_offload_codec(value: Any) -> str:
     """
     if not isinstance(value, str):
         raise InvalidValue(f"is a {type(value).__name__}", OFFLOAD_ALLOWED)
-    if not CODECS[parse_codec(value).name].floats:
+    if not CODEC_KINDS[parse_codec(value).name].floats:
         raise InvalidValue(
             "does not encode floating-point tensors (boolean masks are always packed)", OFFLOAD_ALLOWED
         )
@@ -172,7 +172,7 @@ def parse_offload_codec(value: Any) -> str:
 
 
 RULE_ALLOWED = (
-    f'a codec ({", ".join(name for name, kind in CODECS.items() if kind.floats and kind.fixed_size)}), "off", '
+    f'a codec ({", ".join(name for name, kind in CODEC_KINDS.items() if kind.floats and kind.fixed_size)}), "off", '
     'or "inside/between" such as "off/int8", each with its parameters, and "@64KiB" behind any of them'
 )
 FRAMED_RULE_ALLOWED = RULE_ALLOWED.replace("), ", ", lossless), ", 1)
@@ -198,7 +198,7 @@ def split_rule(rule: str, *, framed: bool) -> tuple[str, str, int | None]:
         if text == OFF:
             continue
         try:
-            kind = CODECS[parse_codec(text).name]
+            kind = CODEC_KINDS[parse_codec(text).name]
         except InvalidValue as error:
             why = error.why if text == rule else f"asks for {text[:40]!r}, which {error.why}"
             raise InvalidValue(

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ssdtrain.config.kinds import CommRule, Fraction, FramedRule, Names, PositiveSize, Size, Switch
-from ssdtrain.config.section import Conflict, Section
+from ssdtrain.config.section import Section, ValueConflict
 from ssdtrain.config.units import MiB
 
 _INT4 = "int4:block=128,hadamard"
@@ -128,7 +128,7 @@ class CommConfig(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of stochastic rounding, which does not use torch's generators."""
 
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self) -> Iterator[ValueConflict]:
         if self.adapt is not None and self.feedback == "off":
             why = "needs error feedback, but feedback is off"
             yield "adapt", self.adapt, why, 'leaving one of them out, or "feedback": "int8"'

@@ -28,7 +28,7 @@ EXAMPLE: dict[str, Any] = {
 }
 """Documented as JSON, YAML and flags."""
 
-INTRODUCTION = """\
+_INTRODUCTION = """\
 # Configuration
 
 This page is generated from the schema by `make docs`; edit `ssdtrain/config/schema.py`.
@@ -56,7 +56,7 @@ def _introduction() -> str:
     try:
         load_config(rejected)
     except ValueError as error:
-        return INTRODUCTION.format(error=error)
+        return _INTRODUCTION.format(error=error)
     raise AssertionError(f"the example of an invalid config was accepted: {rejected}")
 
 

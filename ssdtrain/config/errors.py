@@ -37,11 +37,11 @@ class ConflictingValues(ValueError):
         self.found = list(found)
 
     def __str__(self) -> str:
-        return "\n".join(str(Problem(*conflict)) for conflict in self.found)
+        return "\n".join(str(ConfigIssue(*conflict)) for conflict in self.found)
 
 
 @dataclass(frozen=True)
-class Problem:
+class ConfigIssue:
     """One error in a config."""
 
     path: str
@@ -62,11 +62,11 @@ class ConfigError(ValueError):
     """A config is invalid. The message lists the first 21 errors, and says how many there are.
 
     Attributes:
-        problems: one `Problem` per error.
+        problems: one `ConfigIssue` per error.
         source: the file that was read, or None.
     """
 
-    def __init__(self, problems: Sequence[Problem], source: str | None = None) -> None:
+    def __init__(self, problems: Sequence[ConfigIssue], source: str | None = None) -> None:
         super().__init__(tuple(problems), source)
         self.problems = tuple(problems)
         self.source = source

@@ -1,19 +1,14 @@
-"""Reads the config block from a YAML or JSON file and records duplicate keys.
-
-The file may be malicious or not a config at all: its size, its nesting and the expansion of anchors and merges are bounded, so
-that reading takes less than a second.
-"""
+"""Reads the config block from a YAML or JSON file and records duplicate keys."""
 
 import json
 import stat
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ssdtrain.config.errors import ConfigError, Problem, printable
+from ssdtrain.config.errors import ConfigError, ConfigIssue, printable
 from ssdtrain.config.schema import Config
 from ssdtrain.config.similar import resembles
 
@@ -21,11 +16,7 @@ KEY = "ssdtrain"
 """The key of the block in a framework's config, and the first part of every full key."""
 
 LARGEST_FILE = 64 * 1024
-"""Bytes."""
-LARGEST_YAML = 10_000
-"""Maximum nodes of a YAML file, and maximum keys from its merges (<<)."""
-DEEPEST = 64
-"""Maximum nesting in a YAML file."""
+"""Maximum size of a file, in bytes."""
 _FILE_ALLOWED = "a YAML or JSON file"
 
 
@@ -37,14 +28,14 @@ def read_block(file: str | Path, *, path: str = KEY) -> dict[str, Any]:
     """
     written = str(file)
     if Path(file).suffix not in {".json", ".yaml", ".yml"}:
-        raise ConfigError([Problem(path, written, "has no known suffix", "a .yaml, .yml or .json file")])
+        raise ConfigError([ConfigIssue(path, written, "has no known suffix", "a .yaml, .yml or .json file")])
     name = Path(file)
     try:
         name = name.expanduser()
         text = _text_of(name)
     # UnicodeError: the name or the content; RuntimeError: a ~ that leads to no home; other ValueErrors: a NUL in the name.
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError([Problem(path, written, f"cannot be read ({error})", _FILE_ALLOWED)]) from error
+        raise ConfigError([ConfigIssue(path, written, f"cannot be read ({error})", _FILE_ALLOWED)]) from error
     try:
         content = (
             json.loads(text, object_pairs_hook=_Mapping.of_pairs)
@@ -55,7 +46,7 @@ def read_block(file: str | Path, *, path: str = KEY) -> dict[str, Any]:
         # Where a value is not what its tag says, PyYAML raises ValueError, KeyError, AttributeError and more.
         message = " ".join(str(error).split())
         why = f"is not readable as {name.suffix[1:]} ({printable(message[:500])})"
-        raise ConfigError([Problem(path, written, why, _FILE_ALLOWED)]) from error
+        raise ConfigError([ConfigIssue(path, written, why, _FILE_ALLOWED)]) from error
     return _block_of(content, printable(written), path)
 
 
@@ -71,26 +62,30 @@ def _text_of(name: Path) -> str:
 
 def _block_of(content: Any, file: str, path: str) -> dict[str, Any]:
     block, where = content, f"all of {file}"
-    problems: list[Problem] = []
+    problems: list[ConfigIssue] = []
     if isinstance(content, dict) and KEY in content:
         block, where = content[KEY], f'the key "{KEY}" of {file}'
         beside = [key for key in Config.model_fields if key in content and key != "checkpoint"]
         problems += [
-            Problem(f"{path}.{key}", content[key], f'stands beside the key "{KEY}"', f'inside "{KEY}"')
+            ConfigIssue(f"{path}.{key}", content[key], f'stands beside the key "{KEY}"', f'inside "{KEY}"')
             for key in beside
         ]
         if KEY in getattr(content, "repeated", ()):
-            problems.append(Problem(KEY, block, "is the last of several values of this key", "each key once"))
+            problems.append(
+                ConfigIssue(KEY, block, "is the last of several values of this key", "each key once")
+            )
     elif isinstance(content, dict):
         problems += [
-            Problem(key, content[key], f"is under an unknown key (did you mean {KEY}?)", f'the key "{KEY}"')
+            ConfigIssue(
+                key, content[key], f"is under an unknown key (did you mean {KEY}?)", f'the key "{KEY}"'
+            )
             for key in content
             if isinstance(key, str) and resembles(key, KEY)
         ][:1]
     if problems:
         raise ConfigError(problems, file)
     if not isinstance(block, dict):
-        raise ConfigError([Problem(path, block, f"is {where}", "a mapping of keys to values")])
+        raise ConfigError([ConfigIssue(path, block, f"is {where}", "a mapping of keys to values")])
     return block
 
 
@@ -110,72 +105,13 @@ class _Mapping(dict[Any, Any]):
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's SafeLoader, but creates `_Mapping` and enforces size limits.
+    """PyYAML's SafeLoader, but creates `_Mapping`. Not libyaml's, which overflows the C stack on deep nesting."""
 
-    Not based on libyaml's loader, which overflows the C stack on deep nesting.
-    """
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._nodes = 0
-        self._depth = 0
-        self._merged_keys = 0
-        # Keys written in each mapping itself, without those of merges, which it may override.
-        self._own: dict[yaml.MappingNode, list[yaml.Node]] = {}
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self._nodes += 1
-        self._depth += 1
-        if self._nodes > LARGEST_YAML:
-            raise yaml.YAMLError(f"more than {LARGEST_YAML} values and keys")
-        if self._depth > DEEPEST:
-            raise yaml.YAMLError(_TOO_DEEP)
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._depth -= 1
-
-    def fetch_flow_collection_start(self, token_class: type[yaml.Token]) -> None:
-        # The scanner reads ahead of `compose_node`, in time that grows with the square of the nesting.
-        if self.flow_level >= DEEPEST:
-            raise yaml.YAMLError(_TOO_DEEP)
-        super().fetch_flow_collection_start(token_class)
-
-    def construct_checked(self, node: yaml.MappingNode) -> _Mapping:
-        self.flatten_mapping(node)
-        written = [self.construct_object(key, deep=True) for key in self._own[node]]
+    def construct_recorded(self, node: yaml.MappingNode) -> _Mapping:
+        # Keys of merges (<<) come first, and are overridden by those written in the mapping itself.
+        written = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != _MERGE]
         return _Mapping(self.construct_mapping(node, deep=True)).with_repeated(written)
 
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Put the keys of merges (<<) before the mapping's own, which take precedence."""
-        if node in self._own:
-            return
-        own = [(key, value) for key, value in node.value if key.tag != _MERGE]
-        self._own[node] = [key for key, _ in own]
-        merged: list[tuple[yaml.Node, yaml.Node]] = []
-        for key, value in node.value:
-            if key.tag == _MERGE:
-                for source in reversed(list(_sources(value))):
-                    self.flatten_mapping(source)
-                    self._merged_keys += len(source.value)
-                    if self._merged_keys > LARGEST_YAML:
-                        raise yaml.YAMLError(f"merges (<<) that make more than {LARGEST_YAML} keys")
-                    merged += source.value
-        node.value = merged + own
 
-
-_TOO_DEEP = f"more than {DEEPEST} levels of nesting"
 _MERGE = "tag:yaml.org,2002:merge"
-
-
-def _sources(value: yaml.Node) -> Iterator[yaml.MappingNode]:
-    """The mappings of a merge: one, or a sequence in which earlier ones take precedence."""
-    for source in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-        if not isinstance(source, yaml.MappingNode):
-            raise yaml.constructor.ConstructorError(
-                None, None, "a merge (<<) names something other than mappings", source.start_mark
-            )
-        yield source
-
-
-_Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_checked)
+_Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_recorded)

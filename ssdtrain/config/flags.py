@@ -14,7 +14,7 @@ from typing import Any
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.files import KEY, read_block
-from ssdtrain.config.kinds import Kind, kind_of
+from ssdtrain.config.kinds import ValueKind, kind_of
 from ssdtrain.config.load import AUTO, config_from_dict, section_of
 from ssdtrain.config.schema import Config
 from ssdtrain.config.section import Section
@@ -31,12 +31,12 @@ class Flag:
     """The flag of one key. A boolean key has a second flag, --no-..., for false."""
 
     name: str
-    """For example "--ssdtrain-offload-directories"."""
+    """Name, for example "--ssdtrain-offload-directories"."""
     dest: str
     """Attribute of the namespace, for example "ssdtrain_offload_directories"."""
     keys: tuple[str, ...]
     """Path in the block, for example ("offload", "directories")."""
-    kind: Kind
+    kind: ValueKind
     boolean: bool
     help: str
 

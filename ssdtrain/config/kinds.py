@@ -23,7 +23,7 @@ from ssdtrain.config.paths import DIRECTORY_ALLOWED, parse_directories, parse_di
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueKind:
     """Parsing and serialisation of one type of value."""
 
     name: str
@@ -31,11 +31,11 @@ class Kind:
     allowed: str
     """Completes the sentence "allowed: ..."."""
     parse: Callable[[Any], Any]
-    """From a value of JSON, YAML, Python or a flag to the typed value. Raises `InvalidValue`."""
+    """Parser of a value of JSON, YAML, Python or a flag to the typed value. Raises `InvalidValue`."""
     plain: Callable[[Any], Any] = lambda value: value
-    """To a JSON value, lossless."""
+    """Converter to a JSON value, without loss."""
     text: Callable[[str], Any] = str
-    """From a flag's text to a JSON value."""
+    """Converter of a flag's text to a JSON value."""
     choices: tuple[str, ...] = ()
     many: bool = False
     """A flag takes several values."""
@@ -44,7 +44,7 @@ class Kind:
 
 
 POSITIVE_SIZE_ALLOWED = f"more than zero: {units.SIZE_ALLOWED}"
-BLOCK = 4096
+DRIVE_BLOCK = 4096
 """Block size of drives, and minimum size of a spill file, bytes."""
 CAPACITY_ALLOWED = f"at least 4KiB: {units.SIZE_ALLOWED}"
 
@@ -64,7 +64,7 @@ def _capacity(value: Any) -> int:
         size = units.parse_size(value)
     except InvalidValue as error:
         raise InvalidValue(error.why, CAPACITY_ALLOWED) from None
-    if size < BLOCK:
+    if size < DRIVE_BLOCK:
         raise InvalidValue("is less than one block of a drive", CAPACITY_ALLOWED)
     return size
 
@@ -74,13 +74,13 @@ def _switch(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-SIZE = Kind("size", units.SIZE_ALLOWED, units.parse_size, units.exact_size)
-POSITIVE_SIZE = Kind("size", POSITIVE_SIZE_ALLOWED, _positive_size, units.exact_size)
-CAPACITY = Kind("size", CAPACITY_ALLOWED, _capacity, units.exact_size)
-DURATION = Kind("seconds", units.DURATION_ALLOWED, units.parse_duration)
-AMOUNT = Kind("amount", AMOUNT_ALLOWED, parse_amount, Amount.plain, accepts_auto=True)
-DIRECTORY = Kind("directory", DIRECTORY_ALLOWED, parse_directory)
-DIRECTORIES = Kind(
+SIZE = ValueKind("size", units.SIZE_ALLOWED, units.parse_size, units.exact_size)
+POSITIVE_SIZE = ValueKind("size", POSITIVE_SIZE_ALLOWED, _positive_size, units.exact_size)
+CAPACITY = ValueKind("size", CAPACITY_ALLOWED, _capacity, units.exact_size)
+DURATION = ValueKind("seconds", units.DURATION_ALLOWED, units.parse_duration)
+AMOUNT = ValueKind("amount", AMOUNT_ALLOWED, parse_amount, Amount.plain, accepts_auto=True)
+DIRECTORY = ValueKind("directory", DIRECTORY_ALLOWED, parse_directory)
+DIRECTORIES = ValueKind(
     "directories",
     f"one directory or a list of them; each is {DIRECTORY_ALLOWED}",
     parse_directories,
@@ -190,16 +190,16 @@ def _ratio_text(text: str) -> Any:
     return json.loads(text)
 
 
-CODEC = Kind("codec", codecs.OFFLOAD_ALLOWED, codecs.parse_offload_codec)
-RULE = Kind("codec", codecs.RULE_ALLOWED, partial(codecs.parse_rule, framed=False))
-FRAMED_RULE = Kind("codec", codecs.FRAMED_RULE_ALLOWED, partial(codecs.parse_rule, framed=True))
-FRACTION = Kind("fraction", FRACTION_ALLOWED, _fraction, text=float)
-POSITIVE = Kind("number above 0", POSITIVE_ALLOWED, _positive, text=float)
-SLOWDOWN = Kind("number", SLOWDOWN_ALLOWED, _slowdown, text=float)
-RATIO = Kind("ratio", RATIO_ALLOWED, _ratio_rules, _plain_ratio, text=_ratio_text)
-NAMES = Kind("names", NAMES_ALLOWED, _names, list, many=True)
-STEPS = Kind("steps", STEPS_ALLOWED, _steps, list, many=True)
-PATTERNS = Kind("patterns", PATTERNS_ALLOWED, _patterns, list, many=True)
+CODEC = ValueKind("codec", codecs.OFFLOAD_ALLOWED, codecs.parse_offload_codec)
+RULE = ValueKind("codec", codecs.RULE_ALLOWED, partial(codecs.parse_rule, framed=False))
+FRAMED_RULE = ValueKind("codec", codecs.FRAMED_RULE_ALLOWED, partial(codecs.parse_rule, framed=True))
+FRACTION = ValueKind("fraction", FRACTION_ALLOWED, _fraction, text=float)
+POSITIVE = ValueKind("number above 0", POSITIVE_ALLOWED, _positive, text=float)
+SLOWDOWN = ValueKind("number", SLOWDOWN_ALLOWED, _slowdown, text=float)
+RATIO = ValueKind("ratio", RATIO_ALLOWED, _ratio_rules, _plain_ratio, text=_ratio_text)
+NAMES = ValueKind("names", NAMES_ALLOWED, _names, list, many=True)
+STEP_NUMBERS = ValueKind("steps", STEPS_ALLOWED, _steps, list, many=True)
+PATTERNS = ValueKind("patterns", PATTERNS_ALLOWED, _patterns, list, many=True)
 
 Size = Annotated[int, BeforeValidator(units.parse_size), SIZE]
 """Bytes, 0 or more."""
@@ -212,7 +212,7 @@ AmountField = Annotated[Amount, BeforeValidator(parse_amount), AMOUNT]
 Directory = Annotated[str, BeforeValidator(parse_directory), DIRECTORY]
 Directories = Annotated[tuple[str, ...], BeforeValidator(parse_directories), DIRECTORIES]
 CodecName = Annotated[str, BeforeValidator(CODEC.parse), CODEC]
-"""Of saved tensors."""
+"""Codec of saved tensors."""
 CommRule = Annotated[str, BeforeValidator(RULE.parse), RULE]
 """Codecs of collectives, which require payloads of known size."""
 FramedRule = Annotated[str, BeforeValidator(FRAMED_RULE.parse), FRAMED_RULE]
@@ -223,27 +223,27 @@ Positive = Annotated[float, BeforeValidator(_positive), POSITIVE]
 RatioRules = Annotated[tuple[tuple[str, float], ...], BeforeValidator(_ratio_rules), RATIO]
 """(pattern of layers, ratio), of which the first that fits counts."""
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), NAMES]
-Steps = Annotated[tuple[int, ...], BeforeValidator(_steps), STEPS]
-"""In ascending order."""
+StepNumbers = Annotated[tuple[int, ...], BeforeValidator(_steps), STEP_NUMBERS]
+"""Numbers of steps, in ascending order."""
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns), PATTERNS]
-"""Of modules, by qualified name or class."""
+"""Patterns of modules, by qualified name or class."""
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 PlanMode = Annotated[Literal["auto", "off"], BeforeValidator(_switch)]
 
 
-def kind_of(field: FieldInfo) -> Kind:
+def kind_of(field: FieldInfo) -> ValueKind:
     """The kind of a schema field: its annotation, or derived from its type."""
     annotation, metadata = _unwrap(field.annotation, list(field.metadata))
     for item in metadata:
-        if isinstance(item, Kind):
+        if isinstance(item, ValueKind):
             return item
     if get_origin(annotation) is Literal:
         choices = get_args(annotation)
-        return Kind("choice", ", ".join(f'"{choice}"' for choice in choices), _identity, choices=choices)
+        return ValueKind("choice", ", ".join(f'"{choice}"' for choice in choices), _identity, choices=choices)
     if annotation is bool:
-        return Kind("boolean", "true or false", _identity)
+        return ValueKind("boolean", "true or false", _identity)
     if annotation is int:
-        return Kind("number", _range(metadata), _identity, text=int)
+        return ValueKind("number", _range(metadata), _identity, text=int)
     raise TypeError(f"the schema contains {annotation!r}, which has no kind")
 
 

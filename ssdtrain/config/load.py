@@ -8,7 +8,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ssdtrain.config.errors import ConfigError, ConflictingValues, InvalidValue, Problem, shown_key
+from ssdtrain.config.errors import ConfigError, ConfigIssue, ConflictingValues, InvalidValue, shown_key
 from ssdtrain.config.files import KEY, read_block
 from ssdtrain.config.kinds import kind_of
 from ssdtrain.config.paths import DIRECTORY_ALLOWED, expand_path, has_placeholder, problem_with_directory
@@ -17,7 +17,7 @@ from ssdtrain.config.section import Section
 from ssdtrain.config.similar import closest, resembles
 
 AUTO = "auto"
-"""As a value: the key's default, as if the key were omitted."""
+"""Value that stands for the key's default, as if the key were omitted."""
 LISTED = 20
 """Maximum unknown keys of a section that are reported individually."""
 
@@ -44,12 +44,12 @@ def load_config(source: Source, *, path: str = KEY) -> Config:
     if isinstance(source, str | Path):
         return config_from_dict(read_block(source, path=path), path=path, source=str(source))
     allowed = "a dict, the path of a YAML or JSON file, a Config or None"
-    raise ConfigError([Problem(path, source, f"is a {type(source).__name__}", allowed)])
+    raise ConfigError([ConfigIssue(path, source, f"is a {type(source).__name__}", allowed)])
 
 
 def config_from_dict(block: Mapping[str, Any], *, path: str = KEY, source: str | None = None) -> Config:
     """`load_config` of a mapping; `source` is the file that it was read from, for errors."""
-    problems: list[Problem] = []
+    problems: list[ConfigIssue] = []
     known = _known_part(block, Config, path, "", problems)
     config = None
     try:
@@ -64,7 +64,7 @@ def config_from_dict(block: Mapping[str, Any], *, path: str = KEY, source: str |
 
 
 def _known_part(
-    block: Mapping[Any, Any], section: type[Section], path: str, within: str, problems: list[Problem]
+    block: Mapping[Any, Any], section: type[Section], path: str, within: str, problems: list[ConfigIssue]
 ) -> dict[str, Any]:
     """`block` without unknown keys, for each of which a problem is appended.
 
@@ -77,7 +77,7 @@ def _known_part(
     for key in getattr(block, "repeated", ()):
         if key in section.model_fields:
             why = "is the last of several values of this key"
-            problems.append(Problem(f"{path}.{key}", block[key], why, "each key once"))
+            problems.append(ConfigIssue(f"{path}.{key}", block[key], why, "each key once"))
     for key, value in block.items():
         field = section.model_fields.get(key) if isinstance(key, str) else None
         if field is None:
@@ -90,7 +90,7 @@ def _known_part(
             value = _known_part(value, inner, f"{path}.{key}", f"{key}.", problems)
         elif inner is not None and not isinstance(value, Section):
             allowed = "a block of keys, or leaving it out"
-            problems.append(Problem(f"{path}.{key}", value, "is not a block of keys", allowed))
+            problems.append(ConfigIssue(f"{path}.{key}", value, "is not a block of keys", allowed))
             continue
         if inner is None and _is_auto(value):
             kind = kind_of(field)
@@ -101,7 +101,9 @@ def _known_part(
         problems.append(_unknown_key(key, block[key], section, path, within))
     if len(unknown) > LISTED:
         why = f"and {len(unknown) - LISTED - 1} more are set, but there are no such keys"
-        problems.append(Problem(path, unknown[LISTED], why, f"the keys {', '.join(section.model_fields)}"))
+        problems.append(
+            ConfigIssue(path, unknown[LISTED], why, f"the keys {', '.join(section.model_fields)}")
+        )
     return known
 
 
@@ -109,13 +111,13 @@ def _is_auto(value: Any) -> bool:
     return isinstance(value, str) and value == AUTO
 
 
-def _unknown_key(key: Any, value: Any, section: type[Section], path: str, within: str) -> Problem:
+def _unknown_key(key: Any, value: Any, section: type[Section], path: str, within: str) -> ConfigIssue:
     allowed = f"the keys {', '.join(section.model_fields)}"
     full = f"{path}.{shown_key(key)}"
     why = "is set, but there is no such key"
     root = path.removesuffix(f".{within}"[:-1]) if within else path
     hint = _similar(key, section, path, root) if isinstance(key, str) else None
-    return Problem(full, value, f"{why} (did you mean {hint}?)" if hint else why, allowed)
+    return ConfigIssue(full, value, f"{why} (did you mean {hint}?)" if hint else why, allowed)
 
 
 def _similar(key: str, section: type[Section], path: str, root: str) -> str | None:
@@ -149,17 +151,17 @@ def key_paths(section: type[Section], path: str) -> Iterator[str]:
             yield from key_paths(inner, f"{path}.{name}")
 
 
-def _from_pydantic(error: ValidationError, path: str) -> Iterator[Problem]:
+def _from_pydantic(error: ValidationError, path: str) -> Iterator[ConfigIssue]:
     for found in error.errors(include_url=False):
         where = ".".join([path, *map(str, found["loc"])])
         cause = found.get("ctx", {}).get("error")
         if isinstance(cause, ConflictingValues):
             for key, value, why, allowed in cause.found:
-                yield Problem(f"{where}.{key}", value, why, allowed)
+                yield ConfigIssue(f"{where}.{key}", value, why, allowed)
         elif isinstance(cause, InvalidValue):
-            yield Problem(where, found["input"], cause.why, cause.allowed)
+            yield ConfigIssue(where, found["input"], cause.why, cause.allowed)
         else:
-            yield Problem(where, found["input"], "is invalid", _allowed_at(found["loc"]))
+            yield ConfigIssue(where, found["input"], "is invalid", _allowed_at(found["loc"]))
 
 
 def _allowed_at(location: tuple[int | str, ...]) -> str:
@@ -174,7 +176,7 @@ def _allowed_at(location: tuple[int | str, ...]) -> str:
     return "a block of keys"
 
 
-def _directory_problems(config: Config, path: str) -> Iterator[Problem]:
+def _directory_problems(config: Config, path: str) -> Iterator[ConfigIssue]:
     """Check directories that are the same on every rank; others are checked when a rank expands them."""
     named: list[tuple[str, str]] = []
     for key in ("path", "tensorboard"):
@@ -187,4 +189,4 @@ def _directory_problems(config: Config, path: str) -> Iterator[Problem]:
         if not has_placeholder(text):
             why = problem_with_directory(expand_path(text, rank=0, local_rank=0))
             if why is not None:
-                yield Problem(key, text, why, DIRECTORY_ALLOWED)
+                yield ConfigIssue(key, text, why, DIRECTORY_ALLOWED)

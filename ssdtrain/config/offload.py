@@ -1,44 +1,54 @@
 """The section `offload`."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from ssdtrain.config import paths
 from ssdtrain.config.amount import Amount
-from ssdtrain.config.endurance import EnduranceConfig
 from ssdtrain.config.kinds import (
     AmountField,
-    Capacity,
     CodecName,
-    Directories,
     Patterns,
+    Positive,
     PositiveSize,
     Seconds,
     Size,
     Switch,
 )
-from ssdtrain.config.section import Conflict, Section
+from ssdtrain.config.section import Section, ValueConflict
+from ssdtrain.config.storage import StorageSection
 from ssdtrain.config.units import KiB, exact_size
 
-__all__ = ["OffloadConfig"]
+__all__ = ["EnduranceConfig", "OffloadConfig"]
 
 
-class OffloadConfig(Section):
+class EnduranceConfig(Section):
+    """How long the drives should live at the rate of this run, day and night. With `amount: "auto"` no more is written than they
+    bear; with another amount a warning says how much that is (docs/endurance.md)."""
+
+    years: Positive = 5.0
+    """Wanted life of the drives from now on, in years."""
+
+    dwpd: Positive | None = None
+    """The rating of the drives: writes of their capacity per day, over a warranty of 5 years. Default: 1, unless `tbw` is
+    given."""
+
+    tbw: PositiveSize | None = None
+    """The rating of each drive in bytes written, such as "1200TB", in place of `dwpd`."""
+
+    def conflicts(self) -> Iterator[ValueConflict]:
+        if self.dwpd is not None and self.tbw is not None:
+            why = "is a rating, and tbw gives another"
+            yield "dwpd", self.dwpd, why, "leaving one of them out"
+
+
+class OffloadConfig(StorageSection):
     """Offloading of activations to SSD or host memory in forward, and prefetching before backward needs them."""
 
-    directories: Directories = ()
-    """Directories on the drives, each with one spill file per rank; several share the bytes by measured speed. {rank},
-    {local_rank}, {host}, {user} and ~ are expanded on each rank. Optional only with `host`, which then is the only tier."""
-
-    capacity: Capacity | None = None
-    """Maximum bytes per rank on each drive. Default: 90% of the free space, divided among the ranks of the node."""
-
-    host: Size = 0
-    """Bytes of host memory per rank, used as a tier before the drives; pinned with a GPU. Default: none."""
+    key = "offload"
+    purpose = "to offload to"
 
     amount: AmountField = Amount("auto")
     """How much of what a microbatch saves is offloaded: "auto", as much as transfers can be hidden for, measured in the first
@@ -47,7 +57,7 @@ class OffloadConfig(Section):
     decoded is not what was saved, and must not depend on times that were measured."""
 
     device_budget: PositiveSize | None = None
-    """With `amount: "auto"` (default): bytes of activations that should be on the device at most, at the least waiting. By
+    """Maximum bytes of activations on the device, at the least waiting, with `amount: "auto"` (default). By
     default as few as transfers can be hidden for."""
 
     include: Patterns = ()
@@ -83,16 +93,6 @@ class OffloadConfig(Section):
     deadline: Seconds = 10.0
     """Maximum time that saving a tensor waits for stores in flight before it uses the next tier or keeps the tensor."""
 
-    threads: Annotated[int, Field(ge=1, le=64)] = 4
-    """Concurrent writes per drive, and concurrent reads; the pool has one thread more, so that reads never wait for writes."""
-
-    engine: Literal["auto", "c", "python"] = "auto"
-    """The I/O engine. Default: "c", or "python" with a warning if the C extension was not built."""
-
-    direct: Switch = "auto"
-    """Unbuffered I/O (O_DIRECT). Default: used if the file system supports it, else buffered I/O with one warning; "on" makes
-    that an error."""
-
     gpudirect: Switch = "auto"
     """GPUDirect Storage (kvikio), between GPU and drives without host memory. Default: used if it works here and is faster than
     host memory in a probe at start, else the log says why not; "on" makes it an error if it does not work. It needs
@@ -101,15 +101,10 @@ class OffloadConfig(Section):
     on_full: Literal["keep", "raise"] = "keep"
     """When every tier is full: keep the tensor on its device with one warning, or raise."""
 
-    verify: Literal["off", "all"] = "all"
-    """Compare a checksum of all bytes of a stored tensor when it comes back, so that a drive that returns wrong data is an error
-    that names tensor, directory and offset. It costs the I/O threads about one pass over the bytes, 0.04 s of CPU time per GB
-    in each direction, and 0.1 s when they write CPU tensors (docs/storage.md); GPUDirect Storage needs "off"."""
-
     prove_steps: Annotated[int, Field(ge=0)] = 0
-    """In so many first steps keep a copy of every saved tensor in host memory, and compare what backward gets with it, to the
-    bit: an error names the first tensor that differs, and its module (docs/equality.md). Takes host memory for all that is saved
-    between forward and backward."""
+    """Number of first steps in which a copy of every saved tensor is kept in host memory, to compare what backward gets with it,
+    to the bit: an error names the first tensor that differs, and its module (docs/equality.md). Takes host memory for all that is
+    saved between forward and backward."""
 
     endurance: EnduranceConfig | None = None
     """The wear of the drives. Without this section it is only reported."""
@@ -130,20 +125,11 @@ class OffloadConfig(Section):
             written["amount"] = "auto"  # not the default of a lossy codec
         return written
 
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self) -> Iterator[ValueConflict]:
+        yield from super().conflicts()
         if self.prove_steps and self._lossy:
             why = f'compares bits, but codec "{self.codec}" changes them'
             yield "prove_steps", self.prove_steps, why, 'leaving it out, or "codec": "lossless"'
-        if not self.directories and not self.host:
-            why = "leaves no place to offload to, because host is 0"
-            yield "directories", list(self.directories), why, "at least one directory, or host above 0"
-        if not self.directories and self.capacity is not None:
-            why = "limits drives, but directories is empty"
-            yield "capacity", exact_size(self.capacity), why, "leaving it out, or at least one directory"
-        for key in ("direct", "gpudirect"):
-            if not self.directories and getattr(self, key) == "on":
-                why = "concerns drives, but directories is empty"
-                yield key, "on", why, "leaving it out, or at least one directory"
         if self.gpudirect == "on" and self.verify == "all":
             why = 'keeps tensors out of host memory, where verify "all" (default) compares them'
             yield "gpudirect", "on", why, '"auto" or "off", or "verify": "off"'
@@ -157,36 +143,8 @@ class OffloadConfig(Section):
         yield from self._too_large("prefetch", "buffer", "which loads pass through")
         yield from self._too_large("in_flight", "buffer", "which stores pass through")
 
-    def _too_large(self, key: str, bound: str, consequence: str) -> Iterator[Conflict]:
+    def _too_large(self, key: str, bound: str, consequence: str) -> Iterator[ValueConflict]:
         value, limit = getattr(self, key), getattr(self, bound)
         if value is not None and limit is not None and value > limit:
             why = f"is more than {bound} ({exact_size(limit)}), {consequence}"
             yield key, exact_size(value), why, f"at most {bound}"
-
-    def expand(
-        self,
-        *,
-        rank: int,
-        local_rank: int,
-        host: str | None = None,
-        user: str | None = None,
-        path: str = "ssdtrain.offload",
-    ) -> tuple[Path, ...]:
-        """The absolute directories of one rank, checked against what lies there; none of them is made.
-
-        Args:
-            rank: global rank.
-            local_rank: rank within the node.
-            host: None is this machine's name.
-            user: None is the user of this process.
-            path: full key of this section, for errors.
-
-        Raises:
-            ConfigError: a file is in the way of a directory, or two are the same.
-        """
-        found = tuple(
-            paths.expand_path(text, rank=rank, local_rank=local_rank, host=host, user=user)
-            for text in self.directories
-        )
-        paths.check_directories(found, f"{path}.directories")
-        return found

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ssdtrain.config.errors import ConfigError, InvalidValue, Problem
+from ssdtrain.config.errors import ConfigError, ConfigIssue, InvalidValue
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +22,6 @@ DIRECTORY_ALLOWED = (
 )
 LONGEST_PATH, LONGEST_NAME = 4095, 255
 """Maximum bytes of a path and of a name in it, on Linux."""
-MOST_DIRECTORIES = 64
-"""Maximum number of directories of a rank."""
 KERNEL_FILE_SYSTEMS = frozenset(
     {"proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs"}
 )
@@ -74,7 +72,7 @@ def parse_directories(value: Any) -> tuple[str, ...]:
     """One directory or a sequence of them, as a tuple.
 
     Raises:
-        InvalidValue: one of them is invalid, there are duplicates, or there are too many.
+        InvalidValue: one of them is invalid, or there are duplicates.
     """
     if isinstance(value, str | os.PathLike):
         value = (value,)
@@ -82,8 +80,6 @@ def parse_directories(value: Any) -> tuple[str, ...]:
         raise InvalidValue(
             f"is a {type(value).__name__}", f"one directory or a list of them; each is {DIRECTORY_ALLOWED}"
         )
-    if len(value) > MOST_DIRECTORIES:
-        raise InvalidValue(f"holds {len(value)} directories", f"at most {MOST_DIRECTORIES} directories")
     texts = tuple(map(parse_directory, value))
     for twice in repeated([Path(os.path.abspath(os.path.expanduser(text))) for text in texts]):
         raise InvalidValue(f'holds "{twice}" twice', "each directory once; one slab is made in each")
@@ -193,10 +189,10 @@ def check_directories(paths: tuple[Path, ...], key: str) -> None:
     for index, path in enumerate(paths):
         why = problem_with_directory(path)
         if why is not None:
-            problems.append(Problem(f"{key}[{index}]", str(path), why, DIRECTORY_ALLOWED))
+            problems.append(ConfigIssue(f"{key}[{index}]", str(path), why, DIRECTORY_ALLOWED))
     for twice in repeated([Path(os.path.realpath(path)) for path in paths]):
         why = "is named twice (after placeholders and links)"
-        problems.append(Problem(key, str(twice), why, "each directory once; one slab is made in each"))
+        problems.append(ConfigIssue(key, str(twice), why, "each directory once; one slab is made in each"))
     if problems:
         raise ConfigError(problems)
     for index, path in enumerate(paths):

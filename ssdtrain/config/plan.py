@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from ssdtrain.config.kinds import Patterns, PlanMode, PositiveSize, Slowdown, Switch
-from ssdtrain.config.section import Conflict, Section
+from ssdtrain.config.section import Section, ValueConflict
 
 __all__ = ["PlanConfig"]
 
@@ -52,7 +52,7 @@ class PlanConfig(Section):
     (docs/planner.md). Takes about a second of each rank, for plans 1, 2, 3, 4, 8, 16 ... of a run, and needs matplotlib. Default:
     nothing is drawn."""
 
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self) -> Iterator[ValueConflict]:
         if self.objective == "time" and self.device_limit is None:
             why = "needs a device_limit: without one, keeping everything is the fastest"
             yield "objective", self.objective, why, '"memory", or a device_limit'

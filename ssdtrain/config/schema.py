@@ -12,17 +12,17 @@ from pydantic import Field
 
 from ssdtrain.config import paths
 from ssdtrain.config.comm import CommConfig
-from ssdtrain.config.errors import ConfigError, Problem
+from ssdtrain.config.errors import ConfigError, ConfigIssue
 from ssdtrain.config.kinds import (
     Directory,
     Patterns,
     RatioRules,
-    Steps,
+    StepNumbers,
     kind_of,
 )
 from ssdtrain.config.offload import OffloadConfig
 from ssdtrain.config.plan import PlanConfig
-from ssdtrain.config.section import Conflict, Section
+from ssdtrain.config.section import Section, ValueConflict
 from ssdtrain.config.state import StateConfig
 from ssdtrain.config.units import exact_size
 
@@ -45,7 +45,7 @@ class CheckpointConfig(Section):
     early_stop: bool = True
     """Stop the recomputation as soon as all tensors that backward needs are available."""
 
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self) -> Iterator[ValueConflict]:
         if self.use_reentrant and self.determinism_check != "default":
             why = "concerns the variant that is not reentrant, but use_reentrant is true"
             remedy = 'leaving it out, or "use_reentrant": false'
@@ -62,7 +62,7 @@ class ReportConfig(Section):
     """Directory for one JSON-lines file per rank with a line per step. {rank}, {local_rank}, {host}, {user} and ~ are expanded on
     each rank. Default: none."""
 
-    trace: Steps = ()
+    trace: StepNumbers = ()
     """Steps to trace, such as [10, 11] or "10-12": what ran, moved and waited when, in one file per rank in `path`, for
     `ssdtrain report --trace` (docs/trace.md). At most 100. Default: none."""
 
@@ -70,7 +70,7 @@ class ReportConfig(Section):
     """Directory for metrics of TensorBoard, every `interval` steps (every step where that is 0): one folder `rank-N` per rank.
     Needs tensorboard. Expanded as `path`. Default: none."""
 
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self) -> Iterator[ValueConflict]:
         if self.trace and self.path is None:
             why = "has no directory to write to: path is not set"
             yield "trace", list(self.trace), why, "leaving it out, or a path"
@@ -91,7 +91,7 @@ class ReportConfig(Section):
         return self._expand("path", self.path, rank, local_rank, host, user, path)
 
     def expand_tensorboard(self, *, rank: int, local_rank: int) -> Path | None:
-        """As `expand`, for the TensorBoard files of one rank."""
+        """Expand, as `expand` does, the directory for the TensorBoard files of one rank."""
         found = self._expand("tensorboard", self.tensorboard, rank, local_rank)
         return None if found is None else found / f"rank-{rank}"
 
@@ -110,7 +110,7 @@ class ReportConfig(Section):
         found = paths.expand_path(given, rank=rank, local_rank=local_rank, host=host, user=user)
         why = paths.problem_with_directory(found)
         if why is not None:
-            raise ConfigError([Problem(f"{path}.{key}", str(found), why, paths.DIRECTORY_ALLOWED)])
+            raise ConfigError([ConfigIssue(f"{path}.{key}", str(found), why, paths.DIRECTORY_ALLOWED)])
         return found
 
 
@@ -142,7 +142,7 @@ class CompactConfig(Section):
     """Optimizer steps that use one P. By default 1, and 50 with "lowrank". Not with "quant"."""
 
     seed: Annotated[int, Field(ge=0)] = 0
-    """Of P and of stochastic rounding; not torch's."""
+    """Seed of P and of stochastic rounding; torch's own is not used."""
 
     include: Patterns = ()
     """Compress only linear layers of these names or classes, or inside of such modules, such as "*.mlp" or "*.q_proj". By
@@ -165,7 +165,7 @@ class CompactConfig(Section):
     """Let go of what norms and activation functions save beside their own inputs, such as silu(gate) in a gated layer or the
     float32 copy of the input of a norm in half precision, and make it again in backward, to the bit."""
 
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self) -> Iterator[ValueConflict]:
         fields = type(self).model_fields
         if self.mode == "quant":
             for key in ("ratio", "projection", "update_every"):
@@ -214,7 +214,7 @@ class Config(Section):
     report: ReportConfig = ReportConfig()
     """Logging and files about the run."""
 
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self) -> Iterator[ValueConflict]:
         if self.plan is None or self.plan.mode == "off":
             return
         if self.plan.compress and self.compact is None:

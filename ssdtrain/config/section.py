@@ -9,9 +9,9 @@ from typing_extensions import Self
 from ssdtrain.config.errors import ConflictingValues
 from ssdtrain.config.kinds import kind_of
 
-__all__ = ["Conflict", "Section"]
+__all__ = ["Section", "ValueConflict"]
 
-Conflict = tuple[str, Any, str, str]
+ValueConflict = tuple[str, Any, str, str]
 """A conflict: key within the section, value, reason, allowed values."""
 
 
@@ -31,7 +31,7 @@ class Section(BaseModel):
             raise ConflictingValues(found)
         return self
 
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self) -> Iterator[ValueConflict]:
         """Conflicts between values that are valid individually."""
         yield from ()
 

@@ -26,7 +26,7 @@ DURATION_ALLOWED = (
     'seconds as a number, or a number and a unit such as "10s" or "500ms" '
     f"(units: {', '.join(DURATION_UNITS)}), at most 24h"
 )
-FRACTION_ALLOWED = 'a fraction from 0 to 1 such as 0.6 or "60%"'
+SHARE_ALLOWED = 'a fraction from 0 to 1 such as 0.6 or "60%"'
 
 LARGEST_SIZE = 2**63 - 1
 """Bytes; the largest file offset."""
@@ -112,13 +112,13 @@ def parse_fraction(value: int | float | str) -> float:
     Raises:
         InvalidValue: outside [0, 1], another unit than %, or not a number.
     """
-    number, unit = _number_and_unit(value, FRACTION_ALLOWED)
+    number, unit = _number_and_unit(value, SHARE_ALLOWED)
     if unit not in {"", "%"}:
-        raise InvalidValue(f'has the unit "{unit}"', FRACTION_ALLOWED)
+        raise InvalidValue(f'has the unit "{unit}"', SHARE_ALLOWED)
     if unit == "%":
         number /= 100
     if number > 1:
-        raise InvalidValue("is more than 1", FRACTION_ALLOWED)
+        raise InvalidValue("is more than 1", SHARE_ALLOWED)
     return float(number)
 
 

@@ -13,7 +13,7 @@ import functools
 import torch
 
 from ssdtrain.codecs import Codec, Key, VariableSizeCodec, make_codec
-from ssdtrain.config import ConfigError, OffloadConfig, Problem
+from ssdtrain.config import ConfigError, ConfigIssue, OffloadConfig
 from ssdtrain.config.codecs import OFFLOAD_ALLOWED
 from ssdtrain.offload.geometry import bytes_at, place_of
 from ssdtrain.offload.region import Region
@@ -134,10 +134,14 @@ def check_codec(offload: OffloadConfig, device: str) -> None:
         codec = make_codec(offload.codec)
     except RuntimeError as error:
         raise ConfigError(
-            [Problem("ssdtrain.offload.codec", offload.codec, f"cannot be used: {error}", OFFLOAD_ALLOWED)]
+            [
+                ConfigIssue(
+                    "ssdtrain.offload.codec", offload.codec, f"cannot be used: {error}", OFFLOAD_ALLOWED
+                )
+            ]
         ) from None
     if not _encodes_on(codec, device):
         why = f"encodes in host memory and is not in this version for tensors of a {device} device"
         raise ConfigError(
-            [Problem("ssdtrain.offload.codec", offload.codec, why, "a codec of fixed size, such as int8")]
+            [ConfigIssue("ssdtrain.offload.codec", offload.codec, why, "a codec of fixed size, such as int8")]
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssdtrain.compact.feature import CompactLinear
-from ssdtrain.config import Config, ConfigError, OffloadConfig, Problem
+from ssdtrain.config import Config, ConfigError, ConfigIssue, OffloadConfig
 from ssdtrain.config.units import KiB, MiB
 from ssdtrain.features import Feature, Placement
 from ssdtrain.messages import report
@@ -40,14 +40,13 @@ def offload_features(
     compact: CompactLinear | None = None,
     faults: Faults | None = None,
     staged: bool | None = None,
-    timeline: bool = False,
     reports: bool = False,
-) -> list[Feature]:
+) -> tuple[ActivationOffload, list[Feature]]:
     """Offloading, and what plans for it, for `offload.amount: "auto"` or with a plan.
 
     Args:
         config: has an offload section or a plan; directories exist.
-        policy, plan_blocks, faults, staged, timeline: see `Runtime`.
+        policy, plan_blocks, faults, staged: see `Runtime`.
         compact: whose compression a plan may choose, see `plan.compress`.
         reports: log what was planned.
 
@@ -76,15 +75,14 @@ def offload_features(
         policy=followed,
         faults=faults,
         staged=staged,
-        timeline=timeline,
         planned=plan is not None,
     )
     if followed is policy:
-        return [offload]
+        return offload, []
     if isinstance(followed, BlockPolicy):
         offload.engine.eligible.record_from(RECORDED_FROM)
     try:
-        return [offload, _planning(config, offload, followed, named, compact, plot, reports)]
+        return offload, [_planning(config, offload, followed, named, compact, plot, reports)]
     except BaseException:
         offload.close()
         raise
@@ -161,15 +159,15 @@ def _check_plan(config: Config, named: PlanBlocks, policy: OffloadPolicy | None,
         reason = named.why if named.compress else "only ssdtrain.attach has that in this version"
         allowed = "leaving it out: what compact says is compressed everywhere"
         text = f"can compress no block here: {reason}"
-        raise ConfigError([Problem("ssdtrain.plan.compress", True, text, allowed)])
+        raise ConfigError([ConfigIssue("ssdtrain.plan.compress", True, text, allowed)])
     if named.blocks or named.empty_stage:
         return
     if config.plan.recompute == "on":
-        raise ConfigError([Problem("ssdtrain.plan.recompute", "on", why, '"auto" or "off"')])
+        raise ConfigError([ConfigIssue("ssdtrain.plan.recompute", "on", why, '"auto" or "off"')])
     if config.offload is None:
         allowed = "an offload section, whose tiers the plan uses"
         raise ConfigError(
-            [Problem("ssdtrain.plan", config.plan.mode, f"{why}, and there is no tier", allowed)]
+            [ConfigIssue("ssdtrain.plan", config.plan.mode, f"{why}, and there is no tier", allowed)]
         )
     if config.plan.recompute == "auto" and reports:
         report(f"plan: keep and offload only, because it {why}")

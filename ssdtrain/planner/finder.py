@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ssdtrain import ranks
-from ssdtrain.config import ConfigError, PlanConfig
-from ssdtrain.config import Problem as Wrong
+from ssdtrain.config import ConfigError, ConfigIssue, PlanConfig
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.planner.explain import alternatives
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem
@@ -90,7 +89,7 @@ class PlanFinder:
         if self.config.recompute != "on" or "recompute" in problem.actions:
             return
         text = f"can recompute no block{ranks.on_this_rank()}: {': '.join(why_none(impure))}"
-        raise ConfigError([Wrong("ssdtrain.plan.recompute", "on", text, '"auto" or "off"')])
+        raise ConfigError([ConfigIssue("ssdtrain.plan.recompute", "on", text, '"auto" or "off"')])
 
     def recomputed(self, problem: Problem, impure: Mapping[str, str], largest: int = 0) -> list[str]:
         """Names of the blocks that the best plan recomputes. Arguments and errors: see `check_recompute` and `find`."""

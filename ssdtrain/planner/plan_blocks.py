@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ssdtrain.config import ConfigError, PlanConfig, Problem
+from ssdtrain.config import ConfigError, ConfigIssue, PlanConfig
 from ssdtrain.profile.blocks import names_a_module
 
 __all__ = ["PlanBlocks", "check_patterns"]
@@ -23,7 +23,6 @@ class PlanBlocks:
     Attributes:
         blocks: by the qualified names that policies see. Empty: the plan keeps and offloads only, by region.
         why: there are none, as a clause.
-        announced: the integration announces the end of every step; else optimizers end steps, too.
         compress: the plan may choose compressed inputs of linear layers.
         group: of the ranks that recompute the same blocks, because these communicate with each other: a process group of torch.
             None: a block that communicates is never recomputed.
@@ -32,7 +31,6 @@ class PlanBlocks:
 
     blocks: Mapping[str, nn.Module] = field(default_factory=dict)
     why: str = PLAIN
-    announced: bool = True
     compress: bool = False
     group: Any = None
     empty_stage: bool = False
@@ -43,4 +41,4 @@ def check_patterns(model: nn.Module, plan: PlanConfig) -> None:
     if plan.blocks and not names_a_module(model, plan.blocks):
         why = f"names no module of {type(model).__name__}"
         allowed = 'patterns of their qualified names such as "layers.*", or leaving the key out'
-        raise ConfigError([Problem("ssdtrain.plan.blocks", list(plan.blocks), why, allowed)])
+        raise ConfigError([ConfigIssue("ssdtrain.plan.blocks", list(plan.blocks), why, allowed)])

@@ -8,15 +8,22 @@ runs is one forward. On the modules themselves there is one entry in the `__dict
 other objects, and so are not recorded; `torch.jit.script` and `torch.export` find the model's own forward. The call is made
 inside of a `with`, which ends by any exception: hooks of modules are not called after an interrupt.
 
+Note: [Replaced by others]
+Other code may replace `__call__` too, and its replacements may go in any order. So each of ours knows what it stands in front
+of, and passes calls on to that. Where others have put back what stood there before ours, the next module that is attached, or the
+second step of an optimizer without a forward, puts one in front again. Of several in one chain the outermost records.
+
 Note: [Compiled calls]
 Dynamo takes the function that replaces `__call__` into its graphs, where it does nothing, except that the call of an attached
 model is left out of the graph of whatever calls it. What is compiled is then recorded as a whole. A graph that was compiled
-before has no such break; the module that `torch.compile` made of an attached one is therefore taken for it.
+before has no such break; the module that `torch.compile` made of an attached one is therefore taken for it. With fullgraph=True
+the break is torch's error, which says what to compile instead.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -26,12 +33,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssdtrain.features import Feature
 from ssdtrain.integration.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.pytorch.models import check_lowrank, check_unwrapped, compress_gradients, reduces_on_all_ranks
+from ssdtrain.pytorch.models import BypassedModel, check_lowrank, check_unwrapped, compress_gradients
 from ssdtrain.pytorch.sharded import watch_sharded
-from ssdtrain.pytorch.steps import BypassedModel, end_unannounced_steps
 from ssdtrain.runtime import Runtime
 
 __all__ = ["AttachedModules", "attach_model"]
@@ -41,6 +46,12 @@ FREED_FUNCTION = "CheckpointWithoutOutputFunctionBackward"
 
 OWNED = "_ssdtrain_attached"
 """Key in the `__dict__` of an attached model whose value keeps what is attached alive as long as the model."""
+
+NO_BREAK = (
+    "a function compiled with fullgraph=True calls a model that ssdtrain.attach records: compile the model itself "
+    "(model.compile() or torch.compile(model), with fullgraph=True), or leave fullgraph out"
+)
+"""Reason that Dynamo gives for the break of a graph."""
 
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)  # not in torch 2.6
 _is_traced = torch.compiler.is_dynamo_compiling
@@ -64,22 +75,18 @@ def attach_model(runtime: Runtime, model: nn.Module) -> None:
         runtime.call_at_close(claim(model, "ssdtrain.attach"))
     if runtime.compact is not None and runtime.compact.config.mode == "lowrank":
         check_lowrank(model)
-    if runtime.comm is not None:
-        ends = end_unannounced_steps(runtime, runtime.comm, together=reduces_on_all_ranks(model))
-        compress_gradients(model, runtime.comm, ends)
+    if runtime.collectives is not None:
+        compress_gradients(model, runtime.collectives)
     if runtime.state is not None:
         check_unwrapped(model)
-    records = any(type(feature).on_forward is not Feature.on_forward for feature in runtime.features)
-    if records:
-        runtime.features.append(BypassedModel())
+    runtime.features.append(BypassedModel(_replacement.follow))
     runtime.register(model)
     if runtime.state is not None and runtime.engine is not None:
         runtime.engine.eligible.add_parameter_predicate(runtime.state.holds)
     if runtime.engine is not None:
         runtime.engine.eligible.add_freed_function(FREED_FUNCTION)
         _keep_gathered(runtime, runtime.engine, model)
-    if records:
-        runtime.call_at_close(AttachedModules(model, runtime.call).detach)
+    runtime.call_at_close(AttachedModules(model, runtime.call).detach)
 
 
 def _keep_gathered(runtime: Runtime, engine: OffloadEngine, model: nn.Module) -> None:
@@ -198,37 +205,40 @@ def _forget(number: int, _: object = None) -> None:
     _calls.pop(number, None)
 
 
-def _plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Stands for what was `torch.nn.Module.__call__` before."""
-    raise NotImplementedError
+def _in_front_of(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what stands as `torch.nn.Module.__call__` in front of `plain`. See Note: [Calls of modules] and Note: [Compiled
+    calls]."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _is_traced():
+            if self.__dict__.get(OWNED) is not None and not _is_exporting():
+                return _call_eagerly(plain, self, args, kwargs)
+            return plain(self, *args, **kwargs)
+        calls = _calls.get(id(self))
+        if calls is None and isinstance(self, _compiled_class):
+            calls = _calls.get(id(self._orig_mod))
+        if calls is not None and torch.is_grad_enabled():
+            for known in calls.attached:
+                attached = known()
+                if attached is not None and not attached.recording.active:
+                    return _call_recorded(plain, calls.attached, self, args, kwargs)
+        return plain(self, *args, **kwargs)
+
+    return call
 
 
-def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Stands as `torch.nn.Module.__call__`. See Note: [Calls of modules] and Note: [Compiled calls]."""
-    if _is_traced():
-        if self.__dict__.get(OWNED) is not None and not _is_exporting():
-            return _call_eagerly(self, args, kwargs)
-        return _plain(self, *args, **kwargs)
-    calls = _calls.get(id(self))
-    if calls is None and isinstance(self, _compiled_class):
-        calls = _calls.get(id(self._orig_mod))
-    if calls is not None and torch.is_grad_enabled():
-        for known in calls.attached:
-            attached = known()
-            if attached is not None and not attached.recording.active:
-                return _call_recorded(calls.attached, self, args, kwargs)
-    return _plain(self, *args, **kwargs)
-
-
-def _call_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_eagerly(
+    plain: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Calls an attached model from compiled code, outside of its graph. Compilation goes on inside."""
     calls = _calls.get(id(module))
     if calls is None or not torch.is_grad_enabled():
-        return _plain(module, *args, **kwargs)
-    return _call_recorded(calls.attached, module, args, kwargs)
+        return plain(module, *args, **kwargs)
+    return _call_recorded(plain, calls.attached, module, args, kwargs)
 
 
 def _call_recorded(
+    plain: Callable[..., Any],
     attached: tuple[weakref.ref[AttachedModules], ...],
     module: nn.Module,
     args: tuple[Any, ...],
@@ -236,61 +246,65 @@ def _call_recorded(
 ) -> Any:
     """Calls a module in the contexts of what is attached to it, the last one outermost."""
     if not attached or _graph_task() != -1 or _is_exporting():  # which takes the whole forward as one graph
-        return _plain(module, *args, **kwargs)
+        return plain(module, *args, **kwargs)
     *inner, outermost = attached
     found = outermost()
     record = None if found is None or found.recording.active else found.record
     if found is None or record is None:
-        return _call_recorded(tuple(inner), module, args, kwargs)
+        return _call_recorded(plain, tuple(inner), module, args, kwargs)
     try:
         found.recording.active = True
         with record(module, (args, kwargs)):
-            return _call_recorded(tuple(inner), module, args, kwargs)
+            return _call_recorded(plain, tuple(inner), module, args, kwargs)
     finally:
         found.recording.active = False
 
 
 @functools.cache
 def _prepare_dynamo() -> None:
-    """Let Dynamo compile no frame of the functions above: with torch's own `__call__` it does the same. `_call` is still traced
+    """Let Dynamo compile no frame of the functions above: with torch's own `__call__` it does the same. `call` is still traced
     where compiled code calls a module. Not done when this file is imported, since importing Dynamo takes a second."""
     global _call_eagerly, _call_recorded, _compiled_class
     from torch._dynamo.eval_frame import OptimizedModule, skip_code
 
     _compiled_class = OptimizedModule
-    skip_code(_call.__code__)
-    _call_eagerly = torch.compiler.disable(_call_eagerly, recursive=False)
-    _call_recorded = torch.compiler.disable(_call_recorded, recursive=False)
+    skip_code(_in_front_of(nn.Module.__call__).__code__)
+    disable = functools.partial(torch.compiler.disable, recursive=False)
+    if "reason" in inspect.signature(torch.compiler.disable).parameters:  # not in torch 2.6
+        disable = functools.partial(disable, reason=NO_BREAK)
+    _call_eagerly, _call_recorded = disable(_call_eagerly), disable(_call_recorded)
 
 
 class _Replacement:
-    """Replaces `torch.nn.Module.__call__` while anything is attached."""
+    """Replaces `torch.nn.Module.__call__` while anything is attached. See Note: [Replaced by others]."""
 
     def __init__(self) -> None:
         self._users: set[int] = set()
-        self._placed = False
+        self._plain: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._lock = threading.RLock()  # finalizers remove users, too
 
     def add(self, user: int) -> None:
         self._users.add(user)
-        self._follow()
+        self.follow()
 
     def remove(self, user: int) -> None:
         self._users.discard(user)
-        self._follow()
+        self.follow()
 
-    def _follow(self) -> None:
-        global _plain
+    def follow(self) -> None:
+        """Put a replacement in front where there are users and none stands there; without users take away what is in front."""
         with self._lock:
-            stands = nn.Module.__call__
-            if self._users and not self._placed:
-                _plain = stands
-                nn.Module.__call__ = _call  # type: ignore[method-assign]
-                self._placed = True
-            elif not self._users and stands is _call:
-                # Where others have replaced it since, it stays behind theirs, and only passes calls on.
-                nn.Module.__call__ = _plain  # type: ignore[method-assign]
-                self._placed = False
+            stands: Callable[..., Any] = nn.Module.__call__
+            if self._users and stands not in self._plain:
+                placed = _in_front_of(stands)
+                self._plain[placed] = stands
+                nn.Module.__call__ = placed  # type: ignore[method-assign]
+            elif not self._users and stands in self._plain:
+                while stands in self._plain:
+                    stands = self._plain[stands]
+                nn.Module.__call__ = stands  # type: ignore[method-assign]
 
 
 _replacement = _Replacement()

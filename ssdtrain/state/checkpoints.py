@@ -33,7 +33,9 @@ class StateDicts:
             within: list[nn.Module] = []  # modules whose state dict is being made or loaded
             for prefix, module in chunk.module.named_modules():
                 start = f"{prefix}." if prefix else ""
-                of_module = {name[len(start) :]: one for name, one in local.items() if name.startswith(start)}
+                of_module = {
+                    name[len(start) :]: value for name, value in local.items() if name.startswith(start)
+                }
                 if of_module:
                     self._watch(chunk, module, of_module, within)
         self._handles.append(model.register_state_dict_post_hook(_copier()))
@@ -41,10 +43,10 @@ class StateDicts:
     def _watch(
         self, chunk: Chunk, module: nn.Module, local: dict[str, nn.Parameter], within: list[nn.Module]
     ) -> None:
-        def begin(one: nn.Module) -> None:
-            if one is chunk.module:
+        def begin(entered: nn.Module) -> None:
+            if entered is chunk.module:
                 within.clear()  # also of one that raised
-            within.append(one)
+            within.append(entered)
             self._residency.load(chunk, chunk.values)
 
         def end() -> None:
@@ -54,29 +56,26 @@ class StateDicts:
             if not within and not chunk.in_use:
                 self._residency.release(chunk.values)
 
-        def load(one: nn.Module, *_: Any) -> None:
-            begin(one)
-
-        def copy(one: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        def copy(left: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
             for name, parameter in local.items():
                 value = state_dict.get(f"{prefix}{name}")
                 if isinstance(value, torch.Tensor) and _share(value, parameter):
                     state_dict[f"{prefix}{name}"] = value.detach().to("cpu", copy=True)
             end()
 
-        def load_to_change(one: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        def load_to_change(entered: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
             replaced = {
                 parameter
                 for name, parameter in local.items()
                 if getattr(state_dict.get(f"{prefix}{name}"), "shape", None) == parameter.shape
             }
             self._residency.discard_writes(chunk.values, replaced)
-            begin(one)
+            begin(entered)
             self._residency.settle(chunk.values)
 
-        def store(one: nn.Module, _: Any) -> None:
+        def store(left: nn.Module, _: Any) -> None:
             for name, parameter in local.items():
-                if one.get_parameter(name) is not parameter:
+                if left.get_parameter(name) is not parameter:
                     raise RuntimeError(
                         f"load_state_dict put another tensor in the place of {chunk.names[parameter]} (config section "
                         "state): load without assign=True, or before ssdtrain.attach"
@@ -84,7 +83,7 @@ class StateDicts:
             end()
 
         self._handles += [
-            module.register_state_dict_pre_hook(load),
+            module.register_state_dict_pre_hook(lambda entered, *_: begin(entered)),
             module.register_state_dict_post_hook(copy),
             module.register_load_state_dict_pre_hook(load_to_change),
             module.register_load_state_dict_post_hook(store),
@@ -97,12 +96,12 @@ class StateDicts:
 
 
 def _copier() -> Any:
-    """A hook that copies what stays in memory as well, so that a state dict is of one moment."""
+    """Make a hook that copies what stays in memory as well, so that a state dict is of one moment."""
 
-    def copy(one: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    def copy(model: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         owned = {
             tensor.untyped_storage()._cdata
-            for tensor in (*one.parameters(), *one.buffers())
+            for tensor in (*model.parameters(), *model.buffers())
             if _is_plain(tensor)
         }
         copies: dict[tuple[Any, ...], torch.Tensor] = {}  # tied parameters stay tied in a file
@@ -122,5 +121,5 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
 
 
-def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+def _share(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from ssdtrain.state.stored import GradientInTier, StoredTensor
-from ssdtrain.state.transfers import Transfers
+from ssdtrain.state.transfers import StateTransfers
 from ssdtrain.storage import Slot, signals_deferred
 
 __all__ = ["Chunk", "Part", "StoredGradient", "Where"]
 
 
 class Where(Enum):
-    """Where the tensors of a part are."""
+    """Place of the tensors of a part."""
 
     AWAY = "in their slots"
     LOADING = "on their way to memory"
@@ -44,7 +44,7 @@ class Part:
 
     @property
     def counts(self) -> bool:
-        """True while it takes memory."""
+        """Whether it takes memory."""
         return self.where is not Where.AWAY
 
 
@@ -57,7 +57,7 @@ class StoredGradient(StoredTensor):
 
     __slots__ = ("_applied", "_standing", "parameter", "scales")
 
-    def __init__(self, name: str, parameter: nn.Parameter, slot: Slot, transfers: Transfers) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, slot: Slot, transfers: StateTransfers) -> None:
         assert parameter.grad is not None
         if parameter.grad.nbytes != slot.nbytes:
             raise RuntimeError(
@@ -72,7 +72,7 @@ class StoredGradient(StoredTensor):
 
     @property
     def dropped(self) -> bool:
-        """True if the parameter has no gradient any more, or another one."""
+        """Whether the parameter has no gradient any more, or another one."""
         return self.parameter.grad is not (self.tensor if self._standing is None else self._standing)
 
     def hide(self) -> None:
@@ -136,12 +136,7 @@ class Chunk:
     """
 
     def __init__(
-        self,
-        index: int,
-        name: str,
-        module: nn.Module,
-        parameters: dict[str, nn.Parameter],
-        state_bytes: int,
+        self, index: int, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], state_bytes: int
     ) -> None:
         self.index = index
         self.name = name
@@ -177,7 +172,7 @@ class Chunk:
         return self.forwards > 0 or self.graph_task is not None or self.stepping
 
     def stored_gradients(self) -> Iterator[StoredGradient]:
-        """Those that the parameters still have."""
+        """Yield the gradients that the parameters still have."""
         for gradient in self.gradients.tensors:
             if isinstance(gradient, StoredGradient) and not gradient.dropped:
                 yield gradient

@@ -52,16 +52,13 @@ def clip_grad_norm(
         if chunk is not None:
             residency.load(chunk, chunk.gradients)
             hooks.adopt_gradients(chunk)
-        norms.update(
-            zip(few, _norms([_gradient(parameter) for parameter in few], norm_type, foreach), strict=True)
-        )
+        gradients = [_gradient(parameter) for parameter in few]
+        norms.update(zip(few, _norms(gradients, norm_type, foreach), strict=True))
         if chunk is not None:
             residency.release(chunk.gradients)
     first = with_gradient[0].device
-    total = torch.linalg.vector_norm(
-        torch.stack([norms[parameter].to(first) for parameter in _in_order_of_torch(with_gradient)]),
-        norm_type,
-    )
+    ordered = [norms[parameter].to(first) for parameter in _in_order_of_torch(with_gradient)]
+    total = torch.linalg.vector_norm(torch.stack(ordered), norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {total.item()}, and cannot be clipped to"
@@ -82,7 +79,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _in_order_of_torch(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """As torch sums up the norms of their gradients: by device and type, which have the order of a hash table."""
+    """Sort as torch sums up the norms of gradients: by device and type, which have the order of a hash table."""
     groups = _group_tensors_by_device_and_dtype([list(parameters)], with_indices=True)
     return [parameters[at] for _, places in groups.values() for at in places]
 
@@ -90,8 +87,7 @@ def _in_order_of_torch(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]
 def _norms(
     gradients: Sequence[torch.Tensor], norm_type: float, foreach: bool | None
 ) -> Sequence[torch.Tensor]:
-    """Of each, by the operator that torch takes on its device."""
+    """Return the norm of each gradient, by the operator that torch takes on its device."""
     if foreach or (foreach is None and gradients[0].device.type == "cuda"):
-        found: Sequence[torch.Tensor] = torch._foreach_norm(list(gradients), norm_type)
-        return found
+        return list(torch._foreach_norm(list(gradients), norm_type))
     return [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]

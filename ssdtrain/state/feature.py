@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ssdtrain.config import ConfigError, Problem, StateConfig, exact_size
+from ssdtrain.config import ConfigError, ConfigIssue, StateConfig, exact_size
 from ssdtrain.device import device_for, warn_of_untested_torch
 from ssdtrain.features import Feature, Forward, Placement
 from ssdtrain.metrics import MetricSet
@@ -24,7 +24,7 @@ from ssdtrain.state.optimizer import ChunkedOptimizer
 from ssdtrain.state.plan import StatePlan, plan_state
 from ssdtrain.state.residency import Residency
 from ssdtrain.state.stored import StoredTensor
-from ssdtrain.state.transfers import InPlace, Staged, Transfers
+from ssdtrain.state.transfers import InPlace, Staged, StateTransfers
 from ssdtrain.storage import Arena, Faults, SpillStore, check_host_budget, defer_signals
 from ssdtrain.storage.pieces import image_bytes
 from ssdtrain.text import size_text
@@ -105,16 +105,8 @@ class ModelState(Feature):
             IOFailure: a store failed.
         """
         if self._model is not None:
-            raise ConfigError(
-                [
-                    Problem(
-                        "ssdtrain.state",
-                        type(model).__name__,
-                        "is a second model of one runtime",
-                        "a runtime for each",
-                    )
-                ]
-            )
+            why, allowed = "is a second model of one runtime", "a runtime for each"
+            raise ConfigError([ConfigIssue("ssdtrain.state", type(model).__name__, why, allowed)])
         defer_signals()
         optimizer = check(model, self.optimizer)
         device = self._place.device
@@ -138,8 +130,8 @@ class ModelState(Feature):
     def on_forward(self, forward: Forward) -> None:
         defer_signals()  # handlers come and go
 
-    def _take(self, chunk: Chunk, transfers: Transfers) -> None:
-        """Let what there is of `chunk` come and go, and leave."""
+    def _take(self, chunk: Chunk, transfers: StateTransfers) -> None:
+        """Let the tensors of `chunk` come and go, and leave."""
         assert self._residency is not None and self._hooks is not None and self._chunked is not None
         for parameter in chunk.parameters:
             chunk.gradient_slots[parameter] = self._store.reserve(parameter.nbytes)
@@ -169,9 +161,9 @@ class ModelState(Feature):
             key = "capacity" if self._config.directories else "host"
             why = f"gives {exact_size(capacity)} in all tiers, and the chunks that leave the device take {exact_size(needed)}"
             allowed = "more capacity, another directory, or a higher device_limit"
-            raise ConfigError([Problem(f"ssdtrain.state.{key}", exact_size(capacity), why, allowed)])
+            raise ConfigError([ConfigIssue(f"ssdtrain.state.{key}", exact_size(capacity), why, allowed)])
 
-    def _transfers(self, moving: Sequence[Chunk]) -> Transfers:
+    def _transfers(self, moving: Sequence[Chunk]) -> StateTransfers:
         verify = self._config.verify == "all"
         if self._in_place:
             return InPlace(self._store, verify=verify)
@@ -182,7 +174,7 @@ class ModelState(Feature):
         return self._staged
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True for views of parameters that come and go, however they were made: they are no activations."""
+        """Return True for views of parameters that come and go, however they were made: they are no activations."""
         return (
             type(tensor) is torch.Tensor
             and tensor.layout is torch.strided
@@ -196,17 +188,12 @@ class ModelState(Feature):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        """`torch.nn.utils.clip_grad_norm_` of all parameters of the model, to the bit. See `ssdtrain.state.clip`."""
+        """Clip all parameters of the model as `torch.nn.utils.clip_grad_norm_`, to the bit. See `ssdtrain.state.clip`."""
         if self._model is None or self._residency is None or self._hooks is None:
             raise RuntimeError("no model is attached to this runtime")
+        parameters = list(self._model.parameters())
         return clip_grad_norm(
-            list(self._model.parameters()),
-            self._residency,
-            self._hooks,
-            max_norm,
-            norm_type,
-            error_if_nonfinite,
-            foreach,
+            parameters, self._residency, self._hooks, max_norm, norm_type, error_if_nonfinite, foreach
         )
 
     def detach(self) -> None:

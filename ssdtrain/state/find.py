@@ -1,4 +1,4 @@
-"""Which parameters of a model may come and go, in which chunks; and what cannot be served."""
+"""The parameters of a model that may come and go, in chunks; and what cannot be served."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator, Mapping
 import torch
 from torch import nn
 
-from ssdtrain.config import ConfigError, Problem, StateConfig, exact_size
+from ssdtrain.config import ConfigError, ConfigIssue, StateConfig, exact_size
 from ssdtrain.profile.blocks import find_blocks
 from ssdtrain.state.chunk import Chunk
 from ssdtrain.state.sizes import state_bytes
@@ -18,7 +18,7 @@ __all__ = ["check", "find_chunks"]
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-    """The optimizer, if it and the model can be served.
+    """Return the optimizer, if it and the model can be served.
 
     Raises:
         ConfigError: names what cannot, and the remedy.
@@ -26,10 +26,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> torch.op
     problem: tuple[str, str] | None = None
     compiled = next((name for name, module in model.named_modules() if _is_compiled(module)), None)
     if optimizer is None:
-        problem = (
-            "needs the optimizer of the model",
-            "ssdtrain.attach(model, config, optimizer=optimizer)",
-        )
+        problem = "needs the optimizer of the model", "ssdtrain.attach(model, config, optimizer=optimizer)"
     elif isinstance(optimizer, torch.optim.LBFGS):
         problem = "meets LBFGS, which needs all parameters at once", "an optimizer that updates each alone"
     elif any(group.get("differentiable") for group in optimizer.param_groups):
@@ -48,7 +45,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> torch.op
             "attaching the model without torch.compile",
         )
     if problem is not None or optimizer is None:
-        raise ConfigError([Problem("ssdtrain.state", type(optimizer).__name__, *(problem or ("", "")))])
+        raise ConfigError([ConfigIssue("ssdtrain.state", type(optimizer).__name__, *(problem or ("", "")))])
     return optimizer
 
 
@@ -59,7 +56,7 @@ def _is_compiled(module: nn.Module) -> bool:
 def find_chunks(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: StateConfig, device: torch.device
 ) -> tuple[list[Chunk], dict[Chunk, str], int]:
-    """The chunks in the order of their blocks, the prefix of each in names of parameters, and the bytes that are in no chunk.
+    """Return the chunks in the order of their blocks, the prefix of each in names of parameters, and the bytes in no chunk.
 
     In a chunk are trainable parameters of the optimizer on `device` that belong to one module alone, have a storage of their
     own, and are not small.
@@ -70,16 +67,9 @@ def find_chunks(
     try:
         blocks = find_blocks(model, config.blocks)
     except ValueError as error:
-        why = f"names no blocks: {error}"
+        why, allowed = f"names no blocks: {error}", "names of modules that run one after the other"
         raise ConfigError(
-            [
-                Problem(
-                    "ssdtrain.state.blocks",
-                    list(config.blocks),
-                    why,
-                    "names of modules that run one after the other",
-                )
-            ]
+            [ConfigIssue("ssdtrain.state.blocks", list(config.blocks), why, allowed)]
         ) from error
     needed = state_bytes(optimizer)
     total = sum(
@@ -91,24 +81,22 @@ def find_chunks(
     chunks: list[Chunk] = []
     prefixes: dict[Chunk, str] = {}
     for name, block in _once(blocks):
-        found: dict[str, nn.Parameter] = {}
+        movable: dict[str, nn.Parameter] = {}
         for local, parameter in block.named_parameters():
             reason = _why_it_stays(parameter, alone, needed, device, config.min_bytes)
             if reason is None:
-                found[f"{name}.{local}"] = parameter
+                movable[f"{name}.{local}"] = parameter
             else:
                 staying[reason] += 1
-        if found:
-            chunk = Chunk(
-                len(chunks), name, block, found, sum(needed[parameter] for parameter in found.values())
-            )
+        if movable:
+            chunk = Chunk(len(chunks), name, block, movable, sum(needed[each] for each in movable.values()))
             chunks.append(chunk)
             prefixes[chunk] = f"{name}."
     if not chunks:
         counts = "; ".join(f"{count} {reason}" for reason, count in staying.most_common())
         found_none = f"finds no parameter that could leave memory in {len(blocks)} blocks: {counts or 'they have none'}"
         remedy = "blocks with such parameters, or no section state"
-        raise ConfigError([Problem("ssdtrain.state", list(blocks)[:4], found_none, remedy)])
+        raise ConfigError([ConfigIssue("ssdtrain.state", list(blocks)[:4], found_none, remedy)])
     return chunks, prefixes, total - sum(chunk.nbytes for chunk in chunks)
 
 
@@ -146,7 +134,7 @@ def _why_it_stays(
 
 
 def _once(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """A block that stands in several places is listed once."""
+    """List a block that stands in several places once."""
     seen: set[nn.Module] = set()
     for name, block in blocks.items():
         if block not in seen:
@@ -155,7 +143,7 @@ def _once(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _not_shared(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters that one module has under one name, and whose memory no other parameter or buffer has."""
+    """Yield parameters that one module has under one name, and whose memory no other parameter or buffer has."""
     modules = list(model.modules())
     places = Counter(
         parameter for module in modules for parameter in module._parameters.values() if parameter is not None

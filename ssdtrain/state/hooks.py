@@ -1,4 +1,4 @@
-"""The events of blocks that bring their chunks into memory and let them go.
+"""Events of blocks that bring their chunks into memory and let them go.
 
 Note: [When a backward is over]
     A trainable parameter's gradient is accumulated after every operation that used it has run backward. When all parameters
@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ssdtrain.state.chunk import Chunk, StoredGradient, Where
 from ssdtrain.state.residency import Residency
 from ssdtrain.state.stored import users
-from ssdtrain.state.transfers import Transfers
+from ssdtrain.state.transfers import StateTransfers
 
 __all__ = ["BlockHooks", "Order"]
 
@@ -51,13 +51,13 @@ class Order:
         self._followed: dict[tuple[str, Chunk], tuple[str, Chunk]] = {}
 
     def note(self, kind: str, chunk: Chunk) -> None:
-        """This event happens now."""
+        """Note an event that happens now."""
         if self._last is not None:
             self._followed[self._last] = kind, chunk
         self._last = kind, chunk
 
     def following(self) -> tuple[str, Chunk] | None:
-        """What is expected to happen next."""
+        """Return the event that is expected next."""
         if self._last is None:
             return (FORWARD, self._chunks[0]) if self._chunks else None
         known = self._followed.get(self._last)
@@ -76,7 +76,7 @@ class BlockHooks:
         transfers: for gradients that leave.
     """
 
-    def __init__(self, residency: Residency, transfers: Transfers) -> None:
+    def __init__(self, residency: Residency, transfers: StateTransfers) -> None:
         self._residency = residency
         self._transfers = transfers
         self.order = Order(list(residency.chunks))
@@ -140,14 +140,14 @@ class BlockHooks:
         if not torch.is_grad_enabled():
             return
         leaves = list(tree_iter(output))
-        found = [
+        tensors = [
             leaf
             for leaf in leaves
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None
         ]
-        outputs = {id(tensor) for tensor in found}
+        outputs = {id(tensor) for tensor in tensors}
         left = [tensor for tensor in _left_in_attributes(chunk) if id(tensor) not in outputs]
-        if not found and not (left and all(isinstance(leaf, _PLAIN) for leaf in leaves)):
+        if not tensors and not (left and all(isinstance(leaf, _PLAIN) for leaf in leaves)):
             if output is None and sys.exc_info()[0] is not None:
                 return  # the forward raised
             if not any(parameter.requires_grad for parameter in chunk.parameters):
@@ -158,7 +158,7 @@ class BlockHooks:
                 "tensors, or tuples, lists or dicts of them, or leave it out by state.blocks"
             )
         begin = self._before_backward(chunk)
-        for tensor in found + left:
+        for tensor in tensors + left:
             tensor.register_hook(begin)
 
     def _guard(self, chunk: Chunk) -> Callable[..., None]:
@@ -231,7 +231,7 @@ class BlockHooks:
                 self._end_backward(chunk)
 
     def end_abandoned(self) -> None:
-        """End the backwards that raised: none is running now."""
+        """End the backwards that raised; called when none is running."""
         if self._tasks:
             for chunk in self._residency.chunks:
                 if chunk.graph_task is not None:
@@ -271,7 +271,7 @@ class BlockHooks:
     _next: tuple[str, Chunk] | None = None
 
     def expect_step(self, chunk: Chunk) -> None:
-        """The optimizer comes to `chunk` now."""
+        """Note that the optimizer comes to `chunk` now."""
         self._expect(STEP, chunk)
 
     def prefetch(self, *, patient: bool = False) -> None:
@@ -289,8 +289,8 @@ class BlockHooks:
 
 
 def _left_in_attributes(chunk: Chunk) -> Iterator[torch.Tensor]:
-    """Tensors of a graph that this forward has put into attributes of the block's modules, such as a loss for balance: their
-    backward may come before that of the output. See `_tensors_in` for what is found."""
+    """Yield tensors of a graph that this forward has put into attributes of the block's modules, such as a loss for balance:
+    their backward may come before that of the output."""
     for module in chunk.module.modules():
         for name, value in vars(module).items():
             if name in _OF_EVERY_MODULE or not isinstance(value, torch.Tensor | list | tuple | dict):
@@ -305,14 +305,14 @@ def _left_in_attributes(chunk: Chunk) -> Iterator[torch.Tensor]:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensor that `value` is, or those in it and in lists, tuples and dicts inside of it.
+    """Yield the tensor that `value` is, or those in it and in lists, tuples and dicts inside of it.
 
     At most `_ELEMENTS` elements are looked at, because this is done in every forward and `value` may be a vocabulary, or contain
     itself: a list, tuple or dict that would exceed them is passed over.
     """
-    found = [value]
-    for one in found:
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif isinstance(one, list | tuple | dict) and len(found) + len(one) <= _ELEMENTS:
-            found.extend(one.values() if isinstance(one, dict) else one)
+    elements = [value]
+    for element in elements:
+        if isinstance(element, torch.Tensor):
+            yield element
+        elif isinstance(element, list | tuple | dict) and len(elements) + len(element) <= _ELEMENTS:
+            elements.extend(element.values() if isinstance(element, dict) else element)

@@ -20,16 +20,16 @@ class StateMetrics(MetricSet):
     load_wait_seconds: float = counter(Unit.SECONDS, "waited for loads", ranks=Reduce.MAX)
     """Time that forwards, backwards and steps waited for loads."""
     store_wait_seconds: float = counter(Unit.SECONDS, "waited for stores", ranks=Reduce.MAX)
-    """Time that they waited for stores to make room."""
+    """Time that forwards, backwards and steps waited for stores to make room."""
     prefetched_chunks: int = counter(Unit.COUNT)
     """Loads of a chunk that began before it was needed."""
     resident_bytes: int = gauge(Unit.BYTES, "on the device")
     """Parameters, gradients and optimizer state on the device; those that stay there count from the start."""
     resident_peak_bytes: int = gauge(Unit.BYTES, "peak on the device")
-    """The most of it."""
+    """Maximum of `resident_bytes`."""
     limit_bytes: int = gauge(Unit.BYTES)
     """`state.device_limit`, or what it is by default."""
     chunks: int = gauge(Unit.COUNT)
-    """Of the model."""
+    """Chunks of the model."""
     persistent_chunks: int = gauge(Unit.COUNT)
     """Chunks that stay on the device."""

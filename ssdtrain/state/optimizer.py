@@ -22,21 +22,29 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_iter, tree_map
 
-from ssdtrain.optimizer_hooks import call_before_steps
 from ssdtrain.state.chunk import Chunk, Part, Where
 from ssdtrain.state.hooks import BlockHooks
-from ssdtrain.state.methods import METHODS, method_of, without_owner
 from ssdtrain.state.options import Options
 from ssdtrain.state.residency import Residency
 from ssdtrain.state.sizes import plain_step
 from ssdtrain.state.stored import MOVABLE, StoredTensor, is_movable
-from ssdtrain.state.transfers import Transfers
+from ssdtrain.state.transfers import StateTransfers
+from ssdtrain.steps import call_before_steps
 from ssdtrain.storage import SpillStore, signals_deferred
 from ssdtrain.text import size_text
 
 __all__ = ["ChunkedOptimizer"]
 
 logger = logging.getLogger("ssdtrain")
+
+
+_METHODS = {
+    "step": "step",
+    "state_dict": "state_dict",
+    "load_state_dict": "load_state_dict",
+    "__getstate__": "refuse_to_be_copied",
+}
+"""Methods of an optimizer, and those of `ChunkedOptimizer` in their place."""
 
 
 class ChunkedOptimizer:
@@ -53,7 +61,7 @@ class ChunkedOptimizer:
         optimizer: Optimizer,
         residency: Residency,
         hooks: BlockHooks,
-        transfers: Transfers,
+        transfers: StateTransfers,
         store: SpillStore,
     ) -> None:
         self.optimizer = optimizer
@@ -62,20 +70,19 @@ class ChunkedOptimizer:
         self._transfers = transfers
         self._store = store
         self._owner = {parameter: chunk for chunk in residency.chunks for parameter in chunk.parameters}
-        self._plain = {name: getattr(type(optimizer), name) for name in METHODS} | {
+        self._plain = {name: getattr(type(optimizer), name) for name in _METHODS} | {
             "step": plain_step(type(optimizer))
         }
         self._fixed: dict[Chunk, int] = {}  # bytes of state that stays
         self._warned: set[str] = set()  # kinds of state that stay
         self._torn: str | None = None  # what ended a load of optimizer state half way
-        functions = {name: method_of(self, name) for name in METHODS}
+        functions = {name: _method_of(self, name) for name in _METHODS}
         functions["step"] = Optimizer.profile_hook_step(functions["step"])
         self._installed = {name: MethodType(function, optimizer) for name, function in functions.items()}
         hooks.keeper = self  # for as long as parameters come and go, whether or not the runtime is kept
         for name, method in self._installed.items():
             optimizer.__dict__[name] = method
-        self._others = call_before_steps(without_owner(self._check_other))
-        weakref.finalize(self, self._others.remove)
+        self._others = call_before_steps(self._check_other)
 
     def remove(self) -> None:
         """Give the optimizer back its methods. Its tensors are in memory."""
@@ -92,7 +99,7 @@ class ChunkedOptimizer:
                     state[parameter] = state.pop(parameter)
 
     def refuse_to_be_copied(self) -> Any:
-        """Raises RuntimeError."""
+        """Raise RuntimeError."""
         raise RuntimeError(
             f"{type(self.optimizer).__name__} cannot be copied or saved as an object, because its tensors are not all in memory "
             "(config section state): use its state_dict()"
@@ -121,7 +128,7 @@ class ChunkedOptimizer:
     # The step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The step of the optimizer, for what stays and then chunk by chunk."""
+        """Make the optimizer's step, for what stays and then chunk by chunk."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -166,30 +173,37 @@ class ChunkedOptimizer:
         self._residency.release(chunk.gradients)
 
     def _groups(self) -> dict[Chunk | None, list[list[nn.Parameter]]]:
-        """By chunk (None: what stays): the parameters of each group."""
-        found: dict[Chunk | None, list[list[nn.Parameter]]] = {
+        """Return the parameters of each group by chunk; None: those that stay."""
+        by_chunk: dict[Chunk | None, list[list[nn.Parameter]]] = {
             chunk: [[] for _ in self.optimizer.param_groups] for chunk in (None, *self._residency.chunks)
         }
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
-                found[self._owner.get(parameter)][index].append(parameter)
-        return found
+                by_chunk[self._owner.get(parameter)][index].append(parameter)
+        return by_chunk
 
     @contextmanager
     def _only(self, parameters: Sequence[Sequence[nn.Parameter]]) -> Iterator[None]:
-        """The groups have these parameters alone; those without any are left out."""
+        """Let the groups have these parameters alone; those without any are left out."""
         groups = self.optimizer.param_groups
         full = [group["params"] for group in groups]
         try:
-            for group, few in zip(groups, parameters, strict=True):
-                group["params"] = list(few)
-            self.optimizer.param_groups = [group for group in groups if group["params"]]
-            yield
-        finally:
-            with signals_deferred():
-                self.optimizer.param_groups = groups
-                for group, params in zip(groups, full, strict=True):
-                    group["params"] = params
+            try:
+                for group, few in zip(groups, parameters, strict=True):
+                    group["params"] = list(few)
+                self.optimizer.param_groups = [group for group in groups if group["params"]]
+                yield
+            finally:
+                self._put_back(groups, full)
+        except BaseException:  # it may be an interrupt of `finally`, before signals were deferred
+            self._put_back(groups, full)
+            raise
+
+    def _put_back(self, groups: list[dict[str, Any]], full: list[list[nn.Parameter]]) -> None:
+        with signals_deferred():
+            self.optimizer.param_groups = groups
+            for group, params in zip(groups, full, strict=True):
+                group["params"] = params
 
     # State
 
@@ -243,62 +257,62 @@ class ChunkedOptimizer:
             self._fixed[chunk] = fixed
 
     def _stays(self, key: str, value: Any, parameter: nn.Parameter) -> int:
-        """Bytes on the device of what cannot leave it."""
-        found = sum(
-            one.nbytes
-            for one in tree_iter(value)
-            if isinstance(one, torch.Tensor) and one.numel() > 1 and one.device == parameter.device
+        """Return the bytes of what cannot leave the device."""
+        nbytes = sum(
+            leaf.nbytes
+            for leaf in tree_iter(value)
+            if isinstance(leaf, torch.Tensor) and leaf.numel() > 1 and leaf.device == parameter.device
         )
-        if found and key not in self._warned:
+        if nbytes and key not in self._warned:
             self._warned.add(key)
             logger.warning(
                 "the optimizer's %s (%s for one parameter) stays on the device, because it is not a plain tensor of floating "
                 "point with memory of its own (config section state): it counts in state.device_limit",
                 key,
-                size_text(found),
+                size_text(nbytes),
             )
-        return found
+        return nbytes
 
     def _forget_replaced(self, chunk: Chunk) -> None:
-        """Tensors that are the optimizer's no more (`optimizer.state.clear()`) are not loaded."""
+        """Drop tensors that are the optimizer's no more (`optimizer.state.clear()`)."""
         if chunk.state.where is not Where.AWAY:
             return
-        held = {
+        present = {
             id(value)
             for parameter in chunk.parameters
             for value in self.optimizer.state.get(parameter, {}).values()
         }
         with signals_deferred():
             for stored in chunk.state.tensors:
-                if id(stored.tensor) not in held:
+                if id(stored.tensor) not in present:
                     self._store.free(stored.slot)
-            chunk.state.tensors = [stored for stored in chunk.state.tensors if id(stored.tensor) in held]
+            chunk.state.tensors = [stored for stored in chunk.state.tensors if id(stored.tensor) in present]
 
     # State dicts
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with copies in host memory, so that it is of one moment."""
+        """Return torch's state dict, with copies in host memory, so that it is of one moment."""
         self._check_not_torn()
-        found: dict[str, Any] = self._plain["state_dict"](self.optimizer)
-        numbers = self._numbers([group["params"] for group in found["param_groups"]])
-        found["param_groups"] = [tree_map(_copied, group) for group in found["param_groups"]]
+        saved: dict[str, Any] = self._plain["state_dict"](self.optimizer)
+        numbers = self._numbers([group["params"] for group in saved["param_groups"]])
+        saved["param_groups"] = [tree_map(_copied, group) for group in saved["param_groups"]]
         for chunk, groups in self._groups().items():
             if chunk is not None and chunk.state.tensors:
                 self._residency.load(chunk, chunk.state)
             for parameter in (parameter for few in groups for parameter in few):
                 number = numbers[parameter]
-                if number in found["state"]:
-                    found["state"][number] = tree_map(_in_host_memory, dict(self.optimizer.state[parameter]))
+                if number in saved["state"]:
+                    saved["state"][number] = tree_map(_in_host_memory, dict(self.optimizer.state[parameter]))
             if chunk is not None and chunk.state.tensors:
                 self._residency.release(chunk.state)
         # In the order of parameters, as without chunks.
-        order = [number for number in numbers.values() if number in found["state"]]
-        found["state"] = {number: found["state"][number] for number in order} | found["state"]
-        return found
+        order = [number for number in numbers.values() if number in saved["state"]]
+        saved["state"] = {number: saved["state"][number] for number in order} | saved["state"]
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, chunk by chunk. Where it raises, the groups are as before; so is the state, unless a chunk has lost it:
-        then the optimizer is not used before another state dict is loaded."""
+        """Load as torch does, chunk by chunk. If it raises, the groups are as before, and so is the state unless a chunk has lost
+        it: then the optimizer is not used before another state dict is loaded."""
         optimizer = self.optimizer
         groups, saved = optimizer.param_groups, state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
@@ -329,14 +343,14 @@ class ChunkedOptimizer:
         loaded: defaultdict[Any, Any],
         dropped: set[nn.Parameter],
     ) -> None:
-        """Fills `loaded`, and `dropped` by parameters whose state of before is lost."""
+        """Fill `loaded`, and `dropped` by parameters whose state of before is lost."""
         optimizer, saved = self.optimizer, state_dict["param_groups"]
         numbers = self._numbers([group["params"] for group in saved])
         others = {key: value for key, value in state_dict["state"].items() if key not in numbers.values()}
         theirs = {id(value) for value in tree_iter(state_dict["state"]) if isinstance(value, torch.Tensor)}
         for chunk, parameters in self._groups().items():
-            held = [numbers[parameter] for few in parameters for parameter in few]
-            part = {number: state_dict["state"][number] for number in held if number in state_dict["state"]}
+            wanted = [numbers[parameter] for few in parameters for parameter in few]
+            part = {number: state_dict["state"][number] for number in wanted if number in state_dict["state"]}
             if chunk is not None:
                 dropped.update(chunk.parameters)
                 self._drop_state(chunk)
@@ -345,16 +359,13 @@ class ChunkedOptimizer:
                 {**group, "params": few} for group, few in zip(groups, parameters, strict=True)
             ]
             optimizer.state = defaultdict(dict)
+            state = part | (others if chunk is None else {})
+            param_groups = [
+                {**group, "params": [numbers[parameter] for parameter in few]}
+                for group, few in zip(saved, parameters, strict=True)
+            ]
             self._plain["load_state_dict"](
-                optimizer,
-                {
-                    **state_dict,
-                    "state": part | (others if chunk is None else {}),
-                    "param_groups": [
-                        {**group, "params": [numbers[parameter] for parameter in few]}
-                        for group, few in zip(saved, parameters, strict=True)
-                    ],
-                },
+                optimizer, {**state_dict, "state": state, "param_groups": param_groups}
             )
             for parameter in chunk.parameters if chunk is not None else ():
                 state = optimizer.state.get(parameter, {})
@@ -368,7 +379,7 @@ class ChunkedOptimizer:
                 self._residency.release(chunk.state)
 
     def _numbers(self, saved: Sequence[Sequence[Any]]) -> dict[nn.Parameter, Any]:
-        """The numbers of a state dict by parameter."""
+        """Return the numbers of a state dict by parameter."""
         return {
             parameter: number
             for group, numbers in zip(self.optimizer.param_groups, saved, strict=True)
@@ -386,7 +397,7 @@ class ChunkedOptimizer:
 
 
 def _is_a_loaded_one(value: torch.Tensor) -> bool:
-    """True for a plain tensor in memory of its own that is not torch's to free and allocate, such as one of `torch.load`."""
+    """Return True for a plain tensor in memory of its own that torch cannot free and allocate, such as one of `torch.load`."""
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided
@@ -402,3 +413,19 @@ def _in_host_memory(value: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _method_of(chunked: ChunkedOptimizer, name: str) -> Callable[..., Any]:
+    """Make a function for the optimizer, which calls `chunked`, or the class's own method where that is gone or removed."""
+    reference = weakref.ref(chunked)
+    kind = type(chunked.optimizer)
+
+    def call(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        owner = reference()
+        if owner is None or not owner._installed:
+            plain = plain_step(kind) if name == "step" else getattr(kind, name)
+            return plain(optimizer, *args, **kwargs)
+        return getattr(owner, _METHODS[name])(*args, **kwargs)
+
+    call.__name__ = name
+    return call

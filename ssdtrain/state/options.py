@@ -1,4 +1,4 @@
-"""What the step of an optimizer changes beside parameters and their state: counters in its groups, and its own attributes."""
+"""Counters in the groups and attributes of an optimizer, which its step changes beside parameters and their state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Options:
         self._numbers = own_numbers(optimizer)
 
     def end_part(self, took_part: Sequence[bool]) -> None:
-        """A part of the step is over, in which these groups had parameters: the next one sees the options of before."""
+        """End a part of the step, in which these groups had parameters: the next one sees the options of before."""
         check_own(self._optimizer, self._numbers)
         for group, before in zip(self._groups, self._tensors, strict=True):
             changed = _tensors(group) ^ before
@@ -56,7 +56,7 @@ class Options:
             _put(group, self._before[at])
 
     def finish(self) -> None:
-        """All parts are over: the groups have what the parts have left."""
+        """End the step: the groups have what the parts have left."""
         changed = {
             key
             for before, left in zip(self._before, self._left, strict=True)
@@ -79,13 +79,13 @@ class Options:
 
 
 def own_numbers(optimizer: Optimizer) -> dict[str, int | float]:
-    """Counters of the optimizer itself: numbers among its attributes, and those of its state that belong to no parameter."""
-    found = {name: value for name, value in vars(optimizer).items() if _is_number(value)}
+    """Return counters of the optimizer itself: numbers among its attributes, and in its state those of no parameter."""
+    numbers = {name: value for name, value in vars(optimizer).items() if _is_number(value)}
     for key, value in optimizer.state.items():
         if not isinstance(key, torch.Tensor):
             inner = value if isinstance(value, Mapping) else {"": value}
-            found |= {f"state[{key!r}] {name}".strip(): one for name, one in inner.items() if _is_number(one)}
-    return found
+            numbers |= {f"state[{key!r}] {name}".strip(): n for name, n in inner.items() if _is_number(n)}
+    return numbers
 
 
 def check_own(optimizer: Optimizer, before: Mapping[str, int | float]) -> None:
@@ -120,17 +120,17 @@ def _put(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             group[key] = copy.deepcopy(value) if isinstance(value, list | dict | set) else value
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if one is other:
+def _equal(value: Any, other: Any) -> bool:
+    if value is other:
         return True
     try:
-        return type(one) is type(other) and (bool(one == other) or (one != one and other != other))
+        return type(value) is type(other) and (bool(value == other) or (value != value and other != other))
     except (RuntimeError, TypeError, ValueError):  # what has no single answer, such as an array
         return False
 
 
 def _tensors(group: Mapping[str, Any]) -> set[tuple[str, int, int]]:
-    """Names, identities and versions of the options that are tensors."""
+    """Return names, identities and versions of the options that are tensors."""
     return {
         (key, id(value), -1 if value.is_inference() else value._version)
         for key, value in group.items()

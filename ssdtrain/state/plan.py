@@ -1,16 +1,16 @@
-"""Which chunks stay on the device under a limit, and how many pass through it at a time."""
+"""The plan of the chunks that stay on the device under a limit, and of how many pass through it at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ssdtrain.config import ConfigError, Problem, exact_size
+from ssdtrain.config import ConfigError, ConfigIssue, exact_size
 from ssdtrain.config.units import format_size
 
 __all__ = ["StatePlan", "plan_state"]
 
-BUFFERS = 2
+CHUNK_BUFFERS = 2
 """Chunks in memory at a time beside those that stay: one that computes, one that is loaded or stored."""
 
 
@@ -34,7 +34,7 @@ class StatePlan:
 
 
 def plan_state(chunks: Sequence[int], outside: int, limit: int | None) -> StatePlan:
-    """The most persistent chunks that leave room for two others; for one other where two do not fit.
+    """Plan the most persistent chunks that leave room for two others; for one other where two do not fit.
 
     Args:
         chunks: bytes of each, in the order of execution.
@@ -47,21 +47,21 @@ def plan_state(chunks: Sequence[int], outside: int, limit: int | None) -> StateP
     total = outside + sum(chunks)
     largest = max(chunks, default=0)
     if limit is None:
-        limit = min(total, outside + BUFFERS * largest)
+        limit = min(total, outside + CHUNK_BUFFERS * largest)
     if limit < outside + largest:
         why = (
             f"is less than any plan needs: {format_size(outside)} are in no chunk (embeddings, heads, shared, frozen and small "
             f"parameters), and the largest chunk takes {format_size(largest)} with its gradients and optimizer state"
         )
         allowed = (
-            f"at least {exact_size(outside + largest)}, and {exact_size(outside + BUFFERS * largest)} for loads ahead of use; or "
+            f"at least {exact_size(outside + largest)}, and {exact_size(outside + CHUNK_BUFFERS * largest)} for loads ahead; or "
             "smaller chunks by state.blocks, which may also name embeddings and heads"
         )
-        raise ConfigError([Problem("ssdtrain.state.device_limit", exact_size(limit), why, allowed)])
+        raise ConfigError([ConfigIssue("ssdtrain.state.device_limit", exact_size(limit), why, allowed)])
     if total <= limit:
         return StatePlan(limit, total, total, len(chunks), 0)
     for persistent in reversed(range(len(chunks))):
         fixed = outside + sum(chunks[:persistent])
-        if fixed + BUFFERS * max(chunks[persistent:]) <= limit:
-            return StatePlan(limit, fixed, total, persistent, BUFFERS)
+        if fixed + CHUNK_BUFFERS * max(chunks[persistent:]) <= limit:
+            return StatePlan(limit, fixed, total, persistent, CHUNK_BUFFERS)
     return StatePlan(limit, outside, total, 0, 1)

@@ -1,4 +1,4 @@
-"""Which chunks are in memory: loads, evictions and prefetches within a limit of bytes.
+"""The memory of chunks: loads, evictions and prefetches within a limit of bytes.
 
 Nothing here runs on a thread of its own. Where backward runs on another thread than the training loop, the loop waits for it.
 
@@ -54,7 +54,7 @@ class Residency:
     # What callers need
 
     def begin(self, part: Part, chunk: Chunk, *, required: bool = True, patient: bool = True) -> bool:
-        """Have `part` in memory or on its way.
+        """Bring `part` into memory, or on its way.
 
         Args:
             required: exceed the limit rather than not load it.
@@ -129,7 +129,7 @@ class Residency:
         self._refuse(lost)  # all is in memory; what was written is not
 
     def _give_up(self, part: Part) -> None:
-        """`part` cannot be loaded: it is away again."""
+        """Leave `part` away, because it cannot be loaded."""
         for tensor in part.tensors:
             tensor.abandon()
         with signals_deferred():
@@ -147,7 +147,7 @@ class Residency:
                 tensor.apply_scales()
 
     def load(self, chunk: Chunk, *parts: Part) -> None:
-        """Have `parts` of `chunk` in memory; it is the chunk used last."""
+        """Bring `parts` of `chunk` into memory; it is the chunk used last."""
         self._recent.move_to_end(chunk)
         chunk.ahead = False
         for part in parts:
@@ -166,7 +166,7 @@ class Residency:
         return begun
 
     def discard_writes(self, part: Part, replaced: Container[torch.Tensor]) -> None:
-        """What was written to those of `replaced` that are away is no error: they get other values next."""
+        """Forget what was written to those of `replaced` that are away: they get other values next."""
         if part.where is not Where.HERE:
             for tensor in part.tensors:
                 if tensor.tensor in replaced:
@@ -175,14 +175,14 @@ class Residency:
     def write(self, part: Part) -> None:
         """Begin to store what has changed in `part`, which stays in memory."""
         flags = [tensor.differs() for tensor in part.tensors]
-        found = [flag for flag in flags if flag is not None]
+        known = [flag for flag in flags if flag is not None]
         # The host waits for the device once for all tensors.
-        changed = iter(torch.stack(found).tolist() if found else [])
+        changed = iter(torch.stack(known).tolist() if known else [])
         for tensor, flag in zip(part.tensors, flags, strict=True):
             self.metrics.stored_bytes += tensor.begin_store(flag is not None and next(changed))
 
     def release(self, part: Part) -> None:
-        """`part` is not needed now: its memory is freed when what has changed is stored."""
+        """Let `part` go: its memory is freed when what has changed is stored."""
         self.finish(part)
         if part.where is not Where.HERE:
             return
@@ -207,14 +207,14 @@ class Residency:
             self._apply_scales(chunk.gradients)
 
     def resize(self, part: Part, nbytes: int) -> None:
-        """`part` takes `nbytes` from now on."""
+        """Count `nbytes` for `part` from now on."""
         with signals_deferred():
             if part.counts:
                 self._count(nbytes - part.nbytes)
             part.nbytes = nbytes
 
     def restore(self, part: Part, chunk: Chunk) -> None:
-        """Have `part` in memory for good, beyond the limit: training is over.
+        """Bring `part` into memory for good, beyond the limit: training is over.
 
         Raises:
             IOFailure: a tensor could not be read.
@@ -229,7 +229,7 @@ class Residency:
         self._refuse(lost)
 
     def count_fixed(self, nbytes: int) -> None:
-        """`nbytes` more stay in memory."""
+        """Count `nbytes` more that stay in memory."""
         if nbytes:
             self._count(nbytes)
 
@@ -252,12 +252,12 @@ class Residency:
         self.metrics.resident_peak_bytes = max(self.metrics.resident_peak_bytes, self.metrics.resident_bytes)
 
     def _make_room(self, nbytes: int, chunk: Chunk, required: bool, patient: bool) -> bool:
-        """See Note: [Room]."""
+        """Make room as Note: [Room] says."""
         while (excess := self.metrics.resident_bytes + nbytes - self._limit) > 0:
             if self._free_what_has_left():
                 continue
             if sum(part.nbytes for part in self._waiting()) < excess:
-                victim = next((one for one in self._recent if one is not chunk and _may_leave(one)), None)
+                victim = next((each for each in self._recent if each is not chunk and _may_leave(each)), None)
                 if victim is not None:
                     self._evict(victim)
                     continue
@@ -281,8 +281,8 @@ class Residency:
         return bool(left)
 
     def _waiting(self) -> list[Part]:
-        """Parts whose memory is free when their stores have ended. One that failed was raised and is passed over from then on:
-        it can be shown again, so that a state dict can be made of all that is left."""
+        """Return the parts whose memory is free when their stores have ended. One that failed was raised and is passed over from
+        then on: it can be shown again, so that a state dict can be made of all that is left."""
         return [part for part in self._leaving if not part.failed]
 
     def _wait_for_oldest(self) -> None:
@@ -307,7 +307,7 @@ class Residency:
             self._count(-part.nbytes)
 
     def _forget_dropped(self, part: Part) -> None:
-        """Gradients that the training loop has dropped do not come back; others may use their slots."""
+        """Drop gradients that the training loop has dropped: others may use their slots."""
         kept = []
         for tensor in part.tensors:
             if isinstance(tensor, StoredGradient) and tensor.dropped:
@@ -321,8 +321,8 @@ class Residency:
     def _lost_writes(self, part: Part) -> list[RuntimeError]:
         if part.where is Where.HERE:
             return []
-        found = [tensor.lost_write() for tensor in part.tensors]
-        return [error for error in found if error is not None]
+        errors = [tensor.lost_write() for tensor in part.tensors]
+        return [error for error in errors if error is not None]
 
     @staticmethod
     def _refuse(lost: list[RuntimeError]) -> None:
@@ -333,7 +333,7 @@ class Residency:
         if self._warned:
             return
         self._warned = True
-        used = [one.name for one in self.chunks if one.in_use and one is not chunk]
+        used = [other.name for other in self.chunks if other.in_use and other is not chunk]
         logger.warning(
             "state.device_limit is exceeded by %s, because %s are in use while %s is needed: blocks whose parameters do not all "
             "get a gradient stay in memory until the end of the backward; raise state.device_limit, or name blocks by "

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for a parameter, before its first step."""
+"""Bytes that an optimizer keeps for a parameter, before its first step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIDE = 4  # of the parameter that is tried
 
 
 def plain_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """The step of an optimizer class without the hooks of its instances, which are called once for all chunks."""
+    """Return the step of an optimizer class without the hooks of its instances, which are called once for all chunks."""
     step: Callable[..., Any] = kind.step
     while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
@@ -25,15 +25,15 @@ def plain_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
-    """Bytes that `optimizer` keeps for each of its parameters.
+    """Return the bytes that `optimizer` keeps for each of its parameters.
 
-    They are those that it has; where it has none yet, it makes a step on a small parameter of the same type, with the options
-    of the group, whose traces are removed.
+    Where it has none yet, it makes a step on a small parameter of the same type, with the options of the group, whose traces are
+    removed.
 
     Raises:
         RuntimeError: it cannot make a step on the small parameter, or would count the parts of a step as steps.
     """
-    found: dict[nn.Parameter, int] = {}
+    needed: dict[nn.Parameter, int] = {}
     for group in optimizer.param_groups:
         tried: dict[tuple[Any, ...], tuple[int, int]] = {}
         for parameter in group["params"]:
@@ -43,14 +43,14 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
                 if key not in tried:
                     tried[key] = _try(optimizer, group, parameter)
                 fixed, per_element = tried[key]
-                found[parameter] = fixed + per_element * parameter.numel()
+                needed[parameter] = fixed + per_element * parameter.numel()
             else:
-                found[parameter] = sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
-    return found
+                needed[parameter] = sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
+    return needed
 
 
 def _try(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> tuple[int, int]:
-    """Bytes of the state of a parameter in all, and for each element."""
+    """Return the bytes of a parameter's state in all, and for each element."""
     small = nn.Parameter(
         torch.zeros([_SIDE] * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
     )

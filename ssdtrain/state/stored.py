@@ -6,18 +6,41 @@ from typing import Any
 
 import torch
 
-from ssdtrain.state.checksum import checksum
-from ssdtrain.state.transfers import Transfer, Transfers
+from ssdtrain.state.transfers import StateTransfer, StateTransfers, failure_of
 from ssdtrain.storage import Slot, signals_deferred
 
-__all__ = ["MOVABLE", "GradientInTier", "StoredTensor", "is_movable", "users"]
+__all__ = ["MOVABLE", "GradientInTier", "StoredTensor", "checksum", "is_movable", "users"]
 
 MOVABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Types of tensors that may leave: those with a NaN to show meanwhile."""
 
 
+_WORDS_AT_A_TIME = 1 << 17  # words at a time: on a CPU what is computed of them stays in the cache
+_PLACE, _MIX, _CARRY = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
+
+
+def checksum(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Compute an int64 of all bytes and their places on their device, which tells whether they were changed past torch's version
+    counters. Needs memory for some MiB at most.
+
+    A sum alone would not see that all signs are changed, or that rows are exchanged: each word is mixed with its place first.
+    """
+    raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    whole = raw.numel() // 8 * 8
+    words, rest = raw[:whole].view(torch.int64), raw[whole:].to(torch.int64)
+    places = torch.arange(1, min(words.numel(), _WORDS_AT_A_TIME) + 8, device=storage.device) * _PLACE
+    total = torch.zeros((), dtype=torch.int64, device=storage.device)
+    for block in (*words.split(_WORDS_AT_A_TIME), rest):
+        mixed = block + places[: block.numel()]
+        mixed ^= mixed >> 29
+        mixed *= _MIX
+        mixed ^= mixed >> 32
+        total = total * _CARRY + mixed.sum()
+    return total
+
+
 def is_movable(tensor: torch.Tensor, min_bytes: int = 1) -> bool:
-    """True for a plain tensor of `min_bytes` that has a storage of its own, which torch allocated."""
+    """Return True for a plain tensor of `min_bytes` that has a storage of its own, which torch allocated."""
     data = tensor.data
     return (
         type(data) is torch.Tensor
@@ -33,14 +56,13 @@ def is_movable(tensor: torch.Tensor, min_bytes: int = 1) -> bool:
 
 
 def users(tensor: torch.Tensor) -> int:
-    """How many tensors have the storage of a plain one, which is among them."""
+    """Count the tensors that have the storage of a plain one, itself included."""
     alone = torch.empty(0, device=tensor.device)
     return 1 + _count(tensor) - _count(alone)
 
 
 def _count(tensor: torch.Tensor) -> int:
-    found: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return found
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 class StoredTensor:
@@ -84,7 +106,7 @@ class StoredTensor:
     )
 
     def __init__(
-        self, name: str, tensor: torch.Tensor, slot: Slot, transfers: Transfers, *, watched: bool = False
+        self, name: str, tensor: torch.Tensor, slot: Slot, transfers: StateTransfers, *, watched: bool = False
     ) -> None:
         self.name = name
         self.tensor = tensor
@@ -97,20 +119,20 @@ class StoredTensor:
         self._nan = torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device)
         self._hidden = self._nan.expand(tensor.shape)
         self._transfers = transfers
-        self._store: Transfer | None = None
-        self._load: Transfer | None = None
+        self._store: StateTransfer | None = None
+        self._load: StateTransfer | None = None
         self._version = tensor._version
         self._watched = watched
         self._sum: torch.Tensor | None = None  # of the bytes in the slot, while they are in memory
 
     @property
     def in_memory(self) -> bool:
-        """True if the storage is allocated: it has the bytes, or they are on their way."""
+        """Whether the storage is allocated: it has the bytes, or they are on their way."""
         return self._storage.nbytes() > 0
 
     @property
     def loading(self) -> bool:
-        """True if a load has begun whose end was not waited for."""
+        """Whether a load has begun whose end was not waited for."""
         return self._load is not None
 
     # Out
@@ -139,6 +161,7 @@ class StoredTensor:
         return self.nbytes
 
     def _write(self) -> None:
+        self.in_slot, self._sum = False, None  # also where nothing can be submitted
         if self._watched:
             with torch.inference_mode(False):
                 self._sum = checksum(self._storage)
@@ -154,8 +177,8 @@ class StoredTensor:
             self.away = True
 
     def lost_write(self) -> RuntimeError | None:
-        """The error of a write to the tensor while it is away, which has changed nothing but what is shown (`zero_` of one
-        element that stands for all is no error of torch). It is found once."""
+        """Return, once, the error of a write to the tensor while it is away, which has changed nothing but what is shown (`zero_`
+        of one element that stands for all is no error of torch)."""
         if not self.away:
             return None
         if self.tensor.data_ptr() != self._hidden.data_ptr():
@@ -184,7 +207,7 @@ class StoredTensor:
             self.hide()
 
     def may_be_freed(self) -> bool:
-        """True if `wait_to_free` does not wait."""
+        """Return True if `wait_to_free` does not wait."""
         return self._store is None or self._transfers.frees_at_once or self._store.done()
 
     def wait_to_free(self) -> None:
@@ -203,7 +226,7 @@ class StoredTensor:
             self._sum = None
 
     def wait_for_store(self) -> None:
-        """Raises IOFailure: the store failed."""
+        """Wait for the store. Raises IOFailure: it failed."""
         if self._store is not None:
             self._store.wait()
             self._store = None
@@ -240,27 +263,20 @@ class StoredTensor:
         load = self._load
         if load is None:
             return
-        try:
-            load.wait()
-        except Exception:
-            if load.done():  # else a signal handler raised, and the read goes on
-                self._drop(load)
-            raise
+        failure = failure_of(load)
+        if failure is not None:
+            self._drop(load)
+            raise failure
         self._load = None
 
     def abandon(self) -> None:
         """Wait for a load whose bytes nobody needs, however it ends, and free them."""
         load = self._load
-        if load is None:
-            return
-        try:
-            load.wait()
-        except Exception:
-            if not load.done():
-                raise
-        self._drop(load)
+        if load is not None:
+            failure_of(load)
+            self._drop(load)
 
-    def _drop(self, load: Transfer) -> None:
+    def _drop(self, load: StateTransfer) -> None:
         """Free the memory of a load that has ended."""
         with signals_deferred():
             load.discard()
@@ -281,8 +297,8 @@ class StoredTensor:
             self.away = False
 
     def differs(self) -> torch.Tensor | None:
-        """A flag on the device: the bytes are others than those of the slot, though no version counter has moved. None: a counter
-        has, or they are not watched."""
+        """Return a flag on the device: the bytes are others than those of the slot, though no version counter has moved. None: a
+        counter has, or they are not watched."""
         self._note_changes()
         if not self.in_slot or self._sum is None or self.away:
             return None
@@ -302,12 +318,8 @@ class StoredTensor:
         )
 
 
-_METADATA = frozenset(
-    {
-        *("__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex"),
-        *("is_contiguous", "untyped_storage"),
-    }
-)
+_METADATA = {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex"}
+_METADATA |= {"is_contiguous", "untyped_storage"}
 
 
 class GradientInTier(torch.Tensor):
@@ -316,8 +328,8 @@ class GradientInTier(torch.Tensor):
     @classmethod
     def standing_for(cls, gradient: StoredTensor) -> GradientInTier:
         with torch.inference_mode(False):
-            found: GradientInTier = torch.Tensor._make_subclass(cls, gradient._hidden)
-        return found
+            standing: GradientInTier = torch.Tensor._make_subclass(cls, gradient._hidden)
+        return standing
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -13,14 +13,14 @@ from ssdtrain.device.cuda import UNPIN_TIMEOUT
 from ssdtrain.patience import Patience
 from ssdtrain.storage import Arena, Lease, Operation, Slot, SpillStore, signals_deferred
 
-__all__ = ["InPlace", "Staged", "Transfer", "Transfers"]
+__all__ = ["InPlace", "Staged", "StateTransfer", "StateTransfers", "failure_of"]
 
 
-class Transfer(Protocol):
+class StateTransfer(Protocol):
     """A load or a store in flight."""
 
     def done(self) -> bool:
-        """Whether `wait` would not block, or only for the device."""
+        """Return whether `wait` would not block, or only for the device."""
 
     def wait(self) -> None:
         """Wait for the end; after a load, the storage has its bytes for what the current stream is given next.
@@ -33,20 +33,31 @@ class Transfer(Protocol):
         """Release what the bytes passed through. It has ended, or failed."""
 
 
-class Transfers(Protocol):
+def failure_of(transfer: StateTransfer | Operation) -> Exception | None:
+    """Wait for the end of a transfer. Returns its failure; raises what a signal handler raises while the transfer goes on."""
+    try:
+        transfer.wait()
+    except Exception as error:
+        if not transfer.done():
+            raise
+        return error
+    return None
+
+
+class StateTransfers(Protocol):
     """Starts transfers between slots and storages of one device. Only `make_room` waits: the others are called while signals are
     deferred."""
 
     frees_at_once: bool
-    """True if the memory of a storage may be freed when its store has begun; False: when it has ended."""
+    """Whether the memory of a storage may be freed when its store has begun, not only when it has ended."""
 
     def make_room(self, nbytes: int) -> None:
         """Wait, where a transfer of `nbytes` needs host memory, until there is some or all transfers have ended."""
 
-    def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
-        """Into an empty storage, which is allocated when `wait` has returned, or before."""
+    def load(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
+        """Load into an empty storage, which is allocated when `wait` has returned, or before."""
 
-    def store(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer: ...
+    def store(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer: ...
 
 
 class _Direct:
@@ -67,7 +78,7 @@ class _Direct:
 
 
 class InPlace:
-    """Transfers of host memory itself.
+    """StateTransfers of host memory itself.
 
     Args:
         store: the tiers.
@@ -83,15 +94,15 @@ class InPlace:
     def make_room(self, nbytes: int) -> None:
         return None
 
-    def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
+    def load(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
         storage.resize_(slot.nbytes)
         return _Direct(self._store.read(slot, storage.data_ptr(), memory=storage), storage)
 
-    def store(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
+    def store(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
         return _Direct(self._store.write(slot, storage.data_ptr(), verify=self._verify), storage)
 
 
-class _Buffer:
+class _HostBuffer:
     """Host memory that a transfer passes through: pinned where the arena has room."""
 
     def __init__(self, lease: Lease | None, nbytes: int) -> None:
@@ -108,7 +119,7 @@ class _Buffer:
 
 
 class Staged:
-    """Transfers of device memory through an arena of host memory.
+    """StateTransfers of device memory through an arena of host memory.
 
     Note: [Order on the device]
         The current stream waits for both copies, so that memory that is freed after a store has begun is reused after its copy,
@@ -128,7 +139,7 @@ class Staged:
         self._device = device
         self._arena = arena
         self._verify = verify
-        self._busy: deque[tuple[Operation | None, Event | None, _Buffer]] = deque()
+        self._busy: deque[tuple[Operation | None, Event | None, _HostBuffer]] = deque()
 
     def make_room(self, nbytes: int) -> None:
         self._reclaim(block=False)
@@ -142,8 +153,8 @@ class Staged:
                 lease.release()
         return lease is not None
 
-    def load(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
-        buffer = _Buffer(self._arena.acquire(slot.nbytes), slot.nbytes)
+    def load(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
+        buffer = _HostBuffer(self._arena.acquire(slot.nbytes), slot.nbytes)
         try:
             operation = self._store.read(slot, buffer.tensor.data_ptr(), memory=buffer)
         except Exception:
@@ -151,9 +162,9 @@ class Staged:
             raise
         return _StagedLoad(self, operation, storage, buffer, slot.nbytes)
 
-    def store(self, slot: Slot, storage: torch.UntypedStorage) -> Transfer:
-        buffer = _Buffer(self._arena.acquire(slot.nbytes), slot.nbytes)
-        copied = self._device.copy_to_host(_bytes_of(storage), buffer.tensor)
+    def store(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
+        buffer = _HostBuffer(self._arena.acquire(slot.nbytes), slot.nbytes)
+        copied = self._device.copy_to_host(storage.data_ptr(), buffer.tensor.data_ptr(), storage.nbytes())
         if copied is not None:
             self._device.wait(copied)
         operation = None
@@ -168,11 +179,12 @@ class Staged:
             self._busy.append((operation, copied, buffer))
         return _Direct(operation, storage)
 
-    def copy_in(self, buffer: _Buffer, storage: torch.UntypedStorage) -> None:
-        """The storage has the bytes of `buffer` for what the current stream is given next; `buffer` is released after that."""
+    def copy_in(self, buffer: _HostBuffer, storage: torch.UntypedStorage) -> None:
+        """Give the storage the bytes of `buffer` for what the current stream is given next; `buffer` is released after that."""
         ready = self._device.record(self._device.current_stream())
         after = [] if ready is None else [ready]
-        copied = self._device.copy_to_device(buffer.tensor, _bytes_of(storage), after)
+        nbytes = storage.nbytes()
+        copied = self._device.copy_to_device(buffer.tensor.data_ptr(), storage.data_ptr(), nbytes, after)
         if copied is not None:
             self._device.wait(copied)
         self._busy.append((None, copied, buffer))
@@ -198,8 +210,8 @@ class Staged:
         while self._busy:
             operation, event, buffer = self._busy[0]
             if block:
-                while operation is not None and not operation.done():
-                    self._wait_for_end(operation)
+                if operation is not None:
+                    failure_of(operation)  # `StoredTensor` raises it, with the name of the tensor
                 if event is not None:
                     self._device.block(event)
             elif (operation is not None and not operation.done()) or (
@@ -211,15 +223,6 @@ class Staged:
                 buffer.release()
             block = False
 
-    @staticmethod
-    def _wait_for_end(operation: Operation) -> None:
-        try:
-            operation.wait()
-        except Exception:
-            if not operation.done():
-                raise
-            # `StoredTensor` waits for the same operation and raises it there, with the name of the tensor.
-
 
 class _StagedLoad:
     """The storage is empty until it gets its bytes: who reads a weight before it is loaded gets an error, and not what was in
@@ -230,13 +233,13 @@ class _StagedLoad:
         transfers: Staged,
         operation: Operation,
         storage: torch.UntypedStorage,
-        buffer: _Buffer,
+        buffer: _HostBuffer,
         nbytes: int,
     ) -> None:
         self._transfers = transfers
         self._operation = operation
         self._storage = storage
-        self._buffer: _Buffer | None = buffer
+        self._buffer: _HostBuffer | None = buffer
         self._nbytes = nbytes
 
     def done(self) -> bool:
@@ -255,7 +258,3 @@ class _StagedLoad:
         if self._buffer is not None:
             self._buffer.release()
             self._buffer = None
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,5 +1,5 @@
 /* One piece's transfer: vectored calls, bounce buffers, injected faults. See "Note: [Image]" in pieces.py for the layout;
- * python_transfer.py does the same. No Python here: this runs without the GIL. */
+ * python_engine.py does the same. No Python here: this runs without the GIL. */
 #ifndef SSDTRAIN_IOPOOL_TRANSFER_H
 #define SSDTRAIN_IOPOOL_TRANSFER_H
 

@@ -29,7 +29,7 @@ class Drive:
     size: int
     """Bytes of the disk; of the file system where there is no disk."""
     rotational: bool
-    """As reported by the kernel; some virtual SSDs report True."""
+    """Whether the kernel calls it rotational; some virtual SSDs report True."""
     disks: tuple[str, ...] = ()
     """The disks that `device` consists of (md, dm); of a disk itself its name."""
 
@@ -56,7 +56,7 @@ class Drive:
 @dataclass(frozen=True)
 class SmartLog:
     percentage_used: int
-    """Of the rated endurance; may exceed 100."""
+    """Used part of the rated endurance, in percent; may exceed 100."""
     data_bytes_written: int
 
 

@@ -108,12 +108,12 @@ class Endurance:
 
     @property
     def devices(self) -> list[str]:
-        """Of the drives, by name."""
+        """Names of the drives."""
         return list(self._bytes)
 
     @property
     def years(self) -> float:
-        """That the drives should live."""
+        """Seconds that the drives should live."""
         return self._rating.years
 
     def _by_device(self, written: Mapping[str, int]) -> dict[str, int]:

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 HOST_MEMORY = "host memory"
-"""In the place of a directory, in errors of the host tier."""
+"""Name in the place of a directory, in errors of the host tier."""
 
 ADVICE = {
     codes.ENOSPC: "free space on that drive, lower `capacity`, or add another directory",

@@ -1,13 +1,13 @@
 """Fault injection for tests: delays, short transfers, EINTR, EIO, ENOSPC, reordered pieces.
 
-Every decision is a hash of (seed, question, kind of operation, serial number, piece, attempt), so a seed gives the same faults
-in both engines, independently of thread scheduling. No random generator is used.
+The C engine decides each by a hash of (seed, question, kind of operation, serial number, piece, attempt), so that a seed gives
+the same faults independently of thread scheduling. No random generator is used.
 """
 
 import errno
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-MASK = (1 << 64) - 1
+HASH_MASK = (1 << 64) - 1
 
 # Questions: second argument of `chance`. Same numbers as in `_iopool_faults.h`.
 DELAY, DELAY_LENGTH, SHORT, SHORT_LENGTH, INTERRUPT, FAIL, FAIL_PIECE, SHUFFLE = range(1, 9)
@@ -44,6 +44,11 @@ class Faults:
     full_drive: int | None = None
     """Index of the drive that `full_after` applies to; None: every drive."""
 
+    @property
+    def transfers(self) -> bool:
+        """Whether transfers are changed, which only the C engine does, and not the growth of files alone."""
+        return replace(self, seed=0, full_after=None, full_drive=None) != Faults()
+
     def __post_init__(self) -> None:
         for name in ("delay", "short", "interrupt", "write_failure", "read_failure"):
             value = getattr(self, name)
@@ -55,15 +60,15 @@ class Faults:
 
 def mix(x: int) -> int:
     """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & HASH_MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & HASH_MASK
     return x ^ (x >> 31)
 
 
 def hashed(seed: int, question: int, kind: int, serial: int, piece: int, attempt: int) -> int:
-    x = seed & MASK
+    x = seed & HASH_MASK
     for value in (question, kind, serial, piece, attempt):
-        x = mix((x ^ value) + 0x9E3779B97F4A7C15 & MASK)
+        x = mix((x ^ value) + 0x9E3779B97F4A7C15 & HASH_MASK)
     return x
 
 

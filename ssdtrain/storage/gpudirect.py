@@ -26,14 +26,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdtrain.storage import forks
-from ssdtrain.storage.pieces import DEVICE_READ, DEVICE_WRITE, Piece
+from ssdtrain.storage.pieces import (
+    DEVICE_READ,
+    DEVICE_WRITE,
+    END_OF_FILE,
+    ERRNO,
+    EVENT,
+    NOTHING_WRITTEN,
+    ImagePiece,
+    Request,
+    TransferError,
+)
 from ssdtrain.storage.pool import ErrorMaker, Operation, Pool
-from ssdtrain.storage.python_engine import PythonPool
-from ssdtrain.storage.python_events import ThreadSetup
-from ssdtrain.storage.python_transfer import END_OF_FILE, ERRNO, EVENT, NOTHING_WRITTEN, TransferError
+from ssdtrain.storage.python_engine import PythonOperation, PythonPool, ThreadSetup
 
 if TYPE_CHECKING:
-    from ssdtrain.storage.python_operation import PythonOperation
     from ssdtrain.storage.slab import Slab
     from ssdtrain.storage.store import SpillStore
 
@@ -41,7 +48,7 @@ __all__ = ["GpuDirectPool", "abandon", "attach", "detach", "unavailable"]
 
 logger = logging.getLogger(__name__)
 
-PIECE = 32 << 20
+DEVICE_PIECE = 32 << 20
 """Bytes that one worker transfers at a time: each call costs the workers the GIL."""
 
 CLOSE_TIMEOUT = 30.0
@@ -49,7 +56,7 @@ CLOSE_TIMEOUT = 30.0
 
 CUFILE_CONFIG = Path("/etc/cufile.json")
 
-OLDEST = (25, 10)
+OLDEST_KVIKIO = (25, 10)
 """Version of kvikio: older ones hold the GIL while they transfer."""
 
 INSTALL = (
@@ -60,7 +67,7 @@ _HUNG: list[object] = []
 """Pools whose transfers may never end, and the memory that these use. See `abandon`."""
 
 _PARENTS: list[GpuDirectPool] = []
-"""In a forked child, the pools of its parent. See Note: [Files of kvikio]."""
+"""Pools of the parent, in a forked child. See Note: [Files of kvikio]."""
 
 
 def unavailable() -> str:
@@ -72,7 +79,7 @@ def unavailable() -> str:
     except (ImportError, OSError, RuntimeError) as error:  # or a library that it loads
         return f"kvikio cannot be imported ({error}): {INSTALL}"
     try:
-        if tuple(int(part) for part in kvikio.__version__.split(".")[:2]) < OLDEST:
+        if tuple(int(part) for part in kvikio.__version__.split(".")[:2]) < OLDEST_KVIKIO:
             return f"kvikio {kvikio.__version__} holds the GIL while it transfers, 25.10 does not: {INSTALL}"
         if defaults.get("compat_mode") == kvikio.CompatMode.ON:
             return "kvikio is in its compatibility mode, without cuFile: set KVIKIO_COMPAT_MODE=AUTO"
@@ -134,7 +141,7 @@ class GpuDirectPool:
             [(slab.fd, True) for slab in slabs],
             threads=threads,
             host_threads=0,
-            piece=PIECE,
+            piece=DEVICE_PIECE,
             make_error=ErrorMaker([str(slab.directory) for slab in slabs]),
             event_query=event_query,
             set_device=set_device,
@@ -145,24 +152,12 @@ class GpuDirectPool:
         self.engine = f"{self.host_pool.engine}, cuFile"
         forks.track(self)
 
-    def submit(
-        self,
-        kind: int,
-        address: int,
-        nbytes: int,
-        page_offset: int,
-        extents: Sequence[int],
-        event: int = 0,
-        defer: bool = False,
-        checksum: int = 0,
-        digest: int = 0,
-    ) -> Operation:
-        """As of any pool, with two kinds more; operations of these are never deferred and have no checksums."""
-        if kind not in (DEVICE_WRITE, DEVICE_READ):
-            return self.host_pool.submit(
-                kind, address, nbytes, page_offset, extents, event, defer, checksum, digest
-            )
-        return self._device_pool.submit(kind & 1, address, nbytes, page_offset, extents, event)
+    def submit(self, *fields: Any) -> Operation:
+        """Queue a `Request`; one of device memory is not deferred and has no checksums."""
+        request = Request(*fields)
+        if request.kind not in (DEVICE_WRITE, DEVICE_READ):
+            return self.host_pool.submit(*request)
+        return self._device_pool.submit(*request._replace(kind=request.kind & 1, checksum=0, digest=0))
 
     def flush(self) -> None:
         self.host_pool.flush()
@@ -176,7 +171,7 @@ class GpuDirectPool:
         self._device_pool.release()
 
     def counters(self) -> tuple[list[tuple[int, int, float, float]], int]:
-        """Of both pools, added up."""
+        """Return the counters of both pools, added up."""
         queues, cancelled = self.host_pool.counters()
         device_queues, device_cancelled = self._device_pool.counters()
         added = [
@@ -219,7 +214,7 @@ class GpuDirectPool:
             self.host_pool.close()
 
     def after_fork(self) -> None:
-        """In a forked child: see Note: [Files of kvikio]."""
+        """Close the files of kvikio in a forked child: see Note: [Files of kvikio]."""
         if not self._files:
             return  # closed: files of others may have these inodes by now
         _PARENTS.append(self)
@@ -279,7 +274,7 @@ class _DeviceBytes:
 
 
 class _CuFileTransfer:
-    """State of one worker thread: its stream, made at the first piece."""
+    """Transfers the pieces of one worker thread, on a stream of its own that is made at the first piece and stays."""
 
     def __init__(self, files: list[Any], prepare: ThreadSetup, new_stream: Callable[[], int]) -> None:
         self._files = files
@@ -287,10 +282,7 @@ class _CuFileTransfer:
         self._new_stream = new_stream
         self._stream: int | None = None
 
-    def close(self) -> None:
-        """The stream stays: streams are few, and as many as workers."""
-
-    def run(self, operation: PythonOperation, index: int, piece: Piece, fd: int, direct: bool) -> None:
+    def __call__(self, operation: PythonOperation, piece: ImagePiece) -> int:
         """Transfer one piece.
 
         Raises:
@@ -301,10 +293,10 @@ class _CuFileTransfer:
             if code:
                 raise TransferError(code, EVENT, piece.offset)
             self._stream = self._new_stream()
-        file = self._files[piece.queue]
-        transfer = file.raw_read_async if operation.kind & 1 else file.raw_write_async
-        start = max(piece.start, operation.page_offset)
-        address = operation.address + start - operation.page_offset
+        file, request = self._files[piece.queue], operation.request
+        transfer = file.raw_read_async if request.kind & 1 else file.raw_write_async
+        start = max(piece.start, request.page_offset)
+        address = request.address + start - request.page_offset
         offset, left = piece.offset + start - piece.start, piece.end - start
         while left:
             try:
@@ -314,8 +306,9 @@ class _CuFileTransfer:
                 logger.error("cuFile failed at offset %d of spill file %d: %s", offset, piece.queue, error)
                 raise TransferError(getattr(error, "errno", None) or errno.EIO, ERRNO, offset) from error
             if done <= 0:
-                raise TransferError(errno.EIO, END_OF_FILE if operation.kind & 1 else NOTHING_WRITTEN, offset)
+                raise TransferError(errno.EIO, END_OF_FILE if request.kind & 1 else NOTHING_WRITTEN, offset)
             address, offset, left = address + done, offset + done, left - done
+        return 0
 
 
 def _inode(fd: int) -> tuple[int, int]:

@@ -26,7 +26,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PIPED = 64 << 10
 """Bytes per transfer through a pipe."""
 WORD, SAMPLES, STRIDE = 8, 16, 256 << 10
-"""Of a checksum: bytes per sampled word, minimum number of words, bytes per sampled word in large buffers."""
+"""Parameters of a checksum: bytes per sampled word, minimum number of words, bytes per sampled word in large buffers."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -169,7 +169,8 @@ def sample(address: int, nbytes: int) -> int:
 
 @functools.cache
 def _native_digest() -> Callable[[int, int, int], int] | None:
-    """That of the C engine, whose processor instruction is ten times as fast as zlib; None where it was not built."""
+    """Return the digest of the C engine, whose processor instruction is ten times as fast as zlib; None where it was not
+    built."""
     try:
         native = importlib.import_module("ssdtrain.storage._iopool")
     except ImportError:

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from ssdtrain.storage.arena import Arena
     from ssdtrain.storage.slab import Slab
 
-Transfers = tuple[list[tuple[int, int, float, float]], int]
+TransferTotals = tuple[list[tuple[int, int, float, float]], int]
 """Result of `Pool.counters`."""
 
 
-def transfers_since(now: Transfers, before: Transfers) -> Transfers:
+def transfers_since(now: TransferTotals, before: TransferTotals) -> TransferTotals:
     """What was transferred between two calls of `Pool.counters`."""
     queues = [
         (new[0] - old[0], new[1] - old[1], new[2] - old[2], new[3] - old[3])
@@ -27,7 +27,7 @@ def transfers_since(now: Transfers, before: Transfers) -> Transfers:
 
 @dataclass(frozen=True)
 class EnduranceMetrics(MetricSet):
-    """Of the drives behind the tiers."""
+    """Metrics of the drives behind the tiers."""
 
     ssd_life_seconds: float | None = gauge(Unit.SECONDS, "projected SSD life", ranks=Reduce.MIN, unknown=True)
     """Until the first drive has reached its rating (one drive write a day for five years, less its current wear), if the run goes
@@ -87,7 +87,7 @@ class StoreMetrics(MetricSet):
         engine: str,
         slabs: Sequence[Slab],
         arena: Arena | None,
-        transfers: Transfers,
+        transfers: TransferTotals,
         copied: Sequence[int],
         live_slots: int,
         live_bytes: int,
@@ -128,10 +128,10 @@ class StoreMetrics(MetricSet):
 
     @property
     def bytes_written(self) -> int:
-        """To all tiers."""
+        """Bytes written to all tiers."""
         return self.host_bytes_written + self.ssd_bytes_written
 
     @property
     def bytes_read(self) -> int:
-        """From all tiers."""
+        """Bytes read from all tiers."""
         return self.host_bytes_read + self.ssd_bytes_read

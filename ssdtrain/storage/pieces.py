@@ -25,7 +25,46 @@ WRITE, READ, COPY_IN, COPY_OUT, DEVICE_WRITE, DEVICE_READ = range(6)
 transfer device memory (`ssdtrain.storage.gpudirect`)."""
 
 
-class Piece(NamedTuple):
+ERRNO, END_OF_FILE, NOTHING_WRITTEN, EVENT, SOURCE_CHANGED, CORRUPTED = range(6)
+"""Meanings of an error code: an errno, a read beyond the end, a write of 0 bytes, the CUDA error of an event, a wrong sample, a
+wrong digest."""
+
+
+class TransferError(Exception):
+    """Failure of a piece: a code, its meaning and the offset in the file."""
+
+    def __init__(self, code: int, detail: int, offset: int) -> None:
+        super().__init__(code, detail, offset)
+        self.code, self.detail, self.offset = code, detail, offset
+
+
+class Request(NamedTuple):
+    """One transfer, as a pool is asked for it: `pool.submit(*request)`.
+
+    Attributes:
+        kind: WRITE, READ, COPY_IN, COPY_OUT, DEVICE_WRITE or DEVICE_READ.
+        address, nbytes: range of the caller's memory.
+        page_offset, extents: place of the image; see Note: [Image].
+        event: CUDA event that must complete first; 0: none.
+        defer: wake no worker. The operation starts with the next one that is not deferred, on `wait` or on `flush`, or when
+            an active worker reaches it.
+        checksum: expected sample of a read, or known sample of a write; 0: a write computes it (`memory.sample`).
+        digest: expected checksum of all bytes of a read; of a write, other than 0: workers compute it before they write.
+            0: none.
+    """
+
+    kind: int
+    address: int
+    nbytes: int
+    page_offset: int
+    extents: Sequence[int]
+    event: int = 0
+    defer: bool = False
+    checksum: int = 0
+    digest: int = 0
+
+
+class ImagePiece(NamedTuple):
     """Image bytes [start, end) at `offset` in the file of queue `queue`; `start` is block-aligned."""
 
     queue: int
@@ -39,7 +78,7 @@ def image_bytes(nbytes: int) -> int:
     return -(-(nbytes + ALIGNMENT - 1) // ALIGNMENT) * ALIGNMENT
 
 
-def cut(extents: Sequence[int], page_offset: int, nbytes: int, piece: int) -> Iterator[Piece]:
+def cut(extents: Sequence[int], page_offset: int, nbytes: int, piece: int) -> Iterator[ImagePiece]:
     """The pieces of an operation; `extents` is flat: queue, offset, length, queue, offset, length, ..."""
     end = page_offset + nbytes
     start = 0
@@ -49,5 +88,5 @@ def cut(extents: Sequence[int], page_offset: int, nbytes: int, piece: int) -> It
         for first in range(start, limit, piece):
             last = min(first + piece, limit)
             if last > page_offset:
-                yield Piece(queue, offset + first - start, first, last)
+                yield ImagePiece(queue, offset + first - start, first, last)
         start += length

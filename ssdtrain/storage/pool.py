@@ -10,9 +10,8 @@ from typing import Any, Protocol
 from ssdtrain.storage.drive import drive_of
 from ssdtrain.storage.errors import HOST_MEMORY, CorruptedData, IOCancelled, IOFailure, SourceChanged
 from ssdtrain.storage.faults import Faults
-from ssdtrain.storage.pieces import WRITE
+from ssdtrain.storage.pieces import CORRUPTED, END_OF_FILE, EVENT, NOTHING_WRITTEN, SOURCE_CHANGED, WRITE
 from ssdtrain.storage.python_engine import PythonPool
-from ssdtrain.storage.python_transfer import CHANGED, CORRUPTED, END_OF_FILE, EVENT, NOTHING_WRITTEN
 
 logger = logging.getLogger(__name__)
 
@@ -87,18 +86,15 @@ class Pool(Protocol):
 
     engine: str
 
-    def submit(
-        self,
-        kind: int,
-        address: int,
-        nbytes: int,
-        page_offset: int,
-        extents: Sequence[int],
-        event: int = 0,
-        defer: bool = False,
-        checksum: int = 0,
-        digest: int = 0,
-    ) -> Operation: ...
+    def submit(self, *request: Any) -> Operation:
+        """Queue a transfer. The arguments are the fields of a `ssdtrain.storage.pieces.Request`.
+
+        Raises:
+            ValueError: an event without `event_query`, or an extent of a queue that the pool does not have.
+            StoreClosed: the pool is closed or belongs to the parent process.
+        """
+        ...
+
     def flush(self) -> None: ...
     def hold(self, *, begun: bool = False, writes: bool = True, reads: bool = True) -> None: ...
     def release(self) -> None: ...
@@ -130,7 +126,7 @@ class ErrorMaker:
         directory = self._directories[queue] if queue < len(self._directories) else HOST_MEMORY
         if detail == EVENT:
             return IOFailure(errno.EIO, "a CUDA event failed", directory, operation, offset, nbytes, code)
-        if detail == CHANGED:
+        if detail == SOURCE_CHANGED:
             return SourceChanged(
                 f"the {nbytes} bytes read from {directory} at offset {offset} differ from those submitted for writing: their"
                 " memory was freed, reused or modified before the write had read it, or the drive is faulty (see dmesg)"
@@ -180,7 +176,7 @@ def make_pool(
             read never waits for a write to end.
         host_threads: workers that copy to and from the host tier; 0 without a host tier.
         piece: bytes per piece, a multiple of 4096.
-        faults: injected faults (tests).
+        faults: injected faults (tests; C engine only).
         event_query: address of `int f(void *event)` with the contract of cudaEventQuery: 0 if the event has completed, 600 if
             not, else an error code. A single thread calls it repeatedly for the oldest event.
         set_device: address of `int f(int device)` (cudaSetDevice), called once by that thread before its first query.
@@ -190,7 +186,7 @@ def make_pool(
         huge_pages: whether the workers collapse source memory into huge pages (C engine only; see `_iopool_pages.h`).
 
     Raises:
-        ValueError: an unknown engine, or an invalid size.
+        ValueError: an unknown engine, an invalid size, or faults for the Python engine.
         ImportError: engine="c" and the extension was not built.
     """
     if engine not in ("auto", "c", "python"):
@@ -224,7 +220,9 @@ def make_pool(
                     "the C I/O engine was not built (%s): using the Python engine, which is slower while Python is busy",
                     error,
                 )
-    return PythonPool(files, faults=faults, **settings)
+    if faults is not None and faults.transfers:
+        raise ValueError(f"the Python I/O engine injects no faults, got {faults}: set the engine to 'c'")
+    return PythonPool(files, **settings)
 
 
 def as_tuple(faults: Faults | None) -> tuple[Any, ...] | None:

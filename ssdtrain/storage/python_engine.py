@@ -1,88 +1,185 @@
-"""The pure Python I/O engine: the reference implementation, used where the C engine was not built. Same interface.
+"""The I/O engine in Python, used where the C engine was not built: the same interface and guarantees, but slower.
 
-Threads: each drive has its own workers, and one thread polls events (of device memory two, one for each direction). They
-share `PythonPool._lock`, which is held for changes of queues and counters only, never during a transfer.
+Every byte of a drive goes through a bounce buffer of the worker that transfers it, so that any memory address suits O_DIRECT, and
+what is digested is what is written or was read. Deferred operations start at once, and no faults can be injected.
+
+Threads: each drive and the host memory have workers for writes and others for reads, so that a read never waits for a write. One
+thread polls CUDA events (of device memory two, one for each direction). `PythonPool._lock` guards counters and the end of
+operations; it is never held during a transfer. `cancel` takes no lock, because it may run in a finalizer on a thread that holds
+one: worker and canceller race for an atomic `dict.setdefault`.
 """
 
+from __future__ import annotations
+
+import copy
+import ctypes
 import errno
 import logging
+import mmap
+import os
 import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from itertools import chain
+from queue import SimpleQueue
+from typing import Any
 
 from ssdtrain.patience import Patience
-from ssdtrain.storage import faults as fault
 from ssdtrain.storage import forks, memory
-from ssdtrain.storage.errors import IOFailure, SourceChanged, StoreClosed
-from ssdtrain.storage.faults import Faults
-from ssdtrain.storage.pieces import COPY_IN, READ, WRITE, Piece, cut
-from ssdtrain.storage.python_events import EventWaiter
-from ssdtrain.storage.python_operation import PythonOperation
-from ssdtrain.storage.python_transfer import CHANGED, CORRUPTED, ERRNO, EVENT, Transfer, TransferError
+from ssdtrain.storage.errors import IOCancelled, IOFailure, SourceChanged, StoreClosed
+from ssdtrain.storage.faults import mix
+from ssdtrain.storage.memory import ALIGNMENT
+from ssdtrain.storage.pieces import (
+    COPY_IN,
+    CORRUPTED,
+    END_OF_FILE,
+    ERRNO,
+    EVENT,
+    NOTHING_WRITTEN,
+    READ,
+    SOURCE_CHANGED,
+    WRITE,
+    ImagePiece,
+    Request,
+    TransferError,
+    cut,
+)
 from ssdtrain.storage.signal_safe_lock import make_signal_safe_lock, mark_worker
 
 logger = logging.getLogger(__name__)
 
 MakeError = Callable[[int, int, int, int, int, int], IOFailure | SourceChanged]
 
+BOUNCE = 1 << 20
+"""Size of a worker's bounce buffer, in bytes."""
+_SECTOR = 512
+"""Granularity of a short O_DIRECT transfer, in bytes."""
 
-class PieceTransfer(Protocol):
-    """Transfers the pieces that one worker takes."""
+NOT_READY = 600
+"""cudaErrorNotReady."""
+RELAXED_CAPTURE = 2
+"""cudaStreamCaptureModeRelaxed: queries by this thread do not invalidate a capture of another thread."""
+_SHORTEST, _LONGEST = 20e-6, 500e-6
+"""Seconds between two queries of an event, increased by half each time."""
 
-    def run(self, operation: PythonOperation, index: int, piece: Piece, fd: int, direct: bool) -> None: ...
-    def close(self) -> None: ...
+TransferPiece = Callable[["PythonOperation", ImagePiece], int]
+"""Transfers a piece and returns the digest of its bytes, 0 if none was asked for. Raises TransferError."""
+
+_WORKER = object()
 
 
-class _Queue:
-    """Queued pieces and counters of one drive or of host memory. Guarded by the pool's lock."""
+class PythonOperation:
+    """One write, read or copy. Thread-safe; `ssdtrain.storage.pool.Operation` documents the methods."""
 
-    def __init__(self, lock: Any, fd: int, direct: bool, limit: int) -> None:
-        self.ready = threading.Condition(lock)
-        self.limit = limit  # concurrent pieces per direction; one worker more exists, so that reads never wait for writes
-        self.working = [0, 0]
-        self.waiting: tuple[deque[tuple[PythonOperation, int, Piece]], ...] = (deque(), deque())
-        self.fd, self.direct = fd, direct
-        self.bytes = [0, 0]
-        self.seconds = [0.0, 0.0]
-        self.active = [0, 0]
-        self.since = [0.0, 0.0]
-        self.deferred = 0  # pieces queued without waking a worker
+    def __init__(self, pool: PythonPool, request: Request, pieces: list[ImagePiece]) -> None:
+        self.request = request
+        self.nbytes, self.checksum = request.nbytes, request.checksum
+        self.pieces = pieces
+        self.remaining = len(pieces)
+        self.digest = 0
+        self.began = self.seconds = 0.0
+        self.error: IOFailure | SourceChanged | None = None
+        self.queried = False
+        self._pool = pool
+        self._done = False
+        self._owner: dict[str, object] = {}
+        self._latch = threading.Lock()
+        self._latch.acquire()
+        self._generation = forks.generation()
 
-    def figures(self) -> tuple[int, int, float, float]:
-        """Bytes written and read, and seconds with at least one such transfer under way, up to now."""
+    def done(self) -> bool:
+        if not self._done:
+            forks.check(self._generation, "this operation")
+        return self._done
+
+    def begun(self) -> bool:
+        return self._owner.get("by") is _WORKER
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self.done():
+            if not self._latch.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+                return False
+            self._latch.release()
+        error = self.failed()
+        if error is not None:
+            raise error
+        return True
+
+    def cancel(self) -> bool:
+        forks.check(self._generation, "this operation")
+        me = object()
+        owner = self._owner.setdefault("by", me)
+        if owner is me:
+            self._pool.cancelled.append(self.nbytes)
+            self.finish()
+        # Whoever cancelled may destroy the event next.
+        while self.queried and threading.get_ident() not in self._pool.event_threads:
+            time.sleep(_SHORTEST)
+        return owner is not _WORKER
+
+    def failed(self) -> IOFailure | IOCancelled | SourceChanged | None:
+        if not self.done():
+            return None
+        if not self.begun():
+            text = f"this operation of {self.nbytes} bytes was cancelled: nothing was transferred"
+            return IOCancelled(text)
+        # A copy: a raised exception keeps its traceback alive, which the operation must not.
+        return copy.copy(self.error)
+
+    def claim(self) -> bool:
+        """Whether a worker may run it, because it starts it now or one has started it."""
+        return self._owner.setdefault("by", _WORKER) is _WORKER
+
+    def finish(self) -> None:
+        self._done = True
+        self._latch.release()
+
+
+class _Activity:
+    """Bytes moved in one direction of one queue, and the time with at least one transfer. Guarded by the pool's lock."""
+
+    def __init__(self) -> None:
+        self.nbytes = self.active = 0
+        self.seconds = self.since = 0.0
+
+    def change(self, transfers: int, nbytes: int = 0) -> None:
         now = time.perf_counter()
-        write, read = (
-            seconds + (now - since if active else 0.0)
-            for seconds, active, since in zip(self.seconds, self.active, self.since, strict=True)
-        )
-        return self.bytes[0], self.bytes[1], write, read
+        if self.active:
+            self.seconds += now - self.since
+        self.since = now
+        self.active += transfers
+        self.nbytes += nbytes
 
-    def wake(self) -> None:
-        if self.deferred:
-            self.ready.notify(self.deferred)
-            self.deferred = 0
 
-    def begin(self, direction: int) -> None:
-        if not self.active[direction]:
-            self.since[direction] = time.perf_counter()
-        self.active[direction] += 1
+class ThreadSetup:
+    """Makes a device the current one of a worker thread, and its calls harmless to a graph capture of another thread.
 
-    def end(self, direction: int, nbytes: int) -> None:
-        self.bytes[direction] += nbytes
-        self.active[direction] -= 1
-        if not self.active[direction]:
-            self.seconds[direction] += time.perf_counter() - self.since[direction]
+    Args:
+        set_device, exchange_capture_mode, device: see `ssdtrain.storage.pool.make_pool`.
+    """
+
+    def __init__(self, set_device: int, exchange_capture_mode: int, device: int) -> None:
+        self._set_device = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(set_device) if set_device else None
+        relax = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
+        self._relax = relax(exchange_capture_mode) if exchange_capture_mode else None
+        self._device = device
+
+    def __call__(self) -> int:
+        """Return 0 or a CUDA error."""
+        code = self._set_device(self._device) if self._set_device is not None else 0
+        if not code and self._relax is not None:
+            code = self._relax(ctypes.byref(ctypes.c_int(RELAXED_CAPTURE)))
+        return int(code)
 
 
 class PythonPool:
     """Workers of the Python engine. The arguments are those of `ssdtrain.storage.pool.make_pool`, and one:
 
     Args:
-        make_transfer: called by each worker, transfers its pieces. None: host memory, by system calls.
+        make_transfer: called by each worker, makes the function that transfers its pieces. None: host memory, by system calls.
     """
 
     engine = "python"
@@ -95,162 +192,103 @@ class PythonPool:
         host_threads: int,
         piece: int,
         make_error: MakeError,
-        make_transfer: Callable[[], PieceTransfer] | None = None,
-        faults: Faults | None = None,
+        make_transfer: Callable[[], TransferPiece] | None = None,
         event_query: int = 0,
         set_device: int = 0,
         exchange_capture_mode: int = 0,
         device: int = -1,
     ) -> None:
-        self._piece, self._faults, self._make_error = piece, faults, make_error
+        self._piece, self._make_error = piece, make_error
         self._in_host_memory = make_transfer is None
-        self._make_transfer = make_transfer or (lambda: Transfer(faults))
+        self._make_transfer = make_transfer or partial(_bounced_transfer, files)
         # Signal-safe, so that a finalizer can detect that its thread holds it: see `holds_signal_safe_lock`.
-        self._lock = cast(Any, make_signal_safe_lock())
-        self._released = threading.Condition(self._lock)
+        self._lock = make_signal_safe_lock()
         limits = [threads] * len(files) + [host_threads]
-        self._queues = [
-            _Queue(self._lock, fd, direct, limit)
-            for (fd, direct), limit in zip([*files, (-1, False)], limits, strict=True)
-        ]
-        self._cancelled: deque[tuple[int, int]] = deque()
-        self._cancelled_bytes = 0
-        self._pieces_ended = 0
-        self._serials = [0, 0, 0, 0]
-        self.digests = threading.Lock()  # of operations; workers add to them
-        self._held = [False, False]
-        self._held_begun = [False, False]
+        self._waiting = [(SimpleQueue[Any](), SimpleQueue[Any]()) for _ in limits]  # [queue][direction]
+        self._activity = [(_Activity(), _Activity()) for _ in limits]
+        self._unheld = [threading.Event(), threading.Event()]  # by direction; see `hold`
+        self._unheld_begun = [threading.Event(), threading.Event()]
+        self._release()
+        self.cancelled: deque[int] = deque()
+        self._cancelled_bytes = self._pieces_ended = 0
         self._closed = False
         self._generation = forks.generation()
-        self._threads = [
-            threading.Thread(target=self._work, args=(queue,), name="ssdtrain-io", daemon=True)
-            for queue, limit in enumerate(limits)
-            for _ in range(limit + 1 if limit else 0)
-        ]
-        for thread in self._threads:
-            thread.start()
         # Of writes and of reads: a read must not wait for the events of writes. Reads of host memory have none.
         self._events = [
-            EventWaiter(event_query, set_device, exchange_capture_mode, device, self._event_completed)
-            for _ in range(0 if not event_query else 1 if self._in_host_memory else 2)
+            SimpleQueue[Any]() for _ in range(0 if not event_query else 1 if self._in_host_memory else 2)
         ]
+        self._query = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(event_query)
+        self._prepare = ThreadSetup(set_device, exchange_capture_mode, device)
+        pollers = [
+            threading.Thread(target=self._poll_events, args=(waiting,), name="ssdtrain-event", daemon=True)
+            for waiting in self._events
+        ]
+        workers = [
+            threading.Thread(target=self._work, args=(queue, direction), name="ssdtrain-io", daemon=True)
+            for queue, limit in enumerate(limits)
+            for direction in (WRITE, READ)
+            for _ in range(limit)
+        ]
+        self._threads = pollers + workers
+        for thread in self._threads:
+            thread.start()
+        self.event_threads = {thread.ident for thread in pollers}
 
-    def submit(
-        self,
-        kind: int,
-        address: int,
-        nbytes: int,
-        page_offset: int,
-        extents: Sequence[int],
-        event: int = 0,
-        defer: bool = False,
-        checksum: int = 0,
-        digest: int = 0,
-    ) -> PythonOperation:
-        """Queue an operation.
-
-        Args:
-            kind: WRITE, READ, COPY_IN or COPY_OUT.
-            address, nbytes: memory range.
-            page_offset, extents: see `ssdtrain.storage.pieces`.
-            event: CUDA event that must complete first; 0: none.
-            defer: wake no worker. The operation starts with the next one that is not deferred, on `wait` or on `flush`, or
-                when an active worker reaches it.
-            checksum: expected checksum of a read, or known checksum of a write; 0: a write computes it (`memory.sample`).
-            digest: expected checksum of all bytes of a read; of a write, other than 0: workers compute it before they write.
-                0: none.
-        """
+    def submit(self, *fields: Any) -> PythonOperation:
+        """Queue an operation, given as the fields of a `Request`."""
         forks.check(self._generation, "this I/O pool")
-        if event and not self._events:
+        request = Request(*fields)
+        if request.event and not self._events:
             raise ValueError("an operation with an event needs a pool with event_query")
+        # Before the event completes the bytes are not there.
         if (
-            self._in_host_memory and not (checksum or kind & 1 or event) and nbytes
-        ):  # before the event completes the bytes are not there
-            checksum = memory.sample(address, nbytes)
-        operation = PythonOperation(self, kind, address, nbytes, page_offset, event, checksum, digest)
-        pieces = list(enumerate(cut(extents, page_offset, nbytes, self._piece)))
-        operation.pieces = operation._remaining = len(pieces)
-        operation.first = pieces[0][1] if pieces else None
+            self._in_host_memory
+            and request.nbytes
+            and not (request.checksum or request.kind & 1 or request.event)
+        ):
+            request = request._replace(checksum=memory.sample(request.address, request.nbytes))
+        pieces = list(cut(request.extents, request.page_offset, request.nbytes, self._piece))
         with self._lock:
             if self._closed:
                 raise StoreClosed("this I/O pool is closed")
-            operation.serial = self._serials[kind]
-            self._serials[kind] += 1
-            if self._faults is not None and self._faults.torn:
-                self._shuffle(operation, pieces)
-            if event and pieces:
-                operation._pending_pieces = pieces
-                self._waiter(kind).submit(operation)
+            operation = PythonOperation(self, request, pieces)
+            if not pieces and operation.claim():
+                operation.finish()
+            elif request.event:
+                self._events[request.kind & 1 and len(self._events) - 1].put(operation)
             else:
-                self._append(operation, pieces)
-                if not defer:
-                    self._wake()
-        if not pieces and operation._claim():
-            operation._finish()
+                self._queue(operation)
         return operation
 
-    def _append(self, operation: PythonOperation, pieces: list[tuple[int, Piece]]) -> None:
-        for index, piece in pieces:
-            queue = self._queues[piece.queue]
-            queue.waiting[operation.kind & 1].append((operation, index, piece))
-            queue.deferred += 1
-
-    def _event_completed(self, operation: PythonOperation, code: int) -> None:
-        """Queue the operation, or fail it. Called by the event waiter."""
-        with self._lock:
-            if self._closed:
-                operation.cancel()
-            elif not code:
-                self._append(operation, operation._pending_pieces)
-                self._wake()
-            elif operation._claim():
-                _, piece = operation._pending_pieces[0]
-                operation._error = self._make_error(
-                    operation.kind, piece.queue, code, EVENT, piece.offset, operation.nbytes
-                )
-                operation._finish()
-
-    def wait_for_event_query(self, operation: PythonOperation) -> None:
-        """Block until the event of a cancelled operation is no longer queried."""
-        if self._events:
-            self._waiter(operation.kind).wait_for_query(operation)
-
-    def _waiter(self, kind: int) -> EventWaiter:
-        return self._events[(kind & 1) % len(self._events)]
+    def flush(self) -> None:
+        """Nothing is deferred."""
 
     def hold(self, *, begun: bool = False, writes: bool = True, reads: bool = True) -> None:
-        """Tests: prevent operations from starting; with `begun`, let them start (so that they can no longer be cancelled)
-        but transfer nothing.
+        """Prevent operations from starting (tests); with `begun`, let them start, so that they can no longer be cancelled, but
+        transfer nothing.
         """
         forks.check(self._generation, "this I/O pool")
-        with self._lock:
-            held = self._held_begun if begun else self._held
-            held[:] = [held[0] or writes, held[1] or reads]
-
-    def flush(self) -> None:
-        """Wake workers for deferred operations."""
-        forks.check(self._generation, "this I/O pool")
-        with self._lock:
-            self._wake()
-
-    def _wake(self) -> None:
-        for queue in self._queues:
-            queue.wake()
+        unheld = self._unheld_begun if begun else self._unheld
+        for event, held in zip(unheld, (writes, reads), strict=True):
+            if held:
+                event.clear()
 
     def release(self) -> None:
         """Undo every `hold`."""
         forks.check(self._generation, "this I/O pool")
-        with self._lock:
-            self._release()
+        self._release()
 
     def counters(self) -> tuple[list[tuple[int, int, float, float]], int]:
-        """([(bytes written, bytes read, seconds writing, seconds reading) per queue, host memory last], bytes cancelled)."""
+        """Return (bytes written and read, seconds writing and reading) per queue, host memory last; and bytes cancelled."""
         forks.check(self._generation, "this I/O pool")
         with self._lock:
-            while self._cancelled:
-                self._cancelled_bytes += self._cancelled.popleft()[1]
-            queues = [queue.figures() for queue in self._queues]
-        return queues, self._cancelled_bytes
+            while self.cancelled:
+                self._cancelled_bytes += self.cancelled.popleft()
+            for directions in self._activity:
+                for activity in directions:
+                    activity.change(0)
+            figures = [(w.nbytes, r.nbytes, w.seconds, r.seconds) for w, r in self._activity]
+        return figures, self._cancelled_bytes
 
     def close(self) -> None:
         """Cancel what has not started, wait for the rest, end the workers. Idempotent; does nothing in a forked child."""
@@ -263,132 +301,181 @@ class PythonPool:
             return True
         with self._lock:
             self._closed = True
-            for queue in self._queues:
-                for waiting in queue.waiting:
-                    for operation, _, _ in waiting:
-                        operation.cancel()
-            self._release()
-            for queue in self._queues:
-                queue.ready.notify_all()
-        for waiter in self._events:
-            waiter.close()
-        threads = [*(waiter.thread for waiter in self._events), *self._threads]
+        self._release()
+        for waiting in (*self._events, *chain.from_iterable(self._waiting)):
+            waiting.put(None)
         if timeout is None:
-            for thread in threads:
+            for thread in self._threads:
                 thread.join()
             return True
         patience = Patience(timeout, lambda: self._pieces_ended)
-        return all(patience.wait(partial(_joined, thread)) for thread in threads)
+        return all(patience.wait(partial(_joined, thread)) for thread in self._threads)
 
     def _release(self) -> None:
-        self._held[:] = self._held_begun[:] = [False, False]
-        for queue in self._queues:
-            queue.ready.notify_all()
-        self._released.notify_all()
+        for event in (*self._unheld, *self._unheld_begun):
+            event.set()
 
-    def _shuffle(self, operation: PythonOperation, pieces: list[tuple[int, Piece]]) -> None:
-        assert self._faults is not None
-        for last in range(len(pieces) - 1, 0, -1):
-            at = fault.hashed(self._faults.seed, fault.SHUFFLE, operation.kind, operation.serial, last, 0) % (
-                last + 1
-            )
-            pieces[last], pieces[at] = pieces[at], pieces[last]
+    def _queue(self, operation: PythonOperation) -> None:
+        for piece in operation.pieces:
+            self._waiting[piece.queue][operation.request.kind & 1].put((operation, piece))
 
-    def _take(self, queue: _Queue) -> tuple[PythonOperation, int, Piece] | None:
-        """The next piece, reads first because backward waits for them; None after close."""
-        while True:
-            for direction in (1, 0):
-                if not queue.waiting[direction] or queue.working[direction] >= queue.limit:
-                    continue
-                if not self._held[direction] or self._closed:
-                    return queue.waiting[direction].popleft()
-            if self._closed:
-                return None
-            queue.ready.wait()
-
-    def _work(self, number: int) -> None:
+    def _poll_events(self, waiting: SimpleQueue[Any]) -> None:
+        """Queue each operation when its event has completed, or fail it; in order."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         mark_worker()
-        queue = self._queues[number]
-        transfer = self._make_transfer()
-        try:
-            while True:
-                with self._lock:
-                    taken = self._take(queue)
-                    if taken is None:
-                        return
-                    operation, index, piece = taken
-                    del taken
-                    if not operation._claim():
-                        continue
-                    direction = operation.kind & 1
-                    queue.working[direction] += 1
-                    while self._held_begun[direction]:
-                        self._released.wait()
-                    skip = operation._error is not None
-                error = None
-                with self._lock:
-                    operation.began = operation.began or time.perf_counter()
-                    queue.begin(direction)
-                if not skip:
-                    try:
-                        transfer.run(operation, index, piece, queue.fd, queue.direct)
-                    except TransferError as failure:
-                        error = self._make_error(
-                            operation.kind,
-                            number,
-                            failure.code,
-                            failure.detail,
-                            failure.offset,
-                            piece.end - piece.start,
-                        )
-                    except Exception:
-                        # A bug: report it to whoever waits, and keep the worker running.
-                        logger.exception("a worker of the I/O pool failed")
-                        error = self._make_error(
-                            operation.kind, number, errno.EIO, ERRNO, piece.offset, piece.end - piece.start
-                        )
-                self._ended(operation, piece, queue, error, skip)
-                del operation, error
-        finally:
-            transfer.close()
+        prepared = False
+        while (operation := waiting.get()) is not None:
+            code = 0 if prepared else self._prepare()
+            prepared = not code
+            if prepared:
+                code = self._completion(operation)
+            with self._lock:  # behind `close` no worker would take it
+                if self._closed:
+                    operation.cancel()
+                elif not code:
+                    self._queue(operation)  # one that was cancelled is passed over by its workers
+            if code and operation.claim():
+                operation.error = self._error(operation, operation.pieces[0], code, EVENT, whole=True)
+                operation.finish()
 
-    def _ended(
-        self,
-        operation: PythonOperation,
-        piece: Piece,
-        queue: _Queue,
-        error: IOFailure | SourceChanged | None,
-        skip: bool,
+    def _completion(self, operation: PythonOperation) -> int:
+        """Wait for the event of an operation, unless that is cancelled. Return its error code, or 0."""
+        pause = _SHORTEST
+        while not self._closed:
+            operation.queried = True  # before `done()`: see `PythonOperation.cancel`
+            code = 0 if operation.done() else int(self._query(operation.request.event))
+            operation.queried = False
+            if code != NOT_READY:
+                return code
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST)
+        return 0
+
+    def _error(
+        self, operation: PythonOperation, piece: ImagePiece, code: int, detail: int, *, whole: bool = False
+    ) -> IOFailure | SourceChanged:
+        nbytes = operation.nbytes if whole else piece.end - piece.start
+        return self._make_error(operation.request.kind, piece.queue, code, detail, piece.offset, nbytes)
+
+    def _work(self, queue: int, direction: int) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        mark_worker()
+        transfer, activity = self._make_transfer(), self._activity[queue][direction]
+        waiting = self._waiting[queue][direction]
+        while (taken := waiting.get()) is not None:
+            operation, piece = taken
+            self._unheld[direction].wait()
+            if self._closed:
+                operation.cancel()
+            if operation.claim():
+                self._unheld_begun[direction].wait()
+                self._run(transfer, operation, piece, activity)
+            del taken, operation  # while it waits for the next one
+        waiting.put(None)  # for the other workers
+
+    def _run(
+        self, transfer: TransferPiece, operation: PythonOperation, piece: ImagePiece, activity: _Activity
     ) -> None:
+        """Transfer one piece, unless another one of its operation has failed, and end the operation after its last one."""
         with self._lock:
-            queue.working[operation.kind & 1] -= 1
+            skip = operation.error is not None
+            operation.began = operation.began or time.perf_counter()
+            activity.change(1)
+        error, digest = None, 0
+        if not skip:
+            try:
+                digest = transfer(operation, piece)
+            except TransferError as failure:
+                place = piece._replace(offset=failure.offset)
+                error = self._error(operation, place, failure.code, failure.detail)
+            except Exception:
+                # A bug: report it to whoever waits, and keep the worker running.
+                logger.exception("a worker of the I/O pool failed")
+                error = self._error(operation, piece, errno.EIO, ERRNO)
+        moved = (
+            0 if skip or error is not None else piece.end - max(piece.start, operation.request.page_offset)
+        )
+        with self._lock:
             self._pieces_ended += 1
-            moved = 0 if skip or error is not None else piece.end - max(piece.start, operation.page_offset)
-            queue.end(operation.kind & 1, moved)
-            operation._error = operation._error or error
-            operation._remaining -= 1
-            last = not operation._remaining
-        if not last:
-            return
-        if operation.kind & 1 and operation._error is None:
+            activity.change(-1, moved)
+            operation.error = operation.error or error
+            operation.digest = (operation.digest + digest) % (1 << 64)
+            operation.remaining -= 1
+            if operation.remaining:
+                return
+        if operation.request.digest:
+            operation.digest = operation.digest or 1
+        if operation.request.kind & 1 and operation.error is None:
             self._verify(operation)
-        with self._lock:
-            operation.seconds = time.perf_counter() - operation.began
-            operation._finish()
+        operation.seconds = time.perf_counter() - operation.began
+        operation.finish()
 
     def _verify(self, operation: PythonOperation) -> None:
         """Fail a read whose bytes differ from those written, or else from those submitted for writing."""
-        detail = 0
-        if operation.digesting and operation.digest != operation.expected:
-            detail = CORRUPTED
-        elif operation.checksum and memory.sample(operation.address, operation.nbytes) != operation.checksum:
-            detail = CHANGED
-        first = operation.first
-        if detail and first is not None:
-            operation._error = self._make_error(
-                operation.kind, first.queue, errno.EIO, detail, first.offset, operation.nbytes
+        request = operation.request
+        if request.digest and operation.digest != request.digest:
+            operation.error = self._error(operation, operation.pieces[0], errno.EIO, CORRUPTED, whole=True)
+        elif request.checksum and memory.sample(request.address, request.nbytes) != request.checksum:
+            operation.error = self._error(
+                operation, operation.pieces[0], errno.EIO, SOURCE_CHANGED, whole=True
             )
+
+
+def _bounced_transfer(files: Sequence[tuple[int, bool]]) -> TransferPiece:
+    """Make the function of one worker that transfers between the caller's memory, and files or the host tier."""
+    area = mmap.mmap(-1, BOUNCE)
+    bounce, at_bounce = memoryview(area), ctypes.addressof(ctypes.c_char.from_buffer(area))
+
+    def transfer(operation: PythonOperation, piece: ImagePiece) -> int:
+        request = operation.request
+        writing = not request.kind & 1
+        digest = mix(piece.start + 1) if request.digest else 0
+        if request.kind > READ:  # the offset is an address of the host tier
+            mine, nbytes = request.address + piece.start, piece.end - piece.start
+            if writing:
+                _copy_checked(piece.offset, mine, nbytes, piece)
+            else:
+                memory.copy(mine, piece.offset, nbytes)
+            return memory.digest(piece.offset, nbytes, digest) if digest else 0
+        fd, direct = files[piece.queue]
+        unit = ALIGNMENT if direct else 1
+        origin = request.address - request.page_offset
+        for at in range(piece.start, piece.end, BOUNCE):
+            # Bytes [first, end) of the image; those beside them in its blocks are zeros in the file.
+            first, end = max(at, request.page_offset), min(at + BOUNCE, piece.end)
+            if first >= end:
+                continue
+            lead, stop, whole = first - at, end - at, -(-(end - at) // unit) * unit
+            if writing:
+                bounce[:lead], bounce[stop:whole] = bytes(lead), bytes(whole - stop)
+                _copy_checked(at_bounce + lead, origin + first, end - first, piece)
+            _call(fd, bounce[:whole], piece.offset + at - piece.start, writing=writing, direct=direct)
+            digest = memory.digest(at_bounce + lead, end - first, digest) if digest else 0
+            if not writing:
+                memory.copy(origin + first, at_bounce + lead, end - first)
+        return digest
+
+    return transfer
+
+
+def _copy_checked(target: int, source: int, nbytes: int, piece: ImagePiece) -> None:
+    code = memory.copy_checked(target, source, nbytes)
+    if code:
+        raise TransferError(code, ERRNO, piece.offset)
+
+
+def _call(fd: int, part: memoryview, offset: int, *, writing: bool, direct: bool) -> None:
+    """Call preadv or pwritev until every byte is transferred. Raises TransferError."""
+    while part:
+        try:
+            done = os.pwritev(fd, [part], offset) if writing else os.preadv(fd, [part], offset)
+        except OSError as error:
+            raise TransferError(error.errno or errno.EIO, ERRNO, offset) from error
+        if done < len(part) and direct:
+            done -= done % _SECTOR  # the rest is transferred again
+        if done == 0:
+            raise TransferError(errno.EIO, NOTHING_WRITTEN if writing else END_OF_FILE, offset)
+        offset, part = offset + done, part[done:]
 
 
 def _joined(thread: threading.Thread, timeout: float) -> bool:

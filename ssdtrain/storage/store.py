@@ -21,7 +21,7 @@ from ssdtrain.storage.errors import StoreClosed
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.metrics import StoreMetrics, transfers_since
-from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, DEVICE_READ, DEVICE_WRITE, READ, WRITE
+from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, DEVICE_READ, DEVICE_WRITE, READ, WRITE, Request
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
 from ssdtrain.storage.signal_safe_lock import (
     holds_signal_safe_lock,
@@ -299,7 +299,7 @@ class SpillStore:
         self.close()
 
     def after_fork(self) -> None:
-        """In a forked child: close the files, so that the child does not keep their space allocated."""
+        """Close the files in a forked child, so that the child does not keep their space allocated."""
         self._closed = True
         for slab in self._slabs:
             slab.close()
@@ -322,11 +322,12 @@ class SpillStore:
             page_offset = address % ALIGNMENT if kind == WRITE and slot._lease is None else 0
         if slot._lease is not None:
             kind = COPY_OUT if kind == READ else COPY_IN
+        request = Request(
+            kind, address, slot.nbytes, page_offset, slot._extents, event, defer, checksum, digest
+        )
         # Else the space of a transfer that the slot does not know is used again during it.
         with self._submitting:
-            operation = self.pool.submit(
-                kind, address, slot.nbytes, page_offset, slot._extents, event, defer, checksum, digest
-            )
+            operation = self.pool.submit(*request)
             slot.record(operation, None if kind & 1 else page_offset)
         return operation
 

@@ -28,13 +28,13 @@ WINDOW = 8
 """Slots per drive between two measurements. About four are under way at a time, whose bytes are not counted yet."""
 
 WEIGHT_OF_OLD = 0.75
-"""Of what was measured before a window, against what is measured in it."""
+"""Weight of what was measured before a window, against what is measured in it."""
 
 LEAST_WINDOWS = 3
 """Before the drives are distinguished."""
 
 FORGOTTEN = 0.8
-"""By which a drive without transfers is taken to be faster, for each window in which others had some."""
+"""Factor by which a drive without transfers is taken to be faster, for each window in which others had some."""
 
 
 class _Measured:

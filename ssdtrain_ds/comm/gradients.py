@@ -135,7 +135,7 @@ class Buckets:
         self._numbers = {id(parameter): n for n, parameter in enumerate(engine.module.parameters())}
 
     def of_stage_1_and_2(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Traffic:
-        """Of one call of `average_tensor`: a bucket of each process group."""
+        """Return the traffic of one call of `average_tensor`: a bucket of each process group."""
         groups: dict[Any, list[torch.nn.Parameter]] = {}
         for parameter, group in _compat_comm.parameters_of_bucket(self._optimizer, args):
             groups.setdefault(group, []).append(parameter)
@@ -154,7 +154,8 @@ class Buckets:
         return Traffic(self._comm, "dp", bucket)
 
     def of_stage_3(self, *args: Any, **kwargs: Any) -> Traffic:
-        """Of one call that reduces and partitions: whole gradients in the order of filling, or each rank's parts."""
+        """Return the traffic of one call that reduces and partitions: whole gradients in the order of filling, or each rank's
+        parts."""
         as_filled = _compat_comm.parameters_of_zero_3_bucket(self._optimizer, args)
         by_id = sorted(as_filled, key=_compat_comm.zero_id)
         name = name_of("zero3", (self._numbers[id(p)] for p in by_id))

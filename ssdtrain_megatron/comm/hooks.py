@@ -141,7 +141,7 @@ class Hooks:
 
     def _of_caller(self, module: str) -> Interception | None:
         """See Note: [Whose call it is]."""
-        if module == _compat_comm.BUFFERS:
+        if module == _compat_comm.GRADIENT_BUFFERS:
             return self._buffers
         from_engine = module.startswith(TRANSFORMER_ENGINE) and LEFT_OUT not in module
         return self._layers if from_engine or module in _compat_comm.TENSOR_PARALLEL else None

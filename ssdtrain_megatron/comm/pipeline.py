@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssdtrain.comm import Communicator
+from ssdtrain.integration.patching import Function
 
 __all__ = ["Pipeline"]
 
-Function = Callable[..., Any]
 
 # What Megatron's functions call their tensors -> (what is sent, the peer's argument), in the order in which they issue them.
 _MESSAGES = {
@@ -72,7 +72,7 @@ class Pipeline:
         self._sent_alone: Counter[tuple[str, int, bool]] = Counter()
 
     def batched(self, plain: Function) -> Function:
-        """In the place of `_batched_p2p_ops`, which returns a list of handles."""
+        """Replace `_batched_p2p_ops`, which returns a list of handles."""
 
         def batched_p2p_ops(**arguments: Any) -> Any:
             coded = self._code(arguments)
@@ -83,7 +83,7 @@ class Pipeline:
         return batched_p2p_ops
 
     def ordered(self, plain: Function) -> Function:
-        """In the place of `_p2p_ops`, which returns handles by name: "send_next" and so on."""
+        """Replace `_p2p_ops`, which returns handles by name: "send_next" and so on."""
 
         def p2p_ops(**arguments: Any) -> Any:
             coded = self._code(arguments)

@@ -13,9 +13,9 @@ DIRTY = 0xA5
 """Value of the bytes of a buffer before anything is encoded into it."""
 
 
-def payload(codec: Codec, x: Tensor, key: Key | None = KEY) -> Tensor:
+def payload(codec: Codec, x: Tensor, key: Key | None = KEY, dirty: int = DIRTY) -> Tensor:
     """The payload of `x` alone, encoded into a dirty buffer so that every byte has to be written."""
-    buf = torch.full((codec.max_payload_bytes(x.numel(), x.dtype),), DIRTY, dtype=torch.uint8)
+    buf = torch.full((codec.max_payload_bytes(x.numel(), x.dtype),), dirty, dtype=torch.uint8)
     return buf[: codec.encode(x, buf, key)]
 
 

@@ -18,7 +18,7 @@ NUMBERS = {"cap": "fp32", "lowest": "fp32", "unit": "fp32"}
 
 
 def ptx(kernel: object, types: dict[str, str], constants: dict[str, object]) -> str:
-    names = kernel.arg_names  # type: ignore[attr-defined]
+    names = kernel.arg_names
     signature = {
         n: "constexpr" if n in constants else (POINTERS | NUMBERS | types).get(n, "i32") for n in names
     }

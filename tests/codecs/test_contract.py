@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ssdtrain.codecs import (
-    ALIGNMENT,
     HEADER_BYTES,
+    PAYLOAD_ALIGNMENT,
     Codec,
     FixedSizeCodec,
     Key,
@@ -47,7 +47,7 @@ def codec(request: pytest.FixtureRequest) -> Codec:
 def test_any_length_of_any_float_comes_back(codec: Codec, numel: int, dtype: torch.dtype) -> None:
     x = randn(numel, dtype=dtype)
     buf = payload(codec, x)
-    assert buf.numel() % ALIGNMENT == 0
+    assert buf.numel() % PAYLOAD_ALIGNMENT == 0
     if isinstance(codec, FixedSizeCodec):
         assert buf.numel() == codec.payload_bytes(numel, dtype)
     y = decoded(codec, buf, x)
@@ -57,6 +57,16 @@ def test_any_length_of_any_float_comes_back(codec: Codec, numel: int, dtype: tor
     assert (
         (y - x).abs().max() <= 0.6 * (x.max() - x.min()).clamp(min=x.abs().max()) if numel else y.numel() == 0
     )
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("spec", [*SPECS, "int2:block=32", "int2:block=32,hadamard"])
+def test_every_byte_of_a_payload_is_written(spec: str, backend: str) -> None:
+    """No byte of whatever was in the memory before goes over the wire or to a drive."""
+    codec = make_codec(spec, backend)
+    for numel in (1, 31, 96, 127, 129, 1000):
+        x = randn(numel)
+        assert torch.equal(payload(codec, x), payload(codec, x, dirty=0xFF))
 
 
 def test_the_payload_has_the_stated_bits_per_value(codec: Codec) -> None:

@@ -33,7 +33,7 @@ def test_float8_errs_by_half_a_unit_of_the_value_or_of_the_smallest_step(
     y = codec.roundtrip(x).double()
     unit, step = FLOAT8[name]
     largest = torch.cat([x, torch.zeros(-x.numel() % block)]).view(-1, block).abs().amax(1).double()
-    scale = (largest * (1 + 2**-7)).clamp(min=2.0**-126 * torch.finfo(codec.dtype).max)  # type: ignore[attr-defined]
+    scale = (largest * (1 + 2**-7)).clamp(min=2.0**-126 * torch.finfo(codec.dtype).max)
     least = (scale * step / 2).repeat_interleave(block)[: x.numel()]
     assert (
         (y - x.double()).abs() <= (unit * x.double().abs()).maximum(least) * (1 + 2**-20) + 2.0**-149

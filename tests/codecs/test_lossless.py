@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ssdtrain.codecs import (
-    ALIGNMENT,
+    PAYLOAD_ALIGNMENT,
     FixedSizeCodec,
     PayloadError,
     VariableSizeCodec,
@@ -17,7 +17,7 @@ from ssdtrain.codecs import (
     make_fixed_size_codec,
     payload_finite,
 )
-from ssdtrain.codecs.base import DTYPES
+from ssdtrain.codecs.base import PAYLOAD_DTYPES
 from tests.codecs.common import FLOATS, decoded, payload, randn
 
 LOSSLESS = make_codec("lossless")
@@ -34,7 +34,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 @settings(max_examples=150, deadline=None)
 @given(
     data=st.binary(max_size=600),
-    dtype=st.sampled_from([d for d in DTYPES if d != torch.bool]),
+    dtype=st.sampled_from([d for d in PAYLOAD_DTYPES if d != torch.bool]),
     repeat=st.sampled_from([1, 50]),
 )
 def test_any_bits_of_any_dtype_come_back(data: bytes, dtype: torch.dtype, repeat: int) -> None:
@@ -45,7 +45,7 @@ def test_any_bits_of_any_dtype_come_back(data: bytes, dtype: torch.dtype, repeat
         else torch.empty(0, dtype=dtype)
     )
     buf = payload(LOSSLESS, x)
-    assert buf.numel() % ALIGNMENT == 0
+    assert buf.numel() % PAYLOAD_ALIGNMENT == 0
     assert buf.numel() <= LOSSLESS.max_payload_bytes(x.numel(), dtype)
     assert same_bits(LOSSLESS.decode(buf, torch.empty_like(x)), x)
 

@@ -13,7 +13,7 @@ from ssdtrain.codecs.fp8 import Float8Block
 from ssdtrain.codecs.hadamard import Hadamard
 from ssdtrain.codecs.lossless import Lossless
 from ssdtrain.codecs.zfp import Zfp
-from ssdtrain.config.codecs import CODECS, parse_codec
+from ssdtrain.config.codecs import CODEC_KINDS, parse_codec
 from ssdtrain.config.errors import InvalidValue
 
 
@@ -63,11 +63,11 @@ def test_a_bad_parameter_says_what_is_possible(spec: str, message: str) -> None:
 
 VALUES = "0 1 2 8 16 22 23 32 48 64 96 128 256 512 2.25 2.0 8.1 1e400 nan e4m3 e5m2 e3m4 nearest stochastic up -1 ٣"
 values = st.sampled_from(["", " 8", *VALUES.split()])
-keys = sorted({key for kind in CODECS.values() for key in kind.parameters})
+keys = sorted({key for kind in CODEC_KINDS.values() for key in kind.parameters})
 
 
 @given(
-    st.sampled_from(sorted(CODECS)),
+    st.sampled_from(sorted(CODEC_KINDS)),
     st.dictionaries(st.sampled_from(keys), st.none() | values, max_size=3),
 )
 @settings(deadline=None, max_examples=400)
@@ -82,14 +82,16 @@ def test_the_config_accepts_what_can_be_made(name: str, given_values: dict[str, 
         return
     codec = make_codec(spec)
     assert make_codec(codec.spec) == codec
-    assert CODECS[asked.name].fixed_size == isinstance(codec, FixedSizeCodec) or "sparse" in given_values
-    assert CODECS[asked.name].floats == (torch.float32 in codec.inputs)
+    assert CODEC_KINDS[asked.name].fixed_size == isinstance(codec, FixedSizeCodec) or "sparse" in given_values
+    assert CODEC_KINDS[asked.name].floats == (torch.float32 in codec.inputs)
 
 
 def _class_accepts(name: str, key: str, text: str | None) -> bool:
     """Whether the codec's class takes the value, asked of the class and not of the config's table."""
     if text is None or key in ("asymmetric", "sparse"):
-        return text is None and key in CODECS[name].parameters and CODECS[name].parameters[key].switch
+        return (
+            text is None and key in CODEC_KINDS[name].parameters and CODEC_KINDS[name].parameters[key].switch
+        )
     makers: dict[str, Callable[[], object]] = {
         "block": lambda: IntBlock(8, int(text)),
         "round": lambda: IntBlock(8, 64, text),
@@ -98,7 +100,7 @@ def _class_accepts(name: str, key: str, text: str | None) -> bool:
         "rate": lambda: Zfp(float(text)),
         "level": lambda: Lossless(int(text)),
     }
-    if key not in CODECS[name].parameters or not text.isascii() or text != text.strip():
+    if key not in CODEC_KINDS[name].parameters or not text.isascii() or text != text.strip():
         return False
     try:
         makers[key]()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.two_nodes.ranks import CHANNEL
 from ssdtrain.comm import Bucket
+from tests.comm.test_bytes import waited
 from tests.comm.test_collectives import make, values
 
 SHARE = 300_000
@@ -48,27 +49,18 @@ def call(
 ) -> None:
     own = slice(rank * SHARE, (rank + 1) * SHARE)
     whole = weights.setdefault(bucket.name, values(rank, 2 * SHARE, dtype))
-    work = None
     if kind == "all_reduce":
-        work = comm and comm.all_reduce(whole, "dp", bucket=bucket)
-        if work is None:
+        if not (comm and waited(comm.all_reduce(whole, "dp", bucket=bucket))):
             dist.all_reduce(whole)
     elif kind == "reduce_scatter":
         out = torch.empty(SHARE, dtype=dtype)
-        work = comm and comm.reduce_scatter(out, whole, "dp", bucket=bucket)
-        if work is None:
+        if not (comm and waited(comm.reduce_scatter(out, whole, "dp", bucket=bucket))):
             dist.reduce_scatter_tensor(out, whole)
-    else:
-        verb = comm and (
-            comm.gather_weights
-            if kind == "weights"
-            else lambda a, b, g, c: comm.all_gather(a, b, "zero_gather", g, c)
-        )
-        work = verb and verb(whole, whole[own], None, bucket)
-        if work is None:
+    elif kind == "weights":
+        if not (comm and waited(comm.gather_weights(whole, whole[own], None, bucket))):
             dist.all_gather_into_tensor(whole, whole[own].clone())
-    if work is not None:
-        work.wait()
+    elif not (comm and waited(comm.all_gather(whole, whole[own], "zero_gather", None, bucket))):
+        dist.all_gather_into_tensor(whole, whole[own].clone())
 
 
 if __name__ == "__main__":

@@ -22,6 +22,11 @@ SPECS = ("int8", "int4:hadamard", "bf16", "off/int8", "int8/int4", "zfp:rate=16"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def waited(work: Any) -> bool:
+    """Wait for a call, unless it is sent uncompressed."""
+    return work is not None and work.wait()
+
+
 def ranges(chance: random.Random, numel: int) -> tuple[tuple[int, int], ...]:
     """Excluded elements: none, few, one large table at either end, nearly all, all."""
     kind = chance.randrange(6)
@@ -42,7 +47,7 @@ def ranges(chance: random.Random, numel: int) -> tuple[tuple[int, int], ...]:
 @contextmanager
 def handed_over(sent: list[int]) -> Iterator[None]:
     """Counts in `sent` what is handed to torch for other ranks while it lives: all of it, and what is there to agree."""
-    exchange, gather = algorithms._all_to_all, algorithms._all_gather
+    exchange, gather = algorithms._all_to_all, algorithms.plain_all_gather
 
     def all_to_all(out: Any, packed: Any, receives: Any, sends: Any, **more: Any) -> Any:
         sent[0] += packed.nbytes
@@ -59,12 +64,12 @@ def handed_over(sent: list[int]) -> Iterator[None]:
         return agree(tensor, **more)
 
     agree = references._all_reduce
-    algorithms._all_to_all, algorithms._all_gather = all_to_all, all_gather
+    algorithms._all_to_all, algorithms.plain_all_gather = all_to_all, all_gather
     references._all_reduce = all_reduce
     try:
         yield
     finally:
-        algorithms._all_to_all, algorithms._all_gather = exchange, gather
+        algorithms._all_to_all, algorithms.plain_all_gather = exchange, gather
         references._all_reduce = agree
 
 
@@ -79,23 +84,17 @@ def one_case(comm: Communicator, number: int, rank: int) -> None:
     own = slice(rank * share, (rank + 1) * share)
     whole = values(rank + number, share * ranks, dtype)
     if kind == "all_reduce":
-        if (work := comm.all_reduce(whole.clone(), "dp", bucket=bucket)) is not None:
-            work.wait()
+        waited(comm.all_reduce(whole.clone(), "dp", bucket=bucket))
     elif kind == "reduce_scatter":
-        if (
-            work := comm.reduce_scatter(torch.empty(share, dtype=dtype), whole, "dp", bucket=bucket)
-        ) is not None:
-            work.wait()
+        waited(comm.reduce_scatter(torch.empty(share, dtype=dtype), whole, "dp", bucket=bucket))
     elif kind == "all_gather":
-        if (work := comm.all_gather(whole, whole[own].clone(), "zero_gather", bucket=bucket)) is not None:
-            work.wait()
+        waited(comm.all_gather(whole, whole[own].clone(), "zero_gather", bucket=bucket))
     elif kind == "all_to_all":
         counts = [[chance.randrange(0, 90) for _ in range(ranks)] for _ in range(ranks)]
         sends, receives = counts[rank], [row[rank] for row in counts]
         tokens = values(rank, 5 * sum(sends), dtype).view(-1, 5)
         out = torch.empty(sum(receives), 5, dtype=dtype)
-        if (work := comm.all_to_all(out, tokens, "ep", receives, sends)) is not None:
-            work.wait()
+        waited(comm.all_to_all(out, tokens, "ep", receives, sends))
     else:
         replica = torch.zeros(share * ranks, dtype=dtype)
         for step in range(3):
@@ -103,11 +102,8 @@ def one_case(comm: Communicator, number: int, rank: int) -> None:
             plain = torch.empty_like(replica)
             dist.all_gather_into_tensor(plain, mine)
             replica[own] = mine
-            work = comm.gather_weights(replica, replica[own], None, bucket)
-            if work is None:
+            if not waited(comm.gather_weights(replica, replica[own], None, bucket)):
                 replica.copy_(plain)
-            else:
-                work.wait()
             for a, b in bucket.uncompressed_ranges:
                 assert torch.equal(replica[a:b], plain[a:b]), "excluded weights come as they are"
 
@@ -150,11 +146,8 @@ def large_vocabulary(rank: int, dtype: torch.dtype) -> Any:
     bucket = Bucket("weights", ((0, table),))
     for step in range(3):
         replica[own] += 0.01 * values(10 * step + rank, share, dtype)
-        work = comm.gather_weights(replica, replica[own], None, bucket)
-        if work is None:
+        if not waited(comm.gather_weights(replica, replica[own], None, bucket)):
             dist.all_gather_into_tensor(replica, replica[own].clone())
-        else:
-            work.wait()
     found = comm.metrics()["zero_gather"]
     # The first gather is in full.
     plain = AllGather.ring_bytes(replica.nbytes, ranks)
@@ -170,10 +163,8 @@ def updates(rank: int, share: int) -> Any:
         replica[own] = values(rank + 7 * step, share, torch.bfloat16)
         with handed_over(sent):
             work = comm.gather_weights(replica, replica[own], None, Bucket("weights"))
-        if work is None:
+        if not waited(work):
             dist.all_gather_into_tensor(replica, replica[own].clone())
-        else:
-            work.wait()
         comm.step_end()
     found = comm.metrics()["zero_gather"]
     plain = AllGather.ring_bytes(replica.nbytes, 4)
@@ -216,10 +207,7 @@ def with_excluded(rank: int, how: str, kind: str) -> Any:
     else:
         after = torch.empty(numel)
         work = comm.all_gather(after, mine[own].clone(), "zero_gather", bucket=bucket)
-        expected = torch.cat([part[i * numel // ranks :][: numel // ranks] for i, part in enumerate(before)])[
-            None
-        ]
-    assert work is not None
+        expected = torch.cat([part.chunk(ranks)[i] for i, part in enumerate(before)])[None]
     work.wait()
     start = own.start if kind == "reduce_scatter" else 0
     places = slice(max(256 - start, 0), min(3000 - start, after.numel()))
@@ -253,7 +241,6 @@ def with_repeated_parameters(rank: int) -> bool:
     plain = mine.clone()
     dist.all_reduce(plain)
     work = comm.all_reduce(mine, "dp", bucket=Bucket("b", ((256, 3000),)))
-    assert work is not None
     work.wait()
     return torch.equal(mine[256:3000], plain[256:3000])
 

@@ -114,11 +114,11 @@ class Looked(tuple[tuple[int, int], ...]):
     count = 0
 
     def __getitem__(self, at: object) -> object:
-        found = super().__getitem__(at)  # type: ignore[index]
+        found = super().__getitem__(at)
         Looked.count += len(found) if isinstance(at, slice) else 1
         return found
 
-    def __iter__(self) -> object:  # type: ignore[override]
+    def __iter__(self) -> object:
         Looked.count += len(self)
         return super().__iter__()
 

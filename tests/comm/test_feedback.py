@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ssdtrain.codecs import Key, make_fixed_size_codec
 from ssdtrain.comm import Bucket, adaptation
-from ssdtrain.comm.coding import Coder, Piece
+from ssdtrain.comm.coding import Coder, TensorPiece
 from ssdtrain.comm.feedback import Feedback
 from tests.comm.test_collectives import make, values
 from tests.support.ranks import on_ranks
@@ -26,14 +26,14 @@ def test_what_was_decoded_plus_the_residual_is_the_sum_of_the_gradients(spec: st
     feedback, coder = Feedback(kind), Coder(make_fixed_size_codec(spec), torch.float32)
     exact = ((10, 20), (990, 1000))
     sent, wanted = torch.zeros(1000), torch.zeros(1000)
-    out = torch.empty(coder.nbytes(Piece(sent, exact)), dtype=torch.uint8)
+    out = torch.empty(coder.nbytes(TensorPiece(sent, exact)), dtype=torch.uint8)
     kept_error = torch.zeros(1000)
     for step in range(STEPS):
         gradient = values(step, 1000)
         before = feedback.residual("piece")
-        feedback.encode("piece", coder, Piece(gradient, exact), out, Key(0, step))
+        feedback.encode("piece", coder, TensorPiece(gradient, exact), out, Key(0, step))
         decoded = torch.empty(1000)
-        coder.decode(out, Piece(decoded, exact))
+        coder.decode(out, TensorPiece(decoded, exact))
         # What an 8-bit residual loses of itself is the only thing that is lost.
         after = feedback.residual("piece")
         kept_error += gradient + (before if before is not None else 0) - decoded - after
@@ -69,9 +69,9 @@ def test_feedback_makes_a_sum_over_steps_several_times_better(gather: str) -> No
 def test_an_overflow_is_not_kept() -> None:
     feedback, coder = Feedback("int8"), Coder(make_fixed_size_codec("int4"), torch.float32)
     gradient = torch.ones(512)
-    out = torch.empty(coder.nbytes(Piece(gradient)), dtype=torch.uint8)
+    out = torch.empty(coder.nbytes(TensorPiece(gradient)), dtype=torch.uint8)
     gradient[3] = float("nan")
-    feedback.encode("piece", coder, Piece(gradient), out, Key(0))
+    feedback.encode("piece", coder, TensorPiece(gradient), out, Key(0))
     assert torch.isfinite(feedback.residual("piece")).all()
     assert feedback.clear() == 1
     assert feedback.residual("piece") is None
@@ -80,7 +80,7 @@ def test_an_overflow_is_not_kept() -> None:
 def test_a_rebuilt_bucket_drops_its_residual() -> None:
     feedback, coder = Feedback("fp32"), Coder(make_fixed_size_codec("int4"), torch.float32)
     for numel in (512, 640):
-        piece = Piece(torch.randn(numel))
+        piece = TensorPiece(torch.randn(numel))
         feedback.encode("piece", coder, piece, torch.empty(coder.nbytes(piece), dtype=torch.uint8), Key(0))
     assert feedback.rebuilt == 1
     feedback.step_end()
@@ -175,7 +175,7 @@ def test_bits_follow_the_error_and_are_the_same_on_all_ranks() -> None:
 
 def adapted_and_resumed(rank: int) -> Any:
     """A run is saved between two decisions; one goes on, one is loaded into a new process's communicator, one into a used one."""
-    adaptation.INTERVAL = 4
+    adaptation.DECISION_INTERVAL = 4
     options = {"dp": "int4:block=128,hadamard", "dp_gather": "int8", "feedback": "int8", "adapt": 0.05}
     whole, generator = dist.group.WORLD, torch.Generator()
     halves = dist.new_group([0, 1])  # a group of the same ranks, as frameworks make them
@@ -223,14 +223,14 @@ def test_a_residual_follows_the_loss_scale(kind: str) -> None:
     results = {}
     for growth in (1.0, 4.0):
         feedback, coder = Feedback(kind), Coder(make_fixed_size_codec("int4"), torch.float32)
-        out = torch.empty(coder.nbytes(Piece(torch.empty(1024))), dtype=torch.uint8)
+        out = torch.empty(coder.nbytes(TensorPiece(torch.empty(1024))), dtype=torch.uint8)
         for step in range(4):
             feedback.scale = growth if step >= 2 else 1.0
             gradient = values(step, 1024) * feedback.scale
-            feedback.encode("piece", coder, Piece(gradient), out, Key(0, step))
+            feedback.encode("piece", coder, TensorPiece(gradient), out, Key(0, step))
             feedback.step_end()
         decoded = torch.empty(1024)
-        coder.decode(out, Piece(decoded))
+        coder.decode(out, TensorPiece(decoded))
         results[growth] = decoded / growth, feedback.residual("piece") / growth
     for one, other in zip(results[1.0], results[4.0], strict=True):
         assert torch.equal(one, other)

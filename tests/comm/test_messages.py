@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from typing import Any
@@ -18,7 +17,8 @@ from ssdtrain.codecs.zfp import Zfp
 from ssdtrain.comm import Bucket, probe
 from ssdtrain.comm.routing import CHANGED, IN_FULL
 from tests.comm.test_collectives import make, values
-from tests.support.ranks import on_ranks
+from tests.support.logs import heard_warnings
+from tests.support.ranks import on_ranks, survivors
 from tests.support.tensors import all_equal
 from tests.support.tiers import tiered
 
@@ -116,18 +116,15 @@ class Clock:
 
 
 def slow(rank: int) -> Any:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ssdtrain").addHandler(handler)
+    records = heard_warnings()
     clock, encode = Clock(), Zfp.encode
-    probe.time = clock  # type: ignore[assignment]
+    probe.time = clock
 
     def slowly(self: Zfp, x: torch.Tensor, out: torch.Tensor, key: Key | None = None) -> int:
         clock.now += 0.5
         return encode(self, x, out, key)
 
-    Zfp.encode = slowly  # type: ignore[method-assign]
+    Zfp.encode = slowly
     comm = make(dp="zfp:rate=31", dp_gather="zfp:rate=31", probe=True)
     for _ in range(3):
         assert comm.all_reduce(values(rank, 300_000), "dp") is None
@@ -145,6 +142,10 @@ def test_a_codec_that_costs_more_than_it_saves_steps_back_loudly() -> None:
     (message,) = said[0]
     for part in ("comm.dp", "all_reduce", "MB from each rank", "GB/s", "[all ranks]"):
         assert part in message, message
+
+
+SMALL = {"min_bytes": 0, "warmup_steps": 0, "probe": False}
+"""Compresses everything, from the first step on."""
 
 
 class Small(nn.Module):
@@ -171,8 +172,7 @@ def trained(rank: int, how: str, comm: dict[str, Any] | None) -> Any:
         fully_shard(model)
     else:
         model = DistributedDataParallel(model, bucket_cap_mb=0.02)
-    small = {"min_bytes": 0, "warmup_steps": 0, "probe": False}
-    runtime = ssdtrain.attach(model, {"comm": {**small, **comm}}) if comm is not None else None
+    runtime = ssdtrain.attach(model, {"comm": {**SMALL, **comm}}) if comm is not None else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for step in range(6):
@@ -224,8 +224,7 @@ def gradients_of_a_list(rank: int, columns: bool, comm: dict[str, Any] | None) -
 @pytest.mark.parametrize("columns", [False, True])
 def test_modules_that_are_sharded_together_or_by_columns_are_compressed(columns: bool) -> None:
     plain, _ = on_ranks(2, gradients_of_a_list, columns, None)[0]
-    small = {"min_bytes": 0, "warmup_steps": 0, "probe": False}
-    lossy, figures = on_ranks(2, gradients_of_a_list, columns, {"dp": "int8", **small})[0]
+    lossy, figures = on_ranks(2, gradients_of_a_list, columns, {"dp": "int8", **SMALL})[0]
     assert (figures.calls, figures.compressed, dict(figures.fallbacks)) == (2, 2, {})
     for name, gradient in plain.items():
         excluded = name.startswith("1.") or name.endswith("bias")
@@ -253,8 +252,7 @@ def gradients_of_two_dimensions(_: int, comm: dict[str, Any] | None) -> Any:
 @pytest.mark.slow
 def test_shards_of_tensor_parallel_parameters_are_compressed() -> None:
     plain, _ = on_ranks(4, gradients_of_two_dimensions, None)[0]
-    small = {"min_bytes": 0, "warmup_steps": 0, "probe": False}
-    lossy, figures = on_ranks(4, gradients_of_two_dimensions, {"dp": "int8", **small})[0]
+    lossy, figures = on_ranks(4, gradients_of_two_dimensions, {"dp": "int8", **SMALL})[0]
     assert (figures.calls, figures.compressed, dict(figures.fallbacks)) == (1, 1, {})
     for name, gradient in plain.items():
         assert torch.equal(lossy[name], gradient) == name.endswith("bias"), name
@@ -268,13 +266,7 @@ def trained_with_steps(rank: int, wrapper: str, announced: bool, evaluates: bool
     torch.manual_seed(0)
     model: Any = Small()
     model = DistributedDataParallel(model) if wrapper == "ddp" else fully_shard(model)
-    comm = {
-        "dp": "int4:block=128,round=stochastic",
-        "feedback": "int8",
-        "warmup_steps": 2,
-        "min_bytes": 0,
-        "probe": False,
-    }
+    comm = {**SMALL, "dp": "int4:block=128,round=stochastic", "feedback": "int8", "warmup_steps": 2}
     runtime = ssdtrain.attach(model, {"comm": comm})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(6):
@@ -288,7 +280,6 @@ def trained_with_steps(rank: int, wrapper: str, announced: bool, evaluates: bool
             if rank == 0:  # a step is not over here: the others wait for this rank
                 model.module(values(step, 64 * 4).view(4, 64))
             dist.barrier()
-    assert runtime.comm is not None
     own = [p.to_local() if wrapper == "fsdp2" else p for p in model.parameters()]
     return runtime.comm.steps, [parameter.detach().clone() for parameter in own]
 
@@ -380,8 +371,6 @@ def abandoned(rank: int) -> str:
 
 
 def test_a_killed_peer_is_an_error_and_not_a_hang() -> None:
-    from tests.support.ranks import survivors
-
     (said,) = survivors(2, abandoned)
     assert ("onnection" in said or "peer" in said) and "imed out" not in said, said
 

@@ -105,7 +105,6 @@ def test_no_namespace_outlives_a_run_that_is_told_to_stop(nodes: Network, number
         [sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT
     )
     with process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         assert len(of_process(process.pid)) == 3
         process.send_signal(number)
@@ -117,7 +116,6 @@ def test_no_namespace_outlives_a_run_that_is_told_to_stop(nodes: Network, number
 def test_what_a_killed_run_left_is_swept_by_the_next(nodes: Network) -> None:
     process = subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, cwd=ROOT)
     with process:
-        assert process.stdout is not None
         process.stdout.readline()
         process.kill()
     assert len(of_process(process.pid)) == 3

@@ -11,15 +11,16 @@ import torch.distributed as dist
 
 from ssdtrain.codecs import kernels, make_fixed_size_codec
 from ssdtrain.codecs.base import Pieces
+from ssdtrain.comm import policy as policies
 from ssdtrain.comm import probe, topology
-from ssdtrain.comm.agreement import agreed_hosts
 from ssdtrain.comm.algorithms import Call, Coders
-from ssdtrain.comm.coding import Coder, Piece
+from ssdtrain.comm.coding import Coder, TensorPiece
+from ssdtrain.comm.communicator import agreed_hosts
 from ssdtrain.comm.meter import CommMetrics, Meter
 from ssdtrain.comm.notices import Notices
 from ssdtrain.comm.policy import DEVICE_CHUNK, Policy
 from ssdtrain.comm.routing import Router
-from ssdtrain.comm.work import CompressedWork, Streams
+from ssdtrain.comm.work import CompressedWork
 from ssdtrain.config import CommConfig, ConfigError
 from ssdtrain.planner.agreement import Agreement
 from tests.codecs.common import KEY
@@ -59,13 +60,17 @@ def test_a_codec_of_host_memory_is_an_error_at_start_where_it_is_named() -> None
         policy.for_device(CUDA)
 
 
-def test_a_preset_leaves_out_on_a_gpu_what_works_in_host_memory_and_says_so(
-    caplog: pytest.LogCaptureFixture,
+def test_a_preset_leaves_out_on_a_gpu_what_works_in_host_memory_and_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = Policy.from_config(CommConfig(preset="paper-mzhybrid")).for_device(CUDA)
     assert policy.rules["pp_forward"].off and policy.rules["pp_backward"].off
     assert policy.rules["dp"].inside == "zfp:rate=8"
     assert "pp_forward, pp_backward stay uncompressed" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(policies, "global_rank", lambda: 1)
+    Policy.from_config(CommConfig(preset="paper-mzhybrid")).for_device(CUDA)
+    assert not caplog.text
 
 
 def test_ranks_exchange_objects_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,20 +109,6 @@ def test_ranks_exchange_objects_on_their_own_device(monkeypatch: pytest.MonkeyPa
     agreement.exchange({}, False, ())
     agreement.decide(lambda: ())
     assert sent == [mine] * 6
-
-
-def test_every_dimension_has_a_stream_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-
-    def stream(device: torch.device, priority: int) -> object:
-        made.append(priority)
-        return object()
-
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    streams = Streams(CUDA)
-    assert streams.of("dp") is streams.of("dp") is not streams.of("tp")
-    assert made == [-1, -1]
-    assert Streams(torch.device("cpu")).of("dp") is None
 
 
 def test_the_probe_waits_for_its_own_stream_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +161,7 @@ def test_the_stream_of_the_tensors_device_waits_and_a_capture_is_not_timed(
         torch.cuda, "Event", lambda enable_timing: SimpleNamespace(record=lambda stream: None)
     )
     meter = Meter()
-    work = CompressedWork([iter(())], CommMetrics(), meter, FakeStream())  # type: ignore[arg-type,list-item]
+    work = CompressedWork([iter(())], CommMetrics(), meter, FakeStream())
     assert work.wait()
     assert streams[FakeStream.device].waited and not streams[None].waited
     assert len(meter._pending) == (0 if capturing else 1)
@@ -191,11 +182,11 @@ class Recording:
         return True
 
 
-def asked(outgoing: list[list[Piece]], index: int) -> list[tuple[int, Pieces]]:
+def asked(outgoing: list[list[TensorPiece]], index: int) -> list[tuple[int, Pieces]]:
     codec = Recording()
-    coder = Coder(codec, torch.float32)  # type: ignore[arg-type]
-    call = Call(None, Coders(coder, coder), coder, CommMetrics(), "dp|layer", KEY)  # type: ignore[arg-type]
-    size = coder.nbytes(Piece(outgoing[0][0].values))
+    coder = Coder(codec, torch.float32)
+    call = Call(None, Coders(coder, coder), coder, CommMetrics(), "dp|layer", KEY)
+    size = coder.nbytes(TensorPiece(outgoing[0][0].values))
     packed = torch.empty((len(outgoing) - 1) * size, dtype=torch.uint8)
     assert call.encode_for_peers(coder, outgoing, index, packed, "part") == bool(codec.asked)
     return codec.asked
@@ -203,9 +194,9 @@ def asked(outgoing: list[list[Piece]], index: int) -> list[tuple[int, Pieces]]:
 
 def test_shards_at_equal_distances_are_encoded_at_once() -> None:
     x = torch.zeros(4, 1000)
-    shards = [[Piece(row[:512])] for row in x]
+    shards = [[TensorPiece(row[:512])] for row in x]
     assert asked(shards, 2) == [(x.data_ptr(), Pieces(3, 1000, 16 + 16 + 512, 2))]
-    assert asked([[Piece(row[:512], ((0, 4),))] for row in x], 2) == []
-    assert asked([*shards[:3], [Piece(x[3, :500])]], 2) == []
+    assert asked([[TensorPiece(row[:512], ((0, 4),))] for row in x], 2) == []
+    assert asked([*shards[:3], [TensorPiece(x[3, :500])]], 2) == []
     assert asked([shards[0], shards[2], shards[1], shards[3]], 2) == []
     assert asked([[piece, piece] for (piece,) in shards], 2) == []

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -24,7 +23,6 @@ KiB = 1024
 
 def policy(**comm: Any) -> Policy:
     config = load_config({"comm": comm}).comm
-    assert config is not None
     return Policy.from_config(config)
 
 
@@ -67,13 +65,6 @@ def test_few_bits_begin_after_the_warm_up() -> None:
     assert found.codec("off", 0) is None
 
 
-def test_a_codec_without_fewer_bits_than_the_tensor_is_none() -> None:
-    found = policy(preset="balanced")
-    assert found.is_identity("bf16", torch.bfloat16)
-    assert not found.is_identity("bf16", torch.float32)
-    assert found.is_identity("raw", torch.float32)
-
-
 @pytest.mark.parametrize(
     ("nodes", "grid"),
     [
@@ -91,7 +82,7 @@ def test_the_grid_of_a_group(nodes: str, grid: tuple[tuple[int, ...], ...] | Non
     columns_ascend = grid is not None and all(list(c) == sorted(c) for c in zip(*grid, strict=True))
     assert found == (grid if columns_ascend else None)
     one_hop = grid_of(list(nodes), False)
-    assert one_hop is not None and sorted(sum(one_hop, ())) == list(range(len(nodes)))
+    assert sorted(sum(one_hop, ())) == list(range(len(nodes)))
 
 
 def test_ring_bytes_and_the_meters_account_of_a_fallback() -> None:
@@ -122,4 +113,4 @@ def test_a_torch_that_cannot_replace_the_reduction_of_fully_shard_is_named(
 
     monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter", raising=False)
     with pytest.raises(ValueError, match=r"torch 2\.9 or newer, and this is"):
-        fsdp.attach(nn.Linear(2, 2), None, bool)  # type: ignore[arg-type]
+        fsdp.attach(nn.Linear(2, 2), None, bool)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ssdtrain
-from ssdtrain.comm import Bucket, Policy
+from ssdtrain.comm import Bucket
 from ssdtrain.comm.notices import few_bytes_saved
 from ssdtrain.config import load_config
 from ssdtrain.runtime import Runtime
 from tests.comm.test_collectives import make, values
+from tests.comm.test_policy import policy
+from tests.support.logs import heard_warnings
 from tests.support.ranks import on_ranks
 
 
 def of_other_jobs(rank: int, comm: dict[str, Any]) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ssdtrain").addHandler(handler)
+    said = heard_warnings()
     communicator = make(**comm)
     messages = communicator.point_to_point
     for _ in range(3):
@@ -52,17 +50,13 @@ def test_a_dimension_that_is_configured_by_name_and_not_there_is_told() -> None:
 
 def skipping(rank: int, skipped: int) -> list[str]:
     """Weights are gathered after a step, and not where it was skipped, as by the loss scale of float16 in the first ones."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ssdtrain").addHandler(handler)
+    said = heard_warnings()
     communicator = make(dp="int8", zero_gather="int8", tp="int8")
     shares = [values(rank, 1000), values(1 - rank, 1000)][:: 1 - 2 * rank]
     for step in range(50):
         communicator.all_reduce(values(rank, 5000), "dp").wait()
         if step >= skipped:
             work = communicator.gather_weights(torch.cat(shares), shares[rank], None, Bucket("weights"))
-            assert work is not None
             work.wait()
         communicator.step_end(skipped=step < skipped)
     return said
@@ -75,7 +69,6 @@ def test_steps_that_are_skipped_are_none_of_the_first_ones() -> None:
 
 def journalled(rank: int, path: str) -> list[Any]:
     runtime = Runtime(load_config({"comm": {"dp": "int8", "probe": False}, "report": {"path": path}}))
-    assert runtime.comm is not None
     for _ in range(3):
         assert runtime.comm.all_reduce(values(rank, 5000), "dp") is None
         runtime.step_end()
@@ -87,12 +80,6 @@ def journalled(rank: int, path: str) -> list[Any]:
 def test_the_journal_has_the_reasons_of_what_went_uncompressed(tmp_path: Path) -> None:
     reasons = ["comm.dp: some messages go uncompressed: smaller than min_bytes"]
     assert on_ranks(2, journalled, str(tmp_path)) == [[reasons, None, None]] * 2
-
-
-def policy_of(**comm: Any) -> Policy:
-    config = load_config({"comm": comm}).comm
-    assert config is not None
-    return Policy.from_config(config)
 
 
 MIB = 2**20
@@ -124,18 +111,15 @@ def test_a_job_that_saves_few_bytes_is_told_at_start_what_to_change(
     share: float | None,
     remedy: str,
 ) -> None:
-    savings = few_bytes_saved(policy_of(**comm), False, parameters, dtypes)
+    savings = few_bytes_saved(policy(**comm), False, parameters, dtypes)
     if share is None:
         assert savings is None
     else:
-        assert savings is not None and round(savings[0], 2) == share and re.search(remedy, savings[1])
+        assert round(savings[0], 2) == share and re.search(remedy, savings[1])
 
 
 def with_a_large_table(rank: int) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ssdtrain").addHandler(handler)
+    said = heard_warnings()
     model = DistributedDataParallel(nn.Sequential(nn.Embedding(16384, 64), nn.Linear(64, 8)))
     ssdtrain.attach(model, {"comm": {"preset": "balanced"}}).close()
     return said

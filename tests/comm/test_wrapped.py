@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ssdtrain
 from tests.comm.test_collectives import values
 from tests.comm.test_messages import Small
+from tests.support.logs import heard_warnings
 from tests.support.ranks import on_ranks
 
 
@@ -44,10 +44,7 @@ def summed_by_replicas(rank: int) -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ssdtrain").addHandler(handler)
+    said = heard_warnings()
     model = fully_shard(Small(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
     runtime = ssdtrain.attach(model, {"comm": {"dp": "int8", "min_bytes": 0, "probe": False}})
     for step in range(3):
@@ -66,10 +63,7 @@ def test_sums_that_fsdp2_makes_by_itself_are_named() -> None:
 
 def stage_of_a_pipeline(rank: int) -> tuple[int, list[str]]:
     """Each of two stages reduces the gradients of its own two ranks, in a loop that announces no steps."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ssdtrain").addHandler(handler)
+    said = heard_warnings()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     first = rank < 2
     model = DistributedDataParallel(nn.Linear(64, 64), process_group=groups[rank // 2])
@@ -85,10 +79,8 @@ def stage_of_a_pipeline(rank: int) -> tuple[int, list[str]]:
         else:
             dist.recv(given := torch.empty(4, 64), rank - 2)
             model(given.requires_grad_()).sum().backward()
-            assert given.grad is not None
             dist.send(given.grad, rank - 2)
         optimizer.step()
-    assert runtime.comm is not None
     return runtime.comm.steps, [text for text in said if "step_end" in text]
 
 
@@ -107,7 +99,6 @@ def scaled(rank: int) -> Any:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, backoff_factor=2.0**-60)
-    assert runtime.comm is not None and runtime.comm.feedback is not None
     runtime.comm.loss_scale = scaler.get_scale
     found = []
     for step in range(3):

@@ -88,7 +88,6 @@ def train(stage: str) -> dict[str, Any]:
             engine.backward(loss_of(engine(tokens), labels))
             engine.step()
     runtime = ssdtrain_ds.runtime_of(engine)
-    assert runtime is not None and runtime.compact is not None
     counted = runtime.compact.compression.counted
     assert counted.saved_bytes * 4 == counted.input_bytes
     assert (counted.input_bytes > 0) == (stage != "one" or os.environ["RANK"] == "1")

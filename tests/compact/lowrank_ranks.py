@@ -30,7 +30,7 @@ def main(file: str) -> None:
     wrapped = DistributedDataParallel(model)
     reduced = 0
 
-    def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, which are strings here
+    def reduce(state, bucket):  # DDP reads annotations, which are strings here
         nonlocal reduced
         reduced += bucket.buffer().nbytes
         work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)

@@ -202,7 +202,7 @@ def main(name: str, file: str) -> None:
             forward_only=False,
         )
         optimizer.step()
-    counted = attachment.runtime.compact.compression.counted  # type: ignore[union-attr]
+    counted = attachment.runtime.compact.compression.counted
     saved = {
         "weights": {
             key: (

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import ssdtrain
 from ssdtrain.runtime import Runtime
 from tests.docs.blocks import block
+from tests.support.tensors import equal_by_name
 
 pytestmark = pytest.mark.slow
 
@@ -63,12 +64,7 @@ def attach(model: nn.Module, **section: Any) -> Runtime:
 
 
 def counted(runtime: Runtime) -> Any:
-    assert runtime.compact is not None
     return runtime.compact.compression.counted
-
-
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def savers_of_linear_inputs(model: nn.Module) -> set[str]:
@@ -124,7 +120,7 @@ def test_the_adapters_of_one_input_share_what_is_saved() -> None:
         assert counted(runtime).shared_inputs == LAYERS
     changed = {name for name in expected if not torch.allclose(found[name], expected[name], rtol=1e-4)}
     assert changed == {name for name in expected if ".lora_A." in name}
-    assert equal(gradients(model), expected)
+    assert equal_by_name(gradients(model), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -140,7 +136,7 @@ def test_frozen_layers_alone_change_no_bit(dtype: torch.dtype) -> None:
         norms = (2 * LAYERS - 1) * TOKENS * HIDDEN * 2 if dtype == torch.bfloat16 else 0
         assert counted(runtime).released_bytes == silu + norms
     assert expected
-    assert equal(found, expected)
+    assert equal_by_name(found, expected)
 
 
 def test_dropout_before_an_adapter() -> None:

@@ -28,7 +28,7 @@ def operands(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor
 
 @functools.cache
 def projections(kind: str) -> Projections:
-    return Projections(kind, 1)  # type: ignore[arg-type]
+    return Projections(kind, 1)
 
 
 def projected(
@@ -104,7 +104,7 @@ def test_autocast_saves_the_weight_itself_and_gives_gradients_of_its_dtype() -> 
     assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
     assert y.grad_fn.saved_tensors[1] is weight
     y.float().sum().backward()
-    assert weight.grad is not None and weight.grad.dtype == torch.float32
+    assert weight.grad.dtype == torch.float32
 
 
 def test_only_the_compressed_input_is_saved() -> None:

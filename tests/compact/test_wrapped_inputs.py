@@ -58,7 +58,7 @@ class Int8Weight(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
-            return Int8Linear.apply(*args, **(kwargs or {}))  # type: ignore[no-untyped-call]
+            return Int8Linear.apply(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -117,10 +117,9 @@ def test_layers_that_train_weights_of_such_a_class_are_refused_by_name_at_start(
     runtime = ssdtrain.attach(model, config | {"compact": {**section, "exclude": ["0", "2"]}})
     compressed = gradients(model)
     metrics = runtime.statistics()
-    assert metrics is not None and metrics.values()["compact/input_bytes"] > 0
+    assert metrics.values()["compact/input_bytes"] > 0
     runtime.close()
     for name, one, other in zip(["x", *dict(model.named_parameters())], plain, compressed, strict=True):
-        assert one is not None and other is not None
         assert torch.equal(one, other) == (name != "4.weight"), name
 
 
@@ -132,5 +131,4 @@ def test_frozen_weights_of_such_a_class_are_left_to_it() -> None:
         if name in ("0.weight", "2.weight"):
             assert one is None and other is None
         else:
-            assert one is not None and other is not None
             assert torch.equal(one, other) == (name != "4.weight"), name

@@ -201,7 +201,7 @@ def test_any_mapping_is_a_block() -> None:
 
 
 def test_a_capacity_holds_one_block_of_the_store() -> None:
-    assert kinds.BLOCK == ALIGNMENT
+    assert kinds.DRIVE_BLOCK == ALIGNMENT
     assert load_config({"offload": {"directories": "/a", "capacity": 4096, "min_bytes": 0}}).active
 
 

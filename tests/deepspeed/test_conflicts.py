@@ -13,7 +13,7 @@ import torch
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.integration.compatibility import check_conflicts, conflict_table
 from ssdtrain_ds import _compat_comm
-from ssdtrain_ds.conflicts import CONFLICTS
+from ssdtrain_ds.conflicts import DEEPSPEED_CONFLICTS
 from tests.deepspeed import models
 from tests.deepspeed.conftest import MakeEngine
 from tests.support.processes import ROOT
@@ -30,7 +30,7 @@ def on_nvme(section: str, path: str) -> dict[str, Any]:
 
 
 def check(block: dict[str, Any], written: dict[str, Any]) -> None:
-    check_conflicts(CONFLICTS, load_config(block), written)
+    check_conflicts(DEEPSPEED_CONFLICTS, load_config(block), written)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_so_do_patterns_that_name_nothing(block: dict[str, Any], words: str, mak
 
 
 def test_the_docs_have_the_table() -> None:
-    assert conflict_table(CONFLICTS) in (ROOT / "docs" / "deepspeed.md").read_text()
+    assert conflict_table(DEEPSPEED_CONFLICTS) in (ROOT / "docs" / "deepspeed.md").read_text()
 
 
 class Quantising:

@@ -1,19 +1,16 @@
-"""Scripts that nobody edits: the launcher and the autoload."""
+"""Scripts that nobody edits, under the launcher."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.two_nodes.ports import free_port
-from ssdtrain_ds.autoload import FILE, VARIABLE
 from ssdtrain_ds.launch import Command, UsageError, main, parse, set_single_process
 from tests.deepspeed import models
 from tests.deepspeed.conftest import environment
@@ -100,16 +97,14 @@ OF_A_LAUNCHER = (
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
-    VARIABLE,
 )
 
 
 def results_of(command: list[str], env: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    base = {key: value for key, value in environment().items() if key != VARIABLE}
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**base, **(env or {})},
+        env={**environment(), **(env or {})},
         capture_output=True,
         text=True,
         timeout=200,
@@ -183,85 +178,10 @@ def test_deepspeeds_launcher_runs_the_module_and_its_local_rank_reaches_the_scri
     assert found["saved_bytes"] > 0
 
 
-@pytest.fixture(scope="module")
-def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another environment with the packages of this one, whose site-packages are its own."""
-    directory = tmp_path_factory.mktemp("venv")
-    venv.create(directory, with_pip=False)
-    python = directory / "bin" / "python"
-    site = next((directory / "lib").glob("python*")) / "site-packages"
-    others = [path for path in sys.path if Path(path).name == "site-packages"]
-    (site / "others.pth").write_text("\n".join([*others, str(ROOT)]) + "\n")
-    return python
-
-
-def said(python: Path, *arguments: str, **env: str) -> str:
-    base = {key: value for key, value in os.environ.items() if key not in (VARIABLE, "PYTHONPATH")}
-    done = subprocess.run(
-        [str(python), *arguments],
-        cwd="/",
-        env={**base, **env},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_autoload_is_written_reported_and_removed_by_a_command(interpreter: Path) -> None:
-    command = ("-m", "ssdtrain_ds.autoload")
-    said(interpreter, *command, "remove")  # other tests install it
-    assert "not there" in said(interpreter, *command, "status")
-    assert FILE in said(interpreter, *command, "install")
-    assert "autoload is off" in said(interpreter, *command, "status")
-    assert "autoload is on" in said(interpreter, *command, "status", SSDTRAIN_DS="1")
-    assert "removed" in said(interpreter, *command, "remove")
-    assert "there is no" in said(interpreter, *command, "remove")
-
-
-def test_an_interpreter_starts_without_torch(interpreter: Path) -> None:
-    said(interpreter, "-m", "ssdtrain_ds.autoload", "install")
-    look = "import sys; print([name for name in ('torch', 'deepspeed', 'ssdtrain', 'ssdtrain_ds') if name in sys.modules])"
-    assert said(interpreter, "-c", look).strip() == "[]"
-    assert said(interpreter, "-c", look, SSDTRAIN_DS="1").strip() == "['ssdtrain_ds']"
-    assert said(interpreter, "-c", look, SSDTRAIN_DS="0").strip() == "[]"
-
-
 @pytest.mark.long
 @pytest.mark.distributed
-def test_with_the_variable_importing_deepspeed_is_enough(interpreter: Path, config: Path) -> None:
-    """Also after somebody asked whether deepspeed exists, as accelerate does."""
-    said(interpreter, "-m", "ssdtrain_ds.autoload", "install")
-    asked_first = (
-        "import importlib.util as u, runpy, sys; assert u.find_spec('deepspeed').loader.get_filename; "
-    )
-    run = f"sys.argv = ['x', {str(config)!r}]; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    (on,) = results_of([str(interpreter), "-c", asked_first + run], {VARIABLE: "1", "PYTHONPATH": ""})
-    (off,) = results_of([str(interpreter), "-c", asked_first + run], {"PYTHONPATH": ""})
-    assert on["saved_bytes"] > 0
-    assert off["saved_bytes"] is None
-    assert on["losses"] == off["losses"]
-
-
-@pytest.mark.long
-@pytest.mark.distributed
-def test_accelerate_launch_needs_only_the_variable(interpreter: Path, config: Path) -> None:
+def test_accelerate_launch_runs_the_module(config: Path) -> None:
     pytest.importorskip("accelerate", reason="it is among requirements-dev.txt")
-    said(interpreter, "-m", "ssdtrain_ds.autoload", "install")
-    launch = [str(interpreter), "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
-    (found,) = results_of([*launch, str(SCRIPT), str(config)], {VARIABLE: "1", "PYTHONPATH": ""})
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    (found,) = results_of([*launch, "-m", "ssdtrain_ds", str(SCRIPT), str(config)])
     assert found["saved_bytes"] > 0
-
-
-@pytest.mark.slow
-def test_the_loader_is_deepspeeds_own_after_the_import(interpreter: Path) -> None:
-    said(interpreter, "-m", "ssdtrain_ds.autoload", "install")
-    look = (
-        "import sys, deepspeed, ssdtrain_ds.autoload as a; "
-        "assert not isinstance(deepspeed.__spec__.loader, a._Loader); "
-        "assert not any(isinstance(f, a._Finder) and f.watched == 'deepspeed' for f in sys.meta_path); "
-        "print(hasattr(deepspeed.runtime.engine.DeepSpeedEngine.__init__, '__wrapped__'))"
-    )
-    assert said(interpreter, "-c", look, SSDTRAIN_DS="1", DS_ACCELERATOR="cpu").strip().endswith("True")

@@ -13,7 +13,7 @@ import ssdtrain_ds.checkpointing
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.planner.auto import AutoPlan
 from ssdtrain.planner.block_times import kind_of
-from ssdtrain_ds import _compat, _compat_compact
+from ssdtrain_ds import _compat
 from ssdtrain_ds.plan import plan_blocks
 from tests.deepspeed.conftest import MakeEngine, train
 
@@ -41,7 +41,7 @@ def test_blocks_are_planned_for_without_tiers_and_put_back(make_engine: MakeEngi
 def test_compiling_divided_layers_is_an_error_and_not_a_trace_without_end(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_compat_compact, "tensor_parallel_layers", lambda model: ["blocks.0.q_proj"])
+    monkeypatch.setattr(_compat, "tensor_parallel_layers", lambda model: ["blocks.0.q_proj"])
     engine = make_engine()
     with pytest.raises(ConfigError, match=r"ssdtrain\.offload.*engine\.compile.*AutoTP divides"):
         engine.compile()

@@ -170,6 +170,6 @@ def test_a_function_runs_inside_of_a_context_and_is_followed_by_a_call() -> None
     assert Derived().method(x=3) == [6]
     assert heard == [("in", 3), "out", ([6], 3)]
     with pytest.raises(TypeError):
-        Derived().method("one", 2)  # type: ignore[call-arg,arg-type]
+        Derived().method("one", 2)
     patches.undo()
     assert "method" not in vars(Derived)

@@ -52,7 +52,7 @@ def tracker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracker]:
 
     get_cuda_rng_tracker.__module__ = "some_library"
     for module in (library, importer):
-        module.get_cuda_rng_tracker = get_cuda_rng_tracker  # type: ignore[attr-defined]
+        module.get_cuda_rng_tracker = get_cuda_rng_tracker
         monkeypatch.setitem(sys.modules, module.__name__, module)
     yield found
     ssdtrain.checkpoint.unregister_random_state("some_library.get_cuda_rng_tracker")
@@ -82,7 +82,7 @@ def test_a_plan_restores_the_states_of_every_tracker(tracker: Tracker) -> None:
     with ssdtrain.attach(model, LEAST) as runtime:
         assert equal(expected, train(model))
         plan = auto_of(runtime).plan
-        assert plan is not None and plan.count("recompute")
+        assert plan.count("recompute")
     names = [name for name in ssdtrain.checkpoint._random if name.startswith("some_")]
     assert names == ["some_library.get_cuda_rng_tracker"]
 
@@ -91,7 +91,7 @@ def test_a_tracker_is_made_by_its_library_and_restored_from_then_on(
     tracker: Tracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library, made = sys.modules["some_library"], []
-    library._CUDA_RNG_STATE_TRACKER_INITIALIZED = False  # type: ignore[attr-defined]
+    library._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
     function = library.get_cuda_rng_tracker
     monkeypatch.setattr(Tracker, "get_states", lambda self: made.append(self) or dict(self.states))
     begin = dict(tracker.states)
@@ -102,10 +102,10 @@ def test_a_tracker_is_made_by_its_library_and_restored_from_then_on(
     model = Stack(Drops)
     with ssdtrain.attach(model, LEAST) as runtime:
         assert function() is tracker and not made
-        library._CUDA_RNG_STATE_TRACKER_INITIALIZED = True  # type: ignore[attr-defined]
+        library._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
         assert equal(expected, train(model))
         plan = auto_of(runtime).plan
-        assert plan is not None and plan.count("recompute")
+        assert plan.count("recompute")
 
 
 def test_a_tracker_without_states_stays_without_a_seed(

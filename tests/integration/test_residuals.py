@@ -25,7 +25,6 @@ def policy() -> Iterator[Policy]:
     if ours:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = load_config({"comm": {"preset": "balanced"}}).comm
-    assert config is not None
     yield Policy.from_config(config)
     if ours:
         dist.destroy_process_group()

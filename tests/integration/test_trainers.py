@@ -17,6 +17,7 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.runtime import Runtime
+from tests.support.tensors import equal_by_name
 
 pytestmark = pytest.mark.slow
 
@@ -51,16 +52,11 @@ def attached(model: nn.Module, directory: Path) -> Iterator[Runtime]:
 def offloaded(runtime: Runtime) -> int:
     """Bytes that were written, or would have been if backward had come later."""
     metrics = runtime.statistics()
-    assert metrics is not None and metrics.offload is not None
     return metrics.offload.offloaded_bytes + metrics.offload.avoided_write_bytes
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def tokenizer() -> Any:
@@ -153,7 +149,7 @@ def test_trl(make: Callable[..., Any], adapter: bool, tmp_path: Path) -> None:
             assert offloaded(runtime) > 0
         return weights(trainer.model)
 
-    assert same(trained(True), trained(False))
+    assert equal_by_name(trained(True), trained(False))
 
 
 class Net(nn.Module):
@@ -198,7 +194,7 @@ def test_accelerate(when: str, tmp_path: Path) -> None:
         return weights(mine), unwrapped(batch()).detach()
 
     (one, output), (other, expected) = trained(True), trained(False)
-    assert same(one, other) and torch.equal(output, expected)
+    assert equal_by_name(one, other) and torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("when", ["before setup", "after setup"])
@@ -226,7 +222,7 @@ def test_fabric(when: str, tmp_path: Path) -> None:
         model(batch())
         return weights(mine)
 
-    assert same(trained(True), trained(False))
+    assert equal_by_name(trained(True), trained(False))
 
 
 def test_lightning_with_a_step_that_calls_parts(tmp_path: Path) -> None:
@@ -267,4 +263,4 @@ def test_lightning_with_a_step_that_calls_parts(tmp_path: Path) -> None:
                 assert offloaded(runtime) > 0
         return weights(module)
 
-    assert same(trained(True), trained(False))
+    assert equal_by_name(trained(True), trained(False))

@@ -4,29 +4,21 @@ run each.
 
 from __future__ import annotations
 
-import importlib
-import json
 import logging
-import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 
 import ssdtrain_megatron
-from ssdtrain.config import ConfigError
-from ssdtrain_megatron import pretrain
 from ssdtrain_megatron.attachment import Attachment
 from ssdtrain_megatron.comm import Hooks
-from tests.megatron import training
 from tests.megatron.rows import INTERLEAVED, MOE, Row
 from tests.megatron.training import LENGTH, SEQUENCES, Trainer, layout
 
@@ -197,67 +189,6 @@ def loss_scale(directory: str) -> list[Any]:
                 scaler.scale.fill_(2.0 ** (number // 2))
                 norm = trainer.step(number)[1]
                 found.append([float(scaler.scale), comm.feedback.scale, residual_bytes(attachment), norm])
-    return found
-
-
-def spec(directory: str) -> dict[str, Any]:
-    """With --spec: what Megatron-LM does around the builder that imports the module, on a stand-in for its loop."""
-    file = Path(directory, f"config{dist.get_rank()}.yaml")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    offload = {"directories": directory, "min_bytes": 1024}
-    file.write_text(json.dumps({**BALANCED, "offload": offload}))
-    with trained(3, config={**BALANCED, "offload": offload}) as (trainer, _):
-        expected = trainer.weights()
-    with layout(REPLICAS), pytest.MonkeyPatch.context() as patch:
-        args = Namespace(
-            spec=["ssdtrain_megatron.spec", "layer_spec"], log_interval=2, save=directory, load=directory
-        )
-        loop: Any = ModuleType("megatron.training.training")
-        nothing = lambda *args, **kwargs: None  # noqa: E731
-        for name in ("setup_model_and_optimizer", "training_log", "print_rank_last"):
-            setattr(loop, name, nothing)
-        loop.get_tensorboard_writer = loop.get_wandb_writer = nothing
-        loop.get_args = lambda: args
-        loop.get_megatron_optimizer = plain = training.get_megatron_optimizer
-        loop.load_checkpoint = lambda model: (3, 0)
-        loop.save_checkpoint = lambda iteration, model: None
-        arguments: Any = ModuleType("megatron.training.arguments")
-        arguments.add_megatron_arguments = nothing
-        package: Any = ModuleType("megatron.training")
-        package.__path__, package.arguments, package.training = [], arguments, loop
-        patch.setitem(sys.modules, "megatron.training", package)
-        patch.setitem(sys.modules, "megatron.training.global_vars", Namespace(_GLOBAL_ARGS=args))  # type: ignore[arg-type]
-        patch.setenv("SSDTRAIN_CONFIG", str(file))
-        sys.modules.pop("ssdtrain_megatron.spec", None)
-        module = importlib.import_module("ssdtrain_megatron.spec")  # as the builder does
-        patch.setattr(training, "gpt_layer_spec", lambda **_: module.layer_spec)
-        unattached = ""
-        try:
-            Trainer(REPLICAS).step(0)
-        except ConfigError as error:
-            unattached = str(error)
-        patch.setattr(training, "get_megatron_optimizer", loop.get_megatron_optimizer)
-        trainer = Trainer(REPLICAS)
-        attachment = pretrain._attachment
-        assert attachment is not None and attachment.runtime.comm is not None
-        for number in range(3):
-            trainer.step(number)
-        found = {
-            "unattached": unattached,
-            "equal": trainer.weights() == expected,
-            "offloaded": attachment.statistics().offload.saved_bytes,
-            "recorder": str(module._recorder),
-            "compressed": attachment.runtime.comm.metrics()["dp"].compressed,
-        }
-        loop.save_checkpoint(3, trainer.chunks)
-        before = residual_bytes(attachment)
-        dist.barrier()
-        assert attachment.runtime.comm.feedback is not None
-        attachment.runtime.comm.feedback.clear()
-        loop.load_checkpoint(trainer.chunks)
-        found["residuals"] = [before, residual_bytes(attachment)]
-        pretrain.uninstall_pretrain()
-        found["restored"] = loop.get_megatron_optimizer is plain
     return found
 
 

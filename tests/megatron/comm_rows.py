@@ -56,7 +56,6 @@ CASES = (
     "overflow",
     "checkpoint",
     "loss_scale",
-    "spec",
     "transformer_engine",
     "compressed_inputs",
     "second_model",

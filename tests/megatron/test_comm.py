@@ -201,18 +201,6 @@ def test_residuals_follow_the_loss_scale_of_megatrons_optimizer(case: str) -> No
             assert 0 < float.fromhex(norm) < 100  # Megatron's, of unscaled gradients
 
 
-@of_case("spec")
-def test_a_layer_spec_with_a_comm_section_attaches_where_the_optimizer_is_made(case: str) -> None:
-    for found in results(case):
-        assert "get_megatron_optimizer" in found["unattached"]
-        assert found["equal"], "not the run that attach makes of the same config"
-        assert found["offloaded"] > 2**20 and found["recorder"] == "None"
-        assert found["compressed"] == 3
-        before, after = found["residuals"]
-        assert before == after > 0
-        assert found["restored"]
-
-
 @of_case("transformer_engine")
 def test_layers_of_transformer_engine_are_told_by_module_and_group(case: str) -> None:
     for found in results(case):

@@ -1,4 +1,4 @@
-"""An unmodified pretrain_gpt.py of Megatron-LM: launcher, patch, --spec, resume, exits.
+"""An unmodified pretrain_gpt.py of Megatron-LM: launcher, patch, resume, exits.
 
 Needs a checkout (MEGATRON_LM_DIR); megatron.training is on no package registry.
 """
@@ -185,36 +185,6 @@ def test_compressed_and_offloaded_tensor_parallelism_trains_and_says_what_it_sen
         assert float(loss) == pytest.approx(float(plain[iteration][0]), rel=1e-3)
     assert output.count("[ssdtrain] iteration") == 3
     assert re.search(r"offloaded/step: .* tp sent/step: \S+ \S+ \| tp without compression/step: ", output)
-
-
-@pytest.mark.timeout(600)
-def test_the_layer_spec_and_recomputation(tmp_path: Path) -> None:
-    file = tmp_path / "ssdtrain.yaml"
-    file.write_text(f"offload: {{directories: {tmp_path / 'ssd'}, min_bytes: 1KiB}}\n")
-    recompute = ["--recompute-granularity", "selective"]
-    expected = losses(start(1, [*ARRANGED, script(), *FLAGS, *recompute]))
-    spec = ["--spec", "ssdtrain_megatron.spec", "layer_spec"]
-    found = start(1, [*ARRANGED, script(), *FLAGS, *recompute, *spec], SSDTRAIN_CONFIG=str(file))
-    assert losses(found) == expected
-    assert (tmp_path / "ssd").is_dir() and list((tmp_path / "ssd").iterdir()) == []
-
-
-@pytest.mark.timeout(600)
-def test_the_layer_spec_with_a_comm_section_is_the_run_of_the_launcher(tmp_path: Path) -> None:
-    file = tmp_path / "ssdtrain.yaml"
-    file.write_text(
-        f"offload: {{directories: {tmp_path / 'ssd'}, min_bytes: 1KiB}}\n"
-        "comm: {preset: balanced, min_bytes: 0, probe: false, warmup_steps: 0}\n"
-    )
-    flags = [*FLAGS, "--train-iters", "3", "--attention-dropout", "0", "--hidden-dropout", "0"]
-    kept = ["--save", str(tmp_path / "saved"), "--save-interval", "3"]
-    launcher = start(2, [*ARRANGED, *LAUNCHER, script(), *flags, "--ssdtrain-config", str(file)])
-    spec = ["--spec", "ssdtrain_megatron.spec", "layer_spec", *kept]
-    found = start(2, [*ARRANGED, script(), *flags, *spec], SSDTRAIN_CONFIG=str(file))
-    assert len(losses(found)) == 3 and losses(found) == losses(launcher)
-    assert re.search(r"\[ssdtrain\] iteration 3 .*dp sent/step: ", found)
-    files = sorted((tmp_path / "saved" / "iter_0000003" / "ssdtrain_comm").iterdir())
-    assert [file.name for file in files] == ["rank_00000.pt", "rank_00001.pt"]
 
 
 @pytest.mark.timeout(600)

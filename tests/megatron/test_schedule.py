@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ssdtrain_megatron.schedule import Event, Schedule
+from ssdtrain_megatron.schedule import Schedule, ScheduledEvent
 
 Key = tuple[int, int]
 
@@ -39,13 +39,13 @@ class Recorder:
         self.told.append(("end",))
 
 
-def one_f_one_b(stages: int, stage: int, microbatches: int) -> list[Event]:
+def one_f_one_b(stages: int, stage: int, microbatches: int) -> list[ScheduledEvent]:
     """Megatron's schedule without interleaving: warm-up, steady, cool-down."""
     warmup = min(stages - stage - 1, microbatches)
-    events = [Event(False, 0, m) for m in range(warmup)]
+    events = [ScheduledEvent(False, 0, m) for m in range(warmup)]
     for m in range(microbatches - warmup):
-        events += [Event(False, 0, m + warmup), Event(True, 0, m)]
-    return events + [Event(True, 0, m) for m in range(microbatches - warmup, microbatches)]
+        events += [ScheduledEvent(False, 0, m + warmup), ScheduledEvent(True, 0, m)]
+    return events + [ScheduledEvent(True, 0, m) for m in range(microbatches - warmup, microbatches)]
 
 
 class Rank:
@@ -56,7 +56,7 @@ class Rank:
         self.schedule = Schedule(self.recorder, chunks)  # type: ignore[arg-type]
         self.outputs: dict[Key, torch.Tensor] = {}
 
-    def play(self, events: list[Event], microbatches: int) -> list[tuple[Any, ...]]:
+    def play(self, events: list[ScheduledEvent], microbatches: int) -> list[tuple[Any, ...]]:
         """What the runtime was told during these events."""
         self.recorder.told = []
         for event in events:
@@ -125,7 +125,7 @@ def test_without_a_pipeline_and_on_the_last_stage_nothing_is_kept() -> None:
 def test_a_tape_whose_backward_follows_at_once_is_kept_beside_others() -> None:
     rank = Rank(chunks=2)
     order = "F00 F01 F10 B10 F11 B11 B00 B01"
-    events = [Event(text[0] == "B", int(text[1]), int(text[2])) for text in order.split()]
+    events = [ScheduledEvent(text[0] == "B", int(text[1]), int(text[2])) for text in order.split()]
     rank.play(events, 2)
     told = rank.play(events, 2)
     kept = {entry[1] for entry in told if entry[0] == "forward" and entry[2]}
@@ -135,8 +135,8 @@ def test_a_tape_whose_backward_follows_at_once_is_kept_beside_others() -> None:
 def test_the_order_in_which_chunks_are_given_changes_nothing() -> None:
     """Given in the reverse order, the step begins on chunk 1."""
     order = "F00 F01 F10 B10 F11 B11 B00 B01"
-    events = [Event(text[0] == "B", int(text[1]), int(text[2])) for text in order.split()]
-    swapped = [Event(backward, 1 - chunk, microbatch) for backward, chunk, microbatch in events]
+    events = [ScheduledEvent(text[0] == "B", int(text[1]), int(text[2])) for text in order.split()]
+    swapped = [ScheduledEvent(backward, 1 - chunk, microbatch) for backward, chunk, microbatch in events]
     one, other = Rank(chunks=2), Rank(chunks=2)
 
     def renamed(entry: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from ssdtrain.config import load_config
 from ssdtrain.offload.policy import Action, ForwardProfile, SavedTensorInfo
 from ssdtrain.offload.region import Region
-from ssdtrain.runtime import Runtime
+from ssdtrain.runtime import Runtime, Seams
 from tests.support.filesystems import eventually
 from tests.support.filesystems import small_filesystem as small_filesystem  # a fixture
 from tests.support.tiers import tiered
@@ -81,7 +81,6 @@ class Parts:
 
 def only_slots(runtime: Runtime, count: int) -> None:
     """Let the engine hold at most `count` buffers at a time."""
-    assert runtime.engine is not None
     buffers = runtime.engine.buffers
     acquire = buffers.acquire
 
@@ -91,18 +90,16 @@ def only_slots(runtime: Runtime, count: int) -> None:
             return None
         return acquire(nbytes, page_offset)
 
-    buffers.acquire = acquire_few  # type: ignore[method-assign]
+    buffers.acquire = acquire_few
 
 
 def offload_parts(runtime: Runtime, *parts: float, **action: Any) -> None:
     """Let the engine offload these parts of regions, one after the other."""
-    assert runtime.engine is not None
     runtime.engine.policy = Parts(*parts, **action)
 
 
 def watch_loads(runtime: Runtime) -> list[bool]:
     """Of each load that begins from now on, whether backward has asked for it already."""
-    assert runtime.engine is not None
     loads = runtime.engine.mover.loads
     begin, asked = loads.begin, []
 
@@ -110,7 +107,7 @@ def watch_loads(runtime: Runtime) -> list[bool]:
         asked.append(on_demand)
         return begin(region, on_demand=on_demand)
 
-    loads.begin = begin_watched  # type: ignore[method-assign]
+    loads.begin = begin_watched
     return asked
 
 
@@ -164,7 +161,7 @@ def make_runtime(tmp_path: Path) -> Iterator[MakeRuntime]:
     made: list[Runtime] = []
 
     def make(variant: Variant = VARIANTS[0], **more: Any) -> Runtime:
-        build = {key: more.pop(key) for key in ("faults", "timeline", "checkpoint") if key in more}
+        build = {key: more.pop(key) for key in ("faults", "checkpoint") if key in more}
         directories = [str(tmp_path / f"ssdtrain-{len(made)}-{drive}") for drive in range(variant.drives)]
         section = {
             "directories": directories,
@@ -176,8 +173,8 @@ def make_runtime(tmp_path: Path) -> Iterator[MakeRuntime]:
         config: dict[str, Any] = {"offload": section}
         if "checkpoint" in build:
             config["checkpoint"] = build.pop("checkpoint")
-        runtime = Runtime(load_config(config), staged=variant.staged or None, **build)
-        assert runtime.engine is not None
+        seams = Seams(build.get("faults"), variant.staged or None)
+        runtime = Runtime(load_config(config), seams=seams)
         runtime.engine.mover.stores.bound = variant.bound
         if variant.slots is not None:
             only_slots(runtime, variant.slots)
@@ -202,7 +199,6 @@ def holds_nothing(runtime: Runtime) -> None:
 
     def left() -> tuple[int, ...]:
         found = runtime.statistics()
-        assert found is not None and runtime.engine is not None
         assert found.offload.live_regions == 0
         return found.store.live_slots, found.offload.in_flight_bytes, runtime.engine.buffers.allocated
 
@@ -211,7 +207,7 @@ def holds_nothing(runtime: Runtime) -> None:
 
 def settled(runtime: Runtime) -> None:
     """Wait until every store has ended."""
-    ended = eventually(lambda: not runtime.statistics().offload.in_flight_bytes)  # type: ignore[union-attr]
+    ended = eventually(lambda: not runtime.statistics().offload.in_flight_bytes)
     assert ended, "a store never ended"
 
 
@@ -228,7 +224,7 @@ def stored_forward(runtime: Runtime) -> Iterator[Any]:
     ids=lambda variant: variant.name,
 )
 def variant(request: pytest.FixtureRequest) -> Variant:
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@ that depends on the address give the same bits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,11 +44,18 @@ class Watch(torch.autograd.Function):
         return grad * x
 
 
-def comes_back(runtime: Runtime, offset: int, dtype: torch.dtype, *, thin: bool = False) -> None:
+def comes_back(
+    runtime: Runtime,
+    offset: int,
+    dtype: torch.dtype,
+    *,
+    thin: bool = False,
+    forward: Callable[[Runtime], Any] = stored_forward,
+) -> None:
     """Save a view that begins at an element, and look at what backward gets."""
     Watch.seen.clear()
     x = torch.randn(2 * ELEMENTS, requires_grad=True)
-    with stored_forward(runtime):
+    with forward(runtime):
         whole = (x * 4).to(dtype)
         view = (
             whole[offset:].view(-1)[: 8 * 700].view(700, 8)[:, 2:3]
@@ -68,13 +76,17 @@ WAYS = [*VARIANTS, *IN_PARTS]
 
 
 @pytest.mark.parametrize("codec", [None, "lossless"])
+@pytest.mark.parametrize("forward", [stored_forward, Runtime.forward], ids=["stored", "at-once"])
 @pytest.mark.parametrize("variant", WAYS, ids=lambda variant: variant.name)
 def test_a_view_comes_back_at_the_same_address_modulo_64(
-    make_runtime: MakeRuntime, variant: Variant, codec: str | None
+    make_runtime: MakeRuntime, variant: Variant, forward: Callable[[Runtime], Any], codec: str | None
 ) -> None:
-    runtime = make_runtime(variant, **({} if codec is None else {"codec": codec}))
+    """Also a thin one, whose bytes are copied together, and what backward gets before its store has ended."""
+    runtime = make_runtime(variant, codec=codec)
     for offset, dtype in ((0, torch.float32), (1, torch.float32), (15, torch.float32), (3, torch.bfloat16)):
-        comes_back(runtime, offset, dtype)
+        comes_back(runtime, offset, dtype, forward=forward)
+    comes_back(runtime, 13, torch.float32, thin=True, forward=forward)
+    assert runtime.statistics().offload.packed_bytes
 
 
 @pytest.mark.parametrize("prefetch", [0, "1MiB"])
@@ -83,20 +95,10 @@ def test_so_does_one_that_was_read_outside_of_the_arena(
     make_runtime: MakeRuntime, variant: Variant, prefetch: int | str
 ) -> None:
     runtime = make_runtime(variant, prefetch=prefetch)
-    assert runtime.engine is not None
     if not variant.staged:
-        runtime.engine.buffers.acquire = lambda nbytes, lead=0: None  # type: ignore[method-assign]
+        runtime.engine.buffers.acquire = lambda nbytes, lead=0: None
     comes_back(runtime, 7, torch.float32)
     comes_back(runtime, 5, torch.bfloat16)
-
-
-@pytest.mark.parametrize("variant", WAYS, ids=lambda variant: variant.name)
-def test_so_does_a_thin_view_whose_bytes_were_copied_together(
-    make_runtime: MakeRuntime, variant: Variant
-) -> None:
-    runtime = make_runtime(variant)
-    comes_back(runtime, 13, torch.float32, thin=True)
-    assert runtime.statistics().offload.packed_bytes  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("codec", [None, "lossless"])
@@ -104,28 +106,9 @@ def test_so_does_what_comes_by_gpudirect(
     make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, codec: str | None
 ) -> None:
     stand_in = install(monkeypatch, tmp_path)
-    runtime = make_runtime(ON, **({} if codec is None else {"codec": codec}))
+    runtime = make_runtime(ON, codec=codec)
     comes_back(runtime, 9, torch.float32)
     assert stand_in.read
-
-
-@pytest.mark.parametrize("codec", [None, "lossless"])
-@pytest.mark.parametrize("variant", WAYS, ids=lambda variant: variant.name)
-def test_so_does_what_backward_gets_before_its_store_has_ended(
-    make_runtime: MakeRuntime, variant: Variant, codec: str | None
-) -> None:
-    runtime = make_runtime(variant, **({} if codec is None else {"codec": codec}))
-    Watch.seen.clear()
-    x = torch.randn(2 * ELEMENTS, requires_grad=True)
-    with runtime.forward():
-        view = (x * 4)[11 : 11 + ELEMENTS]
-        values, address = view.detach().clone(), view.data_ptr() % 64
-        loss = Watch.apply(view)
-        del view
-    loss.backward()
-    [(lead, restored)] = Watch.seen
-    assert torch.equal(restored, values) and lead == address
-    Watch.seen.clear()
 
 
 @pytest.mark.parametrize("codec", [None, "lossless"])
@@ -151,7 +134,7 @@ def test_a_kernel_whose_order_of_sums_depends_on_the_address_gives_the_same_bits
                 loss = forward()
         return torch.autograd.grad(loss, x)[0]
 
-    runtime = make_runtime(variant, **({} if codec is None else {"codec": codec}))
+    runtime = make_runtime(variant, codec=codec)
     for rows, offset in ((7, 15), (8, 3), (9, 1)):
         assert torch.equal(gradient(None, rows, offset), gradient(runtime, rows, offset)), (rows, offset)
 
@@ -179,7 +162,7 @@ def test_an_address_that_is_no_multiple_of_an_element_keeps_its_bytes(make_runti
         loss.backward()
         expected = torch.zeros(ELEMENTS)
         expected[5:] = 3 * x.detach()[5:] ** 2
-        assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+        assert torch.equal(x.grad, expected)
 
 
 @pytest.mark.parametrize("codec", [None, "lossless"])
@@ -193,6 +176,6 @@ def test_it_may_begin_inside_of_a_storage_as_on_a_device(
 
     monkeypatch.setattr(geometry, "to_dlpack", inside)
     monkeypatch.setattr(geometry, "from_dlpack", lambda view: view)
-    runtime = make_runtime(variant, **({} if codec is None else {"codec": codec}))
+    runtime = make_runtime(variant, codec=codec)
     for offset, thin in ((15, False), (13, True)):
         comes_back(runtime, offset, torch.float32, thin=thin)

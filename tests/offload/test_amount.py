@@ -38,12 +38,12 @@ def test_an_odd_microbatch_does_not_change_what_the_next_one_keeps(
     model = Chain()
 
     def kept(rows: int) -> int:
-        before = runtime.engine.snapshot().kept_bytes  # type: ignore[union-attr]
+        before = runtime.engine.snapshot().kept_bytes
         x = zoo.noise(rows, 64).requires_grad_()
         with runtime.forward():
             loss = model(x)
         loss.backward()
-        return runtime.engine.snapshot().kept_bytes - before  # type: ignore[union-attr]
+        return runtime.engine.snapshot().kept_bytes - before
 
     full = 64 * 64 * 4
     assert [kept(64), kept(64), kept(64)] == [0, 2 * full, 2 * full]

@@ -68,7 +68,7 @@ def test_a_copy_computes_with_its_own_weights(
 ) -> None:
     model = Scaled()
     if own:
-        model.forward = partial(doubled, model)  # type: ignore[method-assign]
+        model.forward = partial(doubled, model)
     runtime = make_runtime()
     attach_model(runtime, model)
     # A part of a larger model, as in a training script that keeps an average of all.
@@ -76,7 +76,7 @@ def test_a_copy_computes_with_its_own_weights(
     average = copied(holder)
     expected = model(x).detach()
     assert torch.equal(average(x), expected)
-    seen = runtime.statistics().offload.saved_tensors  # type: ignore[union-attr]
+    seen = runtime.statistics().offload.saved_tensors
     with torch.no_grad():
         for parameter in average.parameters():
             parameter.zero_()
@@ -89,7 +89,7 @@ def test_a_copy_computes_with_its_own_weights(
     again = make_runtime()
     attach_model(again, average)
     average(x).backward()
-    assert again.statistics().offload.saved_tensors > 0  # type: ignore[union-attr]
+    assert again.statistics().offload.saved_tensors > 0
     assert seen > 0
 
 
@@ -121,17 +121,17 @@ def test_what_somebody_puts_in_front_stays(x: torch.Tensor, make_runtime: MakeRu
     assert list(inspect.signature(wrapped).parameters) == ["x", "scale"]
 
     def in_front(*args: object, **kwargs: object) -> torch.Tensor:
-        return 3 * wrapped(*args, **kwargs)  # type: ignore[arg-type]
+        return 3 * wrapped(*args, **kwargs)
 
-    model.forward = in_front  # type: ignore[method-assign]
+    model.forward = in_front
     model(x, scale=2.0).backward()
-    seen = runtime.statistics().offload.saved_tensors  # type: ignore[union-attr]
+    seen = runtime.statistics().offload.saved_tensors
     assert seen > 0
     holds_nothing(runtime)
     runtime.close()
     assert model.forward is in_front
     assert torch.equal(model(x), 3 * Scaled.forward(model, x))
-    assert runtime.statistics().offload.saved_tensors == seen  # type: ignore[union-attr]
+    assert runtime.statistics().offload.saved_tensors == seen
 
 
 @pytest.mark.slow
@@ -154,9 +154,9 @@ def test_a_model_compiled_in_place_is_compiled_whole(
     for _ in range(2):
         model(x).backward()
         plain(x).backward()
-    assert counter.frame_count == 1 and runtime.statistics().offload.saved_tensors > 0  # type: ignore[union-attr]
+    assert counter.frame_count == 1 and runtime.statistics().offload.saved_tensors > 0
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+        assert torch.equal(one.grad, other.grad)
 
 
 @pytest.mark.skipif(

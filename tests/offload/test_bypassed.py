@@ -50,7 +50,7 @@ def calls_are_torchs_own_afterwards() -> Iterator[None]:
 
 def by_method(net: Net) -> None:
     """As Liger's and TRL's patches of a model."""
-    net.forward = types.MethodType(lambda self, x: self.head(self.body(x)), net)  # type: ignore[method-assign]
+    net.forward = types.MethodType(lambda self, x: self.head(self.body(x)), net)
 
 
 def by_rebinding(net: Net) -> None:
@@ -58,13 +58,13 @@ def by_rebinding(net: Net) -> None:
     forward = net.forward
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
-    net.forward = types.MethodType(forward.__func__, net)  # type: ignore[method-assign, attr-defined]
+    net.forward = types.MethodType(forward.__func__, net)
 
 
 def by_wrapper(net: Net) -> None:
     """As accelerate's autocast."""
     plain = net.forward
-    net.forward = functools.wraps(plain)(lambda *args: plain(*args))  # type: ignore[method-assign, assignment]
+    net.forward = functools.wraps(plain)(lambda *args: plain(*args))
 
 
 def nothing(net: Net) -> None:
@@ -86,10 +86,10 @@ def redirected(net: Net, x: torch.Tensor) -> torch.Tensor:
     plain = net.forward
 
     def method(x: torch.Tensor) -> torch.Tensor:
-        net.forward = plain  # type: ignore[method-assign]
+        net.forward = plain
         return in_parts(net, x)
 
-    net.forward = method  # type: ignore[method-assign]
+    net.forward = method
     return whole(net, x)
 
 
@@ -132,7 +132,7 @@ def test_calls_inside_of_a_forward_belong_to_it(x: torch.Tensor, make_runtime: M
     attach_model(runtime, net)
     forwards: list[str] = []
     plain = runtime.forward
-    runtime.forward = lambda *args, **kwargs: forwards.append("") or plain(*args, **kwargs)  # type: ignore
+    runtime.forward = lambda *args, **kwargs: forwards.append("") or plain(*args, **kwargs)
     net(x).sum().backward()
     assert len(forwards) == 1
     in_parts(net, x).sum().backward()
@@ -141,9 +141,7 @@ def test_calls_inside_of_a_forward_belong_to_it(x: torch.Tensor, make_runtime: M
         net(x), in_parts(net, x)
     assert len(forwards) == 3
     body = net.body
-    net.forward = lambda x: net.head(  # type: ignore[method-assign]
-        torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False)
-    )
+    net.forward = lambda x: net.head(torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False))
     net(x).sum().backward()
     assert len(forwards) == 4, "what backward runs again is no forward"
 
@@ -203,6 +201,63 @@ def test_closing_leaves_the_model_as_it_was(x: torch.Tensor, make_runtime: MakeR
     assert {name: dict(module.__dict__) for name, module in net.named_modules()} == before
 
 
+def in_front(calls: list[nn.Module]) -> Callable[..., torch.Tensor]:
+    """Put a function of other code in front of `torch.nn.Module.__call__`, as profilers do. Returns what stood there."""
+    stood = nn.Module.__call__
+
+    def call(self: nn.Module, *args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(self)
+        return stood(self, *args, **kwargs)  # type: ignore[no-any-return]
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    return stood
+
+
+def test_others_replace_calls_before_and_after(x: torch.Tensor, make_runtime: MakeRuntime) -> None:
+    """Whatever is undone first, a forward is recorded, and at the end torch's own call stands there."""
+    net, runtime, calls = Net(), make_runtime(), list[nn.Module]()
+    torchs = in_front(calls)
+    attach_model(runtime, net)
+    ours = in_front(calls)
+    other, second = Net(), make_runtime()
+    attach_model(second, other)  # ours, theirs, ours, theirs, torch's
+    for model, of in ((net, runtime), (other, second)):
+        calls.clear()
+        seen = asked_for(of)
+        model(x).sum().backward()
+        assert asked_for(of) > seen and calls.count(model) == 2
+    nn.Module.__call__ = ours  # type: ignore[method-assign]
+    second.close()
+    seen = asked_for(runtime)
+    net(x).sum().backward()
+    assert asked_for(runtime) > seen
+    nn.Module.__call__ = torchs  # type: ignore[method-assign]
+    third = make_runtime()
+    attach_model(third, other)
+    for model, of in ((net, runtime), (other, third)):
+        seen = asked_for(of)
+        model(x).sum().backward()
+        assert asked_for(of) > seen
+    runtime.close()
+    third.close()
+    assert nn.Module.__call__ is TORCHS_CALL
+
+
+def test_a_call_that_others_put_back_is_replaced_again(
+    x: torch.Tensor, make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, runtime = Net(), make_runtime()
+    torchs = in_front([])
+    attach_model(runtime, net)
+    nn.Module.__call__ = torchs  # type: ignore[method-assign]
+    train(net, lambda: net(x), 2)
+    assert asked_for(runtime) == 0
+    train(net, lambda: net(x), 4)
+    assert asked_for(runtime) > 0 and not warnings_of(caplog)
+    runtime.close()
+    assert nn.Module.__call__ is TORCHS_CALL
+
+
 def test_a_model_that_is_dropped_is_freed(x: torch.Tensor, tmp_path: Path) -> None:
     """Also where nothing was closed."""
     net = Net()
@@ -222,7 +277,7 @@ def test_the_runtime_lives_as_long_as_the_model(x: torch.Tensor, make_runtime: M
     gc.collect()
     net(x).sum().backward()
     found = alive()
-    assert found is not None and asked_for(found) > seen
+    assert asked_for(found) > seen
 
 
 def train(net: nn.Module, step: Callable[[], torch.Tensor], steps: int) -> None:
@@ -280,7 +335,7 @@ def test_compact_serves_a_replaced_forward(x: torch.Tensor) -> None:
     with ssdtrain.attach(net, config) as runtime:
         by_method(net)
         net(x).sum().backward()
-        assert runtime.compact is not None and runtime.compact.compression.counted.input_bytes > 0
+        assert runtime.compact.compression.counted.input_bytes > 0
 
 
 def test_a_plan_is_made_for_a_loop_that_calls_parts(x: torch.Tensor, tmp_path: Path) -> None:
@@ -295,7 +350,7 @@ def test_a_plan_is_made_for_a_loop_that_calls_parts(x: torch.Tensor, tmp_path: P
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
                 x = layer(x)
-            return self.head(x)  # type: ignore[no-any-return]
+            return self.head(x)
 
     def one(attached: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -307,7 +362,7 @@ def test_a_plan_is_made_for_a_loop_that_calls_parts(x: torch.Tensor, tmp_path: P
             hidden = x
             for layer in net.layers:
                 hidden = layer(hidden)
-            return net.head(hidden)  # type: ignore[no-any-return]
+            return net.head(hidden)
 
         train(net, step, 12)
         if runtime is not None:

@@ -33,7 +33,6 @@ def test_it_gives_the_bits_of_torchs(reentrant: bool, variant: Variant, make_run
     runtime = make_runtime(variant)
     assert same(run(nullcontext, torch_checkpoint), run(runtime.forward, Checkpoint()))
     found = runtime.statistics()
-    assert found is not None
     # Two steps, three blocks: only their inputs moved, beside what embedding and head saved outside of the blocks.
     inputs = 2 * 3 * 2 * 32 * zoo.D * 4
     assert inputs <= found.offload.saved_bytes < 3 * inputs
@@ -51,7 +50,7 @@ def test_its_inputs_are_loaded_ahead_of_the_recomputation(make_runtime: MakeRunt
         loss = y.square().mean()
     settled(runtime)
     for block in blocks:
-        block.register_forward_pre_hook(lambda *_: ahead.append(runtime.engine.mover.loads.prefetched_bytes))  # type: ignore[union-attr]
+        block.register_forward_pre_hook(lambda *_: ahead.append(runtime.engine.mover.loads.prefetched_bytes))
     loss.backward()
     assert ahead[0] > 0, "nothing was loaded ahead while the last block was recomputed"
 
@@ -68,14 +67,14 @@ def test_keyword_tensors_are_saved_and_offloaded(make_runtime: MakeRuntime) -> N
             scale = s.sin()
             loss = function(block, x.cos(), scale=scale, power=3, label="a string", **more).sum()
         loss.backward()
-        return [x.grad, s.grad]  # type: ignore[list-item]
+        return [x.grad, s.grad]
 
     runtime = make_runtime()
     ours = run(runtime.forward, Checkpoint())
     assert same(run(nullcontext, torch_checkpoint, use_reentrant=False), ours)
     assert same(run(nullcontext, lambda f, *a, **k: f(*a, **k)), ours)
     # x, s, and the two inputs of the block.
-    assert runtime.statistics().offload.saved_bytes == 4 * 64 * 64 * 4  # type: ignore[union-attr]
+    assert runtime.statistics().offload.saved_bytes == 4 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -118,7 +117,6 @@ def test_pythons_and_numpys_numbers_repeat_in_the_recomputation(reentrant: bool)
         y = Checkpoint()(noisy, x, use_reentrant=reentrant) if checkpointed else noisy(x)
         random.random()
         y.sum().backward()
-        assert x.grad is not None
         return [x.grad, torch.tensor([random.random(), np.random.rand()])]
 
     assert same(run(False), run(True))
@@ -153,7 +151,7 @@ def test_the_recomputation_computes_attention_by_the_kernels_of_the_first_run() 
         with sdpa_kernel(SDPBackend.MATH):
             y = function(q)
         y.sum().backward()
-        assert q.grad is not None and torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
         return [q.grad.clone()]
 
     assert same(run(attention), run(lambda q: Checkpoint()(attention, q)))
@@ -214,7 +212,7 @@ def test_arguments_that_are_one_tensor_are_one_in_the_recomputation(make_runtime
         with recording():
             loss = call(run, x.cos()).square().sum()
         loss.backward()
-        return [x.grad, *(p.grad for p in attention.parameters())]  # type: ignore[list-item]
+        return [x.grad, *(p.grad for p in attention.parameters())]
 
     for call in calls:
         expected = gradients(nullcontext, call, lambda of, *args, **kwargs: of(*args, **kwargs))
@@ -240,7 +238,7 @@ def test_the_recomputation_is_called_with_containers_as_they_were(make_runtime: 
         assert len(log) == 2 and state["more"] == 1  # once, by the first runs
         loss.backward()
         assert len(log) == 2
-        return [x.grad]  # type: ignore[list-item]
+        return [x.grad]
 
     expected = gradients(nullcontext, lambda of, *args, **kwargs: of(*args, **kwargs))
     runs.clear()
@@ -258,7 +256,7 @@ def test_inference_tensors_are_passed_on() -> None:
     x = torch.ones(4, requires_grad=True)
     block = lambda x, a, more: (x + a + more["table"]).sin()  # noqa: E731
     Checkpoint()(block, x, table, {"table": table}).sum().backward()
-    assert torch.equal(x.grad, torch.full((4,), 5.0).cos())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, torch.full((4,), 5.0).cos())
 
 
 def test_a_tensor_in_a_list_that_is_changed_after_the_block_is_an_error() -> None:
@@ -277,7 +275,7 @@ def test_a_tensor_that_bounds_a_slice_is_one_in_a_container() -> None:
     Checkpoint()(block, x, parts).sum().backward()
     expected = torch.zeros(4, 4)
     expected[1:, :3] = 2 * x.detach()[1:, :3]
-    assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected)
     y = Checkpoint()(block, x, parts)
     parts[0].start.fill_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -298,7 +296,7 @@ def test_nested_and_under_autocast(make_runtime: MakeRuntime) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16), recording():
             loss = function(outer, x, use_reentrant=False).float().square().mean()
         loss.backward()
-        return [loss.detach(), x.grad, *(p.grad for p in blocks.parameters())]  # type: ignore[list-item]
+        return [loss.detach(), x.grad, *(p.grad for p in blocks.parameters())]
 
     assert same(run(nullcontext, torch_checkpoint), run(make_runtime().forward, Checkpoint()))
 
@@ -312,7 +310,7 @@ def test_a_selective_policy_is_passed_on(make_runtime: MakeRuntime) -> None:
         with recording():
             loss = function(block, x, use_reentrant=False, context_fn=policy).square().mean()
         loss.backward()
-        return [loss.detach(), x.grad]  # type: ignore[list-item]
+        return [loss.detach(), x.grad]
 
     assert same(run(nullcontext, torch_checkpoint), run(make_runtime().forward, Checkpoint()))
 

@@ -17,6 +17,7 @@ from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Arena, SpillStore, holds_signal_safe_lock, signal_safe_lock
 from tests.offload.conftest import MakeRuntime, Variant, stored_forward
+from tests.offload.test_races import pool_of
 from tests.support.filesystems import eventually
 
 DEPTH = 4
@@ -28,11 +29,6 @@ WAYS = [
 ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 
 
-def engine_of(runtime: Runtime) -> OffloadEngine:
-    assert runtime.engine is not None
-    return runtime.engine
-
-
 @pytest.fixture
 def closed_runtime(make_runtime: MakeRuntime) -> Iterator[MakeRuntime]:
     """As `make_runtime`, for runtimes that the test closes: slots that are freed afterwards are not counted any more."""
@@ -40,19 +36,14 @@ def closed_runtime(make_runtime: MakeRuntime) -> Iterator[MakeRuntime]:
 
     def make(way: Variant = WAYS[0], **settings: Any) -> Runtime:
         runtime = make_runtime(way, **{"prefetch": "1MiB", **settings})
-        runtime.expects_live = True  # type: ignore[attr-defined]
+        runtime.expects_live = True
         made.append(runtime)
         return runtime
 
     yield make
     for runtime in made:
-        if not engine_of(runtime)._closed:
+        if not runtime.engine._closed:
             pool_of(runtime).release()  # of a test that failed: its close would wait for ever
-
-
-def pool_of(runtime: Runtime) -> Any:
-    assert runtime.offload.store is not None
-    return runtime.offload.store.pool
 
 
 def model() -> tuple[torch.nn.Sequential, torch.Tensor]:
@@ -66,7 +57,7 @@ def loads_held(runtime: Runtime) -> tuple[torch.nn.Sequential, torch.Tensor]:
     with stored_forward(runtime):
         loss = layers(x).square().mean()
     pool_of(runtime).hold(writes=False)
-    engine = engine_of(runtime)
+    engine = runtime.engine
     engine.prefetch(next(tape for known in runtime.offload._tapes.values() if (tape := known()) is not None))
     assert sum(region.transfer.state is State.LOADING for region in engine.mover.busy()) > 1
     return layers, loss
@@ -87,7 +78,7 @@ def test_loads_ahead_are_waited_for_however_short_the_deadline(
     slow.join()
     loss.backward()
     for one, other in zip(plain.parameters(), layers.parameters(), strict=True):
-        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+        assert torch.equal(one.grad, other.grad)
 
 
 @ways
@@ -97,7 +88,6 @@ def test_a_load_that_the_end_of_the_store_cancelled_is_an_error(
     """The store may end without the engine: at interpreter exit, or by its owner."""
     runtime = closed_runtime(way)
     layers, loss = loads_held(runtime)
-    assert runtime.offload.store is not None
     runtime.offload.store.close()
     with pytest.raises(RuntimeError, match="close it after backward"):
         loss.backward()
@@ -111,11 +101,11 @@ def test_a_store_that_close_cancelled_is_in_memory_still(closed_runtime: MakeRun
     pool_of(runtime).hold()
     with runtime.forward():
         loss = (x * 2).sin().sum()
-    assert engine_of(runtime).snapshot().in_flight_bytes
+    assert runtime.engine.snapshot().in_flight_bytes
     runtime.close()
     loss.backward()
-    assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]
-    assert engine_of(runtime).snapshot().offloaded_bytes == 0
+    assert torch.equal(x.grad, (x * 2).cos() * 2)
+    assert runtime.engine.snapshot().offloaded_bytes == 0
 
 
 def test_the_arena_is_unmapped_when_the_last_tensor_in_it_has_died(closed_runtime: MakeRuntime) -> None:
@@ -123,16 +113,16 @@ def test_the_arena_is_unmapped_when_the_last_tensor_in_it_has_died(closed_runtim
     layers, x = model()
     with stored_forward(runtime):
         loss = layers(x).square().mean()
-    square = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    saved = square._saved_self  # type: ignore[union-attr]
-    arena = engine_of(runtime).buffers._arena
-    assert arena is not None and arena.allocated
+    square = loss.grad_fn.next_functions[0][0]
+    saved = square._saved_self
+    arena = runtime.engine.buffers._arena
+    assert arena.allocated
     runtime.close()
     assert arena._map.nbytes, "the tensor lies there"
-    assert engine_of(runtime).snapshot().buffer_bytes == arena.capacity
+    assert runtime.engine.snapshot().buffer_bytes == arena.capacity
     del saved
     assert not arena._map.nbytes
-    assert engine_of(runtime).snapshot().buffer_bytes == 0
+    assert runtime.engine.snapshot().buffer_bytes == 0
 
 
 def test_a_second_close_on_another_thread_leaves_the_store_open_until_the_first_has_waited(
@@ -140,8 +130,7 @@ def test_a_second_close_on_another_thread_leaves_the_store_open_until_the_first_
 ) -> None:
     """What the store unmaps a device may still copy to or from."""
     runtime = closed_runtime()
-    assert runtime.offload is not None
-    offload, engine, waits, over = runtime.offload, engine_of(runtime), threading.Event(), threading.Event()
+    offload, engine, waits, over = runtime.offload, runtime.engine, threading.Event(), threading.Event()
     close_engine, close_store, early = engine.close, offload._close_store, []
 
     def close_first() -> None:
@@ -170,23 +159,22 @@ def test_a_second_close_on_another_thread_leaves_the_store_open_until_the_first_
 
 def with_a_store_of_a_dropped_graph(runtime: Runtime) -> Arena:
     """A store has begun, which the pool holds up, and its graph is dropped. Returns the arena that it is written from."""
-    engine = engine_of(runtime)
+    engine = runtime.engine
     pool_of(runtime).hold(begun=True)
     x = torch.randn(64, 64, requires_grad=True)
     with runtime.forward():
         loss = x.sin().sum()
     (store,) = [region.transfer.operation for region in engine.mover.stores]
-    assert store is not None and eventually(store.begun)
+    assert eventually(store.begun)
     del loss
     arena = engine.buffers._arena
-    assert arena is not None
     return arena
 
 
 def test_the_arena_is_unmapped_also_where_stores_end_after_the_engine(closed_runtime: MakeRuntime) -> None:
     """1. a store has begun; 2. its graph is dropped; 3. the engine does not wait for it; 4. the end of the store does."""
     runtime = closed_runtime(WAYS[2], deadline="0s")
-    engine, pool = engine_of(runtime), pool_of(runtime)
+    engine, pool = runtime.engine, pool_of(runtime)
     arena = with_a_store_of_a_dropped_graph(runtime)
     engine.close()
     assert arena._map.nbytes, "it is written from there"
@@ -201,7 +189,7 @@ def test_every_part_is_closed_whatever_one_of_them_raises(
 ) -> None:
     """As above, and one part of closing fails when it has done its work."""
     runtime = closed_runtime(WAYS[2], deadline="0s")
-    engine, pool, feature = engine_of(runtime), pool_of(runtime), runtime.offload
+    engine, pool, feature = runtime.engine, pool_of(runtime), runtime.offload
     store = feature.store
     arena = with_a_store_of_a_dropped_graph(runtime)
     feature.detach()
@@ -233,8 +221,7 @@ def test_the_arena_is_unmapped_when_a_graph_that_outlives_close_dies(
     """Reads ahead have ended: nobody asks for what they brought, or backward does after the end."""
     runtime = closed_runtime(way, threads=1)
     layers, loss = loads_held(runtime)
-    arena = engine_of(runtime).buffers._arena
-    assert arena is not None
+    arena = runtime.engine.buffers._arena
     pool_of(runtime).release()
     runtime.close()
     assert arena._map.nbytes, "backward may need what lies there"
@@ -243,7 +230,7 @@ def test_the_arena_is_unmapped_when_a_graph_that_outlives_close_dies(
         assert all(parameter.grad is not None for parameter in layers.parameters())
     del loss
     assert not arena._map.nbytes
-    assert engine_of(runtime).snapshot().buffer_bytes == 0
+    assert runtime.engine.snapshot().buffer_bytes == 0
 
 
 @pytest.mark.parametrize("holding", ["drain", "snapshot", "reset_peak"])
@@ -253,9 +240,8 @@ def test_the_arena_is_unmapped_when_a_graph_dies_while_a_call_after_close_holds_
     """1. the call has looked for deaths; 2. the graph dies, which waits for no lock; 3. the call lets go of the lock."""
     runtime = closed_runtime(threads=1)
     graphs = [loads_held(runtime)[1]]
-    engine = engine_of(runtime)
+    engine = runtime.engine
     arena = engine.buffers._arena
-    assert arena is not None
     pool_of(runtime).release()
     runtime.close()
     note_ends = engine._note_ends
@@ -281,19 +267,19 @@ def test_the_arena_is_unmapped_when_bytes_that_only_it_has_are_not_needed_any_mo
         return x.sum()
 
     runtime = closed_runtime(WAYS[2], deadline="0s", in_flight="64MiB")
-    engine = engine_of(runtime)
+    engine = runtime.engine
     pool_of(runtime).hold()
     x = torch.randn(64, 64, requires_grad=True)
     with runtime.forward() as tape:
         loss = sines(x * 2)
     arena = engine.buffers._arena
     runtime.close()
-    assert arena is not None and arena._map.nbytes
-    assert tape.regions[0].transfer.state is State.STAGED  # type: ignore[union-attr]
+    assert arena._map.nbytes
+    assert tape.regions[0].transfer.state is State.STAGED
     if used:
         (expected,) = torch.autograd.grad(sines(x * 2), x)
         loss.backward()
-        assert x.grad is not None and torch.equal(x.grad, expected)
+        assert torch.equal(x.grad, expected)
     del loss
     assert not arena._map.nbytes
 
@@ -359,8 +345,7 @@ def test_a_finalizer_may_close_inside_of(
     x = torch.randn(64, 64, requires_grad=True)
     with stored_forward(runtime):
         (x * 2).sin().sum()
-    engine, store = engine_of(runtime), runtime.offload.store
-    assert store is not None
+    engine, store = runtime.engine, runtime.offload.store
     Owner(runtime)
     owner, name = PLACES[place]
     with monkeypatch.context() as patch:

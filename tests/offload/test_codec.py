@@ -15,14 +15,14 @@ from ssdtrain.storage import Faults
 from tests.offload import zoo
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled, stored_forward
 from tests.offload.test_equality import same
-from tests.offload.test_races import chain, engine_of, expected, pool_of, until
+from tests.offload.test_races import chain, expected, pool_of, until
 
 WAYS = [VARIANTS[0], VARIANTS[2], VARIANTS[3], VARIANTS[4]]
 
 
 @pytest.fixture(params=WAYS, ids=lambda way: way.name)
 def way(request: pytest.FixtureRequest) -> Variant:
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 CASES = [
@@ -42,7 +42,7 @@ def test_lossless_changes_no_bit(case: zoo.Case, way: Variant, make_runtime: Mak
     runtime = make_runtime(way, codec="lossless")
     assert same(plain, zoo.run(case, runtime.forward))
     found = runtime.statistics()
-    assert found is not None and found.offload.encoded_bytes > 0
+    assert found.offload.encoded_bytes > 0
 
 
 @pytest.mark.parametrize("codec", ["int8", "bf16", "int4:block=64,hadamard", "fp8_e4m3"])
@@ -57,7 +57,7 @@ def test_what_backward_gets_is_the_codecs_own_round_trip(
     wanted = make_codec(codec).roundtrip(x.detach() + 1)
     for hold in (None, {}, {"begun": True}):
         runtime = make_runtime(way, codec=codec)
-        pool = runtime.offload.store.pool  # type: ignore[union-attr]
+        pool = runtime.offload.store.pool
         if hold is not None:
             pool.hold(reads=False, **hold)
         with runtime.forward():
@@ -90,10 +90,10 @@ def test_masks_are_packed_without_being_asked(way: Variant, make_runtime: MakeRu
     settled(runtime)
     x = zoo.noise(256, 256).requires_grad_()
     with runtime.forward():
-        before = runtime.statistics().store.bytes_written  # type: ignore[union-attr]
+        before = runtime.statistics().store.bytes_written
         loss = x.masked_fill(zoo.noise(256, 256) > 0, 0.0).sum()
     settled(runtime)
-    written = runtime.statistics().store.bytes_written - before  # type: ignore[union-attr]
+    written = runtime.statistics().store.bytes_written - before
     assert 0 < written <= 256 * 256 // 8 + 64
     loss.backward()
 
@@ -101,12 +101,12 @@ def test_masks_are_packed_without_being_asked(way: Variant, make_runtime: MakeRu
 def test_int8_writes_about_a_quarter(make_runtime: MakeRuntime) -> None:
     written = {}
     for codec in (None, "int8"):
-        runtime = make_runtime(**({"codec": codec} if codec else {}), prefetch=0)
+        runtime = make_runtime(codec=codec, prefetch=0)
         x = zoo.noise(512, 512).requires_grad_()
         with runtime.forward():
             loss = x.sin().cos().exp().sum()
         settled(runtime)
-        written[codec] = runtime.statistics().store.bytes_written  # type: ignore[union-attr]
+        written[codec] = runtime.statistics().store.bytes_written
         loss.backward()
     assert written["int8"] < 0.26 * written[None]
 
@@ -115,7 +115,7 @@ def test_a_failed_write_keeps_the_encoded_bytes(way: Variant, make_runtime: Make
     plain = zoo.run(zoo.gpt, nullcontext)
     runtime = make_runtime(way, codec="lossless", faults=Faults(fail_writes=frozenset({2, 5})))
     assert same(plain, zoo.run(zoo.gpt, partial(stored_forward, runtime)))
-    assert runtime.statistics().offload.failed_stores > 0  # type: ignore[union-attr]
+    assert runtime.statistics().offload.failed_stores > 0
 
 
 def test_infinities_and_nans_come_back_as_such(make_runtime: MakeRuntime) -> None:
@@ -142,18 +142,18 @@ def test_what_is_encoded_in_memory_when_backward_comes_near_is_not_read_back(
 ) -> None:
     """1. a store has begun; 2. backward is about to begin; 3. the store ends; 4. backward, twice."""
     runtime = make_runtime(way, codec="lossless", prefetch="16MiB")
-    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
+    pool_of(runtime).hold(begun=True)
     x, loss = chain(runtime, depth=1)
-    (store,) = [region.transfer.operation for region in engine_of(runtime).mover.stores]
-    pool_of(runtime).flush()  # type: ignore[attr-defined]
+    (store,) = [region.transfer.operation for region in runtime.engine.mover.stores]
+    pool_of(runtime).flush()
     until(lambda: store is not None and store.begun(), "the store")
-    engine_of(runtime).prefetch(runtime.offload.tape(0, -1))  # type: ignore[union-attr,arg-type]
-    pool_of(runtime).release()  # type: ignore[attr-defined]
+    runtime.engine.prefetch(runtime.offload.tape(0, -1))
+    pool_of(runtime).release()
     settled(runtime)
     loss.backward(retain_graph=True)
     found = runtime.statistics()
-    assert found is not None and found.offload.encoded_bytes > 0
+    assert found.offload.encoded_bytes > 0
     assert found.offload.loaded_bytes == 0 and found.offload.forwarded_bytes == found.offload.offloaded_bytes
-    assert torch.equal(x.grad, expected(1))  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected(1))
     loss.backward()
-    assert torch.equal(x.grad, 2 * expected(1))  # type: ignore[arg-type]
+    assert torch.equal(x.grad, 2 * expected(1))

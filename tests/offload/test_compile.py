@@ -13,6 +13,15 @@ from tests.offload.conftest import MakeRuntime
 from tests.offload.test_equality import asked_for, same
 
 
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
     torch._dynamo.reset()
@@ -30,7 +39,7 @@ def test_a_compiled_model_gives_the_same_bits(backend: str, outside: bool, make_
         if outside:
             compiled(zoo.tokens()).sum().backward()
             model.zero_grad()
-        return zoo.train(compiled, zoo.tokens(), recording)  # type: ignore[arg-type]
+        return zoo.train(compiled, zoo.tokens(), recording)
 
     plain = zoo.run(case, nullcontext)
     assert same(plain, zoo.run(case, runtime.forward))
@@ -44,8 +53,8 @@ def test_attach_to_a_compiled_model(make_runtime: MakeRuntime) -> None:
         torch._dynamo.reset()
         model = torch.compile(zoo.Gpt(layers=1), backend="aot_eager")
         if recording == runtime.forward:
-            attach_model(runtime, model)  # type: ignore[arg-type]
-        return zoo.train(model, zoo.tokens(), nullcontext)  # type: ignore[arg-type]
+            attach_model(runtime, model)
+        return zoo.train(model, zoo.tokens(), nullcontext)
 
     assert same(zoo.run(case, nullcontext), zoo.run(case, runtime.forward))
     assert asked_for(runtime) > 0
@@ -73,4 +82,20 @@ def test_the_hooks_are_not_compiled(make_runtime: MakeRuntime) -> None:
         loss.backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
-    assert runtime.statistics().offload.saved_tensors > 0  # type: ignore[union-attr]
+    assert runtime.statistics().offload.saved_tensors > 0
+
+
+def test_a_whole_graph_is_the_models(make_runtime: MakeRuntime) -> None:
+    """A graph that may not break cannot call an attached model, which is said; the model itself may be one."""
+    runtime = make_runtime()
+    model = Net()
+    attach_model(runtime, model)
+    x = zoo.noise(64, 64)
+    around = torch.compile(lambda x: model(x).sum(), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"compile the model itself"):
+        around(x)
+    torch.compile(model, backend="eager", fullgraph=True)(x).sum().backward()
+    seen = asked_for(runtime)
+    assert seen > 0
+    torch.compile(lambda x: model(x).sum(), backend="eager")(x).backward()
+    assert asked_for(runtime) > seen

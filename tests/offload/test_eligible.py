@@ -14,8 +14,7 @@ from tests.offload.conftest import MakeRuntime
 
 
 def moved(runtime: object) -> int:
-    found = runtime.statistics()  # type: ignore[attr-defined]
-    assert found is not None
+    found = runtime.statistics()
     return int(found.offload.saved_bytes)
 
 
@@ -134,7 +133,7 @@ def test_a_tensor_whose_bytes_are_not_its_value_stays() -> None:
     torch.func.grad(look)(x)
     torch.func.jvp(look, (x,), (x,))
     torch.func.functionalize(look)(x)
-    look(torch._efficientzerotensor(8))  # type: ignore[attr-defined]
+    look(torch._efficientzerotensor(8))
     look(torch.view_as_complex(x.view(8, 4, 2)).conj())
     look(torch.view_as_complex(x.view(8, 4, 2)).conj().imag)
     others = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), torch.nested.nested_tensor([x]), x.to_sparse()
@@ -153,7 +152,7 @@ def test_memory_that_is_copied_when_it_is_written_is_not_copied_by_looking_at_it
     assert torch._C._is_cow_tensor(shared) and torch._C._is_cow_tensor(x)
     assert moved(runtime) == 0
     loss.backward()
-    assert torch.equal(x.grad, 2 * x)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, 2 * x)
     assert torch._C._is_cow_tensor(shared)
 
 
@@ -170,7 +169,6 @@ def test_what_is_saved_while_backward_runs_stays(make_runtime: MakeRuntime) -> N
 
 def test_an_adapter_can_name_what_its_framework_resizes(make_runtime: MakeRuntime) -> None:
     runtime = make_runtime()
-    assert runtime.engine is not None
     x = torch.randn(128, 128, requires_grad=True)
     y = x.detach() + 1
     runtime.engine.eligible.add_exclusion(
@@ -189,10 +187,10 @@ def test_functorch_transforms_inside_are_left_alone(make_runtime: MakeRuntime) -
         batched = torch.vmap(lambda row: row.sin() * row.cos())(x)
         loss = batched.sum()
     loss.backward()
-    plain = x.grad.clone()  # type: ignore[union-attr]
+    plain = x.grad.clone()
     x.grad = None
     torch.vmap(lambda row: row.sin() * row.cos())(x).sum().backward()
-    assert torch.equal(plain, x.grad)  # type: ignore[arg-type]
+    assert torch.equal(plain, x.grad)
 
 
 class Quantised(torch.Tensor):

@@ -47,7 +47,6 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
 def end_at_random(
     nursery: subprocess.Popen[str], mount: Path, end: str, engine: str, moments: int, seed: int
 ) -> None:
-    assert nursery.stdin is not None and nursery.stdout is not None
     number, status = ENDS[end]
     draw = random.Random(seed)
     empty = free_bytes(mount)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +80,6 @@ def train(runtime: Runtime | None, directory: Path) -> list[torch.Tensor]:
                 with runtime.forward() if runtime is not None else nullcontext():
                     loss = model(examples).square().mean()
                 loss.backward()
-        assert loss is not None
         found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
     return found
 
@@ -92,29 +93,15 @@ def test_forks_with_stores_in_flight_change_no_bit_and_hold_no_space(
     assert same(train(None, tmp_path), train(runtime, tmp_path))
     assert spill_files(tmp_path) > 0, "the check sees no spill file even where there is one"
     found = runtime.statistics()
-    assert found is not None and found.offload.offloaded_bytes + found.offload.avoided_write_bytes > 0
+    assert found.offload.offloaded_bytes + found.offload.avoided_write_bytes > 0
 
 
-@pytest.mark.parametrize("holds", ["engine", "store"])
-@pytest.mark.parametrize("way", VARIANTS[:2], ids=lambda v: v.name)
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_child_has_the_figures_of_the_fork_and_nothing_to_wait_for(
-    holds: str, way: Variant, make_runtime: MakeRuntime
-) -> None:
-    """Whatever lock another thread holds at the fork is never released in the child."""
-    runtime = make_runtime(way, host="1MiB")
-    engine, store = runtime.engine, runtime.offload.store
-    assert engine is not None and store is not None
-    x = zoo.noise(64, 64).requires_grad_()
-    with runtime.forward():
-        loss = x.sin().cos().sum()
-    settled(runtime)
-    known = runtime.statistics()
-    assert known is not None and known.store.bytes_written > 0
+def exit_code_of_a_child(lock: AbstractContextManager[Any], act: Callable[[], object]) -> int:
+    """Fork while another thread holds `lock`; the child acts and ends."""
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with engine._lock if holds == "engine" else store._lock:
+        with lock:
             held.set()
             over.wait()
 
@@ -126,19 +113,41 @@ def test_a_child_has_the_figures_of_the_fork_and_nothing_to_wait_for(
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it wherever it waits
         signal.alarm(60)
         try:
-            found = runtime.statistics()
-            assert found is not None
-            for name in ("bytes_written", "live_slots", "live_bytes", "capacity_bytes"):
-                assert getattr(found.store, name) == getattr(known.store, name)
-            assert found.offload.offloaded_bytes == known.offload.offloaded_bytes > 0
-            runtime.step_end()
-            runtime.close()
+            act()
             os._exit(0)
         finally:
             os._exit(1)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     over.set()
     thread.join()
+    return ended
+
+
+@pytest.mark.parametrize("holds", ["engine", "store"])
+@pytest.mark.parametrize("way", VARIANTS[:2], ids=lambda v: v.name)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_has_the_figures_of_the_fork_and_nothing_to_wait_for(
+    holds: str, way: Variant, make_runtime: MakeRuntime
+) -> None:
+    """Whatever lock another thread holds at the fork is never released in the child."""
+    runtime = make_runtime(way, host="1MiB")
+    engine, store = runtime.engine, runtime.offload.store
+    x = zoo.noise(64, 64).requires_grad_()
+    with runtime.forward():
+        loss = x.sin().cos().sum()
+    settled(runtime)
+    known = runtime.statistics()
+    assert known.store.bytes_written > 0
+
+    def figures_are_known() -> None:
+        found = runtime.statistics()
+        for name in ("bytes_written", "live_slots", "live_bytes", "capacity_bytes"):
+            assert getattr(found.store, name) == getattr(known.store, name)
+        assert found.offload.offloaded_bytes == known.offload.offloaded_bytes > 0
+        runtime.step_end()
+        runtime.close()
+
+    ended = exit_code_of_a_child(engine._lock if holds == "engine" else store._lock, figures_are_known)
     loss.backward()
     assert ended == 0
 
@@ -146,24 +155,9 @@ def test_a_child_has_the_figures_of_the_fork_and_nothing_to_wait_for(
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_child_forked_while_another_thread_begins_a_forward_can_record_its_own() -> None:
     """All recorders of a process share a lock, which the other thread never releases in the child."""
-    held, over = threading.Event(), threading.Event()
 
-    def hold() -> None:
-        with functorch._lock:
-            held.set()
-            over.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it wherever it waits
-        signal.alarm(20)
+    def record() -> None:
         with functorch.StepAside():
             pass
-        os._exit(0)
-    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    over.set()
-    thread.join()
-    assert ended == 0
+
+    assert exit_code_of_a_child(functorch._lock, record) == 0

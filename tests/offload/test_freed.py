@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, offload_parts, settled
@@ -22,15 +21,9 @@ IN_PLACE = [variant for variant in VARIANTS if variant.name in ("c", "python", "
 """The pool reads the tensor where it is, at a time of its own."""
 
 
-def engine_of(runtime: Runtime) -> OffloadEngine:
-    assert runtime.engine is not None
-    return runtime.engine
-
-
 @contextmanager
 def stores_wait(runtime: Runtime) -> Iterator[None]:
     """Inside, no store begins."""
-    assert runtime.offload.store is not None
     pool: Any = runtime.offload.store.pool
     pool.hold(reads=False)
     try:
@@ -71,7 +64,7 @@ def test_what_its_owner_filled_again_in_time_is_right(make_runtime: MakeRuntime,
         with torch.autograd._unsafe_preserve_version_counter(y):
             refill(y, x)
         loss.backward()
-    assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, (x * 2).cos() * 2)
 
 
 def test_what_was_freed_under_a_store_is_never_read_back(make_runtime: MakeRuntime, variant: Variant) -> None:
@@ -88,7 +81,7 @@ def test_what_was_freed_under_a_store_is_never_read_back(make_runtime: MakeRunti
         refill(y, x)
     loss.backward()
     assert torch.equal(x.grad, (x * 2).cos() * 2)
-    assert engine_of(runtime).snapshot().loaded_bytes == 0
+    assert runtime.engine.snapshot().loaded_bytes == 0
 
 
 @pytest.mark.parametrize("part", [1, 0.5])
@@ -99,10 +92,10 @@ def test_what_was_freed_under_a_store_is_counted_neither_as_offloaded_nor_as_kep
     offload_parts(runtime, part)
     with stores_wait(runtime):
         _, y, loss = saved(runtime)
-        assert engine_of(runtime).snapshot().offloaded_bytes == part * y.nbytes
+        assert runtime.engine.snapshot().offloaded_bytes == part * y.nbytes
         y.untyped_storage().resize_(0)
     settled(runtime)
-    found = engine_of(runtime).snapshot()
+    found = runtime.engine.snapshot()
     assert (found.offloaded_bytes, found.kept_bytes) == (0, 0)
     del loss
 
@@ -163,7 +156,7 @@ def test_memory_that_is_unmapped_under_a_store_is_an_error(
     with torch.autograd._unsafe_preserve_version_counter(y):
         refill(y, x)
     loss.backward()
-    assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, (x * 2).cos() * 2)
 
 
 def test_a_failed_store_is_held_to_the_bytes_of_the_pack(make_runtime: MakeRuntime) -> None:
@@ -176,7 +169,7 @@ def test_a_failed_store_is_held_to_the_bytes_of_the_pack(make_runtime: MakeRunti
     settled(runtime)
     with torch.autograd._unsafe_preserve_version_counter(y):
         y.detach().copy_(kept)
-    assert engine_of(runtime).snapshot().failed_stores == 1
+    assert runtime.engine.snapshot().failed_stores == 1
     with pytest.raises(RuntimeError, match="overwritten"):
         loss.backward()
     assert x.grad is None
@@ -188,7 +181,7 @@ def test_what_has_left_memory_may_be_freed(make_runtime: MakeRuntime, variant: V
     settled(runtime)
     y.untyped_storage().resize_(0)
     loss.backward()
-    assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, (x * 2).cos() * 2)
 
 
 class Freed(torch.autograd.Function):
@@ -206,13 +199,13 @@ class Freed(torch.autograd.Function):
 
 def test_outputs_that_will_be_freed_stay_and_so_do_all_their_views(make_runtime: MakeRuntime) -> None:
     runtime = make_runtime()
-    engine_of(runtime).eligible.add_freed_function("FreedBackward")
+    runtime.engine.eligible.add_freed_function("FreedBackward")
     x = torch.randn(SIZE, SIZE, requires_grad=True)
     with runtime.forward():
         one, other = Freed.apply(x)
         # The second is a view of a tensor that no gradient knows of.
         total = one.t().sin().sum() + other.view(SIZE, SIZE)[1:].sin().sum() + (x * one.detach()).sum()
-    assert engine_of(runtime).snapshot().saved_bytes == 0
+    assert runtime.engine.snapshot().saved_bytes == 0
     total.backward()
 
 
@@ -233,11 +226,11 @@ def test_what_is_free_when_it_is_saved_stays(make_runtime: MakeRuntime) -> None:
     y.untyped_storage().resize_(0)
     with runtime.forward():
         loss = Saving.apply(x, y).sum()
-    assert engine_of(runtime).snapshot().saved_bytes == 0
+    assert runtime.engine.snapshot().saved_bytes == 0
     with torch.autograd._unsafe_preserve_version_counter(y):
         refill(y, x)
     loss.backward()
-    assert torch.equal(x.grad, y)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, y)
 
 
 @pytest.mark.parametrize("freed", [True, False])
@@ -252,11 +245,10 @@ def test_memory_that_is_gone_under_a_write_is_no_fault_of_the_drive(
             y.untyped_storage().resize_(0)
     settled(runtime)
     found = runtime.statistics()
-    assert found is not None
     assert found.offload.failed_stores == 1 and not found.store.drives[0].retired
     if freed:
         with pytest.raises(RuntimeError, match="was freed"):
             loss.backward()
     else:
         loss.backward()
-        assert torch.equal(x.grad, (x * 2).cos() * 2)  # type: ignore[arg-type]
+        assert torch.equal(x.grad, (x * 2).cos() * 2)

@@ -58,7 +58,7 @@ def test_transforms_inside_and_around_of_an_offloaded_forward(
 
         def recorded(y: torch.Tensor) -> torch.Tensor:
             with recording():
-                return model(y)  # type: ignore[no-any-return]
+                return model(y)
 
         if inside:
             with recording():
@@ -78,7 +78,7 @@ def test_transforms_inside_and_around_of_an_offloaded_forward(
         assert torch.equal(mine, theirs)
     if inside:
         # What the transform did not save moved, before it and after.
-        assert runtime.statistics().offload.offloaded_bytes > 0  # type: ignore[union-attr]
+        assert runtime.statistics().offload.offloaded_bytes > 0
     assert torch.autograd.graph.disable_saved_tensors_hooks is PLAIN
 
 
@@ -93,7 +93,7 @@ def test_where_torch_does_not_tell_whose_hooks_there_are_it_refuses(
         with pytest.raises(RuntimeError, match="support saved tensor hooks"):
             torch.func.grad(lambda y: y.sin().sum())(x.detach())
     loss.backward()
-    assert x.grad is not None and torch.equal(x.grad, x.cos().detach())
+    assert torch.equal(x.grad, x.cos().detach())
 
 
 @steps_aside
@@ -122,7 +122,7 @@ def test_the_hooks_are_back_after_a_transform_that_raised(make_runtime: MakeRunt
                 torch.func.grad(fails)(x.detach())
             loss = x.sin().sum()
         loss = loss + x.exp().sum()
-    assert runtime.statistics().offload.saved_tensors == 2  # type: ignore[union-attr]
+    assert runtime.statistics().offload.saved_tensors == 2
     loss.backward()
 
 
@@ -144,7 +144,7 @@ def test_compiled_transforms_inside_of_an_offloaded_forward(make_runtime: MakeRu
 
         @torch.compile(backend="eager")
         def step(y: torch.Tensor) -> torch.Tensor:
-            return model(y) + torch.func.grad(lambda z: z.sin().sum())(y)  # type: ignore[no-any-return]
+            return model(y) + torch.func.grad(lambda z: z.sin().sum())(y)
 
         with recording():
             loss = step(x).square().mean()
@@ -163,7 +163,7 @@ def test_forward_mode_ad_in_an_offloaded_forward(variant: Any, make_runtime: Mak
             with recording():
                 dual = forward_ad.make_dual(x, torch.ones_like(x))
                 out = forward_ad.unpack_dual(model(dual))
-                loss = out.tangent.square().mean() + out.primal.square().mean()  # type: ignore[union-attr]
+                loss = out.tangent.square().mean() + out.primal.square().mean()
             loss.backward()
         return [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
 

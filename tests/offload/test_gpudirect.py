@@ -18,12 +18,12 @@ from ssdtrain.offload import engine as engine_module
 from ssdtrain.offload import gpudirect
 from ssdtrain.offload import hung as hanging
 from ssdtrain.offload.transfer_state import State
-from ssdtrain.runtime import Runtime
+from ssdtrain.runtime import Runtime, Seams
 from ssdtrain.storage import Faults, IOFailure
 from ssdtrain.storage import gpudirect as storage
 from tests.offload.conftest import MakeRuntime, Variant, holds_nothing, settled
 from tests.offload.test_programs import FAULTS, INSTRUCTIONS, OPTIONS, agree, make
-from tests.offload.test_races import chain, engine_of, expected, pool_of, until
+from tests.offload.test_races import chain, expected, pool_of, until
 from tests.support.kvikio_stand_in import KvikioStandIn, install
 
 ON = Variant("gpudirect", {"buffer": "64MiB", "gpudirect": "on", "verify": "off"}, staged=True)
@@ -48,13 +48,13 @@ def test_gradients_are_those_without_it_and_no_byte_is_in_host_memory(
     moved = grown(stand_in)
     x, loss = chain(runtime)
     settled(runtime)
-    found = runtime.statistics().offload  # type: ignore[union-attr]
+    found = runtime.statistics().offload
     assert moved() == (found.offloaded_bytes, 0) and found.offloaded_bytes == found.saved_bytes > 0
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
     assert moved() == (found.offloaded_bytes, found.offloaded_bytes)
-    assert engine_of(runtime).buffers.peak == 0
-    assert runtime.statistics().store.ssd_bytes_written >= found.offloaded_bytes  # type: ignore[union-attr]
+    assert runtime.engine.buffers.peak == 0
+    assert runtime.statistics().store.ssd_bytes_written >= found.offloaded_bytes
 
 
 @pytest.mark.parametrize("codec", ["int8", "lossless"])
@@ -78,17 +78,17 @@ def test_encoded_tensors_go_the_same_way(
 def test_a_tensor_stays_until_its_write_has_ended(stand_in: KvikioStandIn, make_runtime: MakeRuntime) -> None:
     """The write reads its memory."""
     runtime = make_runtime(ON)
-    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
+    pool_of(runtime).hold(begun=True)
     x, loss = chain(runtime)
-    stores = list(engine_of(runtime).mover.stores)
+    stores = list(runtime.engine.mover.stores)
     assert stores and all(region.in_tensor for region in stores)
     del x, loss
     gc.collect()
-    until(lambda: stores[0].transfer.operation.begun(), "a store")  # type: ignore[union-attr]
-    begun = [region for region in stores if region.transfer.operation.begun()]  # type: ignore[union-attr]
-    engine_of(runtime).drain()
+    until(lambda: stores[0].transfer.operation.begun(), "a store")
+    begun = [region for region in stores if region.transfer.operation.begun()]
+    runtime.engine.drain()
     assert all(region.transfer.state is State.RELEASED and region.in_tensor for region in begun)
-    pool_of(runtime).release()  # type: ignore[attr-defined]
+    pool_of(runtime).release()
     holds_nothing(runtime)
     assert not any(region.in_tensor for region in begun)
 
@@ -98,21 +98,20 @@ def test_memory_that_is_being_filled_is_not_reserved_again(
 ) -> None:
     """Else its users would not be known when it is reused."""
     runtime = make_runtime(ON, prefetch=0)
-    engine = engine_of(runtime)
+    engine = runtime.engine
     x, loss = chain(runtime)
     settled(runtime)
-    region = runtime.offload.tape(0, -1).regions[0]  # type: ignore[union-attr]
-    assert region is not None
-    pool_of(runtime).hold(writes=False)  # type: ignore[attr-defined]
+    region = runtime.offload.tape(0, -1).regions[0]
+    pool_of(runtime).hold(writes=False)
     with engine._lock:
         assert engine.mover.loads.begin(region, on_demand=False)
         target = region.transfer.target
         engine.mover.loads.reserve_target(region)
         assert target is not None and region.transfer.target is target
-    pool_of(runtime).release()  # type: ignore[attr-defined]
+    pool_of(runtime).release()
     del region
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
 
 
 def test_what_is_larger_than_the_arena_is_stored_however_busy_the_drive_is(
@@ -124,7 +123,7 @@ def test_what_is_larger_than_the_arena_is_stored_however_busy_the_drive_is(
     with runtime.forward():
         loss = x.sin().sin().sin().sum()
     settled(runtime)
-    found = runtime.statistics().offload  # type: ignore[union-attr]
+    found = runtime.statistics().offload
     assert found.offloaded_bytes == found.saved_bytes > 0 == found.kept_late_bytes
     (grad,) = torch.autograd.grad(loss, x)
     assert torch.equal(grad, torch.autograd.grad(x.sin().sin().sin().sum(), x)[0])
@@ -133,7 +132,7 @@ def test_what_is_larger_than_the_arena_is_stored_however_busy_the_drive_is(
 def once(caplog: pytest.LogCaptureFixture, runtime: Runtime) -> None:
     """An error of cuFile was logged once, and the drives are still used."""
     assert caplog.text.count("GPUDirect Storage is not used any more") == 1
-    assert not any(drive.retired for drive in runtime.statistics().store.drives)  # type: ignore[union-attr]
+    assert not any(drive.retired for drive in runtime.statistics().store.drives)
 
 
 @pytest.mark.parametrize("codec", [None, "lossless"])
@@ -144,17 +143,17 @@ def test_after_a_failed_write_stores_go_through_host_memory(
     stand_in.fails.add("write")
     x, loss = chain(runtime)
     settled(runtime)
-    before = runtime.statistics().offload  # type: ignore[union-attr]
+    before = runtime.statistics().offload
     assert before.failed_stores > 0 < before.kept_bytes
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
     x, loss = chain(runtime)
     settled(runtime)
-    after = runtime.statistics().offload  # type: ignore[union-attr]
+    after = runtime.statistics().offload
     assert after.failed_stores == before.failed_stores
     assert after.offloaded_bytes - before.offloaded_bytes == after.saved_bytes - before.saved_bytes > 0
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
     once(caplog, runtime)
 
 
@@ -167,7 +166,7 @@ def test_after_a_failed_read_what_was_written_comes_through_host_memory(
     settled(runtime)
     stand_in.fails.add("read")
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
     once(caplog, runtime)
 
 
@@ -187,7 +186,7 @@ def test_memory_that_is_not_there_ahead_of_need_is_no_error(
     stand_in: KvikioStandIn, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = make_runtime(ON, prefetch="512KiB")
-    engine: Any = engine_of(runtime)
+    engine: Any = runtime.engine
     x, loss = chain(runtime)
     settled(runtime)
     begin, load_target = engine.mover.transfer.begin_load, engine.device.load_target
@@ -206,17 +205,17 @@ def test_memory_that_is_not_there_ahead_of_need_is_no_error(
     engine.mover.transfer.begin_load = begin_load
     engine.prefetcher._advance = lambda tape: None
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
 
 
 def test_where_memory_is_out_what_was_read_ahead_is_dropped(
     stand_in: KvikioStandIn, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = make_runtime(ON, prefetch=0)
-    engine = engine_of(runtime)
+    engine = runtime.engine
     x, loss = chain(runtime)
     settled(runtime)
-    regions = list(runtime.offload.tape(0, -1).regions)  # type: ignore[union-attr]
+    regions = list(runtime.offload.tape(0, -1).regions)
     load_target = engine.device.load_target
 
     def full(nbytes: int) -> torch.Tensor:
@@ -225,14 +224,14 @@ def test_where_memory_is_out_what_was_read_ahead_is_dropped(
         return load_target(nbytes)
 
     with engine._lock:
-        assert engine.mover.loads.begin(regions[-1], on_demand=False)  # type: ignore[arg-type]
-    until(lambda: regions[-1].transfer.operation.done(), "the read")  # type: ignore[union-attr]
+        assert engine.mover.loads.begin(regions[-1], on_demand=False)
+    until(lambda: regions[-1].transfer.operation.done(), "the read")
     monkeypatch.setattr(engine.device, "load_target", full)
     with engine._lock:
-        assert engine.mover.loads.begin(regions[0], on_demand=True)  # type: ignore[arg-type]
-        assert regions[-1].transfer.state is State.STORED  # type: ignore[union-attr]
+        assert engine.mover.loads.begin(regions[0], on_demand=True)
+        assert regions[-1].transfer.state is State.STORED
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -266,8 +265,10 @@ def config(tmp_path: Path, **more: Any) -> Any:
 
 def chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture, **more: Any) -> tuple[bool, str]:
     """Whether a runtime with these options uses it, and what it logs."""
-    with caplog.at_level(logging.INFO, "ssdtrain"), Runtime(config(tmp_path, **more), staged=True) as runtime:
-        assert runtime.engine is not None
+    with (
+        caplog.at_level(logging.INFO, "ssdtrain"),
+        Runtime(config(tmp_path, **more), seams=Seams(staged=True)) as runtime,
+    ):
         used = isinstance(runtime.engine.mover.transfer, gpudirect.GpuDirectTransfer)
     return used, "\n".join(line for line in caplog.text.splitlines() if "GPUDirect" in line)
 
@@ -291,37 +292,56 @@ def test_by_default_the_faster_one_of_a_probe_is_used(
     assert stand_in.open_files == 0, "closed with the runtime, or when it lost"
 
 
-def test_a_probe_that_reads_other_bytes_says_no(
-    stand_in: KvikioStandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    stand_in.garbles = True
-    used, line = chosen(tmp_path, caplog)
-    assert not used and "differ from those it wrote" in line
+def failing(error: Exception) -> Callable[..., float]:
+    def measure(*how: Any) -> float:
+        raise error
+
+    return measure
 
 
-@pytest.mark.parametrize("kind", ["write", "read"])
+@pytest.mark.parametrize(
+    ("holder", "name", "value", "reason"),
+    [
+        (KvikioStandIn, "garbles", True, "differ from those it wrote"),
+        (KvikioStandIn, "fails", {"write"}, "the probe failed"),
+        (KvikioStandIn, "fails", {"read"}, "the probe failed"),
+        (gpudirect, "_staged_seconds", failing(OSError("a faulty drive")), "failed: a faulty drive"),
+        (gpudirect, "_staged_seconds", failing(torch.OutOfMemoryError("none left")), "failed: none left"),
+    ],
+    ids=["other bytes", "write", "read", "drive", "memory"],
+)
 def test_a_probe_that_fails_says_no(
-    stand_in: KvikioStandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
-    stand_in.fails.add(kind)
-    used, line = chosen(tmp_path, caplog)
-    assert not used and "the probe failed" in line
-
-
-@pytest.mark.parametrize("error", [OSError("a faulty drive"), torch.OutOfMemoryError("none left")])
-def test_any_other_failure_of_the_probe_says_no(
     stand_in: KvikioStandIn,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-    error: Exception,
+    holder: Any,
+    name: str,
+    value: Any,
+    reason: str,
 ) -> None:
-    def failing(*how: Any) -> float:
-        raise error
-
-    monkeypatch.setattr(gpudirect, "_staged_seconds", failing)
+    monkeypatch.setattr(stand_in if holder is KvikioStandIn else holder, name, value)
     used, line = chosen(tmp_path, caplog)
-    assert not used and f"the probe failed: {error}" in line and stand_in.open_files == 0
+    assert not used and reason in line and stand_in.open_files == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"verify": "all"}, 'offload.verify is "all"'),
+        ({"capacity": "128KiB", "min_bytes": 1024}, "no room for its probe"),
+    ],
+    ids=["verified as a whole", "no room"],
+)
+def test_where_it_cannot_be_had_its_reason_is_said(
+    stand_in: KvikioStandIn,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    more: dict[str, Any],
+    reason: str,
+) -> None:
+    used, line = chosen(tmp_path, caplog, **more)
+    assert not used and reason in line and not stand_in.written
 
 
 def test_a_probe_that_hangs_says_no_and_nothing_waits_for_it(
@@ -354,14 +374,14 @@ def test_a_transfer_that_hangs_in_training_is_not_waited_for_for_ever(
     monkeypatch.setattr(storage, "_HUNG", pools)
     monkeypatch.setattr(hanging, "_HUNG", regions)
     runtime = make_runtime(ON, deadline="50ms", prefetch="512KiB")
-    engine, store = engine_of(runtime), runtime.offload.store  # type: ignore[union-attr]
+    engine, store = runtime.engine, runtime.offload.store
     if kind == "write":
         stand_in.gate.clear()
     x, loss = chain(runtime)
     if kind == "read":
         settled(runtime)
         stand_in.gate.clear()
-        engine.prefetch(runtime.offload.tape(0, -1))  # type: ignore[union-attr]
+        engine.prefetch(runtime.offload.tape(0, -1))
     until(lambda: any(region.transfer.operation.begun() for region in engine.mover.busy()), kind)
     with pytest.raises(TimeoutError, match=r"offload\.gpudirect"):
         runtime.close()
@@ -394,24 +414,17 @@ def test_a_read_that_hangs_in_backward_is_given_up_for_one_through_host_memory(
     stand_in.gate.clear()
     with caplog.at_level(logging.WARNING, "ssdtrain"):
         loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
     assert "GPUDirect Storage is not used any more" in caplog.text
     assert any(isinstance(memory, torch.Tensor) and memory.nbytes for memory in kept)
     stand_in.gate.set()
     del x, loss
 
 
-def test_what_is_verified_as_a_whole_is_not_tried(
-    stand_in: KvikioStandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    used, line = chosen(tmp_path, caplog, verify="all")
-    assert not used and 'offload.verify is "all"' in line and not stand_in.written
-
-
 @pytest.mark.parametrize("choice", ["on", "auto"])
 def test_the_probe_is_not_counted(stand_in: KvikioStandIn, tmp_path: Path, choice: str) -> None:
-    with Runtime(config(tmp_path, gpudirect=choice), staged=True) as runtime:
-        found = runtime.statistics().store  # type: ignore[union-attr]
+    with Runtime(config(tmp_path, gpudirect=choice), seams=Seams(staged=True)) as runtime:
+        found = runtime.statistics().store
     assert stand_in.written and (found.ssd_bytes_written, found.write_seconds, found.read_seconds) == (
         0,
         0,
@@ -419,19 +432,12 @@ def test_the_probe_is_not_counted(stand_in: KvikioStandIn, tmp_path: Path, choic
     )
 
 
-def test_a_drive_without_room_for_the_probe_says_no(
-    stand_in: KvikioStandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    used, line = chosen(tmp_path, caplog, capacity="128KiB", min_bytes=1024)
-    assert not used and "no room for its probe" in line
-
-
 def test_demanded_and_not_possible_is_an_error_with_the_reason(
     stand_in: KvikioStandIn, tmp_path: Path
 ) -> None:
     stand_in.is_gds_available = False
     with pytest.raises(ValueError, match=r'offload.gpudirect is "on", but .*nvidia-fs.*set it to "auto"'):
-        Runtime(config(tmp_path, gpudirect="on"), staged=True)
+        Runtime(config(tmp_path, gpudirect="on"), seams=Seams(staged=True))
 
 
 def test_demanded_on_the_cpu_is_an_error(tmp_path: Path) -> None:

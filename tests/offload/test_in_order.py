@@ -42,14 +42,13 @@ def step(
         for _ in range(12):
             y = y.sin()
             if waits:
-                runtime.engine.mover.flush()  # type: ignore[union-attr]
+                runtime.engine.mover.flush()
                 settled(runtime)
         loss = y.sum()
     del y
     loss.backward()
     del loss
     found = runtime.statistics()
-    assert found is not None
     return x.grad, found.offload
 
 
@@ -61,7 +60,6 @@ def test_the_peak_does_not_depend_on_when_stores_end(make_runtime: MakeRuntime) 
         step(runtime)  # the arena of loads is there from now on
         runtime.reset_peak()
         gradient, found = step(runtime, waits=waits)
-        assert found is not None and expected is not None and gradient is not None
         assert torch.equal(gradient, expected)
         assert found.loaded_bytes > 0
         peaks.append(found.activation_peak_bytes - found.buffer_bytes)
@@ -72,7 +70,6 @@ def test_the_peak_does_not_depend_on_when_stores_end(make_runtime: MakeRuntime) 
 def test_what_is_left_of_a_forward_is_not_read_back(make_runtime: MakeRuntime) -> None:
     runtime = make_runtime(IN_ORDER)
     _, found = step(runtime, waits=True)
-    assert found is not None
     assert found.saved_bytes - found.loaded_bytes == 3 * REGION
     assert found.in_flight_bytes == 0
 
@@ -85,7 +82,8 @@ def test_gradients_are_those_without_in_every_order_of_passes(
     order: str, options: dict[str, Any], make_runtime: MakeRuntime
 ) -> None:
     """Forwards are small letters; a backward that comes twice retains its graph the first time."""
-    runtime = make_runtime(IN_ORDER, faults=SLOW, **options)
+    slow = None if options.get("engine") == "python" else SLOW
+    runtime = make_runtime(IN_ORDER, faults=slow, **options)
     for _ in range(2):
         assert torch.equal(gradients(order, runtime), gradients(order, None))
 
@@ -103,7 +101,6 @@ def gradients(order: str, runtime: Runtime | None) -> torch.Tensor:
             del y
         else:
             losses[one].backward(retain_graph=one in order[at + 1 :])
-    assert x.grad is not None
     return x.grad
 
 
@@ -111,7 +108,7 @@ def test_a_failed_drive_and_a_forward_without_backward_leave_nothing(make_runtim
     runtime = make_runtime(IN_ORDER, faults=Faults(fail_writes=frozenset({2, 7})))
     gradient, _ = step(runtime)
     expected, _ = step(None)
-    assert gradient is not None and expected is not None and torch.equal(gradient, expected)
+    assert torch.equal(gradient, expected)
     with runtime.forward():
         y = torch.randn(64, 64, requires_grad=True)
         for _ in range(12):
@@ -127,6 +124,6 @@ def test_nothing_is_held_by_a_closed_engine_whose_forward_had_no_backward(make_r
         for _ in range(12):
             y = y.sin()
     engine = runtime.engine
-    assert engine is not None and engine.mover.stores
+    assert engine.mover.stores
     runtime.close()
     assert not engine.mover.stores

@@ -33,7 +33,7 @@ def test_two_thousand_steps_of_changing_shapes_grow_nothing(
 ) -> None:
     runtime = make_runtime(Variant("c"), amount="0.9")
     engine, store = runtime.engine, runtime.offload.store
-    assert engine is not None and store is not None
+    assert store is not None
     model = gpt(layers=2, hidden=64, heads=2, sequence=96)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     runtime.register(model)

@@ -32,5 +32,5 @@ def test_the_whole_device_is_compared(device: torch.device, monkeypatch: pytest.
     monkeypatch.setattr(eligible, "_Tensor", CudaTensor)
     monkeypatch.setattr(eligible, "_is_copy_on_write", lambda tensor: False)
     found = Eligibility(1, device)
-    assert found.may_move(CudaTensor(1))  # type: ignore[arg-type]
-    assert not found.may_move(CudaTensor(0))  # type: ignore[arg-type]
+    assert found.may_move(CudaTensor(1))
+    assert not found.may_move(CudaTensor(0))

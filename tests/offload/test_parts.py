@@ -27,12 +27,12 @@ from tests.offload.conftest import (
 )
 from tests.offload.test_equality import same
 from tests.offload.test_gpudirect import ON
-from tests.offload.test_races import SIZE, chain, engine_of, expected, pool_of
+from tests.offload.test_races import SIZE, chain, expected, pool_of
 from tests.support.kvikio_stand_in import KvikioStandIn, install
 from tests.support.tiers import tiered
 
 REGION = SIZE * SIZE * 4  # of `chain`
-WAYS = VARIANTS[:5]
+WAYS = [VARIANTS[0], *VARIANTS[2:5]]
 CASES = [
     zoo.gpt,
     zoo.overlapping_qkv,
@@ -44,9 +44,9 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=tiered(WAYS, quick=WAYS[:3]), ids=lambda way: way.name)
+@pytest.fixture(params=tiered(WAYS, quick=WAYS[:2]), ids=lambda way: way.name)
 def way(request: pytest.FixtureRequest) -> Variant:
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -57,8 +57,8 @@ def test_parts_change_no_bit(
     """Backward finds stores that are over (`stored`), and such as have not begun or are under way."""
     runtime = make_runtime(way)
     offload_parts(runtime, 0.25, 0.5, 0.75)
-    assert same(zoo.run(case, nullcontext), zoo.run(case, partial(forward, runtime)))  # type: ignore[operator]
-    found = runtime.statistics().offload  # type: ignore[union-attr]
+    assert same(zoo.run(case, nullcontext), zoo.run(case, partial(forward, runtime)))
+    found = runtime.statistics().offload
     assert found.kept_bytes > 0 and found.offloaded_bytes + found.avoided_write_bytes > 0
     if forward is stored_forward and case is zoo.gpt:
         assert found.loaded_bytes > 0
@@ -70,7 +70,6 @@ def test_each_part_is_counted_as_what_it_is(way: Variant, make_runtime: MakeRunt
     with stored_forward(runtime):
         x, loss = chain(runtime, depth=4)
     found = runtime.statistics()
-    assert found is not None
     whole = found.offload.saved_bytes
     assert found.offload.offloaded_bytes == 0.75 * whole == found.store.bytes_written
     assert found.offload.kept_bytes == 0.25 * whole
@@ -80,60 +79,58 @@ def test_each_part_is_counted_as_what_it_is(way: Variant, make_runtime: MakeRunt
     loss.backward()
     del loss
     found = runtime.statistics()
-    assert found is not None
     assert found.offload.loaded_bytes == 0.75 * whole == found.offload.offloaded_bytes
-    assert torch.equal(x.grad, expected(4))  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected(4))
 
 
 def test_while_a_store_is_under_way_what_stays_is_counted_twice(make_runtime: MakeRuntime) -> None:
     runtime = make_runtime()
     offload_parts(runtime, 0.5)
-    pool_of(runtime).hold()  # type: ignore[attr-defined]
+    pool_of(runtime).hold()
     _, loss = chain(runtime, depth=4)
-    found = runtime.statistics().offload  # type: ignore[union-attr]
+    found = runtime.statistics().offload
     assert found.activation_bytes - found.buffer_bytes == 1.5 * found.saved_bytes
-    pool_of(runtime).release()  # type: ignore[attr-defined]
+    pool_of(runtime).release()
     del loss
 
 
-@pytest.mark.parametrize("way", WAYS[:3], ids=lambda way: way.name)
+@pytest.mark.parametrize("way", VARIANTS[:3], ids=lambda way: way.name)
 def test_a_cancelled_store_leaves_one_copy(way: Variant, make_runtime: MakeRuntime) -> None:
     runtime = make_runtime(way)
     offload_parts(runtime, 0.5)
-    pool_of(runtime).hold(reads=False)  # type: ignore[attr-defined]
+    pool_of(runtime).hold(reads=False)
     x, loss = chain(runtime)
     loss.backward(retain_graph=True)
     found = runtime.statistics()
-    assert found is not None
     assert found.offload.avoided_write_bytes == 0.5 * found.offload.saved_bytes > 0
     assert found.offload.offloaded_bytes == found.store.bytes_written == found.offload.in_flight_bytes == 0
     assert not any(region.transfer.rest is not None for region in regions(runtime))
-    pool_of(runtime).release()  # type: ignore[attr-defined]
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    pool_of(runtime).release()
+    assert torch.equal(x.grad, expected())
     loss.backward()
-    assert torch.equal(x.grad, 2 * expected())  # type: ignore[arg-type, operator]
+    assert torch.equal(x.grad, 2 * expected())
 
 
-def regions(runtime: Runtime) -> list:  # type: ignore[type-arg]
-    return [region for region in runtime.offload.tape(0, -1).regions if region is not None]  # type: ignore[union-attr]
+def regions(runtime: Runtime) -> list:
+    return [region for region in runtime.offload.tape(0, -1).regions if region is not None]
 
 
 def test_a_slow_store_is_forwarded(way: Variant, make_runtime: MakeRuntime) -> None:
     runtime = make_runtime(way, threads=8)
     offload_parts(runtime, 0.5)
-    pool_of(runtime).hold(begun=True, reads=False)  # type: ignore[attr-defined]
+    pool_of(runtime).hold(begun=True, reads=False)
     x, loss = chain(runtime, depth=2)
     loss.backward()
-    assert runtime.statistics().offload.loaded_bytes == 0  # type: ignore[union-attr]
-    assert torch.equal(x.grad, expected(2))  # type: ignore[arg-type]
-    pool_of(runtime).release()  # type: ignore[attr-defined]
+    assert runtime.statistics().offload.loaded_bytes == 0
+    assert torch.equal(x.grad, expected(2))
+    pool_of(runtime).release()
 
 
 def test_a_failed_write_keeps_the_bytes_in_memory(way: Variant, make_runtime: MakeRuntime) -> None:
     runtime = make_runtime(way, faults=Faults(fail_writes=frozenset({1, 3, 4})))
     offload_parts(runtime, 0.25, 0.75)
     assert same(zoo.run(zoo.gpt, nullcontext), zoo.run(zoo.gpt, partial(stored_forward, runtime)))
-    found = runtime.statistics().offload  # type: ignore[union-attr]
+    found = runtime.statistics().offload
     assert found.failed_stores > 0 and found.kept_full_bytes > 0
     assert found.offloaded_bytes + found.kept_bytes + found.avoided_write_bytes == found.saved_bytes
 
@@ -143,7 +140,7 @@ def test_a_failed_write_goes_to_the_other_drive(way: Variant, make_runtime: Make
     runtime = make_runtime(two, faults=Faults(fail_writes=frozenset({2})))
     offload_parts(runtime, 0.5)
     assert same(zoo.run(zoo.gpt, nullcontext), zoo.run(zoo.gpt, partial(stored_forward, runtime)))
-    found = runtime.statistics().offload  # type: ignore[union-attr]
+    found = runtime.statistics().offload
     assert found.failed_stores >= 1 and found.kept_full_bytes == 0
 
 
@@ -162,7 +159,7 @@ def test_torn_and_verified_transfers_change_no_bit(way: Variant, make_runtime: M
     runtime = make_runtime(way, faults=faults, verify="all")
     offload_parts(runtime, 0.5, 0.75)
     assert same(zoo.run(zoo.gpt, nullcontext), zoo.run(zoo.gpt, partial(stored_forward, runtime)))
-    found = runtime.statistics().offload  # type: ignore[union-attr]
+    found = runtime.statistics().offload
     assert found.verified_bytes == found.loaded_bytes > 0
 
 
@@ -189,7 +186,7 @@ def test_what_is_written_behind_the_back_of_torch_gets_into_neither_part(make_ru
     wanted = (y.detach().cos() * y.detach()).clone()
     y.detach().numpy()[SIZE - 1] = 7.0
     loss.backward()
-    assert torch.equal(x.grad, wanted)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, wanted)
 
 
 def test_a_dropped_loss_frees_both_parts(way: Variant, make_runtime: MakeRuntime) -> None:
@@ -197,13 +194,13 @@ def test_a_dropped_loss_frees_both_parts(way: Variant, make_runtime: MakeRuntime
     offload_parts(runtime, 0.5)
     for hold in ({}, {"begun": True}, None):
         if hold is not None:
-            pool_of(runtime).hold(**hold)  # type: ignore[attr-defined]
+            pool_of(runtime).hold(**hold)
         _, loss = chain(runtime, depth=2)
         del _, loss
         gc.collect()
-        pool_of(runtime).release()  # type: ignore[attr-defined]
+        pool_of(runtime).release()
         holds_nothing(runtime)
-        found = runtime.statistics().offload  # type: ignore[union-attr]
+        found = runtime.statistics().offload
         assert found.activation_bytes == found.buffer_bytes
 
 
@@ -216,13 +213,13 @@ def test_without_memory_for_the_copy_a_region_leaves_whole(
     def clone(source: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(engine_of(runtime).device, "clone", clone)
+    monkeypatch.setattr(runtime.engine.device, "clone", clone)
     with stored_forward(runtime):
         x, loss = chain(runtime)
-    found = runtime.statistics().offload  # type: ignore[union-attr]
+    found = runtime.statistics().offload
     assert found.offloaded_bytes + found.avoided_write_bytes == found.saved_bytes > 0 == found.kept_bytes
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
 
 
 def test_what_a_codec_encodes_is_offloaded_whole(make_runtime: MakeRuntime) -> None:
@@ -230,10 +227,10 @@ def test_what_a_codec_encodes_is_offloaded_whole(make_runtime: MakeRuntime) -> N
     offload_parts(runtime, 0.5, codec="lossless")
     with stored_forward(runtime):
         x, loss = chain(runtime)
-    found = runtime.statistics().offload  # type: ignore[union-attr]
+    found = runtime.statistics().offload
     assert found.encoded_bytes == found.offloaded_bytes == found.saved_bytes
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
 
 
 def test_a_part_is_whole_pages_and_one_at_least() -> None:
@@ -262,7 +259,7 @@ def test_by_gpudirect_what_stays_is_put_behind_what_is_read(
     written = stand_in.written
     with stored_forward(runtime):
         x, loss = chain(runtime)
-    found = runtime.statistics().offload  # type: ignore[union-attr]
+    found = runtime.statistics().offload
     assert stand_in.written - written == found.offloaded_bytes == found.saved_bytes // 2
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())

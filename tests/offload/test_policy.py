@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(self.attention(x))  # type: ignore[no-any-return]
+        return self.mlp(self.attention(x))
 
 
 def model() -> nn.Module:
@@ -69,14 +69,13 @@ def test_a_policy_of_ones_own_decides_by_module_with_codec_and_tier(tmp_path: Pa
     gradients = step(trained)
     assert all(torch.equal(a, b) for a, b in zip(gradients, step(plain), strict=True))
     found = runtime.statistics()
-    assert found is not None
     offloaded = [saved for saved in policy.seen if not any("attention" in m.name for m in saved.modules)]
     assert 0 < len(offloaded) < len(policy.seen)
     assert found.offload.offloaded_bytes + found.offload.avoided_write_bytes == sum(
         s.nbytes for s in offloaded
     )
     assert found.offload.encoded_bytes == sum(s.nbytes for s in offloaded)
-    assert found.store.host is not None and found.store.host.bytes_written == 0
+    assert found.store.host.bytes_written == 0
     assert [forward.saved_bytes for forward in policy.forwards] == [sum(s.nbytes for s in policy.seen)]
     assert {saved.module for saved in policy.seen} <= {name for name, _ in trained.named_modules()}
     runtime.close()
@@ -103,7 +102,6 @@ def test_the_config_chooses_modules_by_pattern(
     gradients = step(trained)
     assert all(torch.equal(a, b) for a, b in zip(gradients, step(plain), strict=True))
     found = runtime.statistics()
-    assert found is not None
     # What a block's activation function saves is its output, which the next layer saves too.
     assert (found.offload.offloaded_bytes + found.offload.avoided_write_bytes) // BYTES == blocks
     runtime.close()
@@ -156,5 +154,4 @@ def test_what_is_never_loaded_takes_no_room_in_the_arena(tmp_path: Path) -> None
             loss = body(torch.randn(512, 128)).sum()  # 256 KiB each, then 8 MiB
             settled(runtime)  # stores have ended, so that backward loads
             loss.backward()
-        assert runtime.engine is not None
         assert 0 < runtime.engine.buffers.capacity <= 4 << 20

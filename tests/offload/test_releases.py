@@ -26,7 +26,7 @@ def close_while(number: int, dies: int) -> tuple[int, list[Any], int]:
         nonlocal drains
         drains += 1
 
-    handles: dict[int, Handle] = {name: Handle(name, GEOMETRY, releases) for name in NAMES}  # type: ignore[arg-type]
+    handles: dict[int, Handle] = {name: Handle(name, GEOMETRY, releases) for name in NAMES}
     with Before(number, lambda: handles.pop(dies, None), [region_module]) as at:
         releases.call_at_each(drain)
     handles.clear()

@@ -16,7 +16,7 @@ import ssdtrain
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.offload.feature import MOST_TAPES
 from ssdtrain.pytorch.attached import attach_model
-from ssdtrain.runtime import Runtime
+from ssdtrain.runtime import Runtime, Seams
 from ssdtrain.storage import SpillStore
 from tests.offload import zoo
 from tests.offload.conftest import MakeRuntime, Variant, io_threads, open_files, settled
@@ -112,7 +112,7 @@ def test_pipeline_schedules_change_no_bit(name: str, variant: Variant, make_runt
     runtime = make_runtime(variant)
     assert same(plain, play(order, runtime)[0])
     found = runtime.statistics()
-    assert found is not None and found.steps == 2
+    assert found.steps == 2
     if "1F1B, last" in name:
         assert found.offload.kept_bytes == found.offload.saved_bytes > 0, (
             "its backward follows at once: nothing moves"
@@ -133,11 +133,9 @@ def test_the_next_tape_is_loaded_while_this_one_runs_backward(make_runtime: Make
     with runtime.backward(0, 0):
         losses[0].backward()
     del losses[0]
-    assert runtime.engine is not None and runtime.engine.mover.loads.prefetched_bytes > 0
+    assert runtime.engine.mover.loads.prefetched_bytes > 0
     tape = runtime.offload.tape(0, 1)
-    assert tape is not None and any(
-        region is not None and region.transfer.prefetched for region in tape.regions
-    )
+    assert any(region is not None and region.transfer.prefetched for region in tape.regions)
     del tape
     losses[1].backward()
 
@@ -172,7 +170,7 @@ def test_a_feature_that_does_nothing_is_reported(
                         loss = zoo.noise(64, 64).requires_grad_().sin().sum()
                     loss.backward()
                     if options.get("amount") == 0.0:  # the first tape is offloaded: its size has to be learnt
-                        found = runtime.engine.metrics  # type: ignore[union-attr]
+                        found = runtime.engine.metrics
                         found.offloaded_bytes = found.avoided_write_bytes = 0
         warnings = [
             record.getMessage() for record in caplog.records if "moved nothing" in record.getMessage()
@@ -229,7 +227,7 @@ def test_attach_takes_a_file(model: nn.Module, tmp_path: Path) -> None:
     path = tmp_path / "ssdtrain.yaml"
     path.write_text(f"offload:\n  directories: {tmp_path}/ssdtrain\n  min_bytes: 1KiB\n  amount: 60%\n")
     runtime = ssdtrain.attach(model, path)
-    assert runtime.config.offload is not None and runtime.config.offload.amount.value == 0.6
+    assert runtime.config.offload.amount.value == 0.6
     runtime.close()
 
 
@@ -242,7 +240,6 @@ def test_an_amount_keeps_the_last_saved(make_runtime: MakeRuntime) -> None:
             for _ in range(10):
                 y = y.sin()
             loss = y.sum()
-        assert tape is not None
         states = [
             "kept" if region.transfer.slot is None else "left"
             for region in tape.regions
@@ -260,7 +257,6 @@ def test_kept_regions_cost_no_io(make_runtime: MakeRuntime) -> None:
         loss = x.sin().cos().sum()
     loss.backward()
     found = runtime.statistics()
-    assert found is not None
     assert found.store.bytes_written == found.store.bytes_read == 0
     assert found.offload.kept_bytes == found.offload.saved_bytes > 0
 
@@ -294,14 +290,13 @@ def test_what_is_written_from_where_it_lies_is_put_into_huge_pages(
             super().__init__(*places, huge_pages=huge_pages, **settings)
 
     monkeypatch.setattr(sys.modules["ssdtrain.offload.build"], "SpillStore", Asked)
-    Runtime(load_config({"offload": {"directories": str(tmp_path)}}), staged=staged).close()
+    Runtime(load_config({"offload": {"directories": str(tmp_path)}}), seams=Seams(staged=staged)).close()
     assert asked == [asks]
 
 
 def test_microbatches_that_are_numbered_on_and_on_take_no_memory(make_runtime: MakeRuntime) -> None:
     runtime = make_runtime()
     offload = runtime.offload
-    assert offload is not None
     with runtime.forward(microbatch=0):
         loss = torch.randn(64, 64, requires_grad=True).sin().sum()
     for microbatch in range(1, 4 * MOST_TAPES):

@@ -33,7 +33,7 @@ class SavesDetached(torch.autograd.Function):
         return x @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
         return gradient @ weight, gradient.t() @ x
 
@@ -145,7 +145,6 @@ def train(rank: int, how: str, offload: bool) -> tuple[list[torch.Tensor], int]:
         saved = 0
         if runtime is not None:
             statistics = runtime.statistics()
-            assert statistics is not None
             saved = statistics.offload.saved_bytes // 3
             runtime.close()
     found += [getattr(p, "to_local", lambda p=p: p)().detach().clone() for p in model.parameters()]

@@ -16,8 +16,7 @@ from tests.offload.conftest import MakeRuntime
 
 def saved(runtime: object) -> object:
     gc.collect()
-    found = runtime.statistics()  # type: ignore[attr-defined]
-    assert found is not None
+    found = runtime.statistics()
     return found.offload
 
 
@@ -29,10 +28,10 @@ def test_a_tensor_saved_by_many_is_stored_once(make_runtime: MakeRuntime) -> Non
         y = x.tanh()  # saves y too
         loss = sum(layer(y).sum() for layer in layers)
     found = saved(runtime)
-    assert found.saved_bytes == y.nbytes  # type: ignore[attr-defined]
-    assert found.shared_tensors == 5  # type: ignore[attr-defined]
-    loss.backward()  # type: ignore[union-attr]
-    assert saved(runtime).loaded_bytes <= y.nbytes  # type: ignore[attr-defined]
+    assert found.saved_bytes == y.nbytes
+    assert found.shared_tensors == 5
+    loss.backward()
+    assert saved(runtime).loaded_bytes <= y.nbytes
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
@@ -63,7 +62,7 @@ def test_detached_tensors_join_where_their_counter_is_known(
     expected = torch.autograd.grad(losses(), list(layers.parameters()))
     with runtime.forward():
         loss = losses()
-    assert saved(runtime).saved_bytes == (1 if known else 3) * y.nbytes  # type: ignore[attr-defined]
+    assert saved(runtime).saved_bytes == (1 if known else 3) * y.nbytes
     found = torch.autograd.grad(loss, list(layers.parameters()))
     assert all(map(torch.equal, expected, found))
 
@@ -102,10 +101,10 @@ def test_the_two_halves_of_a_chunk_are_told_apart(make_runtime: MakeRuntime) -> 
         y = x.sin()
         left, right = y.chunk(2, dim=-1)
         loss = (left * right).sum()
-    assert saved(runtime).saved_bytes == 2 * y.nbytes  # type: ignore[attr-defined] # x and y, each once
+    assert saved(runtime).saved_bytes == 2 * y.nbytes  # x and y, each once
     loss.backward()
     gradient = torch.cat([y.chunk(2, -1)[1], y.chunk(2, -1)[0]], -1) * x.cos()
-    assert torch.equal(x.grad, gradient.detach())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, gradient.detach())
 
 
 def test_overlapping_views_become_one_region_over_their_storage(make_runtime: MakeRuntime) -> None:
@@ -123,7 +122,7 @@ def test_overlapping_views_become_one_region_over_their_storage(make_runtime: Ma
     assert len(views) == 1
     found = saved(runtime)
     # Also saved: sigmoid(q), tanh(k) and their product.
-    assert found.saved_bytes == mixed.nbytes + 3 * q.numel() * 4  # type: ignore[attr-defined]
+    assert found.saved_bytes == mixed.nbytes + 3 * q.numel() * 4
     loss.backward()
 
 
@@ -135,11 +134,11 @@ def test_a_thin_view_does_not_take_its_storage_along(make_runtime: MakeRuntime) 
         thin = y[:, ::16, :4]
         loss = (thin * thin).sum()
     found = saved(runtime)
-    assert found.saved_bytes == thin.numel() * 4 == found.packed_bytes  # type: ignore[attr-defined]
+    assert found.saved_bytes == thin.numel() * 4 == found.packed_bytes
     loss.backward()
     expected = torch.zeros_like(x)
     expected[:, ::16, :4] = 2 * (x + 1).detach()[:, ::16, :4]
-    assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected)
 
 
 class Remember(torch.autograd.Function):
@@ -148,12 +147,12 @@ class Remember(torch.autograd.Function):
     seen: torch.Tensor
 
     @staticmethod
-    def forward(ctx, x):  # type: ignore[no-untyped-def]
+    def forward(ctx, x):
         ctx.save_for_backward(x)
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad):
         (Remember.seen,) = ctx.saved_tensors
         return grad
 
@@ -215,5 +214,5 @@ def test_a_view_of_another_dtype_joins_where_it_is_aligned(make_runtime: MakeRun
         real = (y * y).sum()
         imaginary = torch.view_as_complex(y.view(64, 32, 2))
         both = real + (imaginary * imaginary).real.sum()
-    assert saved(runtime).saved_bytes == y.nbytes  # type: ignore[attr-defined]
+    assert saved(runtime).saved_bytes == y.nbytes
     both.backward()

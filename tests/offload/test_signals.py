@@ -97,7 +97,6 @@ def work(runtime: Any, x: torch.Tensor) -> torch.Tensor:
     second.backward(retain_graph=True)
     first.backward()
     second.backward()
-    assert x.grad is not None
     return x.grad
 
 

@@ -20,7 +20,7 @@ from ssdtrain.offload.transfer_state import State
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults
 from tests.offload.conftest import VARIANTS, MakeRuntime, holds_nothing, settled
-from tests.offload.test_races import chain, engine_of, expected, pool_of, until
+from tests.offload.test_races import chain, expected, pool_of, until
 from tests.support.lagging import LaggingDevice
 
 STAGED = VARIANTS[2]
@@ -31,12 +31,12 @@ def test_a_released_region_keeps_its_buffer_and_not_its_tensor_until_its_store_h
 ) -> None:
     """The copy is in the buffer: device memory would stay taken for as long as the drive takes."""
     runtime = make_runtime(STAGED)
-    engine = engine_of(runtime)
-    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
+    engine = runtime.engine
+    pool_of(runtime).hold(begun=True)
     x, loss = chain(runtime, depth=1)
     stores = list(engine.mover.stores)
-    until(lambda: any(region.transfer.operation.begun() for region in stores), "a store")  # type: ignore[union-attr]
-    stores = [region for region in stores if region.transfer.operation.begun()]  # type: ignore[union-attr]
+    until(lambda: any(region.transfer.operation.begun() for region in stores), "a store")
+    stores = [region for region in stores if region.transfer.operation.begun()]
     del x, loss
     gc.collect()
     engine.drain()
@@ -44,33 +44,33 @@ def test_a_released_region_keeps_its_buffer_and_not_its_tensor_until_its_store_h
         region.transfer.state is State.RELEASED and region.transfer.lease is not None for region in stores
     )
     assert not any(region.in_tensor for region in stores)
-    pool_of(runtime).release()  # type: ignore[attr-defined]
+    pool_of(runtime).release()
     holds_nothing(runtime)
 
 
 def test_what_is_on_the_device_already_is_not_dropped_for_a_buffer(make_runtime: MakeRuntime) -> None:
     """Its staging buffer is back: dropping it would give none, and it would be read again."""
     runtime = make_runtime(STAGED, prefetch=0)
-    engine = engine_of(runtime)
+    engine = runtime.engine
     x, loss = chain(runtime)
     settled(runtime)
     first, *_, last = [
         region for region in runtime.offload.tape(0, -1).regions if region.transfer.state is State.STORED
-    ]  # type: ignore[union-attr]
+    ]
     mover: Any = engine.mover
     with engine._lock:
         assert mover.loads.begin(last, on_demand=False)
     last.transfer.operation.wait(60)
     with engine._lock:
         mover.loads.end(last)
-        engine.buffers.acquire = lambda nbytes, lead=0: None  # type: ignore[method-assign]
+        engine.buffers.acquire = lambda nbytes, lead=0: None
         assert mover.loads.begin(first, on_demand=True)
     del engine.buffers.acquire
     assert last.transfer.state is State.LOADED and mover.metrics.evicted_bytes == 0
     assert mover.metrics.outside_bytes == first.nbytes
     del first, last, _
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
 
 
 def test_a_buffer_outside_of_the_arena_is_host_memory_whatever_the_default_device_is(
@@ -78,19 +78,19 @@ def test_a_buffer_outside_of_the_arena_is_host_memory_whatever_the_default_devic
 ) -> None:
     """The drive is read into it: with `torch.set_default_device("cuda")` it would be memory that no system call fills."""
     runtime = make_runtime(STAGED, prefetch=0)
-    engine = engine_of(runtime)
+    engine = runtime.engine
     x, loss = chain(runtime)
     settled(runtime)
     stored = [
         region for region in runtime.offload.tape(0, -1).regions if region.transfer.state is State.STORED
-    ]  # type: ignore[union-attr]
+    ]
     with engine._lock, torch.device("meta"), patch.object(engine.buffers, "acquire", lambda nbytes: None):
         assert engine.mover.loads.begin(stored[-1], on_demand=True)
     loaded = stored[-1].transfer.loaded
-    assert loaded is not None and loaded.device.type == "cpu" and engine.mover.metrics.outside_bytes
+    assert loaded.device.type == "cpu" and engine.mover.metrics.outside_bytes
     del stored, loaded
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
 
 
 def test_the_kernels_of_a_codec_are_compiled_when_the_engine_is_made(
@@ -119,10 +119,10 @@ def test_a_released_head_delays_no_departure() -> None:
         )
         for _ in range(3)
     ]
-    departures.add(regions[0], 100)  # type: ignore[arg-type]
+    departures.add(regions[0], 100)
     regions[0].transfer.state = State.RELEASED
-    departures.add(regions[1], 200)  # type: ignore[arg-type]
-    departures.add(regions[2], 300)  # type: ignore[arg-type]
+    departures.add(regions[1], 200)
+    departures.add(regions[2], 300)
     assert left == [regions[1]]
 
 
@@ -143,7 +143,7 @@ def test_no_device_memory_ahead_of_need_is_no_error(
     make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = make_runtime(STAGED)
-    engine = engine_of(runtime)
+    engine = runtime.engine
     x, loss = chain(runtime)
     settled(runtime)
     prefetcher: Any = engine.prefetcher
@@ -164,24 +164,24 @@ def test_no_device_memory_ahead_of_need_is_no_error(
     prefetcher._advance = advance_without_memory
     loss.backward()
     assert refused, "nothing was tried ahead of need"
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
 
 
 def test_a_store_that_fails_after_close_leaves_its_bytes_where_they_are(make_runtime: MakeRuntime) -> None:
     """1. stores are under way; 2. the engine closes; 3. they fail; 4. the store closes; 5. backward."""
     runtime = make_runtime(VARIANTS[0], deadline=0, faults=Faults(write_failure=1.0))
-    engine = engine_of(runtime)
-    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
+    engine = runtime.engine
+    pool_of(runtime).hold(begun=True)
     x, loss = chain(runtime)
     operations = [region.transfer.operation for region in engine.mover.busy()]
-    until(lambda: any(operation.begun() for operation in operations), "a store")  # type: ignore[union-attr]
+    until(lambda: any(operation.begun() for operation in operations), "a store")
     engine.close()
-    pool_of(runtime).release()  # type: ignore[attr-defined]
-    while not all(operation.done() for operation in operations):  # type: ignore[union-attr]
+    pool_of(runtime).release()
+    while not all(operation.done() for operation in operations):
         time.sleep(0.001)
-    runtime.offload.store.close()  # type: ignore[union-attr]
+    runtime.offload.store.close()
     loss.backward()
-    assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
+    assert torch.equal(x.grad, expected())
 
 
 def test_a_pinned_host_tier_is_not_looked_at_after_close(tmp_path: Path) -> None:
@@ -190,10 +190,9 @@ def test_a_pinned_host_tier_is_not_looked_at_after_close(tmp_path: Path) -> None
     with patch("ssdtrain.offload.build.device_for", lambda _: device):
         section = {"host": "4MiB", "min_bytes": 1024, "buffer": "4MiB", "in_flight": "1MiB"}
         runtime = Runtime(load_config({"offload": section}))
-    engine = engine_of(runtime)
+    engine = runtime.engine
     x, loss = chain(runtime)
     settled(runtime)
-    assert runtime.offload is not None
     engine.prefetch(runtime.offload.tape(0, -1))
     states = {region.transfer.state for region in runtime.offload.tape(0, -1).regions if region is not None}
     assert State.LOADING in states or State.STORED in states

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
+from ssdtrain.offload.region import Region
 from ssdtrain.offload.tape import Tape
-from tests.offload.conftest import MakeRuntime, settled, watch_loads
-from tests.offload.test_races import SIZE, engine_of
+from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled, watch_loads
+from tests.offload.test_races import SIZE, chain
 
 
 def tape_of(*operators: int) -> Tape:
@@ -87,23 +88,23 @@ class SavesThree(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> torch.Tensor:
         a, b, c = ctx.saved_tensors
-        return grads[0] * a * b * c  # type: ignore[no-any-return]
+        return grads[0] * a * b * c
 
 
 def test_what_an_operator_saved_and_stays_belongs_to_it_too(make_runtime: MakeRuntime) -> None:
     """Else what lies before it on the tape would count as passed once backward is there."""
     runtime = make_runtime()
-    engine_of(runtime).policy = KeepsTheSecond()
+    runtime.engine.policy = KeepsTheSecond()
     x = torch.ones(512, requires_grad=True)
     with runtime.forward():
-        loss = SavesThree.apply(SavesThree.apply(x)).sum()  # type: ignore[no-untyped-call]
-    tape = runtime.offload.tape(0, -1)  # type: ignore[union-attr]
-    assert tape is not None and len(tape.regions) == 6
+        loss = SavesThree.apply(SavesThree.apply(x)).sum()
+    tape = runtime.offload.tape(0, -1)
+    assert len(tape.regions) == 6
     assert coming(tape) == [3, 4, 5, 0, 1, 2]
     tape.reached(3, again=False)
     assert tape.end == 6
     loss.backward()
-    assert x.grad is not None and torch.equal(x.grad, torch.full((512,), 576.0))
+    assert torch.equal(x.grad, torch.full((512,), 576.0))
 
 
 @pytest.mark.parametrize("uses", [1, 3])
@@ -134,7 +135,7 @@ def test_a_second_backward_reads_ahead_what_was_saved_far_apart(uses: int, make_
     assert counts == [(2 + 12 * uses + uses - 1, 0)] * 3
     grad, x.grad = x.grad, None
     forward().backward()
-    assert grad is not None and x.grad is not None and torch.allclose(grad, 3 * x.grad)
+    assert torch.allclose(grad, 3 * x.grad)
 
 
 class SavesOneTwice(torch.autograd.Function):
@@ -154,7 +155,7 @@ class SavesOneTwice(torch.autograd.Function):
             a, b = ctx.saved_tensors
         if SavesOneTwice.write:
             a.mul_(3)
-        return grads[0] * b  # type: ignore[no-any-return]
+        return grads[0] * b
 
 
 @pytest.mark.parametrize(("twice", "passes"), [(False, 1), (True, 1), (False, 2), (True, 2)])
@@ -172,7 +173,56 @@ def test_an_operator_that_saved_a_tensor_twice_has_it_once_in_each_pass(
 
     runtime = make_runtime()
     with runtime.forward():
-        loss = SavesOneTwice.apply(x * 1).sum()  # type: ignore[no-untyped-call]
+        loss = SavesOneTwice.apply(x * 1).sum()
     settled(runtime)
     found = gradient(loss)
-    assert torch.equal(found, gradient(SavesOneTwice.apply(x * 1).sum()))  # type: ignore[no-untyped-call]
+    assert torch.equal(found, gradient(SavesOneTwice.apply(x * 1).sum()))
+
+
+@pytest.mark.parametrize("way", VARIANTS[:3], ids=lambda v: v.name)
+def test_a_large_load_is_issued_as_soon_as_it_fits(way: Variant, make_runtime: MakeRuntime) -> None:
+    """All that fit are ahead whenever backward asks: it may need the next one at once."""
+    runtime = make_runtime(way, prefetch="768KiB")  # three regions
+    _, loss = chain(runtime, depth=12)
+    settled(runtime)
+    loads = runtime.engine.mover.loads
+    ahead: list[int] = []
+    hand_out = loads.hand_out
+
+    def record(region: Region) -> Any:
+        ahead.append(loads.prefetched_bytes)
+        return hand_out(region)
+
+    loads.hand_out = record
+    with runtime.backward():
+        loss.backward()
+    assert len(ahead) >= 10 and set(ahead[:-3]) == {768 << 10}
+
+
+@pytest.mark.parametrize("apart", [2, 12])
+@pytest.mark.parametrize("way", VARIANTS[:3], ids=lambda v: v.name)
+def test_a_tensor_that_is_used_again_later_does_not_end_what_is_read_ahead(
+    way: Variant, apart: int, make_runtime: MakeRuntime
+) -> None:
+    """An encoder's output is needed by the last layer of the decoder first, and long after that by the encoder."""
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        y = x.exp().sin()
+        for _ in range(4):
+            y = y.sin()
+        used_twice = z = y.cos().clone()
+        for _ in range(apart):
+            z = z.sin()
+        return (z * used_twice).sum()
+
+    [expected] = torch.autograd.grad(forward(), x)
+    runtime = make_runtime(way, prefetch="1MiB")
+    with runtime.forward():
+        loss = forward()
+    settled(runtime)
+    asked = watch_loads(runtime)
+    with runtime.backward():
+        loss.backward()
+    assert torch.equal(x.grad, expected)
+    assert sum(asked) <= (0 if apart > 8 else 1)

@@ -36,7 +36,6 @@ def attached(runtime: Runtime) -> nn.Module:
 
 
 def store_of(runtime: Runtime) -> SpillStore:
-    assert runtime.offload is not None
     return runtime.offload.store
 
 
@@ -120,13 +119,13 @@ def test_what_comes_back_is_verified_as_the_config_says(
     runtime = make_runtime(variant, verify=verify)
     run_steps(runtime, attached(runtime), 20)
     found = runtime.statistics()
-    assert found is not None and found.offload.loaded_bytes
+    assert found.offload.loaded_bytes
     share = found.offload.verified_bytes / found.offload.loaded_bytes
     assert share == {"off": 0, "all": 1}[verify]
 
 
 def test_all_is_the_default() -> None:
-    assert load_config({"offload": {"directories": "/nvme"}}).offload.verify == "all"  # type: ignore[union-attr]
+    assert load_config({"offload": {"directories": "/nvme"}}).offload.verify == "all"
 
 
 def flipped_reads(runtime: Runtime, which: Callable[[int], bool]) -> None:
@@ -144,7 +143,7 @@ def flipped_reads(runtime: Runtime, which: Callable[[int], bool]) -> None:
             memory[slot.nbytes // 2] ^= 1
         return operation
 
-    store.read = read_wrong  # type: ignore[method-assign]
+    store.read = read_wrong
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
@@ -172,7 +171,7 @@ def test_a_proof_ends_after_its_steps_and_says_what_it_saw(
     runtime = make_runtime(variant, prove_steps=2)
     net = attached(runtime)
     run_steps(runtime, net, 3)
-    assert runtime.engine is not None and runtime.engine.prover is None
+    assert runtime.engine.prover is None
     [line] = [record.getMessage() for record in caplog.records if "prove_steps" in record.getMessage()]
     assert "first 2 steps" in line and " 0 saved tensors" not in line
 

@@ -45,7 +45,7 @@ def test_wrappers_are_left_out_of_names() -> None:
             self.module = module
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.module(x)  # type: ignore[no-any-return]
+            return self.module(x)
 
     model = Wrapper(Wrapper(nn.Sequential(seen)))
     names.watch(model)

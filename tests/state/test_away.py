@@ -14,13 +14,9 @@ from ssdtrain.state.chunk import Where
 from ssdtrain.state.hooks import _tensors_in
 from ssdtrain.state.stored import StoredTensor
 from tests.state.conftest import Attach
-from tests.state.training import Block, Model, Recipe, batches, loss_of, make_model, run, same
+from tests.state.training import Block, Model, Recipe, adamw, batches, loss_of, make_model, run, same
 
 Write = Callable[[torch.Tensor], Any]
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 # Writes that torch allows to one element that stands for all.
@@ -92,7 +88,6 @@ def test_a_state_dict_replaces_what_was_written_while_away(written: Write, attac
 def test_other_data_while_its_store_is_in_flight(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     runtime = attach(model, adamw(model.parameters()))
-    assert runtime.state is not None and runtime.state._residency is not None
     residency = runtime.state._residency
     chunk = residency.chunks[-1]
     residency.load(chunk, chunk.values)

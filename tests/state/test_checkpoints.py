@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from tests.state.conftest import Attach
-from tests.state.training import Recipe, make_model, run, same
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
+from tests.state.training import Recipe, adamw, make_model, run, same
 
 
 def whole_run() -> tuple[Any, Any, Any]:

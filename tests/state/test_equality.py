@@ -55,13 +55,11 @@ def test_equal_to_the_bit(name: str, attach: Attach) -> None:
     model = make_model(**recipe.model)
     optimizer = recipe.optimizer(list(model.parameters()))
     runtime = attach(model, optimizer)
-    assert runtime.state is not None and runtime.state.plan is not None
     assert runtime.state.plan.persistent < 8
     assert run(recipe, model, optimizer, runtime) == losses
     assert same(model.state_dict(), parameters)
     assert same(optimizer.state_dict(), state)
     found = runtime.statistics()
-    assert found is not None
     values = found.values()
     assert values["state/resident_peak_bytes"] <= values["state/limit_bytes"]
     assert values["state/loaded_bytes"] > 0 and values["state/stored_bytes"] > 0
@@ -94,7 +92,7 @@ def test_equal_with_activations_offloaded(engine: str, attach: Attach) -> None:
     assert run(recipe, model, optimizer, runtime) == losses
     assert same(model.state_dict(), parameters)
     found = runtime.statistics()
-    assert found is not None and found.offload.offloaded_bytes > 0
+    assert found.offload.offloaded_bytes > 0
 
 
 def test_equal_where_only_one_chunk_fits(attach: Attach) -> None:
@@ -103,19 +101,17 @@ def test_equal_where_only_one_chunk_fits(attach: Attach) -> None:
     model = make_model()
     optimizer = recipe.optimizer(list(model.parameters()))
     runtime = attach(model, optimizer)
-    assert runtime.state is not None and runtime.state.plan is not None
     plan = runtime.state.plan
     runtime.close()
     smallest = (plan.fixed + plan.limit) // 2  # what is outside, and one chunk
     model = make_model()
     optimizer = recipe.optimizer(list(model.parameters()))
     runtime = attach(model, optimizer, device_limit=smallest)
-    assert runtime.state is not None and runtime.state.plan is not None
     assert runtime.state.plan.buffers == 1
     assert run(recipe, model, optimizer, runtime) == losses
     assert same(model.state_dict(), parameters)
     found = runtime.statistics()
-    assert found is not None and found.values()["state/resident_peak_bytes"] <= smallest
+    assert found.values()["state/resident_peak_bytes"] <= smallest
 
 
 def test_the_norm_of_gradients_of_two_types(attach: Attach) -> None:
@@ -183,7 +179,7 @@ def test_a_gradient_that_is_kept_goes_on(attach: Attach) -> None:
         optimizer = sgd(list(model.parameters()))
         runtime = attach(model, optimizer) if chunks else None
         recipe = Recipe(sgd, clip=0.2, steps=1)
-        optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+        optimizer.zero_grad = lambda set_to_none=True: None
         losses = [run(recipe, model, optimizer, runtime, first=first) for first in range(4)]
         return losses, dict(model.state_dict())
 

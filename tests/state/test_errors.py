@@ -18,11 +18,7 @@ from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults
 from ssdtrain.storage.errors import IOFailure
 from tests.state.conftest import Attach
-from tests.state.training import Recipe, batches, loss_of, make_model, run
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+from tests.state.training import Recipe, adamw, batches, loss_of, make_model, run
 
 
 def refused(tmp_path: Path, model: nn.Module, optimizer: Any, **options: Any) -> str:
@@ -38,18 +34,18 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert "LBFGS" in refused(tmp_path, model, torch.optim.LBFGS(model.parameters()))
     differentiable = torch.optim.AdamW(model.parameters(), differentiable=True)
     assert "differentiable" in refused(tmp_path, model, differentiable)
-    scheduled = adamw(model)
+    scheduled = adamw(model.parameters())
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
     assert "before the scheduler" in refused(tmp_path, model, scheduled)
     compiled = make_model()
     compiled.layers[2]._compiled_call_impl = compiled.layers[
         2
     ]._call_impl  # what compile() sets; it imports for seconds
-    assert "layers.2 in torch.compile" in refused(tmp_path, compiled, adamw(compiled))
-    assert "state.blocks" in refused(tmp_path, model, adamw(model), blocks=["nothing.*"])
-    small = refused(tmp_path, model, adamw(model), device_limit="1KiB", min_bytes=256)
+    assert "layers.2 in torch.compile" in refused(tmp_path, compiled, adamw(compiled.parameters()))
+    assert "state.blocks" in refused(tmp_path, model, adamw(model.parameters()), blocks=["nothing.*"])
+    small = refused(tmp_path, model, adamw(model.parameters()), device_limit="1KiB", min_bytes=256)
     assert "state.device_limit" in small and "at least" in small
-    room = refused(tmp_path, model, adamw(model), capacity="4KiB", min_bytes=256)
+    room = refused(tmp_path, model, adamw(model.parameters()), capacity="4KiB", min_bytes=256)
     assert "state.capacity" in room and "take" in room
     for parameter in model.parameters():
         assert not parameter.isnan().any()
@@ -60,7 +56,7 @@ def test_other_sections_and_other_frameworks_are_refused(tmp_path: Path) -> None
     state = {"directories": str(tmp_path)}
     for other in ({"compact": {}}, {"plan": "auto"}):
         with pytest.raises(ConfigError, match=r"ssdtrain\.state.*not in this version"):
-            ssdtrain.attach(model, {"state": state, **other}, optimizer=adamw(model))
+            ssdtrain.attach(model, {"state": state, **other}, optimizer=adamw(model.parameters()))
     with pytest.raises(ConfigError, match=r"plain PyTorch.*framework's own means"):
         Runtime(load_config({"state": state}))
     with pytest.raises(ConfigError, match="at least one directory, or host above 0"):
@@ -74,7 +70,9 @@ def test_a_wrapper_that_has_the_parameters_is_refused(tmp_path: Path) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(model)
-        assert "reduces or shards the same parameters" in refused(tmp_path, wrapped, adamw(model))
+        assert "reduces or shards the same parameters" in refused(
+            tmp_path, wrapped, adamw(model.parameters())
+        )
     finally:
         if alone:
             dist.destroy_process_group()
@@ -85,7 +83,7 @@ def test_a_wrapper_that_has_the_parameters_is_refused(tmp_path: Path) -> None:
 def test_a_failing_drive_is_an_error(kind: str, staged: bool, attach: Attach) -> None:
     """Every operation from the 20th (40th) on fails: none is taken for done."""
     model = make_model()
-    optimizer = adamw(model)
+    optimizer = adamw(model.parameters())
     some = frozenset(range(20, 4000)) if kind == "reads" else frozenset(range(40, 4000))
     faults = Faults(fail_reads=some) if kind == "reads" else Faults(fail_writes=some)
     runtime = attach(model, optimizer, faults=faults, staged=staged)
@@ -97,7 +95,7 @@ def test_a_failing_drive_is_an_error(kind: str, staged: bool, attach: Attach) ->
 
 def test_a_failed_read_leaves_nan_and_never_data(attach: Attach) -> None:
     model = make_model()
-    optimizer = adamw(model)
+    optimizer = adamw(model.parameters())
     runtime = attach(model, optimizer, faults=Faults(fail_reads=frozenset(range(4000))))
     with pytest.raises(IOFailure):
         loss_of(model, batches(1)[0])
@@ -108,7 +106,7 @@ def test_a_failed_read_leaves_nan_and_never_data(attach: Attach) -> None:
 
 def test_values_that_are_away_are_nan_and_not_changed(attach: Attach) -> None:
     model = make_model()
-    optimizer = adamw(model)
+    optimizer = adamw(model.parameters())
     runtime = attach(model, optimizer)
     weight = model.layers[5].up.weight
     assert weight.isnan().all() and weight.shape == (128, 32)
@@ -157,7 +155,7 @@ def test_an_output_that_hides_its_tensors_is_refused(attach: Attach) -> None:
             return x
 
     model = Model()
-    attach(model, adamw(model))
+    attach(model, adamw(model.parameters()))
     with pytest.raises(RuntimeError, match=r"layers\.0 \(Hiding\) returned Hidden"):
         model(torch.ones(2, 32))
     with torch.no_grad():

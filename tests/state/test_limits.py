@@ -37,7 +37,6 @@ def test_a_model_of_four_times_its_limit(clip: float | None, recompute: str | No
     with live.watch_step():
         assert run(recipe, model, optimizer, runtime) == losses
     found = runtime.statistics()
-    assert found is not None
     assert limit / 2 < live.peak <= limit
     assert found.values()["state/resident_peak_bytes"] <= limit
     assert same(dict(model.state_dict()), dict(parameters))
@@ -68,7 +67,7 @@ def test_a_limit_for_everything_moves_nothing(attach: Attach) -> None:
     assert run(recipe, model, optimizer, runtime) == losses
     assert same(dict(model.state_dict()), dict(parameters))
     found = runtime.statistics()
-    assert found is not None and found.values()["state/loaded_bytes"] == 0
+    assert found.values()["state/loaded_bytes"] == 0
 
 
 @pytest.mark.parametrize("tier", ["ssd", "host"])
@@ -79,9 +78,8 @@ def test_host_memory_that_transfers_passed_through_is_given_back_at_close(tier: 
     optimizer = recipe.optimizer(list(model.parameters()))
     runtime = attach(model, optimizer, tier=tier, staged=True)
     run(recipe, model, optimizer, runtime)
-    assert runtime.state is not None
     arena = runtime.state._arena
-    assert arena is not None and arena._map.nbytes
+    assert arena._map.nbytes
     runtime.close()
     assert not arena.allocated and not arena._map.nbytes
 

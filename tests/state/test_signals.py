@@ -63,7 +63,6 @@ class Training:
     def gradients(self) -> float:
         """Forward, backward and clipping; the gradients are in the tier afterwards, with a factor. Returns their norm."""
         loss_of(self.model, self.batch).backward()
-        assert self.runtime.state is not None
         return self.runtime.state.clip_grad_norm_(0.1).item()
 
     def plain_gradients(self) -> float:
@@ -150,6 +149,30 @@ def test_ctrl_c_at_any_bytecode_of_a_step_or_a_state_dict_loses_no_parameter(
         assert same(training.model.state_dict(), training.plain.state_dict()), number
         run()
     training.close()
+
+
+def test_ctrl_c_between_the_parts_of_a_step_leaves_the_groups_whole(attach: Attach) -> None:
+    """Also in `finally`, before signals are deferred there."""
+    training = Training(attach, staged=False, lr=0.0)
+    groups = [list(group["params"]) for group in training.optimizer.param_groups]
+    number, came = 0, True
+    while came:
+        number += 1
+        training.gradients()
+        try:
+            with Before(number, ctrl_c, (optimizer,), ("_only", "_put_back")) as moment:
+                training.optimizer.step()
+        except KeyboardInterrupt:
+            pass
+        came = moment.count >= number
+        whole = [group["params"] for group in training.optimizer.param_groups]
+        assert list(map(ids, whole)) == list(map(ids, groups)), number
+        training.forget()
+    training.close()
+
+
+def ids(parameters: list[torch.nn.Parameter]) -> list[int]:
+    return [id(parameter) for parameter in parameters]
 
 
 @pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.long)])

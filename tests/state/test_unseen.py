@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import pickle
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,13 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.config import ConfigError
-from ssdtrain.state.checksum import checksum
 from ssdtrain.state.chunk import Part
 from ssdtrain.state.residency import Residency
+from ssdtrain.state.stored import StoredTensor, checksum
 from ssdtrain.storage import Faults
 from ssdtrain.storage.errors import IOFailure
 from tests.state.conftest import Attach
-from tests.state.training import Recipe, batches, loss_of, make_model, plain, run, same
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
+from tests.state.training import Recipe, adamw, batches, loss_of, make_model, plain, run, same
 
 
 class Counting(torch.optim.SGD):
@@ -40,7 +37,7 @@ class Counting(torch.optim.SGD):
             self.param_groups[0]["count"] = torch.zeros(())
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.steps += self.where == "attribute"
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
@@ -139,6 +136,31 @@ def test_an_eviction_reads_one_flag_of_the_device(attach: Attach, monkeypatch: p
     assert max(reads) == 1
 
 
+def test_a_store_that_cannot_begin_leaves_no_slot_that_looks_unchanged() -> None:
+    class Transfers:
+        frees_at_once, refuses = False, False
+
+        def make_room(self, nbytes: int) -> None: ...
+
+        def store(self, slot: Any, storage: Any) -> Any:
+            if self.refuses:
+                raise OSError("no thread can be started")
+            return types.SimpleNamespace(wait=lambda: None, done=lambda: True)
+
+    transfers: Any = Transfers()
+    tensor, slot = torch.ones(64), Any
+    stored = StoredTensor("weight", tensor, slot, transfers, watched=True)  # type: ignore[arg-type]
+    assert stored.begin_store() == tensor.nbytes
+    tensor.data.neg_()
+    assert stored.differs()
+    transfers.refuses = True
+    with pytest.raises(OSError, match="no thread"):
+        stored.begin_store(changed_unseen=True)
+    transfers.refuses = False
+    assert not stored.differs()
+    assert stored.begin_store() == tensor.nbytes
+
+
 def test_the_checksum_sees_places_signs_and_the_last_bytes() -> None:
     values = torch.randn(300_001)
     seen = [checksum(values.untyped_storage())]
@@ -189,7 +211,7 @@ def test_loaded_optimizer_state_leaves_memory(attach: Attach, tmp_path: Path) ->
 class Bytes(torch.optim.SGD):
     """Keeps 8 bits, which have no NaN to show."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         super().step()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -210,9 +232,7 @@ def test_optimizer_state_that_stays_counts_with_a_warning(
         logging.getLogger("ssdtrain").removeHandler(caplog.handler)
     warnings = {id(one) for one in caplog.records if "the optimizer's bits" in one.getMessage()}
     assert len(warnings) == 1
-    assert runtime.state is not None
     chunked = runtime.state._chunked
-    assert chunked is not None
     kept = sum(chunked._fixed.values())
     assert kept == sum(p.numel() for p in chunked._owner)
 
@@ -364,7 +384,6 @@ def test_a_forward_that_is_interrupted(attach: Attach) -> None:
         loss_of(model, batches(1)[0])
     handle.remove()
     run(Recipe(steps=1), model, optimizer)
-    assert runtime.state is not None
     assert not any(chunk.in_use for chunk in runtime.state._chunks)
 
 
@@ -375,6 +394,5 @@ def test_a_chunk_that_is_loaded_ahead_counts_once(attach: Attach) -> None:
     runtime = attach(model, optimizer)
     run(recipe, model, optimizer)
     found = runtime.statistics()
-    assert found is not None
     events = 3 * 8 * recipe.steps  # forward, backward, step
     assert 0 < found.values()["state/prefetched_chunks"] <= events

@@ -118,6 +118,10 @@ def run(
     return seen
 
 
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
 def plain(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
     """Without chunks: losses, parameters, the optimizer's state dict."""
     model = make_model(**recipe.model)
@@ -126,18 +130,16 @@ def plain(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor], dict[st
     return losses, model.state_dict(), optimizer.state_dict()
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().view(torch.uint8) if tensor.dim() else tensor
+
+
 def same(one: Any, other: Any) -> bool:
     """Equal to the bit, with all that is inside of dicts and lists."""
     if isinstance(one, torch.Tensor):
-        return (
-            isinstance(other, torch.Tensor)
-            and one.shape == other.shape
-            and one.dtype == other.dtype
-            and torch.equal(
-                one.detach().cpu().view(torch.uint8) if one.dim() else one,
-                other.detach().cpu().view(torch.uint8) if other.dim() else other,
-            )
-        )
+        if not isinstance(other, torch.Tensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        return torch.equal(bits_of(one), bits_of(other))
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):

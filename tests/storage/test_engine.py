@@ -46,7 +46,8 @@ def test_workers_have_a_name_and_no_signals(
     slot = store.reserve(1)
     assert store.write(slot, source.address).wait(30)
     workers = set(os.listdir("/proc/self/task")) - before
-    assert len(workers) == 12, "for each drive and the host tier three that write, and one more for reads"
+    # For each drive and the host tier three that write, and one more for reads (of the Python engine, three more).
+    assert len(workers) == (12 if engine == "c" else 18)
     for worker in workers:
         status = Path(f"/proc/self/task/{worker}/status").read_text()
         fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
@@ -55,5 +56,3 @@ def test_workers_have_a_name_and_no_signals(
             blocked = int(fields["SigBlk"], 16)
             # The C library keeps two real-time signals for itself, and SIGKILL and SIGSTOP cannot be blocked.
             assert all(blocked >> (number - 1) & 1 for number in (1, 2, 10, 13, 14, 15, 17, 40))
-    store.free(slot)
-    source.release()

@@ -1,4 +1,4 @@
-"""The fault layer: what it injects shows up as it should, and one seed means one course of events in both engines."""
+"""The fault layer: what it injects shows up as it should, and one seed means one course of events."""
 
 import errno
 from collections.abc import Callable
@@ -16,8 +16,19 @@ MiB = 1 << 20
 Make = Callable[..., SpillStore]
 
 
-def test_both_engines_hash_alike(engine: str) -> None:
-    twin = load_extension().fault_hash if engine == "c" else hashed
+@pytest.fixture
+def engine() -> str:
+    """The C engine alone injects faults."""
+    return "c"
+
+
+def test_the_python_engine_refuses_faults_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"injects no faults.*short=0\.5"):
+        SpillStore([tmp_path], engine="python", faults=Faults(short=0.5))
+
+
+def test_the_engine_and_this_module_hash_alike() -> None:
+    twin = load_extension().fault_hash
     for arguments in [(0,) * 6, (1, 2, 3, 4, 5, 6), (2**64 - 1, 8, 3, 10**12, 77, 2**31)]:
         assert twin(*arguments) == hashed(*arguments)
     assert mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF, (
@@ -28,10 +39,10 @@ def test_both_engines_hash_alike(engine: str) -> None:
     assert abs(sum(value < 0.25 for value in values) / 4000 - 0.25) < 0.03
 
 
-def course(directory: Path, engine: str, faults: Faults, arena: Arena) -> list[tuple[str, int, int, int]]:
+def course(directory: Path, faults: Faults, arena: Arena) -> list[tuple[str, int, int, int]]:
     """Sixty writes and reads in order; every failure as (operation, number, offset, bytes)."""
     failures: list[tuple[str, int, int, int]] = []
-    store = SpillStore([directory], engine=engine, capacity=128 * MiB, faults=faults, threads=3)
+    store = SpillStore([directory], capacity=128 * MiB, faults=faults, threads=3)
     with store:
         for number in range(30):
             nbytes = 1000 + 613_000 * number
@@ -53,14 +64,12 @@ def course(directory: Path, engine: str, faults: Faults, arena: Arena) -> list[t
     return failures
 
 
-def test_a_seed_gives_the_same_failures_every_time_and_in_both_engines(
-    tmp_path: Path, engine: str, arena: Arena
-) -> None:
+def test_a_seed_gives_the_same_failures_every_time(tmp_path: Path, arena: Arena) -> None:
     faults = Faults(seed=11, write_failure=0.15, read_failure=0.2, short=0.3, interrupt=0.3, torn=True)
-    reference = course(tmp_path, "python", faults, arena)
+    reference = course(tmp_path, faults, arena)
     assert {operation for operation, *_ in reference} == {"read", "write"}
-    assert course(tmp_path, engine, faults, arena) == reference
-    other = course(tmp_path, engine, Faults(seed=12, write_failure=0.15, read_failure=0.2), arena)
+    assert course(tmp_path, faults, arena) == reference
+    other = course(tmp_path, Faults(seed=12, write_failure=0.15, read_failure=0.2), arena)
     assert other != reference
 
 
@@ -99,9 +108,6 @@ def test_chosen_operations_fail_with_the_chosen_error_and_no_others(
     with pytest.raises(IOFailure):
         store.read(slot, target.address).wait(30)
     assert store.read(slot, target.address).wait(30) and bytes(target.view()) == payload(20 * MiB)
-    store.free(slot)
-    source.release()
-    target.release()
 
 
 def test_pieces_of_a_torn_operation_still_make_it_whole(make_store: Make, arena: Arena) -> None:
@@ -110,8 +116,6 @@ def test_pieces_of_a_torn_operation_still_make_it_whole(make_store: Make, arena:
     slot = store.reserve(30 * MiB)
     assert store.write(slot, source.address).wait(30)
     assert contents(store, slot, arena) == payload(30 * MiB)
-    store.free(slot)
-    source.release()
 
 
 def test_the_host_tier_never_fails(make_store: Make, arena: Arena) -> None:
@@ -122,8 +126,6 @@ def test_the_host_tier_never_fails(make_store: Make, arena: Arena) -> None:
     slot = store.reserve(MiB)
     assert store.write(slot, source.address).wait(30)
     assert contents(store, slot, arena) == payload(MiB)
-    store.free(slot)
-    source.release()
 
 
 def test_a_delayed_write_takes_as_long_as_its_delay(make_store: Make, arena: Arena) -> None:
@@ -134,8 +136,6 @@ def test_a_delayed_write_takes_as_long_as_its_delay(make_store: Make, arena: Are
     assert write.wait(30)
     delay = 0.2 * chance(2, DELAY_LENGTH, WRITE, 0)
     assert write.seconds >= delay > 0.05
-    store.free(slot)
-    source.release()
 
 
 @pytest.mark.parametrize("wrong", [{"short": 1.5}, {"delay": -0.1}, {"interrupt": 1.0}, {"max_delay": -1}])

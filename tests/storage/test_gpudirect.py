@@ -75,9 +75,9 @@ def test_what_was_written_comes_back(
 def test_large_ones_are_divided_between_drives_and_workers(
     stand_in: KvikioStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpudirect, "PIECE", 1 << 20)
+    monkeypatch.setattr(gpudirect, "DEVICE_PIECE", 1 << 20)
     with made(tmp_path, drives=2, stripe=1 << 20) as store:
-        write_and_read(store, stand_in, 4 * gpudirect.PIECE + 17)
+        write_and_read(store, stand_in, 4 * gpudirect.DEVICE_PIECE + 17)
         assert all(drive.bytes_written for drive in store.metrics.drives)
 
 

@@ -1,13 +1,16 @@
 """Every byte comes back: engine x size x alignment of source and target x tier x drives, aligned and buffered."""
 
+import errno
 import os
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
-from ssdtrain.storage import ALIGNMENT, Arena, Faults, SpillStore
+from ssdtrain.storage import ALIGNMENT, Arena, Faults, IOFailure, SpillStore
 from ssdtrain.storage.pieces import cut, image_bytes
 from tests.storage.conftest import blank, contents, filled, payload
+from tests.support.tiers import tiered
 
 MiB = 1 << 20
 STRIPE = MiB
@@ -15,7 +18,12 @@ SIZES = [0, 1, 511, 4096, 4097, 77_777, MiB - 1, 3 * STRIPE + 12_345, 9 * MiB + 
 ROUGH = Faults(seed=7, short=0.3, interrupt=0.2, torn=True)
 
 
-@pytest.mark.parametrize("faults", [None, ROUGH], ids=["smooth", "rough"])
+@pytest.mark.parametrize(
+    ("engine", "faults"),
+    tiered([("c", None), ("c", ROUGH), ("python", None)], quick=[("c", None), ("c", ROUGH)]),
+    ids=["c", "c-rough", "python"],
+    indirect=["engine"],
+)
 @pytest.mark.parametrize("direct", ["auto", "off"])
 @pytest.mark.parametrize(
     ("drives", "host"), [(1, 0), (3, 0), (0, 64 * MiB)], ids=["drive", "striped", "host"]
@@ -57,9 +65,6 @@ def test_many_slots_keep_apart(make_store: Callable[..., SpillStore], arena: Are
         assert operation.wait(30)
     for i, slot in enumerate(slots):
         assert contents(store, slot, arena) == payload(sizes[i], i)
-    for slot, lease in zip(slots, leases, strict=True):
-        store.free(slot)
-        lease.release()
 
 
 def test_a_slot_may_be_written_again_from_another_alignment(
@@ -72,7 +77,6 @@ def test_a_slot_may_be_written_again_from_another_alignment(
         assert store.write(slot, lease.address).wait(30)
         assert contents(store, slot, arena) == payload(10_000, seed)
         lease.release()
-    store.free(slot)
 
 
 def test_an_unaligned_buffer_costs_two_extra_blocks_at_most() -> None:
@@ -106,8 +110,6 @@ def test_direct_writes_bypass_the_page_cache_even_from_an_unaligned_buffer(
     with open(f"/proc/self/fdinfo/{slab.fd}") as info:
         flags = int(next(line for line in info if line.startswith("flags:")).split()[1], 8)
     assert flags & os.O_DIRECT and flags & os.O_CLOEXEC
-    store.free(slot)
-    source.release()
 
 
 def test_no_bytes_of_another_buffer_lie_beside_the_data(
@@ -130,4 +132,32 @@ def test_no_bytes_of_another_buffer_lie_beside_the_data(
         )
         store.free(slot)
         source.release()
-    block.release()
+
+
+@pytest.mark.parametrize("engine", ["python"], indirect=True)
+@pytest.mark.parametrize("direct", ["auto", "off"])
+def test_short_calls_are_continued_and_a_failing_one_is_an_error(
+    make_store: Callable[..., SpillStore], arena: Arena, direct: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system may transfer less than asked, of O_DIRECT in sectors, and a bug of a worker must reach whoever waits."""
+    store = make_store(direct=direct)
+    unit = 512 if store._slabs[0].direct else 1
+    source, target = filled(arena, 70_001, page_offset=64), blank(arena, 70_001)
+    slot = store.reserve(70_001)
+    for name in ("pwritev", "preadv"):
+        whole = getattr(os, name)
+        monkeypatch.setattr(
+            os,
+            name,
+            lambda fd, parts, at, whole=whole: whole(
+                fd, [parts[0][: 9 * unit + len(parts[0]) // 3 // unit * unit]], at
+            ),
+        )
+    assert store.write(slot, source.address, verify=True).wait(30)
+    assert store.read(slot, target.address).wait(30) and bytes(target.view()) == payload(70_001)
+    for error, message in ((OSError(errno.ENOSPC, "full"), "ENOSPC"), (ZeroDivisionError(), "EIO")):
+        monkeypatch.setattr(os, "pwritev", Mock(side_effect=error))
+        with pytest.raises(IOFailure, match=message):
+            store.write(slot, source.address).wait(30)
+    monkeypatch.undo()
+    assert store.write(slot, source.address).wait(30), "the worker lives on"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -13,12 +13,22 @@ __all__ = ["Before", "count_bytecodes"]
 class Before:
     """A context manager: before the bytecode of this number that runs in the files of `modules`, `what` is called; 0: never.
 
+    Args:
+        functions: names of those whose bytecodes count; (): of all.
+
     Attributes:
         count: of the bytecodes until then, or until the end.
     """
 
-    def __init__(self, number: int, what: Callable[[], object], modules: Iterable[ModuleType]) -> None:
+    def __init__(
+        self,
+        number: int,
+        what: Callable[[], object],
+        modules: Iterable[ModuleType],
+        functions: Collection[str] = (),
+    ) -> None:
         self.number, self.what, self.count = number, what, 0
+        self._functions = functions
         self._files = {module.__file__ for module in modules}
 
     def __enter__(self) -> Before:
@@ -31,7 +41,8 @@ class Before:
         sys.settrace(None)
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename not in self._files:
+        code = frame.f_code
+        if code.co_filename not in self._files or (self._functions and code.co_name not in self._functions):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._opcode

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ssdtrain.tools.report.trace import merge_traces
+from ssdtrain.tools.report.exports import merge_traces
 from tests.telemetry.test_trace import traced
 
 Event = dict[str, Any]

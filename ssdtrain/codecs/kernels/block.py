@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssdtrain.codecs import scales
-from ssdtrain.codecs.base import Header, Key, Pieces
+from ssdtrain.codecs.base import HEADER_BYTES, PAYLOAD_ALIGNMENT, Header, Key, Pieces
 from ssdtrain.codecs.kernels.float8 import float8_code, float8_value
 from ssdtrain.codecs.scales import ASYMMETRIC, BlockFormat
 
@@ -24,7 +24,7 @@ _VALUES_PER_PROGRAM = 4096
 _KEY_ARGUMENTS = ["seed_low", "seed_high", "step", "tensor", "tensor_stride", "rank"]
 _ANY_VALUE = [*_KEY_ARGUMENTS, "skip", "numel", "blocks", "codes", "header", "fingerprint", "values"]
 TENSOR_STRIDE = 0x9E3779B9
-"""By which the random numbers of one piece differ from those of the next, in `Key.tensor`."""
+"""Difference of `Key.tensor` from one piece to the next."""
 
 
 @triton.jit
@@ -242,6 +242,25 @@ def _encode_kernel(
 
 
 @triton.jit
+def store(
+    out: tl.tensor,
+    at: tl.tensor,
+    numel: tl.tensor,
+    value: tl.tensor,
+    ACCUMULATE: tl.constexpr,
+    BFLOAT16: tl.constexpr,
+) -> None:
+    """Write float32 values to `out`, or add them."""
+    inside = at < numel
+    if ACCUMULATE:
+        value = tl.load(out + at, mask=inside, other=0.0) + value
+    if BFLOAT16:
+        tl.store(out + at, to_bfloat16_bits(value), mask=inside)
+    else:
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _write(
     out: tl.tensor,
     at: tl.tensor,
@@ -260,13 +279,7 @@ def _write(
         value = (code - (1 << (BITS - 1))).to(tl.float32) * scale_R1
     else:
         value = (zero_R1 * 0.5 + code.to(tl.float32) * (scale_R1 * 0.5)) * 2.0
-    inside = at < numel
-    if ACCUMULATE:
-        value = tl.load(out + at, mask=inside, other=0.0) + value
-    if BFLOAT16:
-        tl.store(out + at, to_bfloat16_bits(value), mask=inside)
-    else:
-        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+    store(out, at, numel, value, ACCUMULATE, BFLOAT16)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -334,13 +347,14 @@ def encode(
     source: torch.dtype,
     pieces: Pieces | None = None,
 ) -> None:
-    """Encode `flat` [numel] into `payload`, header and finite flag included: one launch, after 4 bytes are zeroed.
+    """Encode `flat` [numel] into `payload`, header and finite flag included: one launch, after 4 bytes, and those behind the
+    codes, are zeroed.
 
     Args:
         source: dtype whose range limits the scales.
         pieces: encode several pieces of the size of `flat`; None: `flat` alone.
     """
-    blocks, codes, _ = scales.sections(flat.numel(), codec.block, codec.vectors, codec.bits)
+    blocks, codes, end = scales.sections(flat.numel(), codec.block, codec.vectors, codec.bits)
     cap = scales.LARGEST[source]
     if codec.kind != ASYMMETRIC:
         cap = scales.largest_scale(codec.largest_code, source)
@@ -349,34 +363,16 @@ def encode(
     count, x_stride, payload_stride, skip = pieces if pieces is not None else (1, 0, 0, 1)
     first_words = payload.as_strided((count, 4), (payload_stride, 1))
     first_words.zero_()
+    if behind := -end % PAYLOAD_ALIGNMENT:  # an odd number of blocks of 8 bytes
+        at = payload.storage_offset() + HEADER_BYTES + end
+        payload.as_strided((count, behind), (payload_stride, 1), at).zero_()
     _encode_kernel[(triton.cdiv(blocks, rows), count)](
-        flat,
-        payload,
-        x_stride,
-        payload_stride,
-        skip,
-        flat.numel(),
-        blocks,
-        codes,
-        header.word,
-        signed(header.fingerprint),
-        header.numel,
-        cap,
-        -scales.largest_scale(1, source),
-        signed(key.seed),
-        signed(key.seed >> 32),
-        signed(key.step),
-        signed(key.tensor),
-        signed(TENSOR_STRIDE),
-        signed(key.rank),
-        Q=codec.block // 4,
-        R=rows,
-        BITS=codec.bits,
-        KIND=codec.kind,
-        REACH=codec.largest_code,
-        STOCHASTIC=codec.stochastic,
+        flat, payload, x_stride, payload_stride, skip, flat.numel(), blocks, codes,
+        header.word, signed(header.fingerprint), header.numel, cap, -scales.largest_scale(1, source),
+        signed(key.seed), signed(key.seed >> 32), signed(key.step), signed(key.tensor), signed(TENSOR_STRIDE), signed(key.rank),
+        Q=codec.block // 4, R=rows, BITS=codec.bits, KIND=codec.kind, REACH=codec.largest_code, STOCHASTIC=codec.stochastic,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
 
 
 def decode(codec: BlockFormat, body: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -384,16 +380,8 @@ def decode(codec: BlockFormat, body: Tensor, out: Tensor, accumulate: bool) -> N
     blocks, codes, end = scales.sections(out.numel(), codec.block, codec.vectors, codec.bits)
     rows = _VALUES_PER_PROGRAM // codec.block
     _decode_kernel[(triton.cdiv(blocks, rows),)](
-        body[: 2 * blocks * codec.vectors].view(torch.int16),
-        body[codes:end],
-        out.view(torch.int16) if out.dtype == torch.bfloat16 else out,
-        out.numel(),
-        blocks,
-        Q=codec.block // 4,
-        R=rows,
-        BITS=codec.bits,
-        KIND=codec.kind,
-        ACCUMULATE=accumulate,
-        BFLOAT16=out.dtype == torch.bfloat16,
-        enable_fp_fusion=False,
-    )
+        body[: 2 * blocks * codec.vectors].view(torch.int16), body[codes:end],
+        out.view(torch.int16) if out.dtype == torch.bfloat16 else out, out.numel(), blocks,
+        Q=codec.block // 4, R=rows, BITS=codec.bits, KIND=codec.kind, ACCUMULATE=accumulate,
+        BFLOAT16=out.dtype == torch.bfloat16, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, bfloat16, int16
 
-from ssdtrain.codecs.kernels.block import to_bfloat16_bits
+from ssdtrain.codecs.kernels.block import store
 
 _VALUES_PER_PROGRAM = 4096
 
@@ -64,12 +64,7 @@ def _unrotate_kernel(
     at = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R))[:, None] * B + place
     v_RB = tl.load(rotated + at, mask=at < padded, other=0.0) * unit
     v_RB = _butterflies(v_RB, R, B, STAGES) * tl.load(sign + place)
-    if ACCUMULATE:
-        v_RB = tl.load(out + at, mask=at < numel, other=0.0) + v_RB
-    if BFLOAT16:
-        tl.store(out + at, to_bfloat16_bits(v_RB), mask=at < numel)
-    else:
-        tl.store(out + at, v_RB.to(out.dtype.element_ty), mask=at < numel)
+    store(out, at, numel, v_RB, ACCUMULATE, BFLOAT16)
 
 
 def rotate(flat: Tensor, rotated: Tensor, signs: Tensor, unit: float) -> None:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssdtrain.codecs import zfp_tables
-from ssdtrain.codecs.kernels.block import to_bfloat16_bits
+from ssdtrain.codecs.kernels.block import store
 
 _BLOCKS_PER_PROGRAM = 256
 
@@ -144,24 +144,6 @@ def _word(stream: tl.tensor, word: tl.tensor, words: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _store(
-    out: tl.tensor,
-    at: tl.tensor,
-    numel: tl.tensor,
-    value: tl.tensor,
-    ACCUMULATE: tl.constexpr,
-    BFLOAT16: tl.constexpr,
-) -> None:
-    inside = at < numel
-    if ACCUMULATE:
-        value = tl.load(out + at, mask=inside, other=0.0) + value
-    if BFLOAT16:
-        tl.store(out + at, to_bfloat16_bits(value), mask=inside)
-    else:
-        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _value(q: tl.tensor, header: tl.tensor, biased: tl.tensor) -> tl.tensor:
     value = tl.where((header & 1) == 1, _scaled(q.to(tl.float32), biased - 157), 0.0)
     return tl.where(header == 1, float("nan"), value)
@@ -227,10 +209,10 @@ def _decode_kernel(
     q0 = (q0 << 1) - q3
 
     biased = header >> 1
-    _store(out, block * 4, numel, _value(q0, header, biased), ACCUMULATE, BFLOAT16)
-    _store(out, block * 4 + 1, numel, _value(q1, header, biased), ACCUMULATE, BFLOAT16)
-    _store(out, block * 4 + 2, numel, _value(q2, header, biased), ACCUMULATE, BFLOAT16)
-    _store(out, block * 4 + 3, numel, _value(q3, header, biased), ACCUMULATE, BFLOAT16)
+    store(out, block * 4, numel, _value(q0, header, biased), ACCUMULATE, BFLOAT16)
+    store(out, block * 4 + 1, numel, _value(q1, header, biased), ACCUMULATE, BFLOAT16)
+    store(out, block * 4 + 2, numel, _value(q2, header, biased), ACCUMULATE, BFLOAT16)
+    store(out, block * 4 + 3, numel, _value(q3, header, biased), ACCUMULATE, BFLOAT16)
 
 
 @cache
@@ -249,32 +231,17 @@ def encode(flat: Tensor, body: Tensor, block_bits: int) -> Tensor:
     finite = torch.ones(1, dtype=torch.int32, device=flat.device)
     body.zero_()
     _encode_kernel[(triton.cdiv(blocks, _BLOCKS_PER_PROGRAM),)](
-        flat,
-        _tables(flat.device)[0],
-        finite,
-        body.view(torch.int32),
-        flat.numel(),
-        blocks,
-        R=_BLOCKS_PER_PROGRAM,
-        BLOCK_BITS=block_bits,
-        PLANES=min(32, block_bits - 9),
-        enable_fp_fusion=False,
-    )
+        flat, _tables(flat.device)[0], finite, body.view(torch.int32), flat.numel(), blocks,
+        R=_BLOCKS_PER_PROGRAM, BLOCK_BITS=block_bits, PLANES=min(32, block_bits - 9), enable_fp_fusion=False,
+    )  # fmt: skip
     return finite[0] == 1
 
 
 def decode(body: Tensor, out: Tensor, block_bits: int, accumulate: bool) -> None:
     """Decode into `out` [numel], or add to it."""
     _decode_kernel[(triton.cdiv(triton.cdiv(out.numel(), 4), _BLOCKS_PER_PROGRAM),)](
-        body[: body.numel() // 4 * 4].view(torch.int32),
-        _tables(out.device)[1],
-        out.view(torch.int16) if out.dtype == torch.bfloat16 else out,
-        out.numel(),
-        body.numel() // 4,
-        R=_BLOCKS_PER_PROGRAM,
-        BLOCK_BITS=block_bits,
-        PLANES=min(32, block_bits - 9),
-        ACCUMULATE=accumulate,
-        BFLOAT16=out.dtype == torch.bfloat16,
-        enable_fp_fusion=False,
-    )
+        body[: body.numel() // 4 * 4].view(torch.int32), _tables(out.device)[1],
+        out.view(torch.int16) if out.dtype == torch.bfloat16 else out, out.numel(), body.numel() // 4,
+        R=_BLOCKS_PER_PROGRAM, BLOCK_BITS=block_bits, PLANES=min(32, block_bits - 9),
+        ACCUMULATE=accumulate, BFLOAT16=out.dtype == torch.bfloat16, enable_fp_fusion=False,
+    )  # fmt: skip

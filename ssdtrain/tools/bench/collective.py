@@ -17,7 +17,7 @@ from ssdtrain.tools.bench.ratios import paired_ratio
 
 __all__ = ["measure_collectives"]
 
-PRESETS = ("safe", "balanced", "aggressive")
+BENCH_PRESETS = ("safe", "balanced", "aggressive")
 
 
 def measure_collectives(

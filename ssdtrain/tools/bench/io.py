@@ -107,7 +107,7 @@ class PoolBench:
 
 
 def cpu_seconds() -> float:
-    """Of this process so far."""
+    """Return the CPU seconds of this process so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 

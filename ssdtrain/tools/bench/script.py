@@ -21,9 +21,9 @@ from ssdtrain.tools.bench.ratios import interval
 __all__ = ["measure_script"]
 
 Build = Callable[[int], tuple[nn.Module, Callable[[], torch.Tensor]]]
-"""From a batch size to a model and a function that runs its forward and returns the loss."""
+"""Function from a batch size to a model and a function that runs its forward and returns the loss."""
 
-WARM_UP = 3
+_WARM_UP = 3
 """Steps of each that do not count."""
 PLANNED_WARM_UP = 8
 """The same where a plan is made from the first steps, which run otherwise."""
@@ -58,7 +58,7 @@ def measure_script(
     equal = True
     runtime = ssdtrain.attach(model, config)
     try:
-        warmup, before, step = WARM_UP if _planned(runtime) else PLANNED_WARM_UP, None, 0
+        warmup, before, step = _WARM_UP if _planned(runtime) else PLANNED_WARM_UP, None, 0
         while len(seconds["plain"]) < steps:
             if before is None and step >= warmup and (_planned(runtime) or step >= MOST_WARM_UP):
                 runtime.reset_peak()
@@ -160,7 +160,7 @@ def _step(
 
 
 def _same_gradients(one: nn.Module, other: nn.Module) -> bool:
-    """To the bit; NaN is equal to itself."""
+    """Whether both are equal to the bit; NaN is equal to itself."""
     return all(
         (a.grad is None and b.grad is None)
         or (a.grad is not None and b.grad is not None and torch.equal(_bits(a.grad), _bits(b.grad)))

@@ -33,7 +33,7 @@ from ssdtrain.tools.cli.progress import progress
 if TYPE_CHECKING:
     import torch
 
-EXAMPLES = {
+BENCH_EXAMPLES = {
     "io": "  ssdtrain bench io /local_nvme --size 4GiB         the drive by SSDTrain's I/O pool, and by fio where it is there",
     "codec": "  ssdtrain bench codec --codec int8 --codec int4    encoding and decoding",
     "collective": """\
@@ -44,7 +44,7 @@ EXAMPLES = {
 
 `build(batch)` in train.py returns a model and a function without arguments that runs its forward and returns the loss.""",
 }
-"""Of the help, by part."""
+"""Sections of the help, by part."""
 
 
 def run(arguments: list[str]) -> int:
@@ -69,12 +69,12 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="ssdtrain bench",
         description=(__doc__ or "").splitlines()[0],
-        epilog="examples:\n" + "\n".join(EXAMPLES.values()),
+        epilog="examples:\n" + "\n".join(BENCH_EXAMPLES.values()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parts = made.add_subparsers(dest="part", required=True, metavar="|".join(EXAMPLES))
+    parts = made.add_subparsers(dest="part", required=True, metavar="|".join(BENCH_EXAMPLES))
 
     def part(name: str, help: str, description: str) -> argparse.ArgumentParser:
         return parts.add_parser(
@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
             parents=[common],
             help=help,
             description=description,
-            epilog=f"examples:\n{EXAMPLES[name]}",
+            epilog=f"examples:\n{BENCH_EXAMPLES[name]}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
@@ -228,7 +228,7 @@ def bench_collective(chosen: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from ssdtrain.ranks import local_rank
-    from ssdtrain.tools.bench.collective import PRESETS, measure_collectives
+    from ssdtrain.tools.bench.collective import BENCH_PRESETS, measure_collectives
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank()) if cuda else torch.device("cpu")
@@ -241,7 +241,9 @@ def bench_collective(chosen: argparse.Namespace) -> int:
         first = dist.get_rank() == 0
         with progress("all-reduces", first) as note:
             sizes = chosen.size or [MiB, 16 * MiB]
-            found = measure_collectives(chosen.preset or PRESETS, sizes, chosen.repeats, device, note=note)
+            found = measure_collectives(
+                chosen.preset or BENCH_PRESETS, sizes, chosen.repeats, device, note=note
+            )
     finally:
         # A group that is still referred to is gone only when the interpreter ends, where gloo's threads may abort the process.
         gc.collect()

@@ -3,10 +3,14 @@
 import argparse
 import importlib
 import json
+import mmap
 import os
 import platform
+import resource
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,24 +31,26 @@ from ssdtrain.config.paths import (
 )
 from ssdtrain.config.units import GiB, MiB
 from ssdtrain.preflight import check_start
-from ssdtrain.storage import drive_of, gpudirect
+from ssdtrain.storage import check_host_budget, drive_of, gpudirect
 from ssdtrain.storage.memory import HUGE_PAGES
 from ssdtrain.storage.slab import direct_io_error, open_nameless
 from ssdtrain.text import size_text
 from ssdtrain.tools.cli import network
-from ssdtrain.tools.cli.bandwidth import LEAST, measure
-from ssdtrain.tools.cli.build_locks import build_locks
-from ssdtrain.tools.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding
-from ssdtrain.tools.cli.limits import limits
+from ssdtrain.tools.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding, show
 from ssdtrain.tools.cli.options import size
 from ssdtrain.tools.cli.progress import progress
-from ssdtrain.tools.cli.show import show
 from ssdtrain.tools.cli.versions import OLDEST, TESTED, installed, too_old
 
 SLOW_BYTES_PER_SECOND = GiB
+NODES = Path("/sys/devices/system/node")
+FEW_FILES = 4096
+_BLOCK = 8 * MiB
+THREADS = 4
+_LEAST = THREADS * _BLOCK
+"""Smallest measured size: a block for each thread, in bytes."""
 LITTLE_SPACE = GiB
 """Free bytes of a drive below which offloading soon finds it full."""
-EXAMPLES = """examples:
+_EXAMPLES = """examples:
   ssdtrain doctor /local_nvme/spill                 this machine, and that directory
   ssdtrain doctor /local_nvme/spill --measure 4GiB  and how fast it writes and reads
   ssdtrain doctor --config ds.json --json           can that config be used here? status 1 if not
@@ -69,7 +75,7 @@ def run(arguments: list[str]) -> int:
 def examine(chosen: argparse.Namespace, size: int) -> list[Finding]:
     """The findings about this machine: software, hardware, limits, config and directories."""
     with progress("examining this machine") as note:
-        found = [*software(), *extensions(), *build_locks(), *hardware(), *limits(), *network.interfaces()]
+        found = [*software(), *extensions(), *hardware(), *limits(), *network.interfaces()]
         if chosen.config is not None:
             note(str(chosen.config))
             found += config_file(chosen.config)
@@ -124,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ssdtrain doctor",
         description=__doc__,
-        epilog=EXAMPLES,
+        epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -149,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--measure",
         nargs="?",
-        type=size(LEAST),
+        type=size(_LEAST),
         const=512 * MiB,
         default=0,
         metavar="SIZE",
@@ -211,6 +217,7 @@ def extensions() -> Iterator[Finding]:
             "signals deferred",
             "after an exception of a signal handler (Ctrl-C) a new runtime has to be created",
         ),
+        "device._streams": ("copies on CUDA", "hooks that take longer, by Python"),
         "codecs._native": ("C codecs", "slower, by plain torch"),
     }
     for module, (name, without) in stand_ins.items():
@@ -264,6 +271,39 @@ def devices() -> Iterator[Finding]:
         yield Finding("CUDA", "no device", NOTE, "training runs on the CPU")
 
 
+def limits() -> Iterator[Finding]:
+    """Yield findings about this process's limits, with what to do where one is low."""
+    budget = check_host_budget(0, 1)
+    yield Finding("free memory", size_text(budget.available), GOOD)
+    if budget.cgroup is not None:
+        remedy = "offload.host and offload.buffer of all ranks of this node count against it"
+        yield Finding("memory left by the container", size_text(budget.cgroup), GOOD, remedy)
+    yield memlock(budget.memlock)
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    nodes = len([node for node in NODES.glob("node[0-9]*") if node.is_dir()]) or 1
+    remedy = "start each rank on the node of its GPU and drive (numactl, or the launcher's binding)"
+    yield Finding("NUMA nodes", str(nodes), GOOD, remedy if nodes > 1 else "")
+
+
+def memlock(limit: int | None) -> Finding:
+    """Judge the bytes that a process may lock; None: no limit."""
+    if limit is None:
+        return Finding("memlock", "unlimited", GOOD)
+    remedy = "enough for CUDA; RDMA needs more: ulimit -l unlimited, docker run --ulimit memlock=-1, LimitMEMLOCK= of a service"
+    return Finding("memlock", size_text(limit), NOTE, remedy)
+
+
+def open_files(limit: int) -> Finding:
+    """Judge the number of descriptors that a process may have, as getrlimit gives it."""
+    if limit == resource.RLIM_INFINITY:
+        return Finding("open files", "unlimited", GOOD)
+    if limit >= FEW_FILES:
+        return Finding("open files", str(limit), GOOD)
+    return Finding(
+        "open files", str(limit), WARNING, f"data loaders and collectives open many: ulimit -n {FEW_FILES}"
+    )
+
+
 def config_file(file: Path) -> Iterator[Finding]:
     """Whether `file` can be used on this machine, and what its directories are: everything that is broken in one run."""
     subject = f"config {file}"
@@ -283,7 +323,7 @@ def config_file(file: Path) -> Iterator[Finding]:
         return
     found: list[Finding] = []
     try:
-        check_start(config, rank=ranks.global_rank(), local_rank=ranks.local_rank())
+        check_start(config)
     except (ConfigError, MemoryError, OSError) as error:
         found.append(Finding(subject, str(error), BROKEN, correct))
     if config.offload is not None and config.offload.gpudirect == "on" and (why := no_gpudirect()):
@@ -392,3 +432,41 @@ def speed(subject: str, directory: Path, nbytes: int) -> Finding:
     slow = written < SLOW_BYTES_PER_SECOND
     remedy = "slow for activations: lower offload.amount, or use a local NVMe SSD" if slow else ""
     return Finding(f"{subject}: bandwidth", found, WARNING if slow else GOOD, remedy)
+
+
+def measure(directory: Path, nbytes: int) -> tuple[float, float]:
+    """Return (written, read) bytes per second, by four threads in blocks of 8 MiB of a nameless file that is gone afterwards.
+    They use direct I/O where the file system has it.
+
+    Raises:
+        OSError: the drive is full or fails.
+    """
+    descriptor = open_nameless(directory)
+    try:
+        direct_io_error(descriptor)  # switches the file to direct I/O where that works
+        blocks = range(0, max(_LEAST, nbytes // _BLOCK * _BLOCK), _BLOCK)
+        with ThreadPoolExecutor(THREADS) as threads:
+            written = _timed(threads, blocks, lambda memory, at: os.pwritev(descriptor, [memory], at))
+            began = time.perf_counter()
+            os.fdatasync(descriptor)
+            written += time.perf_counter() - began
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            read = _timed(threads, blocks, lambda memory, at: os.preadv(descriptor, [memory], at))
+    finally:
+        os.close(descriptor)
+    return len(blocks) * _BLOCK / written, len(blocks) * _BLOCK / read
+
+
+def _timed(threads: ThreadPoolExecutor, blocks: range, transfer: Callable[[mmap.mmap, int], int]) -> float:
+    def some(first: int) -> None:
+        with mmap.mmap(-1, _BLOCK) as memory:  # page-aligned, as direct I/O requires
+            memory[:] = os.urandom(4096) * (_BLOCK // 4096)
+            for at in blocks[first::THREADS]:
+                moved = transfer(memory, at)
+                if moved != _BLOCK:
+                    raise OSError(f"{moved} of {_BLOCK} bytes were transferred at offset {at}")
+
+    began = time.perf_counter()
+    list(threads.map(some, range(THREADS)))
+    return time.perf_counter() - began

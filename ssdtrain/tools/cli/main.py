@@ -20,7 +20,7 @@ COMMANDS = {
 """Each is a module of this package with `run(arguments) -> exit status`."""
 
 INTERRUPTED = 130
-"""As shells have it for a program that Ctrl-C ended."""
+"""Exit status that shells have for a program that Ctrl-C ended."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

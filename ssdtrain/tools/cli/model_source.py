@@ -192,7 +192,7 @@ def checked(build: Build, name: str) -> Build:
 def _text(error: Exception) -> str:
     """The error, and the line that led to it: the last one of neither this package nor an installed one, else the last."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = str(Path(__file__).parents[1])
+    ours = str(Path(__file__).parents[2])
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(ours)]
     place = "".join(f" ({frame.filename}, line {frame.lineno})" for frame in (own or frames)[-1:])
     return f"{type(error).__name__}: {error}{place}"

@@ -26,11 +26,11 @@ from ssdtrain.tools.cli.versions import TESTED
 
 __all__ = ["Group", "between_nodes", "by_torchrun", "interfaces", "launched", "same_everywhere", "sees_gpu"]
 
-TIMEOUT = timedelta(seconds=60)
-"""In which ranks must reach each other, and what passes between them must arrive."""
-PATIENCE = timedelta(hours=2)
-"""In which all ranks must come to where they wait for the one that looks at their node: it may measure drives."""
-MEASURED = 64 * MiB
+RANK_TIMEOUT = timedelta(seconds=60)
+"""Timeout for connecting ranks and for one message."""
+_PATIENCE = timedelta(hours=2)
+"""Timeout for the rank that examines its node, for which the others wait: it may measure drives."""
+_MEASURED = 64 * MiB
 """Bytes that a rank sends to the next one."""
 MOST_PAIRS = 32
 SLOW_BETWEEN = 1.25e9
@@ -89,8 +89,8 @@ class Group:
 
     def __enter__(self) -> Group:
         try:
-            dist.init_process_group("gloo", timeout=TIMEOUT)
-            self._patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+            dist.init_process_group("gloo", timeout=RANK_TIMEOUT)
+            self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
         except (RuntimeError, ValueError) as error:  # torch's own errors derive from RuntimeError
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise RuntimeError(
@@ -118,7 +118,7 @@ class Group:
         """What `call` returns, on a thread of its own.
 
         Raises:
-            TimeoutError: it takes longer than `TIMEOUT`. What it holds is left to the end of the process.
+            TimeoutError: it takes longer than `RANK_TIMEOUT`. What it holds is left to the end of the process.
             Exception: its own.
         """
         answer: Future[float] = Future()
@@ -131,8 +131,8 @@ class Group:
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        if not wait([answer], timeout=TIMEOUT.total_seconds()).done:
-            raise TimeoutError(f"no end in {TIMEOUT.total_seconds():g} s")
+        if not wait([answer], timeout=RANK_TIMEOUT.total_seconds()).done:
+            raise TimeoutError(f"no end in {RANK_TIMEOUT.total_seconds():g} s")
         thread.join()  # else it may still be ending when the process does
         return answer.result()
 
@@ -183,10 +183,10 @@ def between_nodes(group: Group, hosts: Sequence[str], gpus: Sequence[bool]) -> l
 
 
 def _by_tcp(hosts: Sequence[str]) -> Iterator[Finding]:
-    tensor = torch.empty(MEASURED, dtype=torch.uint8)
+    tensor = torch.empty(_MEASURED, dtype=torch.uint8)
     for sender, receiver in _pairs(hosts):
         seconds, latency = _pass(tensor, sender, receiver)
-        rate = MEASURED / seconds
+        rate = _MEASURED / seconds
         apart = hosts[sender] != hosts[receiver]
         where = "between nodes" if apart else "inside of a node"
         slow = apart and rate < SLOW_BETWEEN
@@ -280,14 +280,14 @@ def _nccl(group: Group, hosts: Sequence[str]) -> Finding:
                 "NCCL_DEBUG=INFO says more; check the driver (nvidia-smi), NCCL_IB_HCA and NCCL_SOCKET_IFNAME"
             )
             return Finding(BY_NCCL, "; ".join(failed[:4]), BROKEN, remedy)
-    rate = 2 * (len(hosts) - 1) / len(hosts) * MEASURED / max(taken for _, taken in results)
+    rate = 2 * (len(hosts) - 1) / len(hosts) * _MEASURED / max(taken for _, taken in results)
     slow = len(set(hosts)) > 1 and rate < SLOW_BETWEEN
     remedy = (
         "slow: NCCL_DEBUG=INFO says which network NCCL has found; check NCCL_IB_HCA and NCCL_SOCKET_IFNAME"
     )
     return Finding(
         BY_NCCL,
-        f"{size_text(rate)}/s per GPU in an all-reduce of {size_text(MEASURED)}",
+        f"{size_text(rate)}/s per GPU in an all-reduce of {size_text(_MEASURED)}",
         WARNING if slow else GOOD,
         remedy if slow else "",
     )
@@ -295,15 +295,15 @@ def _nccl(group: Group, hosts: Sequence[str]) -> Finding:
 
 def _gpu() -> float:
     """Allocate on this rank's GPU."""
-    torch.zeros(MEASURED // 4, device=f"cuda:{ranks.local_rank()}")
+    torch.zeros(_MEASURED // 4, device=f"cuda:{ranks.local_rank()}")
     return 0.0
 
 
 def _all_reduce() -> float:
     """Seconds of an all-reduce of all GPUs."""
     torch.cuda.set_device(ranks.local_rank())  # of this thread
-    group = dist.new_group(backend="nccl", timeout=PATIENCE)  # at its own timeout NCCL would end the process
-    tensor = torch.zeros(MEASURED // 4, device="cuda")
+    group = dist.new_group(backend="nccl", timeout=_PATIENCE)  # at its own timeout NCCL would end the process
+    tensor = torch.zeros(_MEASURED // 4, device="cuda")
     dist.all_reduce(tensor, group=group)
     torch.cuda.synchronize()
     began = time.perf_counter()

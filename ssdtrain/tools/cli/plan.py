@@ -22,10 +22,10 @@ from ssdtrain.text import YEAR_SECONDS, duration_text, size_text
 from ssdtrain.tools.cli.options import given, number, rate, whole
 from ssdtrain.tools.cli.progress import progress
 from ssdtrain.tools.whatif.cluster import BRIEF, ClusterPlan, best_plan, plan_job, replanned
-from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.explain import figures, rows, with_more
 from ssdtrain.tools.whatif.hardware import GPUS, find_gpu, parse_ssds
-from ssdtrain.tools.whatif.models import FAMILIES, Layout, Transformer
+from ssdtrain.tools.whatif.models import FAMILIES, ParallelLayout, Transformer
 from ssdtrain.tools.whatif.prices import Prices
 
 MOST_LAYERS = 1000
@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> int:
 
 
 Goal = tuple[Limits | None, Objective | None, float | None]
-"""As `plan_job` takes it."""
+"""Objective, as `plan_job` takes it."""
 
 
 def prices_of(chosen: Any) -> Prices | None:
@@ -82,7 +82,7 @@ def prices_of(chosen: Any) -> Prices | None:
     return None
 
 
-def goal_of(chosen: Any, job: Job, prices: Prices | None) -> Goal:
+def goal_of(chosen: Any, job: ClusterJob, prices: Prices | None) -> Goal:
     if chosen.objective == "memory":
         return None, Objective(0, 1), 0.02 if chosen.max_slowdown is None else chosen.max_slowdown
     if chosen.objective == "cost" and prices is not None:
@@ -239,7 +239,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def job_of(chosen: Any) -> Job:
+def job_of(chosen: Any) -> ClusterJob:
     model = Transformer.of(
         chosen.model,
         hidden=chosen.hidden,
@@ -253,7 +253,7 @@ def job_of(chosen: Any) -> Job:
         top_k=chosen.top_k,
         fused=not chosen.unfused,
     )
-    layout = Layout(
+    layout = ParallelLayout(
         chosen.tp,
         chosen.pp,
         chosen.dp,
@@ -262,7 +262,7 @@ def job_of(chosen: Any) -> Job:
         chosen.zero,
         chosen.expert_parallel,
     )
-    return Job(
+    return ClusterJob(
         model,
         layout,
         chosen.gpu,
@@ -282,7 +282,7 @@ def job_of(chosen: Any) -> Job:
 
 
 def alternatives(
-    plan: ClusterPlan, goal: Goal = (None, None, None), others: dict[str, Job] | None = None
+    plan: ClusterPlan, goal: Goal = (None, None, None), others: dict[str, ClusterJob] | None = None
 ) -> list[dict[str, Any]]:
     """What one thing better would bring at the same microbatch, with model state in the same place; and without any drive, where
     it is not on them. `others` are more such jobs."""

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from ssdtrain.output_files import replace_file
 from ssdtrain.tools.cli.progress import progress
+from ssdtrain.tools.report.exports import merge_traces, write_prometheus
 from ssdtrain.tools.report.page import page
-from ssdtrain.tools.report.prometheus import write_prometheus
-from ssdtrain.tools.report.run import Run
-from ssdtrain.tools.report.trace import merge_traces
+from ssdtrain.tools.report.run import JournaledRun
 
-EXAMPLES = """examples:
+_EXAMPLES = """examples:
   ssdtrain report out/report                            writes out/report/report.html
   ssdtrain report out/report --against out/baseline     two runs side by side
   ssdtrain report out/report --trace                    steps of report.trace, all ranks, for ui.perfetto.dev
@@ -42,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ssdtrain report",
         description=__doc__,
-        epilog=EXAMPLES,
+        epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -91,14 +90,14 @@ def _write(chosen: argparse.Namespace) -> int:
         )
         return 0
     with progress(f"reading {chosen.directory}"):
-        found = Run.read(chosen.directory)
+        found = JournaledRun.read(chosen.directory)
     if chosen.prometheus is not None:
         write_prometheus(found, chosen.prometheus)
         print(chosen.prometheus)
         return 0
     output = chosen.output or chosen.directory / "report.html"
     with progress(f"writing {output}"):
-        against = Run.read(chosen.against) if chosen.against is not None else None
+        against = JournaledRun.read(chosen.against) if chosen.against is not None else None
         with replace_file(output) as stream:
             stream.write(page(found, against).encode(errors="backslashreplace"))
     print(output)

@@ -19,7 +19,7 @@ from ssdtrain.tools.cli.options import add_machine
 from ssdtrain.tools.cli.plan import alternatives, show
 from ssdtrain.tools.cli.progress import progress
 from ssdtrain.tools.whatif.cluster import best_plan, plan_job
-from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.explain import figures
 
 __all__ = ["reader", "run"]
@@ -71,7 +71,7 @@ def run(reader: Any, arguments: Sequence[str]) -> int:
 
 def predict(found: Any, as_json: bool) -> int:
     """Print the plan at the microbatch of the command line, and the largest one that fits. Returns the exit status."""
-    job: Job = found.job
+    job: ClusterJob = found.job
     largest = None
     try:
         with progress("planning") as note:

@@ -1,4 +1,4 @@
-"""Line and bar charts as SVG text. Colours and fonts are classes of `ssdtrain.tools.report.style`."""
+"""Line and bar charts as SVG text. Colours and fonts are classes of report.css."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from html import escape
 from ssdtrain.config.units import GiB, KiB, MiB, TiB
 from ssdtrain.metrics import Unit
 
-__all__ = ["Bar", "Line", "bar_chart", "line_chart"]
+__all__ = ["Bar", "ChartLine", "bar_chart", "line_chart"]
 
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
@@ -25,7 +25,7 @@ _SCALES: dict[Unit, list[tuple[float, str]]] = {
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One curve: values by step.
 
     Args:
@@ -47,7 +47,7 @@ class Bar:
     parts: Sequence[float]
 
 
-def line_chart(lines: Sequence[Line], unit: Unit, what: str, *, from_zero: bool = True) -> str:
+def line_chart(lines: Sequence[ChartLine], unit: Unit, what: str, *, from_zero: bool = True) -> str:
     """A `<figure>` with the axes in the unit that fits, a legend, and the values for the tooltip.
 
     Args:
@@ -59,7 +59,7 @@ def line_chart(lines: Sequence[Line], unit: Unit, what: str, *, from_zero: bool 
     if not steps:
         return '<p class="none">The journals have no such values.</p>'
     size = math.ceil(len(steps) / MOST_POINTS)
-    drawn = [Line(line.label, _thinned(line.points, size), line.colour, line.dashed) for line in lines]
+    drawn = [ChartLine(line.label, _thinned(line.points, size), line.colour, line.dashed) for line in lines]
     steps = sorted({step for line in drawn for step in line.points})
     values = [value for line in drawn for value in line.points.values()]
     scale, word = _scale(unit, max(map(abs, values)))
@@ -122,7 +122,7 @@ def bar_chart(bars: Sequence[Bar], unit: Unit, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Axis:
-    """From a value to a place on the page."""
+    """Map from a value to a place on the page."""
 
     low: float
     high: float
@@ -195,7 +195,7 @@ def _short(value: float | None, scale: float) -> float | None:
     return None if value is None else float(f"{value / scale:.4g}")
 
 
-def _legend(lines: Sequence[Line]) -> str:
+def _legend(lines: Sequence[ChartLine]) -> str:
     if len(lines) == 1:
         return ""
     return "".join(

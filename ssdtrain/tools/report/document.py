@@ -15,7 +15,7 @@ from ssdtrain.metrics import MetricSet
 
 __all__ = ["document"]
 
-INTRODUCTION = """\
+_INTRODUCTION = """\
 # Metrics
 
 This page is generated from the declarations by `make docs`. The names are the keys of the JSON lines of `report.path`, and
@@ -37,7 +37,7 @@ their model chunk and their own.
 
 def document() -> str:
     """The whole page."""
-    parts = [INTRODUCTION]
+    parts = [_INTRODUCTION]
     for kind in sorted(MetricSet.__subclasses__(), key=lambda kind: (kind.__module__, kind.__name__)):
         if kind.__module__.startswith("ssdtrain."):
             subject = re.sub(r"(?<=.)([A-Z])", r" \1", kind.__name__.removesuffix("Metrics")).capitalize()

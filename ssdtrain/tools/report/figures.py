@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ssdtrain.metrics import Reduce, Unit
 from ssdtrain.text import duration_text, size_text
-from ssdtrain.tools.report.run import ModuleUse, RankJournal, Run, metric_named
+from ssdtrain.tools.report.run import JournaledRun, ModuleUse, RankJournal, metric_named
 
 __all__ = [
     "TILES",
@@ -36,19 +36,19 @@ class Tile:
     """
 
     name: str
-    value: Callable[[Run], float | None]
+    value: Callable[[JournaledRun], float | None]
     text: Callable[[float], str]
-    more: Callable[[Run], str] = lambda run: ""
+    more: Callable[[JournaledRun], str] = lambda run: ""
     less_is_better: bool | None = True
 
 
-def per_step(run: Run, name: str) -> float | None:
+def per_step(run: JournaledRun, name: str) -> float | None:
     """The mean over steps of the value of all ranks; None where no rank has it."""
     values = list(run.over_ranks(name).values())
     return statistics.fmean(values) if values else None
 
 
-def _peak(run: Run, name: str) -> float | None:
+def _peak(run: JournaledRun, name: str) -> float | None:
     return max((value for journal in run.journals for value in journal.values(name)), default=None)
 
 
@@ -58,18 +58,18 @@ def waited_share(journal: RankJournal) -> float:
     return sum(journal.totals.get(name, 0.0) for name in WAITS) / taken if taken else 0.0
 
 
-def _waited(run: Run) -> float | None:
+def _waited(run: JournaledRun) -> float | None:
     return (
         max(map(waited_share, run.journals)) if any(run.has(n) for n in ("offloaded_bytes", *WAITS)) else None
     )
 
 
-def _step_time(run: Run) -> float | None:
+def _step_time(run: JournaledRun) -> float | None:
     values = list(run.over_ranks("step_seconds").values())
     return statistics.median(values) if values else None
 
 
-def _wire_share(run: Run) -> float | None:
+def _wire_share(run: JournaledRun) -> float | None:
     raw = sum(run.total(f"comm/{dimension}/raw_bytes") for dimension in run.dimensions())
     return (
         sum(run.total(f"comm/{dimension}/wire_bytes") for dimension in run.dimensions()) / raw
@@ -78,22 +78,22 @@ def _wire_share(run: Run) -> float | None:
     )
 
 
-def _life(run: Run) -> float | None:
+def _life(run: JournaledRun) -> float | None:
     found = run.over_ranks("ssd_life_seconds")
     return found[max(found)] if found else None
 
 
-def _loss(run: Run) -> float | None:
+def _loss(run: JournaledRun) -> float | None:
     found = run.over_ranks("loss")
     return found[max(found)] if found else None
 
 
-def _without(run: Run) -> str:
+def _without(run: JournaledRun) -> str:
     without, peak = _peak(run, "unoffloaded_peak_bytes"), _peak(run, "activation_peak_bytes")
     return f"x{peak / without:.2f} of {size_text(without)} without" if without and peak else ""
 
 
-def _rate(run: Run) -> str:
+def _rate(run: JournaledRun) -> str:
     seconds = sum(run.over_ranks("step_seconds").values())
     # A step that was trained again counts once in both parts of the rate.
     rate = sum(run.over_ranks("ssd_bytes_written").values()) / seconds if seconds else 0.0
@@ -131,7 +131,7 @@ TILES = (
 )
 
 
-def rank_rows(run: Run) -> tuple[list[str], list[list[str]]]:
+def rank_rows(run: JournaledRun) -> tuple[list[str], list[list[str]]]:
     """Heads and rows of the table of ranks."""
     columns: list[tuple[str, Callable[[RankJournal], str]]] = [
         ("steps", lambda j: str(len(j.by_step))),
@@ -152,7 +152,7 @@ def rank_rows(run: Run) -> tuple[list[str], list[list[str]]]:
     return [heads[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
-def traffic_rows(run: Run) -> tuple[list[str], list[list[str]]]:
+def traffic_rows(run: JournaledRun) -> tuple[list[str], list[list[str]]]:
     """Heads and rows of the table of parallel dimensions. Bytes are those of all ranks."""
     rows = []
     for name in run.dimensions():
@@ -194,7 +194,7 @@ def module_rows(modules: Mapping[str, ModuleUse]) -> tuple[list[str], list[list[
     return ["module", "offloaded", "kept", "waited for loads"], rows
 
 
-def metric_rows(run: Run) -> tuple[list[str], list[list[str]]]:
+def metric_rows(run: JournaledRun) -> tuple[list[str], list[list[str]]]:
     """Heads and rows of every value in the journals."""
     rows = []
     for name in run.names:

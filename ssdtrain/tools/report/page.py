@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
+from importlib.resources import files
 
 from ssdtrain import __version__
 from ssdtrain.metrics import Reduce, Unit
-from ssdtrain.tools.report.chart import Bar, Line, bar_chart, line_chart
+from ssdtrain.tools.report.chart import Bar, ChartLine, bar_chart, line_chart
 from ssdtrain.tools.report.figures import (
     TILES,
     Tile,
@@ -19,17 +20,18 @@ from ssdtrain.tools.report.figures import (
     rank_rows,
     traffic_rows,
 )
-from ssdtrain.tools.report.run import Run, metric_named
-from ssdtrain.tools.report.style import CSS, SCRIPT
+from ssdtrain.tools.report.run import JournaledRun, metric_named
 
 __all__ = ["page"]
 
+_STYLE = files("ssdtrain.tools.report").joinpath("report.css").read_text()
+_SCRIPT = files("ssdtrain.tools.report").joinpath("report.js").read_text()
 MOST_RANKS = 8  # drawn one by one; more are drawn as their highest, median and lowest
 MOST_MODULES = 14
 
 
-def page(run: Run, against: Run | None = None) -> str:
-    """The HTML.
+def page(run: JournaledRun, against: JournaledRun | None = None) -> str:
+    """Return the HTML.
 
     Args:
         against: a second run: its values stand beside those of `run`.
@@ -52,23 +54,23 @@ def page(run: Run, against: Run | None = None) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>SSDTrain report: {escape(title)}</title><style>{CSS}</style></head><body><main>"
+        f"<title>SSDTrain report: {escape(title)}</title><style>{_STYLE}</style></head><body><main>"
         f"<header><h1>{escape(title)}</h1><p>{escape(_scope(run))}</p></header>"
         f'<section class="tiles">{"".join(_tile(tile, run, against) for tile in TILES)}</section>'
         f'<div class="cards">{"".join(cards)}</div>'
         f"<footer>SSDTrain {__version__}. Values come from the journals of report.path; docs/metrics.md explains each.</footer>"
-        f"</main><script>{SCRIPT}</script></body></html>\n"
+        f"</main><script>{_SCRIPT}</script></body></html>\n"
     )
 
 
-def _scope(run: Run) -> str:
+def _scope(run: JournaledRun) -> str:
     ranks = len({journal.rank for journal in run.journals})
     again = sum(journal.lines - len(journal.by_step) for journal in run.journals)
     text = f"{ranks} {'rank' if ranks == 1 else 'ranks'}, steps {run.steps[0]} to {run.steps[-1]}"
     return text + (f", {again} steps trained again after a restart" if again else "")
 
 
-def _tile(tile: Tile, run: Run, against: Run | None) -> str:
+def _tile(tile: Tile, run: JournaledRun, against: JournaledRun | None) -> str:
     value = tile.value(run)
     if value is None:
         return ""
@@ -109,7 +111,7 @@ def _rows(table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _by_rank(run: Run, name: str) -> list[Line]:
+def _by_rank(run: JournaledRun, name: str) -> list[ChartLine]:
     """A line for each rank, or three over many."""
     journals = [journal for journal in run.journals if name in journal.totals]
     if len(journals) > MOST_RANKS:
@@ -120,9 +122,13 @@ def _by_rank(run: Run, name: str) -> list[Line]:
             )
             for step in most
         }
-        return [Line("highest rank", most), Line("median rank", middle, 2), Line("lowest rank", least, 1)]
+        return [
+            ChartLine("highest rank", most),
+            ChartLine("median rank", middle, 2),
+            ChartLine("lowest rank", least, 1),
+        ]
     return [
-        Line(
+        ChartLine(
             journal.label,
             {step: values[name] for step, values in journal.by_step.items() if name in values},
             index,
@@ -131,13 +137,13 @@ def _by_rank(run: Run, name: str) -> list[Line]:
     ]
 
 
-def _runs(run: Run, against: Run | None, name: str, how: Reduce) -> list[Line]:
+def _runs(run: JournaledRun, against: JournaledRun | None, name: str, how: Reduce) -> list[ChartLine]:
     """One line for each of two runs."""
     pairs = [(run, 0), (against, 1)]
-    return [Line(found.name, found.over_ranks(name, how), colour) for found, colour in pairs if found]
+    return [ChartLine(found.name, found.over_ranks(name, how), colour) for found, colour in pairs if found]
 
 
-def _memory(run: Run, against: Run | None) -> str:
+def _memory(run: JournaledRun, against: JournaledRun | None) -> str:
     name, without = "activation_peak_bytes", "unoffloaded_peak_bytes"
     if not run.has(name):
         return ""
@@ -147,7 +153,7 @@ def _memory(run: Run, against: Run | None) -> str:
     else:
         lines = _by_rank(run, name)
         lines.append(
-            Line("without SSDTrain, highest rank", run.over_ranks(without, Reduce.MAX), 7, dashed=True)
+            ChartLine("without SSDTrain, highest rank", run.over_ranks(without, Reduce.MAX), 7, dashed=True)
         )
         lead = (
             "Bytes alive for backward: saved tensors and SSDTrain's buffers. Each point is the highest value since the start of "
@@ -156,7 +162,7 @@ def _memory(run: Run, against: Run | None) -> str:
     return _card("Peak of activation memory", lead, line_chart(lines, Unit.BYTES, "activations"))
 
 
-def _step_time(run: Run, against: Run | None) -> str:
+def _step_time(run: JournaledRun, against: JournaledRun | None) -> str:
     lines = _runs(run, against, "step_seconds", Reduce.MAX) if against else _by_rank(run, "step_seconds")
     # 0 of a first step: nothing said when it began.
     lines = [
@@ -169,22 +175,22 @@ def _step_time(run: Run, against: Run | None) -> str:
     return _card("Step time", lead, line_chart(lines, Unit.SECONDS, "time"))
 
 
-def _waits(run: Run, against: Run | None) -> str:
+def _waits(run: JournaledRun, against: JournaledRun | None) -> str:
     names = {"store_wait_seconds": "for stores", "load_wait_seconds": "for loads"}
     names |= {f"comm/{d}/wait_seconds": f"for {d} collectives" for d in run.dimensions()}
     names = {name: label for name, label in names.items() if run.has(name) or (against and against.has(name))}
     lead = "Time that training stood still, in each step; of the rank that waited longest."
     lines = []
     for index, (name, label) in enumerate(names.items()):
-        lines.append(Line(label, run.over_ranks(name), index))
+        lines.append(ChartLine(label, run.over_ranks(name), index))
         if against:
-            lines.append(Line(f"{label}, {against.name}", against.over_ranks(name), index, dashed=True))
+            lines.append(ChartLine(f"{label}, {against.name}", against.over_ranks(name), index, dashed=True))
     if not lines:
         return _card("Waits", lead, '<p class="none">Training waited for nothing.</p>')
     return _card("Waits", lead, line_chart(lines, Unit.SECONDS, "waited"))
 
 
-def _bytes(run: Run, against: Run | None) -> str:
+def _bytes(run: JournaledRun, against: JournaledRun | None) -> str:
     names = {
         "saved_bytes": "saved for backward",
         "ssd_bytes_written": "written to SSD",
@@ -196,17 +202,19 @@ def _bytes(run: Run, against: Run | None) -> str:
     names = {name: label for name, label in names.items() if run.has(name)}
     if not names:
         return ""
-    lines = [Line(label, run.over_ranks(name), index) for index, (name, label) in enumerate(names.items())]
+    lines = [
+        ChartLine(label, run.over_ranks(name), index) for index, (name, label) in enumerate(names.items())
+    ]
     if against:
         name = "ssd_bytes_written"
         lines.append(
-            Line(f"{names.get(name, name)}, {against.name}", against.over_ranks(name), 1, dashed=True)
+            ChartLine(f"{names.get(name, name)}, {against.name}", against.over_ranks(name), 1, dashed=True)
         )
     lead = "What forward saved and where it went, in each step; the sum of all ranks."
     return _card("Bytes per step", lead, line_chart(lines, Unit.BYTES, "bytes"))
 
 
-def _module_bytes(run: Run) -> str:
+def _module_bytes(run: JournaledRun) -> str:
     modules = run.modules()
     if not modules:
         return ""
@@ -226,7 +234,7 @@ def _module_bytes(run: Run) -> str:
     return _card("Bytes by module", lead, f"{body}<details><summary>All modules</summary>{table}</details>")
 
 
-def _module_waits(run: Run) -> str:
+def _module_waits(run: JournaledRun) -> str:
     waits = run.waits()
     if not waits:
         return ""
@@ -238,7 +246,7 @@ def _module_waits(run: Run) -> str:
     return _card("Waits by module", lead, bar_chart(bars, Unit.SECONDS, ["waited"]))
 
 
-def _traffic(run: Run) -> str:
+def _traffic(run: JournaledRun) -> str:
     if not run.dimensions():
         return ""
     bars = [
@@ -250,7 +258,7 @@ def _traffic(run: Run) -> str:
     return _card("Traffic between ranks", lead, chart + _rows(traffic_rows(run)))
 
 
-def _decisions(run: Run) -> str:
+def _decisions(run: JournaledRun) -> str:
     """The last ones of each rank, those of the first rank open."""
     parts: list[str] = []
     for journal in [journal for journal in run.journals if journal.decisions][:MOST_RANKS]:
@@ -268,7 +276,7 @@ def _decisions(run: Run) -> str:
     return _card("Decisions", lead, "".join(parts), wide=True)
 
 
-def _loss(run: Run, against: Run | None) -> str:
+def _loss(run: JournaledRun, against: JournaledRun | None) -> str:
     if not run.has("loss"):
         return ""
     lead = "As the training script gave it to log_values(loss=...)."
@@ -276,7 +284,7 @@ def _loss(run: Run, against: Run | None) -> str:
     return _card("Loss", lead, line_chart(lines, Unit.COUNT, "loss", from_zero=False))
 
 
-def _comparison(run: Run, against: Run) -> str:
+def _comparison(run: JournaledRun, against: JournaledRun) -> str:
     rows = []
     for name in dict.fromkeys([*run.names, *against.names]):
         unit, both = metric_named(name).unit, [per_step(run, name), per_step(against, name)]
@@ -290,5 +298,5 @@ def _comparison(run: Run, against: Run) -> str:
     return f'<section class="card wide">{body}</section>'
 
 
-def _all_metrics(run: Run) -> str:
+def _all_metrics(run: JournaledRun) -> str:
     return f'<section class="card wide"><details><summary>All values</summary>{_rows(metric_rows(run))}</details></section>'

@@ -13,7 +13,7 @@ import ssdtrain.telemetry.totals  # noqa: F401 - and with it every feature's met
 from ssdtrain.metrics import Metric, MetricSet, Reduce, Unit
 from ssdtrain.telemetry.lines import read_lines
 
-__all__ = ["ModuleUse", "NoJournals", "RankJournal", "Run", "declared_metric", "metric_named"]
+__all__ = ["JournaledRun", "ModuleUse", "NoJournals", "RankJournal", "declared_metric", "metric_named"]
 
 _FILE = re.compile(r"rank-(\d{1,9})(?:\.(\d{1,9}))?\.jsonl")
 _LARGEST = 1e200
@@ -84,7 +84,7 @@ class RankJournal:
         return f"rank {self.rank}" + (f", engine {self.engine}" if self.engine else "")
 
     def values(self, name: str) -> list[float]:
-        """In order of step number; steps without this value are left out."""
+        """Return the values in order of step number; steps without this value are left out."""
         return [record[name] for _, record in sorted(self.by_step.items()) if name in record]
 
     def add(self, record: dict[str, Any]) -> None:
@@ -115,14 +115,14 @@ class RankJournal:
 
 
 @dataclass
-class Run:
+class JournaledRun:
     """All journals below one directory."""
 
     name: str
     journals: list[RankJournal]
 
     @classmethod
-    def read(cls, directory: Path) -> Run:
+    def read(cls, directory: Path) -> JournaledRun:
         """Reads every `rank-N.jsonl` in `directory` and below it. A last line that is still being written is left out.
 
         Raises:
@@ -151,7 +151,7 @@ class Run:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """Of every value that any line has, in the order of the first line that has it."""
+        """Names of the values that any line has, in the order of the first line that has it."""
         return list(dict.fromkeys(name for journal in self.journals for name in journal.totals))
 
     def has(self, *names: str) -> bool:
@@ -173,7 +173,7 @@ class Run:
         return {step: reduce(found[step]) for step in sorted(found)}
 
     def total(self, name: str) -> float:
-        """Of all lines, over ranks as the metric is declared."""
+        """Return the total of all lines, over ranks as the metric is declared."""
         values = [journal.totals[name] for journal in self.journals if name in journal.totals]
         return float(_REDUCE[metric_named(name).ranks](values)) if values else 0.0
 

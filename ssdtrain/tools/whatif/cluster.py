@@ -13,13 +13,13 @@ from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem, act
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import StepTimeline, one_forward_one_backward
 from ssdtrain.planner.timeline import kept_step
-from ssdtrain.tools.whatif.cluster_job import Job
-from ssdtrain.tools.whatif.cluster_state import Placement, placements
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.cluster_state import StatePlacement, placements
 
 __all__ = ["BRIEF", "ClusterPlan", "Stage", "best_plan", "plan_job", "problem_of", "replanned"]
 
 BRIEF = 0.1
-"""Of a search's simulations, to compare placements of model state, sizes of microbatches, and jobs with one thing better."""
+"""Part of a search's simulations, to compare placements of model state, sizes of microbatches, and jobs with one thing better."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Stage:
     alive: int
     simulated: int
     budget: int
-    placement: Placement
+    placement: StatePlacement
     slowdown: float | None = None
 
     @property
@@ -49,12 +49,12 @@ class Stage:
         return self.plans[0]
 
     def seconds(self, plan: Plan) -> float:
-        """Of one microbatch, forward and backward."""
+        """Seconds of one microbatch, forward and backward."""
         return plan.seconds / self.simulated
 
     @property
     def compute_seconds(self) -> float:
-        """Of one microbatch with everything kept."""
+        """Seconds of one microbatch with everything kept."""
         return sum(block.forward + block.backward for block in self.problem.blocks)
 
     @property
@@ -64,7 +64,7 @@ class Stage:
 
     @property
     def optimizer_seconds(self) -> float:
-        """That the device waits for the optimizer in a step."""
+        """Seconds that the device waits for the optimizer in a step."""
         backward = sum(
             block.backward + (block.recompute if action == "recompute" else 0.0)
             for block, action in zip(self.problem.blocks, self.plan.actions, strict=True)
@@ -80,7 +80,7 @@ class Stage:
 class ClusterPlan:
     """What a job comes to at one microbatch size."""
 
-    job: Job
+    job: ClusterJob
     microbatch: int
     stages: list[Stage]
 
@@ -94,7 +94,7 @@ class ClusterPlan:
 
     @property
     def microbatch_seconds(self) -> float:
-        """Of the slowest stage, or of the network under ZeRO-3 where that takes longer."""
+        """Seconds of the slowest stage, or of the network under ZeRO-3 where that takes longer."""
         return max(self.slowest.seconds(self.slowest.plan), self.job.sharding_seconds)
 
     @property
@@ -115,7 +115,8 @@ class ClusterPlan:
 
     @property
     def ideal_seconds(self) -> float:
-        """Of a step if everything fitted into the device: no recomputation and no stall, and the optimizer where it is faster."""
+        """Seconds of a step if everything fitted into the device: no recomputation and no stall, and the optimizer where it is
+        faster."""
         each = max(self.job.sharding_seconds, *(stage.compute_seconds for stage in self.stages))
         layout = self.job.layout
         reducing, updating = self.job.update_seconds()
@@ -129,7 +130,7 @@ class ClusterPlan:
 
     @property
     def flops_per_gpu(self) -> float:
-        """Of the model (recomputation not counted), per second."""
+        """FLOPs of the model (recomputation not counted), per second."""
         model, kinds = self.job.model, self.job.model.block_kinds
         forward = sum(model.block_flops(self.microbatch, kind) for kind in kinds) + model.head_flops(
             self.microbatch
@@ -150,7 +151,7 @@ class ClusterPlan:
         )
 
     def life_seconds(self) -> float | None:
-        """Of the drives at this rate; None: nothing is written, or their endurance is not known."""
+        """Return the seconds until the drives are worn at this rate; None: nothing is written, or their endurance is unknown."""
         ssds = self.job.ssds
         written = self.written_per_step() * self.job.local_node
         if ssds is None or not ssds.endurance or not written:
@@ -159,7 +160,7 @@ class ClusterPlan:
 
 
 def plan_job(
-    job: Job,
+    job: ClusterJob,
     microbatch: int,
     limits: Limits | None = None,
     objective: Objective | None = None,
@@ -189,14 +190,14 @@ def plan_job(
     return ClusterPlan(job, microbatch, stages)
 
 
-def simulated_microbatches(job: Job, microbatch: int, last: bool) -> tuple[int, int]:
-    """Those alive at once, and those that a time line plays."""
+def simulated_microbatches(job: ClusterJob, microbatch: int, last: bool) -> tuple[int, int]:
+    """Return the microbatches alive at once, and those that a time line plays."""
     count = job.microbatches(microbatch)
     alive = job.alive(last, count)
     return alive, min(count, alive + 2)
 
 
-def problem_of(job: Job, microbatch: int, place: Placement) -> tuple[Problem, int]:
+def problem_of(job: ClusterJob, microbatch: int, place: StatePlacement) -> tuple[Problem, int]:
     """What is searched for a pipeline stage whose model state is there, and bytes for activations on the device."""
     plain = job.blocks(microbatch, place.last)
     alive, simulated = simulated_microbatches(job, microbatch, place.last)
@@ -213,7 +214,7 @@ def problem_of(job: Job, microbatch: int, place: Placement) -> tuple[Problem, in
 
 def replanned(
     plan: ClusterPlan,
-    job: Job,
+    job: ClusterJob,
     limits: Limits | None = None,
     objective: Objective | None = None,
     effort: float = 1.0,
@@ -248,13 +249,13 @@ class _Candidate:
     """
 
     microbatch: int
-    place: Placement
+    place: StatePlacement
     problem: Problem
     budget: int
     kept: float
 
     @staticmethod
-    def of(job: Job, microbatch: int, place: Placement) -> _Candidate:
+    def of(job: ClusterJob, microbatch: int, place: StatePlacement) -> _Candidate:
         problem, budget = problem_of(job, microbatch, place)
         return _Candidate(microbatch, place, problem, budget, kept_step(problem).seconds)
 
@@ -292,7 +293,7 @@ def _search_stage(
 
 
 def _plan_stage(
-    job: Job,
+    job: ClusterJob,
     microbatch: int,
     last: bool,
     limits: Limits,
@@ -339,7 +340,7 @@ def _plan_stage(
     return best[1]
 
 
-def sizes(job: Job) -> Iterator[int]:
+def sizes(job: ClusterJob) -> Iterator[int]:
     """Microbatch sizes that divide the batch, by about a factor of sqrt(2)."""
     given = 1
     while given <= 4096:
@@ -349,7 +350,7 @@ def sizes(job: Job) -> Iterator[int]:
 
 
 def best_plan(
-    job: Job,
+    job: ClusterJob,
     limits: Limits | None = None,
     objective: Objective | None = None,
     slowdown: float | None = None,

@@ -15,9 +15,9 @@ from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB
 from ssdtrain.planner.step import Block, Link, Machine, Tier
 from ssdtrain.tools.whatif.hardware import LINK_EFFICIENCY, MATMUL_EFFICIENCY, Gpu, Ssds
-from ssdtrain.tools.whatif.models import BlockKind, Layout, Transformer, model_state_bytes
+from ssdtrain.tools.whatif.models import BlockKind, ParallelLayout, Transformer, model_state_bytes
 
-__all__ = ["OPTIMIZER_TRAFFIC", "Job"]
+__all__ = ["OPTIMIZER_TRAFFIC", "ClusterJob"]
 
 OPTIMIZER_TRAFFIC = 28
 """Bytes of memory that Adam in mixed precision reads and writes per parameter."""
@@ -26,7 +26,7 @@ ITEMSIZE = 2
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """A model, how it is spread, and what it runs on.
 
     Attributes:
@@ -44,7 +44,7 @@ class Job:
     """
 
     model: Transformer
-    layout: Layout
+    layout: ParallelLayout
     gpu: Gpu
     ssds: Ssds | None = None
     host: int = 0
@@ -94,14 +94,14 @@ class Job:
         return min(self.node, self.layout.ranks)
 
     def microbatches(self, microbatch: int) -> int:
-        """Of one step, on each data-parallel rank; 0: the batch is no multiple."""
+        """Return the microbatches of one step, on each data-parallel rank; 0: the batch is no multiple."""
         if not self.batch:
             return 4 * self.layout.pp
         each, rest = divmod(self.batch, microbatch * self.layout.dp)
         return 0 if rest else each
 
     def rank_parameters(self, last: bool) -> float:
-        """Of the first or the last pipeline stage, on one tensor-parallel rank."""
+        """Parameters of the first or the last pipeline stage, on one tensor-parallel rank."""
         model, layout = self.model, self.layout
         ends = 0 if last else model.embedding_parameters()
         if last or layout.pp == 1:
@@ -116,18 +116,18 @@ class Job:
         return kinds[-each:] if last else kinds[:each]
 
     def block_parameters(self, kind: BlockKind) -> float:
-        """Of one block, on one tensor-parallel rank."""
+        """Parameters of one block, on one tensor-parallel rank."""
         model = self.model
         others = model.block_parameters(kind) - (model.mlp_parameters(kind) if model.experts > 1 else 0)
         return others / self.layout.tp + self.expert_parameters(kind)
 
     def expert_parameters(self, kind: BlockKind) -> float:
-        """Of the experts of one block, on one tensor-parallel rank."""
+        """Parameters of the experts of one block, on one tensor-parallel rank."""
         model, layout = self.model, self.layout
         return model.mlp_parameters(kind) / layout.expert / layout.tp if model.experts > 1 else 0.0
 
     def rank_experts(self, last: bool) -> float:
-        """Of `rank_parameters`, those of experts."""
+        """Part of `rank_parameters` that experts have."""
         return sum(map(self.expert_parameters, self.stage_kinds(last)))
 
     def block_state(self, kind: BlockKind) -> dict[str, int]:
@@ -135,7 +135,7 @@ class Job:
         return self._state(self.block_parameters(kind), self.expert_parameters(kind))
 
     def state_bytes(self, last: bool) -> dict[str, int]:
-        """Of one rank, by what they are."""
+        """Return the bytes of one rank, by what they are."""
         found = self._state(self.rank_parameters(last), self.rank_experts(last))
         if self.layout.zero >= 3:
             largest = max(map(self.block_parameters, self.stage_kinds(last)))
@@ -159,7 +159,7 @@ class Job:
         return self.layout.shard(parameters, experts) if self.layout.zero else parameters
 
     def blocks(self, microbatch: int, last: bool) -> list[Block]:
-        """Of the first or the last pipeline stage."""
+        """Parameters of the first or the last pipeline stage."""
         model, layout = self.model, self.layout
         rate = layout.tp * self.gpu.flops * self.efficiency
         tokens = microbatch * model.sequence
@@ -206,7 +206,7 @@ class Job:
         return self.gpu.host_rate * LINK_EFFICIENCY
 
     def machine(self, largest: int, away: int = 0, state_buffers: int = 0) -> Machine:
-        """For one rank; buffers hold one block on the device, two ahead and four on their way to a drive.
+        """Return the machine of one rank; buffers hold one block on the device, two ahead and four on their way to a drive.
 
         Args:
             largest: bytes that the largest block saves.
@@ -262,13 +262,14 @@ class Job:
 
     @property
     def sharding_seconds(self) -> float:
-        """Of the network, for one microbatch under ZeRO-3: parameters are gathered for its forward and again for its backward,
-        gradients scattered after it. Other blocks compute meanwhile."""
+        """Return the seconds of the network for one microbatch under ZeRO-3: parameters are gathered for its forward and again
+        for its backward, gradients scattered after it. Other blocks compute meanwhile."""
         return 3 * self._passed_around_seconds if self.layout.zero >= 3 else 0.0
 
     @property
     def _passed_around_seconds(self) -> float:
-        """Of a gather over the data-parallel ranks, or of a reduction that leaves each a part, of the larger stage."""
+        """Return the seconds of a gather over the data-parallel ranks, or of a reduction that leaves each a part, of the larger
+        stage."""
         layout = self.layout
         rate = self.gpu.peer_rate if layout.ranks <= self.node else self.network
         passed = max(

@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import format_size
 from ssdtrain.planner.step import Block
-from ssdtrain.state.plan import BUFFERS, plan_state
-from ssdtrain.tools.whatif.cluster_job import OPTIMIZER_TRAFFIC, Job
+from ssdtrain.state.plan import CHUNK_BUFFERS, plan_state
+from ssdtrain.tools.whatif.cluster_job import OPTIMIZER_TRAFFIC, ClusterJob
 
-__all__ = ["Placement", "placements"]
+__all__ = ["StatePlacement", "placements"]
 
-PARTS = 3
-"""Of the memory that buffers leave on the device: multiples of one part in so many are tried for blocks that stay."""
+_PARTS = 3
+"""Parts of the memory that buffers leave on the device: multiples of one part in so many are tried for blocks that stay."""
 
 
 @dataclass(frozen=True)
-class Placement:
+class StatePlacement:
     """The model state of one rank.
 
     Attributes:
@@ -38,7 +38,7 @@ class Placement:
         away: bytes of parameters, gradients and optimizer state in host memory or on SSD.
     """
 
-    job: Job
+    job: ClusterJob
     last: bool
     persistent: int
     buffers: int
@@ -52,7 +52,8 @@ class Placement:
         return [self.job.block_state(kind) for kind in kinds[self.persistent :]]
 
     def blocks(self, blocks: Sequence[Block], microbatches: int) -> list[Block]:
-        """With what the device loads and stores for them. Gradients come back to be added to, unless CPUs have the optimizer."""
+        """Return the blocks with what the device loads and stores for them. Gradients come back to be added to, unless CPUs have
+        the optimizer."""
         found = list(blocks)
         for number, each in enumerate(self.passing, self.persistent):
             added = each["gradients"] if microbatches > 1 and not self.job.cpu_rate else 0
@@ -65,7 +66,7 @@ class Placement:
         return found
 
     def optimizer_seconds(self, backward: float) -> float:
-        """That devices wait for the optimizer.
+        """Seconds that devices wait for the optimizer.
 
         Args:
             backward: seconds of the last microbatch's backward.
@@ -99,8 +100,8 @@ class Placement:
         return self.away - sum(each["gradients"] for each in self.passing)
 
 
-def placements(job: Job, last: bool) -> list[Placement]:
-    """Those that are possible, the one with the fewest bytes on the device first.
+def placements(job: ClusterJob, last: bool) -> list[StatePlacement]:
+    """Yield the placements that are possible, the one with the fewest bytes on the device first.
 
     Raises:
         InvalidValue: the device, host memory or the drives are too small for any.
@@ -114,17 +115,17 @@ def placements(job: Job, last: bool) -> list[Placement]:
                 state,
                 "more tensor, pipeline or ZeRO parallelism, ssdtrain plan --state, or a larger GPU",
             )
-        return [Placement(job, last, len(job.stage_kinds(last)), 0, state, 0)]
+        return [StatePlacement(job, last, len(job.stage_kinds(last)), 0, state, 0)]
     each = [job.block_state(kind) for kind in job.stage_kinds(last)]
     optimizer = sum(one["optimizer"] for one in each)
     chunks = [sum(one.values()) - (one["optimizer"] if job.cpu_rate else 0) for one in each]
     outside = max(0, sum(state.values()) - sum(chunks) - (optimizer if job.cpu_rate else 0))
     largest = max(chunks)
-    total, least = outside + sum(chunks), outside + BUFFERS * largest
+    total, least = outside + sum(chunks), outside + CHUNK_BUFFERS * largest
     limits = {outside + largest} if least >= available else {min(total, least)}
-    limits |= {least + (available - least) * part // PARTS for part in range(1, PARTS)}
+    limits |= {least + (available - least) * part // _PARTS for part in range(1, _PARTS)}
     limits |= {total}
-    found: dict[tuple[int, int], Placement] = {}
+    found: dict[tuple[int, int], StatePlacement] = {}
     for limit in sorted(limits):
         if outside + largest <= limit < available:
             plan = plan_state(chunks, outside, min(limit, total))
@@ -134,7 +135,7 @@ def placements(job: Job, last: bool) -> list[Placement]:
                 "buffers": plan.buffers * max(chunks[plan.persistent :], default=0),
             }
             away = sum(chunks[plan.persistent :]) + (optimizer if job.cpu_rate else 0)
-            place = Placement(job, last, plan.persistent, plan.buffers, device, away)
+            place = StatePlacement(job, last, plan.persistent, plan.buffers, device, away)
             found[plan.persistent, plan.buffers] = place
     if not found:
         needed = {"outside of blocks": outside, "the largest block": largest}
@@ -151,7 +152,7 @@ def placements(job: Job, last: bool) -> list[Placement]:
     return fits
 
 
-def _room(job: Job) -> int | None:
+def _room(job: ClusterJob) -> int | None:
     """Bytes of a node for model state; None: not known."""
     if job.state == "host":
         return job.host
@@ -159,7 +160,7 @@ def _room(job: Job) -> int | None:
     return job.ssds.count * job.ssds.capacity or None
 
 
-def _too_large(job: Job, state: dict[str, int], allowed: str) -> InvalidValue:
+def _too_large(job: ClusterJob, state: dict[str, int], allowed: str) -> InvalidValue:
     parts = ", ".join(f"{name} {format_size(size)}" for name, size in state.items())
     return InvalidValue(
         f"needs {format_size(sum(state.values()))} of model state per GPU ({parts}) beside {format_size(job.reserve)} of "

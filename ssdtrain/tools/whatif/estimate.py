@@ -84,7 +84,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of forward and backward with everything kept."""
+        """Seconds of forward and backward with everything kept."""
         return sum(block.forward + block.backward for block in self.blocks)
 
     @property

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from ssdtrain.planner.step import Block
 from ssdtrain.text import YEAR_SECONDS, duration_text
 from ssdtrain.tools.whatif.cluster import ClusterPlan, Stage
-from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """Blocks that follow each other and are treated alike."""
 
     blocks: str
@@ -26,7 +26,7 @@ class Row(NamedTuple):
     reason: str
 
 
-def rows(stage: Stage) -> Iterator[Row]:
+def rows(stage: Stage) -> Iterator[TableRow]:
     """The plan of a stage, block by block, blocks alike in one row."""
     blocks = stage.problem.blocks
     times = [each for chunk in stage.plan.timeline.blocks for each in chunk]
@@ -37,10 +37,10 @@ def rows(stage: Stage) -> Iterator[Row]:
         stall = sum(times[n].store_stall + times[n].load_stall for n in places) / stage.simulated
         name = first if first == last else f"{first} to {last.rpartition(' ')[2]}"
         reason = _reason(stage, blocks[places[0]], action, stall, len(places))
-        yield Row(name, action, saved, stall, reason)
+        yield TableRow(name, action, saved, stall, reason)
 
 
-def with_more(job: Job) -> dict[str, Job]:
+def with_more(job: ClusterJob) -> dict[str, ClusterJob]:
     """The same job with one thing better, by what it is."""
     found = {"1 GB more device memory": replace(job, gpu=replace(job.gpu, memory=job.gpu.memory + 10**9))}
     if job.ssds is not None:

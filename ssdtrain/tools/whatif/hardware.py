@@ -25,11 +25,11 @@ __all__ = [
 ]
 
 MATMUL_EFFICIENCY = 0.5
-"""Of the peak FLOP rate in a whole training step. Published: 0.47 to 0.52 for dense GPT on A100 (arXiv 2104.04473),
+"""Achieved part of the peak FLOP rate in a whole training step. Published: 0.47 to 0.52 for dense GPT on A100 (arXiv 2104.04473),
 Llama 3 0.38 to 0.43 on 16 thousand H100 (arXiv 2407.21783)."""
 
 LINK_EFFICIENCY = 0.8
-"""Of a link's raw rate in large copies: pinned copies over PCIe 4.0 x16 reach about 26 of 32 GB/s."""
+"""Achieved part of a link's raw rate in large copies: pinned copies over PCIe 4.0 x16 reach about 26 of 32 GB/s."""
 
 PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9
 """Bytes per second of sixteen lanes, per direction."""
@@ -113,7 +113,7 @@ GPUS = {
         ),
     )
 }
-"""By name. `find_gpu` also takes "A100-80GB", "RTX 4090", "4090"."""
+"""GPUs by name. `find_gpu` also takes "A100-80GB", "RTX 4090", "4090"."""
 
 _OTHER_NAMES = {
     "a10080gb": "a100",
@@ -163,12 +163,12 @@ class Ssds:
 
     @property
     def read_rate(self) -> float:
-        """Of all drives, bytes per second."""
+        """Bandwidth of all drives, in bytes per second."""
         return self.count * self.read
 
     @property
     def write_rate(self) -> float:
-        """Of all drives, bytes per second."""
+        """Bandwidth of all drives, in bytes per second."""
         return self.count * self.write
 
     def faster(self, factor: float) -> Ssds:

@@ -18,11 +18,11 @@ from typing import Any
 
 from ssdtrain.config import Config
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.hardware import Gpu
 from ssdtrain.tools.whatif.megatron_flags import ALL_GPUS, parser
 from ssdtrain.tools.whatif.megatron_uncounted import is_uneven, uncounted_flags, uncounted_keys
-from ssdtrain.tools.whatif.models import Layout, Transformer
+from ssdtrain.tools.whatif.models import ParallelLayout, Transformer
 from ssdtrain_megatron.flags import config_from_args
 
 __all__ = ["CommandLine", "read", "takes"]
@@ -51,7 +51,7 @@ class CommandLine:
         uncounted: options whose effect is not in the job, with what is counted in their place.
     """
 
-    job: Job
+    job: ClusterJob
     microbatch: int
     batch_given: bool
     assumed: list[str]
@@ -76,7 +76,7 @@ def read(
     Args:
         environment: may have WORLD_SIZE.
         node: GPUs of a node; None: as many as the launcher starts there, else 8.
-        machine: other attributes of `Job`.
+        machine: other attributes of `ClusterJob`.
 
     Raises:
         InvalidValue: completes "the command line ...": a flag is missing, or values do not go together.
@@ -110,7 +110,7 @@ class _Reading:
         )
         gradient = 4 if self._float32_gradients else 2
         # With gradients in 16 bits the optimizer has a copy of them in 32.
-        job = Job(
+        job = ClusterJob(
             model,
             layout,
             gpu,
@@ -216,7 +216,7 @@ class _Reading:
 
     @cached_property
     def _layers(self) -> int:
-        """That are counted, of an encoder as many as of its decoder."""
+        """Number of layers that are counted, of an encoder as many as of its decoder."""
         args = self.args
         given = int(args.num_layers or args.encoder_num_layers)
         if not is_uneven(args):
@@ -266,7 +266,7 @@ class _Reading:
         self.assumed.append(f"{layers}, whose attention saves its scores")
         return 5 if args.attention_dropout > 0 else 2
 
-    def _layout(self) -> Layout:
+    def _layout(self) -> ParallelLayout:
         args = self.args
         tp, pp, expert = (
             args.tensor_model_parallel_size,
@@ -295,7 +295,7 @@ class _Reading:
                 f"({beside}): such folding is valid in Megatron-LM and not predicted",
                 f"an --expert-model-parallel-size that divides {dp}",
             )
-        return Layout(
+        return ParallelLayout(
             tp,
             pp,
             dp,
@@ -345,10 +345,10 @@ class _Reading:
             return bool(args.accumulate_allreduce_grads_in_fp32)
         return not args.grad_reduce_in_bf16 and args.main_grads_dtype == "fp32"
 
-    def _recomputes(self, layout: Layout) -> bool:
+    def _recomputes(self, layout: ParallelLayout) -> bool:
         """Whether blocks may be recomputed: by Megatron, or by a plan of ours where it can."""
         args, config = self.args, self._config
-        if args.spec and args.spec[0] != "ssdtrain_megatron.spec":
+        if args.spec:
             self.uncounted.append(
                 f"--spec {' '.join(args.spec)} (blocks are counted as those that Megatron chooses)"
             )
@@ -378,7 +378,7 @@ class _Reading:
 
     @cached_property
     def _config(self) -> Config | None:
-        """Of our own flags. A file that is not on this machine counts as none."""
+        """Return the config of our own flags. A file that is not on this machine counts as none."""
         file = self.args.ssdtrain_config
         if file is not None and not Path(file).is_file():
             self.uncounted.append(f"--ssdtrain-config {file} (there is no such file here)")

@@ -96,7 +96,7 @@ def add_uncounted_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def uncounted_flags(args: argparse.Namespace) -> Iterator[str]:
-    """Those that are given with a value that changes something, each with what is counted in its place."""
+    """Yield the options that are given with a value that changes something, each with what is counted in its place."""
     for flag, value in _given(args):
         yield f"{flag} {value}".rstrip() + f" ({_FLAGS[flag][0]})"
     if args.context_parallel_size > 1:

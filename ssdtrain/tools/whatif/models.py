@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from ssdtrain.config.errors import InvalidValue
 
-__all__ = ["FAMILIES", "BlockKind", "Item", "Layout", "Transformer", "model_state_bytes"]
+__all__ = ["FAMILIES", "BlockKind", "Item", "ParallelLayout", "Transformer", "model_state_bytes"]
 
 FAMILIES = ("gpt", "bert", "t5", "llama", "mixtral")
 
@@ -36,7 +36,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """How a model is spread over ranks.
 
     Attributes:
@@ -72,7 +72,7 @@ class Layout:
         return self.tp * self.pp * self.dp
 
     def shard(self, parameters: float, experts: float = 0.0) -> float:
-        """Of `parameters` that a rank would hold without ZeRO, those that it has where they are split.
+        """Parameters of a rank where ZeRO splits those that it would hold without it.
 
         Args:
             experts: of them, parameters of experts.
@@ -190,7 +190,7 @@ class Transformer:
 
     @property
     def key_width(self) -> int:
-        """Of keys, and of values."""
+        """Width of keys, and of values."""
         return self.hidden // self.heads * self.kv_heads
 
     @property
@@ -204,7 +204,7 @@ class Transformer:
     # Parameters
 
     def block_parameters(self, kind: BlockKind = "block") -> int:
-        """Of one block, all experts included."""
+        """Parameters of one block, all experts included."""
         attention, _, rest = self._matrices(kind)
         return attention + self.mlp_parameters(kind) + rest
 
@@ -240,7 +240,7 @@ class Transformer:
         return norm + output
 
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         return (
             self.embedding_parameters()
             + sum(self.block_parameters(kind) for kind in self.block_kinds)
@@ -265,42 +265,59 @@ class Transformer:
     # Saved bytes
 
     def saved_items(
-        self, microbatch: int, layout: Layout | None = None, kind: BlockKind = "block", itemsize: int = 2
+        self,
+        microbatch: int,
+        layout: ParallelLayout | None = None,
+        kind: BlockKind = "block",
+        itemsize: int = 2,
     ) -> list[Item]:
         """What one block saves for backward, for one microbatch on one rank, without weights.
 
         Args:
             itemsize: bytes of an activation's element.
         """
-        layout = layout or Layout()
+        layout = layout or ParallelLayout()
         tokens = microbatch * self.sequence
         return [Item(name, int(tokens * nbytes)) for name, nbytes in self._per_token(layout, kind, itemsize)]
 
     def saved_bytes(
-        self, microbatch: int, layout: Layout | None = None, kind: BlockKind = "block", itemsize: int = 2
+        self,
+        microbatch: int,
+        layout: ParallelLayout | None = None,
+        kind: BlockKind = "block",
+        itemsize: int = 2,
     ) -> int:
         """The sum of `saved_items`."""
         return sum(item.nbytes for item in self.saved_items(microbatch, layout, kind, itemsize))
 
-    def block_input_bytes(self, microbatch: int, layout: Layout | None = None, itemsize: int = 2) -> int:
+    def block_input_bytes(
+        self, microbatch: int, layout: ParallelLayout | None = None, itemsize: int = 2
+    ) -> int:
         """What a recomputed block saves: its input."""
         split = layout.tp if layout is not None and layout.sequence_parallel else 1
         return microbatch * self.sequence * self.hidden * itemsize // split
 
-    def head_saved_bytes(self, microbatch: int, layout: Layout | None = None, itemsize: int = 2) -> int:
-        """Of the final norm, the output layer and the loss: two tensors of the hidden width, and log-probabilities in float32."""
-        layout = layout or Layout()
+    def head_saved_bytes(
+        self, microbatch: int, layout: ParallelLayout | None = None, itemsize: int = 2
+    ) -> int:
+        """Bytes of the final norm, the output layer and the loss: two tensors of the hidden width, and log-probabilities in
+        float32."""
+        layout = layout or ParallelLayout()
         split = layout.tp if layout.sequence_parallel else 1
         tokens = microbatch * self.sequence
         return tokens * (2 * self.hidden * itemsize // split + PROBABILITY * self.vocabulary // layout.tp)
 
-    def head_transient_bytes(self, microbatch: int, layout: Layout | None = None, itemsize: int = 2) -> int:
+    def head_transient_bytes(
+        self, microbatch: int, layout: ParallelLayout | None = None, itemsize: int = 2
+    ) -> int:
         """Alive for a moment when backward begins, beside what is saved: the gradient of the logits, in float32 and as they
         are."""
         tp = layout.tp if layout is not None else 1
         return microbatch * self.sequence * self.vocabulary * (PROBABILITY + itemsize) // tp
 
-    def _per_token(self, layout: Layout, kind: BlockKind, itemsize: int) -> Iterator[tuple[str, float]]:
+    def _per_token(
+        self, layout: ParallelLayout, kind: BlockKind, itemsize: int
+    ) -> Iterator[tuple[str, float]]:
         t = layout.tp
         split = t if layout.sequence_parallel else 1
         h, k = self.hidden * itemsize, self.key_width * itemsize
@@ -324,7 +341,7 @@ class Transformer:
         if self.dropout:
             yield "mlp: dropout mask", self.hidden / split
 
-    def _mlp_per_token(self, layout: Layout, itemsize: int) -> Iterator[tuple[str, float]]:
+    def _mlp_per_token(self, layout: ParallelLayout, itemsize: int) -> Iterator[tuple[str, float]]:
         copies = self.top_k if self.experts > 1 else 1
         h, f = self.hidden * itemsize, copies * self.ffn * itemsize / layout.tp
         if self.experts > 1:
@@ -343,7 +360,7 @@ class Transformer:
 
 def model_state_bytes(
     parameters: float,
-    layout: Layout,
+    layout: ParallelLayout,
     *,
     experts: float = 0.0,
     weight: int = 2,

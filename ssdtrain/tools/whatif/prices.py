@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.plans import Objective
 from ssdtrain.tools.whatif.cluster import ClusterPlan
-from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
 
 __all__ = ["Prices"]
 
 
 @dataclass(frozen=True)
 class Prices:
-    """In dollars, or any other currency.
+    """Prices in dollars, or any other currency.
 
     Attributes:
         gpu_hour: of one GPU, with its part of the node and the network.
@@ -24,7 +24,7 @@ class Prices:
     gpu_hour: float
     drive: float = 0.0
 
-    def objective(self, job: Job) -> Objective:
+    def objective(self, job: ClusterJob) -> Objective:
         """The cheapest step, for each GPU.
 
         Raises:
@@ -33,7 +33,7 @@ class Prices:
         return Objective(self.gpu_hour / 3600, 0.0, self._per_byte(job))
 
     def of_step(self, plan: ClusterPlan) -> float:
-        """Of all GPUs, and of what they write; the busiest pipeline stage stands for the others."""
+        """Cost of all GPUs, and of what they write; the busiest pipeline stage stands for the others."""
         ranks = plan.job.layout.ranks
         written = plan.written_per_step() * self._per_byte(plan.job)
         return ranks * (plan.step_seconds * self.gpu_hour / 3600 + written)
@@ -42,13 +42,13 @@ class Prices:
         return plan.tokens_per_second * plan.step_seconds / self.of_step(plan)
 
     def figures(self, plan: ClusterPlan) -> dict[str, float]:
-        """As plain data."""
+        """Return plain data."""
         return {
             "dollars_per_step": self.of_step(plan),
             "dollars_per_billion_tokens": 1e9 / self.tokens_per_dollar(plan),
         }
 
-    def _per_byte(self, job: Job) -> float:
+    def _per_byte(self, job: ClusterJob) -> float:
         if job.ssds is None or not self.drive:
             return 0.0
         if not job.ssds.endurance:

@@ -22,7 +22,7 @@ from ssdtrain.integration.compatibility import conflict_table
 from ssdtrain.offload import engine
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.attachment import attach
-from ssdtrain_megatron.conflicts import CONFLICTS, flag
+from ssdtrain_megatron.conflicts import MEGATRON_CONFLICTS, flag
 from tests.megatron import training
 from tests.megatron.rows import Row, selective
 from tests.megatron.training import Trainer
@@ -141,7 +141,7 @@ def test_what_excludes_offloading_is_rejected_by_its_flag(
 
 def test_the_docs_have_the_table_of_conflicts() -> None:
     page = (Path(__file__).parents[3] / "docs" / "megatron.md").read_text()
-    assert conflict_table(CONFLICTS, flag) in page
+    assert conflict_table(MEGATRON_CONFLICTS, flag) in page
 
 
 def test_sharded_parameters_are_rejected_by_name(trainer: Trainer, config: Config) -> None:

@@ -54,8 +54,6 @@ class Loop:
             self.trainer.optimizer,
             None,
         )
-        training.get_megatron_optimizer = lambda config, model_chunks: self.trainer.optimizer
-        training.load_checkpoint = lambda model, optimizer, opt_param_scheduler: (0, 0)
         training.training_log = lambda loss_dict, iteration, report_memory_flag: report_memory_flag
         training.save_checkpoint = lambda iteration, model, non_persistent_ckpt=False: None
         training.print_rank_last = self.lines.append
@@ -65,8 +63,6 @@ class Loop:
     def functions(self) -> list[Callable[..., Any]]:
         names = (
             "setup_model_and_optimizer",
-            "get_megatron_optimizer",
-            "load_checkpoint",
             "training_log",
             "save_checkpoint",
         )
@@ -270,6 +266,17 @@ def test_flags_that_a_script_leaves_unused_are_an_error_at_its_end(
     script.write_text(f"print('trained')\n{end}\n")
     with pytest.raises(ConfigError, match=r"--ssdtrain-offload-directories.*nothing was attached.*attach\("):
         run.main([str(script), *command_line])
+
+
+@pytest.mark.parametrize("asked", ["-h", "--help"])
+def test_a_script_that_is_asked_for_help_trains_nothing(
+    asked: str, loop: Loop, command_line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "own.py"
+    script.write_text("import argparse; argparse.ArgumentParser().parse_args()")
+    with pytest.raises(SystemExit) as end:
+        run.main([str(script), *command_line, asked])
+    assert not end.value.code and "usage" in capsys.readouterr().out
 
 
 def test_an_error_of_the_script_is_its_own(loop: Loop, command_line: list[str], tmp_path: Path) -> None:

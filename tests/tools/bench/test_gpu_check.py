@@ -23,7 +23,7 @@ from benchmarks.gpu.attempts import RESERVE, AttemptFailed, Attempts, DriveTooSl
 from benchmarks.gpu.measure import CUBLAS, SETTLING, Geometry, Measured, be_deterministic, measure
 from benchmarks.gpu.sources import digest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = Geometry("gpt", 64, 2, 32, 2, vocabulary=128)
 PYTHON = """#!/bin/bash
 case "$*" in *gpu/sources.py) echo "${SOURCES:-this}"; exit;; esac

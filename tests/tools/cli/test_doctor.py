@@ -12,7 +12,7 @@ import ssdtrain_ds._compat
 from ssdtrain.device import TESTED_TORCH
 from ssdtrain.storage import drive_of
 from ssdtrain.storage.drive import Drive
-from ssdtrain.tools.cli import doctor, limits, main
+from ssdtrain.tools.cli import doctor, main
 from ssdtrain.tools.cli.versions import TESTED, installed, too_old
 
 
@@ -134,7 +134,7 @@ def test_only_the_leading_numbers_of_a_version_are_compared() -> None:
 
 
 def test_the_doctor_and_the_adapter_agree_on_what_was_tested() -> None:
-    assert TESTED["deepspeed"] == ssdtrain_ds._compat.TESTED
+    assert TESTED["deepspeed"] == ssdtrain_ds._compat.TESTED_DEEPSPEED
     assert TESTED["torch"] == TESTED_TORCH
 
 
@@ -213,11 +213,11 @@ def test_all_that_is_broken_in_a_config_is_told_in_one_run(
 
 
 def test_limits_are_judged_and_have_remedies() -> None:
-    assert limits.memlock(64 * 1024).verdict == "-" and "memlock=-1" in limits.memlock(65536).remedy
-    assert limits.memlock(None).found == "unlimited"
-    assert limits.open_files(1024).verdict == "warning" and "ulimit -n" in limits.open_files(1024).remedy
-    assert limits.open_files(1 << 20).verdict == "ok"
-    assert {"free memory", "memlock", "open files", "NUMA nodes"} <= {f.subject for f in limits.limits()}
+    assert doctor.memlock(64 * 1024).verdict == "-" and "memlock=-1" in doctor.memlock(65536).remedy
+    assert doctor.memlock(None).found == "unlimited"
+    assert doctor.open_files(1024).verdict == "warning" and "ulimit -n" in doctor.open_files(1024).remedy
+    assert doctor.open_files(1 << 20).verdict == "ok"
+    assert {"free memory", "memlock", "open files", "NUMA nodes"} <= {f.subject for f in doctor.limits()}
 
 
 def test_every_finding_that_is_not_sound_has_a_remedy(

@@ -8,10 +8,10 @@ from ssdtrain.tools.cli.main import main
 from ssdtrain.tools.cli.plan import alternatives
 from ssdtrain.tools.whatif import cluster
 from ssdtrain.tools.whatif.cluster import ClusterPlan
-from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.cluster_state import placements
 from ssdtrain.tools.whatif.hardware import find_gpu
-from ssdtrain.tools.whatif.models import Layout, Transformer
+from ssdtrain.tools.whatif.models import ParallelLayout, Transformer
 
 SMALL = ["plan", "--model", "gpt", "--hidden", "4096", "--layers", "8", "--seq", "2048", "--gpu", "a100-40gb"]
 MANY = [
@@ -212,8 +212,15 @@ def test_a_batch_that_data_parallel_ranks_cannot_share_is_an_error(
 
 def test_alternatives_leave_model_state_where_the_plan_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Transformer.of("gpt", hidden=4096, layers=8, sequence=1024)
-    job = Job(
-        model, Layout(), find_gpu("rtx4090"), host=10**11, node=1, batch=1, recompute=False, state="host"
+    job = ClusterJob(
+        model,
+        ParallelLayout(),
+        find_gpu("rtx4090"),
+        host=10**11,
+        node=1,
+        batch=1,
+        recompute=False,
+        state="host",
     )
     least = placements(job, False)[0]
     plan = cluster.plan_job(job, 1)

@@ -7,8 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from ssdtrain.tools.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding
-from ssdtrain.tools.cli.show import show
+from ssdtrain.tools.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding, show
 
 LONG = "/local_nvme/user/jobs/2026-11-22/a-run-with-a-long-name/spill"
 FOUND = [

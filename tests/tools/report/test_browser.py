@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ssdtrain.tools.report.page import page
-from ssdtrain.tools.report.run import Run
+from ssdtrain.tools.report.run import JournaledRun
 from tests.support.journals import write
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -76,7 +76,7 @@ def look(text: str, directory: Path, width: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("width", [1280, 600])
 def test_it_is_laid_out_and_answers_the_pointer(tmp_path: Path, width: int) -> None:
-    run = Run.read(write(tmp_path / "run", ranks=4, loss=2.5))
+    run = JournaledRun.read(write(tmp_path / "run", ranks=4, loss=2.5))
     seen = look(page(run), tmp_path, width)
     assert seen["failures"] == []
     assert seen["needed"] <= seen["width"] == width  # no line to scroll sideways

@@ -11,9 +11,9 @@ import pytest
 
 from ssdtrain.config.units import MiB
 from ssdtrain.metrics import Unit
-from ssdtrain.tools.report.chart import Bar, Line, bar_chart, line_chart
+from ssdtrain.tools.report.chart import Bar, ChartLine, bar_chart, line_chart
 from ssdtrain.tools.report.page import page
-from ssdtrain.tools.report.run import Run
+from ssdtrain.tools.report.run import JournaledRun
 from tests.support.journals import line, write
 
 VOID = {"meta", "br", "line", "path"}
@@ -59,14 +59,17 @@ def read(html: str) -> Reader:
 
 
 def test_it_parses_and_loads_nothing(tmp_path: Path) -> None:
-    html = page(Run.read(write(tmp_path / "run", loss=2.5)), Run.read(write(tmp_path / "other", loss=2.5)))
+    html = page(
+        JournaledRun.read(write(tmp_path / "run", loss=2.5)),
+        JournaledRun.read(write(tmp_path / "other", loss=2.5)),
+    )
     reader = read(html)
     assert reader.references == []
     assert not re.search(r"https?://|@import|url\(", html)
 
 
 def test_it_has_the_figures_of_the_journals(tmp_path: Path) -> None:
-    reader = read(page(Run.read(write(tmp_path, loss=2.5))))
+    reader = read(page(JournaledRun.read(write(tmp_path, loss=2.5))))
     text = " | ".join(part for part in reader.text if part.strip())
     for figure in (
         "31.0 MiB",  # the peak of the largest rank
@@ -98,7 +101,7 @@ def test_names_from_outside_are_text_and_never_markup(tmp_path: Path) -> None:
     (directory / "rank-0.jsonl").write_text(
         (directory / "rank-0.jsonl").read_text().replace("comm/dp", "comm/<b>")
     )
-    run = Run.read(directory)
+    run = JournaledRun.read(directory)
     reader = read(page(run, run))
     assert "img" not in reader.tags and "b" not in reader.tags
     assert any(name in part for part in reader.text)
@@ -106,18 +109,18 @@ def test_names_from_outside_are_text_and_never_markup(tmp_path: Path) -> None:
 
 def test_it_shows_what_was_decided_last_and_why(tmp_path: Path) -> None:
     directory = write(tmp_path / "run", steps=4)
-    assert "<h2>Decisions</h2>" not in page(Run.read(directory))
+    assert "<h2>Decisions</h2>" not in page(JournaledRun.read(directory))
     for step, why in ((5, "no time"), (9, "hidden < all")):
         with (directory / "rank-1.jsonl").open("a") as stream:
             stream.write(json.dumps(line(step, 1, decisions=[f"block 0: offload: {why}"])) + "\n")
-    text = page(Run.read(directory))
+    text = page(JournaledRun.read(directory))
     assert "rank 1, since step 9, made 2 times" in text and "block 0: offload: hidden &lt; all" in text
     assert "no time" not in text
 
 
 def test_a_comparison_says_which_is_better(tmp_path: Path) -> None:
-    run = Run.read(write(tmp_path / "new"))
-    other = Run.read(write(tmp_path / "old", activation_peak_bytes=62 * MiB, step_seconds=0.3))
+    run = JournaledRun.read(write(tmp_path / "new"))
+    other = JournaledRun.read(write(tmp_path / "old", activation_peak_bytes=62 * MiB, step_seconds=0.3))
     html = page(run, other)
     assert '<span class="better">-50.0%</span> against 62.0 MiB' in html
     assert '<span class="worse">+100.0%</span> against 300 ms' in html
@@ -125,7 +128,7 @@ def test_a_comparison_says_which_is_better(tmp_path: Path) -> None:
 
 
 def test_many_ranks_are_drawn_as_three_lines_and_listed_all(tmp_path: Path) -> None:
-    reader = read(page(Run.read(write(tmp_path, ranks=20, steps=2))))
+    reader = read(page(JournaledRun.read(write(tmp_path, ranks=20, steps=2))))
     labels = {line["label"] for data in reader.data for line in data["lines"]}  # type: ignore[attr-defined]
     assert {"highest rank", "median rank", "lowest rank"} <= labels and "rank 0" not in labels
     assert "rank 19" in reader.text
@@ -134,7 +137,7 @@ def test_many_ranks_are_drawn_as_three_lines_and_listed_all(tmp_path: Path) -> N
 @pytest.mark.parametrize("steps", [1, 2, 3000])
 def test_a_chart_of_any_length_keeps_its_peak(steps: int) -> None:
     points = {step: 5.0 for step in range(steps)} | {steps // 2: 7000.0}
-    html = line_chart([Line("a", points), Line("b", {0: 1.0})], Unit.BYTES, "bytes")
+    html = line_chart([ChartLine("a", points), ChartLine("b", {0: 1.0})], Unit.BYTES, "bytes")
     data = json.loads(re.findall(r'json">(.*?)</script>', html)[0])
     assert len(data["steps"]) <= 400
     assert max(v for v in data["lines"][0]["values"] if v is not None) == pytest.approx(7000 / 1024, rel=1e-3)
@@ -143,8 +146,8 @@ def test_a_chart_of_any_length_keeps_its_peak(steps: int) -> None:
 
 
 def test_values_that_are_all_zero_or_missing_make_no_chart_of_nothing() -> None:
-    assert "no such values" in line_chart([Line("a", {})], Unit.BYTES, "bytes")
-    assert "<svg" in line_chart([Line("a", {1: 0.0, 2: 0.0})], Unit.SECONDS, "time")
+    assert "no such values" in line_chart([ChartLine("a", {})], Unit.BYTES, "bytes")
+    assert "<svg" in line_chart([ChartLine("a", {1: 0.0, 2: 0.0})], Unit.SECONDS, "time")
 
 
 def test_parts_of_a_bar_that_are_0_are_not_drawn() -> None:
@@ -157,7 +160,9 @@ def test_a_first_step_whose_begin_is_not_known_has_no_time(tmp_path: Path) -> No
     lines = (directory / "rank-0.jsonl").read_text().splitlines()
     lines[0] = json.dumps(line(1, step_seconds=0.0))
     (directory / "rank-0.jsonl").write_text("\n".join(lines) + "\n")
-    (time,) = [d for d in read(page(Run.read(directory))).data if d["unit"] == "ms" and d["steps"] == [2, 3]]  # type: ignore[attr-defined]
+    (time,) = [
+        d for d in read(page(JournaledRun.read(directory))).data if d["unit"] == "ms" and d["steps"] == [2, 3]
+    ]  # type: ignore[attr-defined]
     assert [one["values"] for one in time["lines"]] == [[500.0, 500.0]]
 
 
@@ -165,4 +170,4 @@ def test_a_rate_counts_a_step_that_was_trained_again_once(tmp_path: Path) -> Non
     write(tmp_path, ranks=1, steps=2)
     again = (tmp_path / "rank-0.jsonl").read_text()
     (tmp_path / "rank-0.jsonl").write_text(again * 2)
-    assert "360 MiB in all, 180 MiB/s" in page(Run.read(tmp_path))
+    assert "360 MiB in all, 180 MiB/s" in page(JournaledRun.read(tmp_path))

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ssdtrain.tools.report.prometheus import prometheus, write_prometheus
-from ssdtrain.tools.report.run import Run
+from ssdtrain.tools.report.exports import prometheus, write_prometheus
+from ssdtrain.tools.report.run import JournaledRun
 from tests.support.journals import NAMES, MiB, write
 
 SAMPLE = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*\{([a-z]+="(?:[^"\\\n]|\\.)*",?)+\} [0-9.e+-]+')
 
 
 def test_counters_are_totals_and_gauges_the_last_value(tmp_path: Path) -> None:
-    lines = prometheus(Run.read(write(tmp_path / "run", steps=5))).splitlines()
+    lines = prometheus(JournaledRun.read(write(tmp_path / "run", steps=5))).splitlines()
     label = 'run="run",rank="1",engine="0"'
     assert f"ssdtrain_ssd_bytes_written_total{{{label}}} {5 * 90 * MiB}" in lines
     assert f"ssdtrain_activation_peak_bytes{{{label}}} {31 * MiB}" in lines
@@ -26,7 +26,9 @@ def test_counters_are_totals_and_gauges_the_last_value(tmp_path: Path) -> None:
 
 def test_every_line_is_a_sample_or_a_type_and_types_stand_together(tmp_path: Path) -> None:
     name = 'a "run"\\'
-    text = prometheus(Run.read(write(tmp_path / name, **{"comm/tp/raw_bytes": 1, "odd name/x": 2, **NAMES})))
+    text = prometheus(
+        JournaledRun.read(write(tmp_path / name, **{"comm/tp/raw_bytes": 1, "odd name/x": 2, **NAMES}))
+    )
     families, samples = [], []
     for line in text.splitlines():
         if line.startswith("# TYPE "):
@@ -39,7 +41,7 @@ def test_every_line_is_a_sample_or_a_type_and_types_stand_together(tmp_path: Pat
 
 
 def test_values_of_a_script_are_told_apart_by_the_name_that_it_gave(tmp_path: Path) -> None:
-    lines = prometheus(Run.read(write(tmp_path / "run", ranks=1, **NAMES))).splitlines()
+    lines = prometheus(JournaledRun.read(write(tmp_path / "run", ranks=1, **NAMES))).splitlines()
     label = 'run="run",rank="0",engine="0",name='
     for name, value in NAMES.items():
         written = name.encode(errors="backslashreplace").decode().replace("\\", "\\\\")
@@ -48,7 +50,7 @@ def test_values_of_a_script_are_told_apart_by_the_name_that_it_gave(tmp_path: Pa
 
 
 def test_the_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, file = Run.read(write(tmp_path / "run")), tmp_path / "out" / "ssdtrain.prom"
+    run, file = JournaledRun.read(write(tmp_path / "run")), tmp_path / "out" / "ssdtrain.prom"
     file.parent.mkdir()
     write_prometheus(run, file)
     assert file.read_text() == prometheus(run)

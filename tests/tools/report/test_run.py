@@ -13,12 +13,12 @@ import ssdtrain
 from ssdtrain.config import load_config
 from ssdtrain.metrics import Reduce, Unit
 from ssdtrain.runtime import Runtime
-from ssdtrain.tools.report.run import ModuleUse, NoJournals, Run, metric_named
+from ssdtrain.tools.report.run import JournaledRun, ModuleUse, NoJournals, metric_named
 from tests.support.journals import MiB, line, write
 
 
 def test_values_of_ranks_become_one_as_the_metric_is_declared(tmp_path: Path) -> None:
-    run = Run.read(write(tmp_path, ranks=3, steps=2))
+    run = JournaledRun.read(write(tmp_path, ranks=3, steps=2))
     assert [journal.label for journal in run.journals] == ["rank 0", "rank 1", "rank 2"]
     assert run.over_ranks("ssd_bytes_written") == {1: 270 * MiB, 2: 270 * MiB}
     assert run.over_ranks("activation_peak_bytes") == {1: 32 * MiB, 2: 32 * MiB}
@@ -32,7 +32,7 @@ def test_modules_are_those_of_the_last_step_that_has_them_summed_over_ranks_in_o
     used = {"module": "layers.2.mlp", "offloaded_bytes": 7, "kept_bytes": 1, "load_wait_seconds": 0.5}
     with (directory / "rank-2.jsonl").open("a") as stream:
         stream.write(json.dumps(line(6, modules=[used])) + "\n")
-    run = Run.read(directory)
+    run = JournaledRun.read(directory)
     assert [journal.modules_step for journal in run.journals] == [4, 4, 6]
     assert list(run.modules()) == ["layers.0.mlp", "layers.2.mlp", "layers.10.mlp"]
     assert run.modules()["layers.2.mlp"] == ModuleUse(34 * MiB + 7, 2 * MiB + 1, 0.5)
@@ -42,7 +42,7 @@ def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, ranks=1, steps=2)
     with (tmp_path / "rank-0.jsonl").open("a") as stream:
         stream.write('{"step": 3, "saved_by')
-    assert Run.read(tmp_path).steps == [1, 2]
+    assert JournaledRun.read(tmp_path).steps == [1, 2]
 
 
 def test_a_step_trained_again_after_a_restart_has_its_last_values_and_totals_have_both(
@@ -51,7 +51,7 @@ def test_a_step_trained_again_after_a_restart_has_its_last_values_and_totals_hav
     write(tmp_path, ranks=1, steps=4)
     with (tmp_path / "rank-0.jsonl").open("a") as stream:
         stream.write(json.dumps(line(4, step_seconds=9.0)) + "\n")
-    run = Run.read(tmp_path)
+    run = JournaledRun.read(tmp_path)
     assert run.steps == [1, 2, 3, 4]
     assert run.over_ranks("step_seconds")[4] == 9.0
     assert run.total("saved_bytes") == 500 * MiB
@@ -61,18 +61,18 @@ def test_journals_in_folders_of_ranks_and_of_a_second_engine_are_found(tmp_path:
     write(tmp_path / "node0", ranks=1)
     write(tmp_path / "node1", ranks=1)
     (tmp_path / "node1" / "rank-0.jsonl").rename(tmp_path / "node1" / "rank-1.2.jsonl")
-    assert [j.label for j in Run.read(tmp_path).journals] == ["rank 0", "rank 1, engine 2"]
+    assert [j.label for j in JournaledRun.read(tmp_path).journals] == ["rank 0", "rank 1, engine 2"]
 
 
 def test_a_directory_without_journals_and_a_line_of_something_else_are_errors(tmp_path: Path) -> None:
     with pytest.raises(NoJournals, match=r"report\.path"):
-        Run.read(tmp_path)
+        JournaledRun.read(tmp_path)
     (tmp_path / "rank-0.jsonl").write_text('{"loss": 1.0}\n')
     with pytest.raises(ValueError, match=r"rank-0\.jsonl, line 1"):
-        Run.read(tmp_path)
+        JournaledRun.read(tmp_path)
     (tmp_path / "rank-0.jsonl").write_text("no json\n")
     with pytest.raises(ValueError, match=r"rank-0\.jsonl, line 1"):
-        Run.read(tmp_path)
+        JournaledRun.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_real_run_can_be_read_with_the_loss_that_it_logged(tmp_path: Path) -> 
                 loss.backward()
                 runtime.log_values(loss=2.0 - step if step < 2 else float("nan"))
         saved = runtime.statistics()
-    run = Run.read(tmp_path / "report")
+    run = JournaledRun.read(tmp_path / "report")
     assert run.over_ranks("loss") == {1: 2.0, 2: 1.0}  # NaN is no JSON
     assert saved is not None and run.total("saved_bytes") == saved.offload.saved_bytes
 
@@ -127,7 +127,7 @@ def test_what_was_decided_and_why_is_in_the_journal_once(section: str, tmp_path:
         if number >= 13 and any(feature.decisions() for feature in runtime.features):
             break
     runtime.close()
-    (journal,) = Run.read(tmp_path / "report").journals
+    (journal,) = JournaledRun.read(tmp_path / "report").journals
     assert 1 <= len(journal.decisions) < 7
     step, text = journal.decisions[0]
     assert step >= 2 and "peak" in text and "keep" in text

@@ -8,16 +8,16 @@ import pytest
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.plans import NoPlan
 from ssdtrain.tools.whatif.cluster import best_plan, plan_job
-from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.cluster_state import placements
 from ssdtrain.tools.whatif.hardware import find_gpu, parse_ssds
-from ssdtrain.tools.whatif.models import Layout, Transformer
+from ssdtrain.tools.whatif.models import ParallelLayout, Transformer
 
 
-def small(**more: Any) -> Job:
+def small(**more: Any) -> ClusterJob:
     model = Transformer.of("gpt", hidden=4096, layers=8, sequence=2048)
     given = {"ssds": parse_ssds("1 x 6GB/s, 1TB, 1 DWPD"), "node": 1, "batch": 16, **more}
-    return Job(model, given.pop("layout", Layout()), find_gpu("a100-40gb"), **given)
+    return ClusterJob(model, given.pop("layout", ParallelLayout()), find_gpu("a100-40gb"), **given)
 
 
 def test_what_fits_is_kept_and_takes_the_ideal_time() -> None:
@@ -47,7 +47,7 @@ def test_offloading_gives_more_throughput_than_recomputing_everything() -> None:
 
 
 def test_the_bandwidth_for_all_is_what_a_stage_saves_in_half_of_its_time() -> None:
-    job = small(layout=Layout(pp=4), batch=32)
+    job = small(layout=ParallelLayout(pp=4), batch=32)
     stages = [job.blocks(1, False), job.blocks(1, True)]
     needed = [
         2 * sum(b.saved for b in stage) / sum(b.forward + b.backward for b in stage) for stage in stages
@@ -57,18 +57,18 @@ def test_the_bandwidth_for_all_is_what_a_stage_saves_in_half_of_its_time() -> No
 
 
 def test_a_pipeline_has_a_plan_for_both_ends_and_a_bubble() -> None:
-    job = small(layout=Layout(pp=4), batch=32)
+    job = small(layout=ParallelLayout(pp=4), batch=32)
     plan = plan_job(job, 1)
     first, last = plan.stages
     assert (first.alive, last.alive) == (4, 1)
     assert plan.bubble_seconds == pytest.approx(3 * plan.slowest.seconds(plan.slowest.plan))
-    interleaved = plan_job(replace(job, layout=Layout(pp=4, virtual=2)), 1)
+    interleaved = plan_job(replace(job, layout=ParallelLayout(pp=4, virtual=2)), 1)
     assert interleaved.bubble_seconds == pytest.approx(plan.bubble_seconds / 2)
     assert interleaved.stages[0].alive > first.alive
 
 
 def test_what_zero_3_gathers_comes_with_each_microbatch_and_overlaps_with_its_computation() -> None:
-    job = small(layout=Layout(dp=16, zero=3), batch=64, ssds=None, network=1e9)
+    job = small(layout=ParallelLayout(dp=16, zero=3), batch=64, ssds=None, network=1e9)
     plan = plan_job(job, 1)
     parameters = job.rank_parameters(False)
     traffic = 3 * 15 / 16 * 2 * parameters / 0.8e9
@@ -88,11 +88,11 @@ def test_the_best_microbatch_has_the_most_tokens_a_second() -> None:
 
 def test_what_cannot_fit_is_an_error_that_says_what_is_in_it() -> None:
     with pytest.raises(InvalidValue, match=r"model state per GPU \(parameters .*optimizer"):
-        plan_job(small(layout=Layout(), optimizer=100), 1)
+        plan_job(small(layout=ParallelLayout(), optimizer=100), 1)
     with pytest.raises(NoPlan, match="smallest peak of activations"):
         plan_job(small(batch=512), 512)
     with pytest.raises(InvalidValue, match="divides both"):
-        small(layout=Layout(tp=3))
+        small(layout=ParallelLayout(tp=3))
     with pytest.raises(InvalidValue, match="a multiple"):
         plan_job(small(batch=16), 3)
 
@@ -101,7 +101,9 @@ def test_host_memory_over_nvlink_c2c_hides_what_pcie_cannot() -> None:
     model = Transformer.of("llama", hidden=4096, layers=8, sequence=8192)
 
     def share(gpu: str) -> float:
-        job = Job(model, Layout(), find_gpu(gpu), host=400 * 2**30, node=1, batch=16, recompute=False)
+        job = ClusterJob(
+            model, ParallelLayout(), find_gpu(gpu), host=400 * 2**30, node=1, batch=16, recompute=False
+        )
         job = replace(job, gpu=replace(job.gpu, memory=find_gpu("h100").memory))
         plan = plan_job(job, 4)
         return plan.ideal_seconds / plan.step_seconds
@@ -114,7 +116,7 @@ def test_a_rank_with_one_expert_has_the_parameters_of_a_dense_block() -> None:
     """Experts without a gate have two matrices."""
     shape = {"hidden": 1024, "layers": 2, "sequence": 512}
     experts = Transformer.of("gpt", experts=8, **shape)
-    job = Job(experts, Layout(dp=8, expert=8), find_gpu("h100"))
+    job = ClusterJob(experts, ParallelLayout(dp=8, expert=8), find_gpu("h100"))
     assert job.block_parameters("block") == Transformer.of("gpt", **shape).block_parameters()
 
 
@@ -122,7 +124,7 @@ def test_a_rank_with_one_expert_has_the_parameters_of_a_dense_block() -> None:
 def test_zero_splits_experts_over_the_ranks_that_have_the_same_ones(zero: int) -> None:
     """By hand: 8 ranks, experts spread over 4 of them, so that 2 have the same ones; all else is split over 8."""
     model = Transformer.of("mixtral", hidden=1024, layers=2, sequence=512)
-    job = Job(model, Layout(dp=8, expert=4, zero=zero), find_gpu("h100"))
+    job = ClusterJob(model, ParallelLayout(dp=8, expert=4, zero=zero), find_gpu("h100"))
     experts = 2 * (8 / 4) * 3 * 1024 * model.ffn
     others = job.rank_parameters(False) - experts
     whole, split = others + experts, others / 8 + experts / 2

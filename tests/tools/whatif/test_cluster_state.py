@@ -11,22 +11,22 @@ from ssdtrain.planner.search import search
 from ssdtrain.planner.timeline import kept_step
 from ssdtrain.tools.whatif import cluster
 from ssdtrain.tools.whatif.cluster import BRIEF, ClusterPlan, best_plan, plan_job, problem_of
-from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.cluster_state import placements
 from ssdtrain.tools.whatif.hardware import find_gpu, parse_ssds
-from ssdtrain.tools.whatif.models import Layout, Transformer
+from ssdtrain.tools.whatif.models import ParallelLayout, Transformer
 
 GB = 10**9
 
 
-def job(**more: Any) -> Job:
+def job(**more: Any) -> ClusterJob:
     """A model of 16 GB of state, a GPU of 24 GiB. Without recomputation, so that searches are short."""
     model = Transformer.of("gpt", hidden=4096, layers=4, sequence=1024)
     given = {"host": 100 * GB, "node": 1, "batch": 4, "reserve": 4 * GB, "recompute": False, **more}
-    return Job(model, given.pop("layout", Layout()), find_gpu("rtx4090"), **given)
+    return ClusterJob(model, given.pop("layout", ParallelLayout()), find_gpu("rtx4090"), **given)
 
 
-def large(**more: Any) -> Job:
+def large(**more: Any) -> ClusterJob:
     """Twice as deep: its state does not fit on the device."""
     given = job(**more)
     return replace(given, model=replace(given.model, layers=8))
@@ -136,7 +136,7 @@ def test_a_slowdown_is_over_keeping_everything_with_state_where_it_passes() -> N
     assert plan.step_seconds > 1.5 * plan.ideal_seconds
 
 
-def kept_seconds(given: Job, microbatch: int) -> list[float]:
+def kept_seconds(given: ClusterJob, microbatch: int) -> list[float]:
     """With everything kept, by the number of blocks whose state stays on the device."""
     return [kept_step(problem_of(given, microbatch, place)[0]).seconds for place in placements(given, False)]
 
@@ -202,7 +202,7 @@ def test_where_time_is_short_larger_microbatches_are_tried_and_the_error_says_so
         plan_job(job(batch=512), 512, Limits(seconds=1e-3))
     assert not caught.value.too_slow
 
-    def slow_at_first(job: Job, size: int, *more: Any) -> ClusterPlan:
+    def slow_at_first(job: ClusterJob, size: int, *more: Any) -> ClusterPlan:
         return plan_job(job, size, Limits(seconds=1e-3) if size == 1 else None)
 
     monkeypatch.setattr(cluster, "plan_job", slow_at_first)

@@ -14,7 +14,7 @@ import pytest
 from ssdtrain.config import ConfigError
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB
-from ssdtrain.tools.whatif.cluster_job import Job
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.hardware import find_gpu
 from ssdtrain.tools.whatif.megatron_command import CommandLine, read, takes
 from tests.support.processes import ROOT
@@ -37,7 +37,7 @@ def line(text: str, environment: Mapping[str, str] | None = None) -> CommandLine
     return read(words, environment or {}, find_gpu("h100"))
 
 
-def job(text: str, environment: Mapping[str, str] | None = None) -> Job:
+def job(text: str, environment: Mapping[str, str] | None = None) -> ClusterJob:
     return line(text, environment).job
 
 
@@ -378,7 +378,7 @@ def test_an_invalid_config_of_ours_is_an_error() -> None:
 
 def test_reading_imports_nothing_of_megatron() -> None:
     code = (
-        "import sys; from ssdtrain_megatron import command_line; "
+        "import sys; from ssdtrain.tools.whatif import megatron_command; "
         "sys.exit(any(name.partition('.')[0] == 'megatron' for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0

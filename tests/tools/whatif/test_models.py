@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from examples.support.model import GPT, Block, GPTConfig
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.tools.whatif.models import Layout, Transformer, model_state_bytes
+from ssdtrain.tools.whatif.models import ParallelLayout, Transformer, model_state_bytes
 from tests.planner.blocks import Experts, Llama, T5Decoder, count_saved_bytes
 
 HIDDEN, SEQUENCE, BATCH, HEADS = 128, 64, 2, 4
@@ -81,9 +81,11 @@ def test_a_gpt_block_saves_34_sbh_as_published() -> None:
     model = Transformer.of("gpt", hidden=12288, layers=96, sequence=2048)
     published = 34 * 2048 * 12288
     assert model.saved_bytes(1) == pytest.approx(published, rel=0.005)
-    split = model.saved_bytes(1, Layout(tp=8, sequence_parallel=True))
+    split = model.saved_bytes(1, ParallelLayout(tp=8, sequence_parallel=True))
     assert split == pytest.approx(published / 8, rel=0.005)
-    assert model.saved_bytes(1, Layout(tp=8)) == pytest.approx((10 + 24 / 8) * 2048 * 12288, rel=0.005)
+    assert model.saved_bytes(1, ParallelLayout(tp=8)) == pytest.approx(
+        (10 + 24 / 8) * 2048 * 12288, rel=0.005
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt", "bert", "llama", "llama with grouped keys", "mixtral", "t5 decoder"])
@@ -126,10 +128,10 @@ def test_parameters_are_the_published_ones(model: Transformer, published: float)
 
 
 def test_model_state_is_split_as_zero_splits_it() -> None:
-    assert sum(model_state_bytes(1e9, Layout()).values()) == 16e9
-    assert sum(model_state_bytes(1e9, Layout(dp=4, zero=1)).values()) == 4e9 + 3e9
-    assert sum(model_state_bytes(1e9, Layout(dp=4, zero=2)).values()) == 2e9 + 0.5e9 + 3e9
-    assert sum(model_state_bytes(1e9, Layout(dp=4, zero=3)).values()) == 4e9
+    assert sum(model_state_bytes(1e9, ParallelLayout()).values()) == 16e9
+    assert sum(model_state_bytes(1e9, ParallelLayout(dp=4, zero=1)).values()) == 4e9 + 3e9
+    assert sum(model_state_bytes(1e9, ParallelLayout(dp=4, zero=2)).values()) == 2e9 + 0.5e9 + 3e9
+    assert sum(model_state_bytes(1e9, ParallelLayout(dp=4, zero=3)).values()) == 4e9
 
 
 def test_impossible_shapes_name_what_is_wrong() -> None:
@@ -138,4 +140,4 @@ def test_impossible_shapes_name_what_is_wrong() -> None:
     with pytest.raises(InvalidValue, match="unknown family"):
         Transformer.of("rnn", hidden=100, layers=1, sequence=8)
     with pytest.raises(InvalidValue, match="ZeRO stage 4"):
-        Layout(zero=4)
+        ParallelLayout(zero=4)

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.papers.__main__ import Compared, compare, page, written
 from benchmarks.papers.families import FAMILIES
 
-PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
+PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
 
 
 @pytest.fixture(scope="module")
