@@ -16,6 +16,9 @@ from ssdtrain.offload.transfer_state import State
 
 __all__ = ["Prefetcher"]
 
+MATTERS = 2 * MiB
+"""Bytes of a tape from which on an arena is compared with what has left memory: of less it is small, too."""
+
 ADVANCE = 0.25
 """Of `Departures.limit`: bytes that backward has between two looks at what is next on the way to the device."""
 
@@ -89,7 +92,7 @@ class Prefetcher:
             self.size(tape)
         if self._buffers.optional:
             left = (region.nbytes for region in tape.regions if region is not None and region.emptied)
-            self._away = sum(left)
+            self._away = sum(left) if tape.nbytes >= MATTERS else None
         self._mover.keep_tail(tape)
         self.run(tape)
 
